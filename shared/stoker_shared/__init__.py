@@ -1,0 +1,15 @@
+"""The contract between producers and the worker: models, names on the wire, errors. Imports neither rq nor mlx."""
+
+from stoker_shared.request import GenerationRequest, Message, build_request
+from stoker_shared.result import CacheReport, GenerationResult, Logprobs, Timing, Usage
+
+__all__ = [
+    "CacheReport",
+    "GenerationRequest",
+    "GenerationResult",
+    "Logprobs",
+    "Message",
+    "Timing",
+    "Usage",
+    "build_request",
+]

@@ -1,0 +1,174 @@
+"""Every error stoker raises or writes into a failed job, as one tree.
+
+::
+
+    StokerError
+    ├── RequestError                    the job can never succeed as it is: failed at once, never retried
+    │   ├── InvalidRequest              a field is missing, unknown, of the wrong type or out of range
+    │   ├── RequestVersionTooNew        written by a newer producer than this worker
+    │   ├── RequestTooLarge             over MAX_REQUEST_BYTES, or longer than the context could ever hold
+    │   ├── RequestNotServed            a valid field that this worker does not serve
+    │   ├── ContextLimitExceeded        prompt + max_tokens over the model's context
+    │   ├── BlockPoolTooSmall           prompt + max_tokens over the worker's whole KV memory
+    │   ├── ModelMismatch               the job names another model than the loaded one
+    │   ├── TemplateError               the model has no chat template, or it refused the messages
+    │   ├── TranscriptMismatch          `append` of a prompt to messages, or the other way round
+    │   └── PayloadRefused              a pickle, an unknown function, callbacks: not a generation job of ours
+    ├── AgentMemoryError
+    │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
+    │   ├── AgentVersionNotSaved        an `append` turn was generated but could not be made durable
+    │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
+    ├── EngineError
+    │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
+    │   ├── GenerationTimedOut          the job's own timeout passed while it ran
+    │   ├── WorkerLostTooOften          the job was in flight when its worker died, too many times
+    │   └── EngineFailed                the engine broke while the job was in it
+    ├── QueueError
+    │   ├── RedisUnavailable            no server at the URL, or it refused us
+    │   ├── QueueHeld                   another live worker holds this queue
+    │   └── OwnershipLost               the execution is no longer ours: the result is dropped
+    ├── JobError                        what a waiting producer gets
+    │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
+    │   ├── JobCanceled                 canceled before it ran, or stopped while it ran
+    │   ├── JobNotFound                 no such id, or its result has expired
+    │   └── ResultTimeout               not finished within `timeout_s`; the job goes on
+    └── WrongWorker                     a stock RQ worker tried to run a generation job
+"""
+
+
+class StokerError(Exception):
+    """Base of everything below."""
+
+
+class RequestError(StokerError, ValueError):
+    """The job can never succeed as it is; it is failed at once and never retried."""
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, unknown, of the wrong type or out of range; the message names it."""
+
+
+class RequestVersionTooNew(RequestError):
+    """The request's `v` is newer than this side's; the message says both."""
+
+
+class RequestTooLarge(RequestError):
+    """The request is larger than `MAX_REQUEST_BYTES`, or than the model's context could ever hold."""
+
+
+class RequestNotServed(RequestError):
+    """The request is valid, but this worker does not serve the field the message names."""
+
+
+class ContextLimitExceeded(RequestError):
+    """prompt + max_tokens exceeds the model's context; the message says the numbers."""
+
+
+class BlockPoolTooSmall(RequestError):
+    """prompt + max_tokens needs more KV memory than the worker has in all; the message says the numbers."""
+
+
+class ModelMismatch(RequestError):
+    """The job names another model than the one this worker has loaded."""
+
+
+class TemplateError(RequestError):
+    """The model has no chat template, or its template refused these messages."""
+
+
+class TranscriptMismatch(RequestError):
+    """`append` gave a prompt to an agent whose transcript is made of messages, or the other way round."""
+
+
+class PayloadRefused(RequestError):
+    """The RQ job is not a JSON generation job: a pickle, another function, callbacks that are not allowed."""
+
+
+class AgentMemoryError(StokerError):
+    """Something about an agent's memory that a producer has to know."""
+
+
+class AgentTranscriptUnreadable(AgentMemoryError):
+    """`append` cannot be sure of the conversation it would continue, so it does not continue it."""
+
+
+class AgentVersionNotSaved(AgentMemoryError):
+    """An `append` turn was generated but its version could not be made durable; the turn did not happen."""
+
+
+class StoreUnusable(AgentMemoryError):
+    """The store folder cannot be used; the message says why (rights, another process, unknown format)."""
+
+
+class EngineError(StokerError):
+    """Something about the model or the engine."""
+
+
+class ModelNotLoadable(EngineError):
+    """The model cannot be loaded or served; the message says why."""
+
+
+class GenerationTimedOut(EngineError):
+    """The job's own timeout passed; the text so far is in `job.meta["partial"]`."""
+
+
+class WorkerLostTooOften(EngineError):
+    """The job was in flight each time a worker died, too many times to try it again."""
+
+
+class EngineFailed(EngineError):
+    """The engine broke while this job was in it."""
+
+
+class QueueError(StokerError):
+    """Something between this process and Redis."""
+
+
+class RedisUnavailable(QueueError):
+    """No server answers at the URL, or it refused this client. The message never holds the password."""
+
+
+class QueueHeld(QueueError):
+    """Another live worker holds this queue; the message names its host and pid."""
+
+
+class OwnershipLost(QueueError):
+    """The execution is no longer this worker's: somebody recovered, canceled or deleted the job."""
+
+
+class JobError(StokerError):
+    """The end of a job as its producer sees it."""
+
+    def __init__(self, job_id: str, message: str) -> None:
+        super().__init__(f"job {job_id}: {message}")
+        self.job_id = job_id
+
+
+class JobFailed(JobError):
+    """The worker failed the job.
+
+    Attributes:
+        reason: the worker's own line, ``ErrorName: message``.
+        partial_text: what a job that timed out had generated, else ``None``.
+    """
+
+    def __init__(self, job_id: str, reason: str, partial_text: str | None = None) -> None:
+        super().__init__(job_id, f"failed: {reason}")
+        self.reason = reason
+        self.partial_text = partial_text
+
+
+class JobCanceled(JobError):
+    """The job was canceled while it waited, or stopped while it ran."""
+
+
+class JobNotFound(JobError):
+    """No job of this id: it never was, was deleted, or its result has expired."""
+
+
+class ResultTimeout(JobError, TimeoutError):
+    """The job has not ended within `timeout_s`; it goes on, and may be waited for again."""
+
+
+class WrongWorker(StokerError):
+    """A stock RQ worker tried to run a generation job: only `stoker-worker` can."""

@@ -1,0 +1,139 @@
+"""The request: what a producer may ask for. Owns validation and the version rule; does no I/O.
+
+Both sides use this one model: the producer refuses a bad request before it is enqueued, the worker refuses one that
+came past the producer (a plain RQ client, redis-cli, another language) with the same words.
+"""
+
+import json
+import unicodedata
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
+from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
+
+_JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
+
+
+def _printable(value: str) -> str:
+    for character in value:
+        if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and character not in _JOINERS:
+            raise ValueError(f"must hold printable characters only, found {character!r}")
+    return value
+
+
+def _as_tuple(value: object) -> object:
+    """JSON has lists only, and OpenAI's `stop` may be one bare string."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+"""1 to 200 printable characters, any of them (also ``../``, emoji, spaces); never used raw as a path."""
+
+
+class Message(BaseModel):
+    """One chat message, in the form chat templates read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str
+    name: str | None = None
+    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_tuple)] | None = None
+    tool_call_id: str | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as a plain dict without the fields that were not set."""
+        return self.model_dump(exclude_none=True, mode="json")
+
+
+class GenerationRequest(BaseModel):
+    """One generation job.
+
+    Frozen; unknown fields are refused, so a new field means ``v + 1``. Names and ranges are OpenAI's and mlx-lm's.
+    See ``docs/lifecycle.md`` for what happens to it, and the README for each field's meaning.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    v: Annotated[int, Field(ge=1)] = 1
+    agent_id: AgentId
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[tuple[Message, ...], BeforeValidator(_as_tuple)] | None = None
+    context: Literal["full", "append"] = "full"
+    cache: Literal["readwrite", "read", "off"] = "readwrite"
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16), BeforeValidator(_as_tuple)
+    ] = ()
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_tuple)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    model: Annotated[str, Field(min_length=1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
+        if self.messages == ():
+            raise ValueError("'messages' must hold at least one message")
+        if self.context == "append" and self.cache == "off":
+            raise ValueError("context 'append' continues the agent's memory, so cache 'off' is refused with it")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("'top_logprobs' needs 'logprobs': true")
+        if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
+            raise ValueError("'tools' and 'chat_template_kwargs' go to the chat template, so they need 'messages'")
+        if any(len(key) > 64 or len(value) > 512 for key, value in self.metadata.items()):
+            raise ValueError("'metadata' keys are at most 64 characters and values at most 512")
+        return self
+
+    def as_payload(self) -> dict[str, Any]:
+        """The JSON object that goes on the wire: only what differs from the defaults, `v` always.
+
+        Raises:
+            RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
+        """
+        payload = {"v": self.v, **self.model_dump(mode="json", exclude_defaults=True)}
+        size = len(json.dumps(payload, ensure_ascii=False).encode())
+        if size > MAX_REQUEST_BYTES:
+            raise RequestTooLarge(f"the request is {size} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
+        return payload
+
+
+def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
+    """Validate the fields of one request.
+
+    Raises:
+        RequestVersionTooNew: `v` is above ``REQUEST_VERSION``.
+        InvalidRequest: anything else; the message names each bad field.
+    """
+    version = fields.get("v", 1)
+    if isinstance(version, int) and version > REQUEST_VERSION:
+        raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {REQUEST_VERSION}: update it")
+    try:
+        return GenerationRequest.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InvalidRequest(_one_line(error)) from None
+
+
+def _one_line(error: ValidationError) -> str:
+    """Each problem as `field: what`, without the input: prompts do not belong into errors."""
+    problems = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        field = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        problems.append(f"{field}: {message}" if field else message)
+    return "; ".join(problems)

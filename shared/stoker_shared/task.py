@@ -1,0 +1,14 @@
+"""The task function a generation job names. It exists so that a stock RQ worker fails with a clear line."""
+
+from typing import Any, NoReturn
+
+from stoker_shared.errors import WrongWorker
+
+
+def generate(request: dict[str, Any]) -> NoReturn:
+    """Stand-in for the generation that only ``stoker-worker`` can do.
+
+    Raises:
+        WrongWorker: always. ``stoker-worker`` never calls this: it dispatches on the path.
+    """
+    raise WrongWorker("generation jobs need `stoker-worker run`; a stock `rq worker` has no model to run them on")

@@ -1,0 +1,42 @@
+"""The names and defaults both sides write into Redis. Wire format: stable from day one."""
+
+from typing import Final
+
+DEFAULT_QUEUE: Final = "generate"
+"""Queue used when neither side names one."""
+
+TASK_PATH: Final = "stoker_shared.task.generate"
+"""RQ function path of a generation job. The worker dispatches on this string and imports nothing a job names."""
+
+REQUEST_KWARG: Final = "request"
+"""The one keyword argument of the task."""
+
+REQUEST_VERSION: Final = 1
+"""Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
+
+MAX_REQUEST_BYTES: Final = 16 * 2**20
+"""Largest request, as UTF-8 JSON, that producers send and workers read."""
+
+DEFAULT_JOB_TIMEOUT_S: Final = 3600
+"""Seconds a job may run; RQ's own default of 180 is short for a busy batch."""
+
+DEFAULT_RESULT_TTL_S: Final = 86_400
+"""Seconds a result is kept; RQ's own default of 500 is gone before a batch producer looks."""
+
+DEFAULT_FAILURE_TTL_S: Final = 7 * 86_400
+"""Seconds a failed job is kept; RQ's own default is a year, and prompts are private."""
+
+META_PARTIAL: Final = "partial"
+"""Key in `job.meta` under which a timed-out job's text stands."""
+
+FIELD_ATTEMPTS: Final = "stoker_attempts"
+"""Field of the job hash that counts how often a dead worker had the job in flight."""
+
+FIELD_TOKENS: Final = "stoker_tokens"
+"""Field of the job hash: tokens generated so far, refreshed about once a second while the job runs."""
+
+LEASE_KEY: Final = "stoker:lease:{queue}"
+"""String: who works on this queue (JSON: worker, host, pid, boot, started, fence); expires with its heartbeat."""
+
+FENCE_KEY: Final = "stoker:fence:{queue}"
+"""Integer: fencing numbers handed out for this queue."""
