@@ -1,0 +1,40 @@
+"""What other services import to enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
+
+from stoker.producer import Producer
+from stoker.ticket import Ticket
+from stoker.ticket_status import TicketStatus
+from stoker_shared.errors import (
+    InvalidRequest,
+    JobCanceled,
+    JobError,
+    JobFailed,
+    JobNotFound,
+    RedisUnavailable,
+    RequestError,
+    RequestTooLarge,
+    RequestVersionTooNew,
+    ResultTimeout,
+    StokerError,
+)
+from stoker_shared.request import GenerationRequest, Message
+from stoker_shared.result import GenerationResult
+
+__all__ = [
+    "GenerationRequest",
+    "GenerationResult",
+    "InvalidRequest",
+    "JobCanceled",
+    "JobError",
+    "JobFailed",
+    "JobNotFound",
+    "Message",
+    "Producer",
+    "RedisUnavailable",
+    "RequestError",
+    "RequestTooLarge",
+    "RequestVersionTooNew",
+    "ResultTimeout",
+    "StokerError",
+    "Ticket",
+    "TicketStatus",
+]

@@ -17,6 +17,7 @@
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
     │   ├── AgentVersionNotSaved        an `append` turn was generated but could not be made durable
+    │   ├── AgentVersionConflict        a turn continues a version that is not the agent's newest
     │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
     ├── EngineError
     │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
@@ -34,6 +35,8 @@
     │   └── ResultTimeout               not finished within `timeout_s`; the job goes on
     └── WrongWorker                     a stock RQ worker tried to run a generation job
 """
+
+from typing import Any
 
 
 class StokerError(Exception):
@@ -89,11 +92,23 @@ class AgentMemoryError(StokerError):
 
 
 class AgentTranscriptUnreadable(AgentMemoryError):
-    """`append` cannot be sure of the conversation it would continue, so it does not continue it."""
+    """`append` cannot be sure of the conversation it would continue, so it does not continue it.
+
+    Attributes:
+        usable: the version of the agent that ``context="full"`` may go on from (the worker's `AgentVersion`).
+    """
+
+    def __init__(self, message: str, *, usable: Any = None) -> None:
+        super().__init__(message)
+        self.usable = usable
 
 
 class AgentVersionNotSaved(AgentMemoryError):
     """An `append` turn was generated but its version could not be made durable; the turn did not happen."""
+
+
+class AgentVersionConflict(AgentMemoryError):
+    """A turn continues a version that is not the agent's newest: it was saved already, or another turn was."""
 
 
 class StoreUnusable(AgentMemoryError):

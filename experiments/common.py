@@ -1,0 +1,133 @@
+"""Machine facts, spreads, results as JSON, and reports whose figures are made from that JSON. Experiments only; no MLX.
+
+A report is prose with parts between markers; the script writes the parts, and the verdict in the title line.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bench import Bench
+
+HERE = Path(__file__).resolve().parent
+Json = dict[str, Any]
+
+
+def machine(bench: "Bench") -> Json:
+    """Facts a figure depends on; nothing that says whose machine it is."""
+    import mlx.core as mx
+
+    return {
+        "device": str(mx.device_info()["device_name"]) if bench.on_gpu else "CPU",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "os": _os_name(),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx_lm": version("mlx-lm"),
+        "blas": "Accelerate" if platform.system() == "Darwin" else bench.blas or "as MLX links it",
+        "load_average_at_start": round(os.getloadavg()[0], 1),
+        "model": bench.title,
+        "cache_dtype": bench.model.spec.dtype,
+        "cache_bytes_per_token": bench.model.spec.bytes_per_token,
+    }
+
+
+def arguments(about: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few prompts and repetitions: does it still work?")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
+    parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", choices=("float32", "auto"), default="float32", help="exactness is float32's promise")
+    parser.add_argument("--render", action="store_true", help="only write the report anew from the results that are there")
+    return parser.parse_args()
+
+
+def spread(samples: Sequence[float], *, digits: int = 3) -> Json:
+    """Median, least and most of repeated measurements."""
+    values = {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
+    return {**{name: round(value, digits) for name, value in values.items()}, "n": len(samples)}
+
+
+def difference(got: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Index of the first token that differs; ``None`` when all are the same."""
+    if list(got) == list(wanted):
+        return None
+    pairs = enumerate(zip(got, wanted, strict=False))
+    return next((n for n, (left, right) in pairs if left != right), min(len(got), len(wanted)))
+
+
+def finish(args: argparse.Namespace, number: str, report: str, run: Callable[[], Json], render: Any) -> None:
+    """Run unless only rendering; results as JSON, then the report's made parts and the plot out of that JSON.
+
+    Args:
+        render: called with the results and the plot's path; makes the plot, returns the title and the parts by name.
+    """
+    results = args.out / "results" / f"exp_{number}_results.json"
+    if not args.render:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        content = {"experiment": f"EXP-{number}", "date": date.today().isoformat(), "quick": args.quick, **run()}
+        content["wall_s"] = round(time.perf_counter() - start)
+        results.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    content = json.loads(results.read_text(encoding="utf-8"))
+    title, parts = render(content, results.parent)
+    text = (HERE / report).read_text(encoding="utf-8")
+    (args.out / report).write_text(_filled(text, title, parts), encoding="utf-8")
+    print(f"{title}\n" + json.dumps(content["verdict"], indent=1))
+
+
+def machine_lines(content: Json) -> str:
+    facts = content["machine"]
+    size = "quick run" if content["quick"] else "full run"
+    return (
+        f"{content['date']}, {size}, {content['wall_s']} s. Device: {facts['device']}; {facts['cpu']}, {facts['cores']} "
+        f"cores, {facts['ram_gb']} GB; {facts['os']}; Python {facts['python']}, mlx {facts['mlx']}, mlx-lm "
+        f"{facts['mlx_lm']}, BLAS: {facts['blas']}; load average at the start {facts['load_average_at_start']}. Model: "
+        f"{facts['model']}, cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token."
+    )
+
+
+def verdict_title(content: Json, name: str) -> str:
+    device = content["machine"]["device"]
+    where = "on a CPU; not run on Metal" if device == "CPU" else f"on {device}"
+    return f"# {content['experiment']}: {name}: {'PASSED' if content['verdict']['passed'] else 'FAILED'} ({where})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _filled(text: str, title: str, parts: Mapping[str, str]) -> str:
+    text = title + text[text.index("\n") :]
+    for name, part in parts.items():
+        begin, end = f"<!-- from results: {name} -->\n", f"<!-- end: {name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{part}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def _cpu_name() -> str:
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _os_name() -> str:
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
+    return f"{platform.freedesktop_os_release()['PRETTY_NAME']} {platform.machine()}"

@@ -1,0 +1,224 @@
+"""EXP-003, cache injection: does a restored cache, injected into a new batch, give exactly the uncached output?
+
+Every prompt is asked, its cache saved, and the store closed and opened again. Then the same prompt is asked once more,
+and the conversation is continued, both from the restored cache in one continuous batch of eight. Each of the three
+outputs is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python experiments/exp_003_*.py``.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import Bench
+from common import Json, arguments, difference, finish, machine, machine_lines, spread, table, verdict_title
+from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
+from stoker_worker.memory.store import AgentStore
+
+REPORT = "EXP-003-cache-injection.md"
+LIMIT_MS = 500.0
+LITERAL_UP_TO_TOKENS = 130
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    prompts = [*seed_prompts(), *other_prompts(bench.encode)]
+    if quick:
+        prompts = [p for p in prompts if p.name in {"seed 1", "seed 2", "English 5", "Python 243"}]
+    rows = exactness(bench, folder / "exactness", prompts, max_tokens=6 if quick else 12)
+    timing = loading_times(bench, folder / "timing", lengths=(16, 128) if quick else (16, 64, 128, 256, 512, 1024),
+                           repeats=2 if quick else 7)  # fmt: skip
+    literal = the_seed_taken_literally(bench, [p for p in prompts if len(bench.encode(p.text)) <= LITERAL_UP_TO_TOKENS])
+    criteria = {
+        "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
+        "same_prompt_from_cache_equals_reference": all(row["again_differs_at"] is None for row in rows),
+        "continued_from_cache_equals_reference": all(row["continued_differs_at"] is None for row in rows),
+        "everything_saved_was_restored": all(row["again_ok"] and row["continued_ok"] for row in rows),
+        "loading_under_500_ms": all(row["loading_ms"]["max"] < LIMIT_MS for row in timing),
+    }
+    verdict = {"passed": all(criteria.values()), **criteria}
+    return {"machine": machine(bench), "verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
+
+
+def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:
+    """Three runs of each prompt through the product, each against its reference."""
+    asked = [{"agent_id": p.name, "prompt": p.text, "max_tokens": max_tokens} for p in prompts]
+    store = AgentStore(folder)
+    first = bench.serve(store, asked)
+    store.close()
+    store = AgentStore(folder)
+    again = bench.serve(store, [{**fields, "cache": "read"} for fields in asked])
+    deltas = [DELTAS[n % len(DELTAS)] for n in range(len(prompts))]
+    continued = bench.serve(
+        store, [{**f, "prompt": delta, "context": "append"} for f, delta in zip(asked, deltas, strict=True)]
+    )
+    store.close()
+    rows = []
+    for prompt in prompts:
+        row: Json = {"name": prompt.name, "kind": prompt.kind}
+        for name, runs in (("first", first), ("again", again), ("continued", continued)):
+            turn, completion = runs[prompt.name]
+            there = {"first": 0, "again": len(turn.prompt.ids) - 1}.get(name, row.get("saved"))
+            row |= {f"{name}_prompt": len(turn.prompt.ids), f"{name}_cached": turn.cached}
+            row[f"{name}_ok"] = turn.cached == there and turn.restored.miss_reason is None
+            wanted = bench.uncached(turn.prompt.ids, max_tokens)
+            row[f"{name}_differs_at"] = difference(completion.generated_ids, wanted)
+            row[f"{name}_generated"] = len(completion.generated_ids)
+            if name == "first":
+                row |= {"saved": len(turn.prompt.ids) + completion.kept, "ended_by": completion.ended_by}
+        rows.append(row)
+    return rows
+
+
+def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: int) -> list[Json]:
+    """First token of the same prompt, alone: cold, from the store, and from the store with its files out of memory."""
+    from stoker_worker.engine.arrays import prefix_to_caches
+
+    store, engine = AgentStore(folder), bench.engine()
+    asked = [
+        {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1, "cache": "read"}
+        for n in lengths
+    ]
+    bench.serve(store, [{**fields, "cache": "readwrite"} for fields in asked])
+    samples: list[dict[str, list[float]]] = [{} for _ in lengths]
+    for _ in range(repeats):
+        for fields, sample in zip(asked, samples, strict=True):
+            tokens = set()
+            for how in ("cold", "warm", "evicted"):
+                if how == "evicted":
+                    _drop_from_memory(folder)
+                start = time.perf_counter()
+                turn = bench.prepare(store, {**fields, "cache": "off" if how == "cold" else "read"})
+                restored = time.perf_counter()
+                if turn.work.prefix is not None:
+                    prefix_to_caches(turn.work.prefix, bench.model.spec)
+                    injected = time.perf_counter()
+                    key = "loading_ms" if how == "warm" else "loading_evicted_ms"
+                    sample.setdefault(key, []).append(1000 * (injected - start))
+                engine.submit(turn.work)
+                (completion,) = _drain(engine)
+                tokens.add(completion.generated_ids)
+                seconds = completion.timing.prefill_s + (restored - start)
+                sample.setdefault(f"{how}_first_token_s", []).append(seconds)
+            assert len(tokens) == 1, f"first tokens differ: {tokens}"
+    engine.close()
+    store.close()
+    spreads = [{name: spread(values) for name, values in sample.items()} for sample in samples]
+    for row, n in zip(spreads, lengths, strict=True):
+        row["prompt_tokens"] = n
+        row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
+        row["speedup"] = round(row["cold_first_token_s"]["median"] / row["warm_first_token_s"]["median"], 1)
+    return spreads
+
+
+def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Json:
+    """`insert([prompt], caches=[cache])` with the whole extracted cache and the whole prompt, as the seed writes it."""
+    from mlx_lm.generate import BatchGenerator
+
+    equal = []
+    for prompt in prompts:
+        ids, outputs, cache = bench.encode(prompt.text), [], None
+        for _ in range(2):
+            generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in bench.model.codec.eos_ids])
+            generator.insert([list(ids)], max_tokens=[10], caches=[cache])
+            output: list[int] = []
+            while responses := generator.next_generated():
+                output += [response.token for response in responses]
+                cache = responses[-1].prompt_cache
+            generator.close()
+            outputs.append(output)
+        equal.append({"name": prompt.name, "equal": outputs[0] == outputs[1]})
+    return {"prompts": len(equal), "equal": sum(row["equal"] for row in equal), "rows": equal}
+
+
+def _drain(engine: Any) -> list[Any]:
+    done = []
+    while engine.in_flight:
+        done += engine.step()
+    return done
+
+
+def _drop_from_memory(folder: Path) -> None:
+    """Ask the system to forget the files' pages; where it cannot be asked (macOS), nothing happens."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
+    plot(content, results / "exp_003_loading.png")
+    rows, timing, literal = content["rows"], content["timing"], content["seed_method"]
+    yes = {True: "equal", False: "DIFFERS"}
+    exact = [
+        (r["name"], r["first_prompt"], r["first_generated"], r["ended_by"], yes[r["first_differs_at"] is None],
+         r["again_cached"], yes[r["again_differs_at"] is None], f"{r['continued_cached']} of {r['continued_prompt']}",
+         yes[r["continued_differs_at"] is None])
+        for r in rows
+    ]  # fmt: skip
+    head = ("prompt", "tokens", "generated", "ended by", "first run", "cached", "same prompt again", "cached", "continued")
+    times = [
+        (r["prompt_tokens"], r["mb"], *(_span(r[k]) for k in ("loading_ms", "loading_evicted_ms", "cold_first_token_s",
+         "warm_first_token_s")), f"{r['speedup']}x")
+        for r in timing
+    ]  # fmt: skip
+    times_head = ("tokens", "MB", "loading, ms", "loading, files not in memory, ms", "cold, s", "from cache, s", "ratio")
+    count = f"{len(rows)} prompts of {min(r['first_prompt'] for r in rows)} to {max(r['first_prompt'] for r in rows)} tokens"
+    summary = [
+        f"{count}; {sum(r['first_differs_at'] is None for r in rows)} first runs, "
+        f"{sum(r['again_differs_at'] is None for r in rows)} repeats from the restored cache and "
+        f"{sum(r['continued_differs_at'] is None for r in rows)} continuations from it gave exactly the reference's tokens.",
+        f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms, with the files out of memory "
+        f"{max(r['loading_evicted_ms']['max'] for r in timing):.0f} ms (limit: {LIMIT_MS:.0f} ms).",
+        f"The seed's own call, taken literally: {literal['equal']} of {literal['prompts']} outputs were the same.",
+    ]
+    parts = {"summary": "\n".join(summary), "machine": machine_lines(content), "exactness": table(head, exact),
+             "loading": table(times_head, times)}  # fmt: skip
+    return verdict_title(content, "cache injection"), parts
+
+
+def plot(content: Json, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    timing = content["timing"]
+    tokens = [row["prompt_tokens"] for row in timing]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lines = (("cold_first_token_s", 1.0, "first token, cold"), ("warm_first_token_s", 1.0, "first token, from disk"),
+             ("loading_ms", 1e-3, "of which loading"))  # fmt: skip
+    for key, scale, label in lines:
+        low, middle, high = ([row[key][part] * scale for row in timing] for part in ("min", "median", "max"))
+        (line,) = axes.plot(tokens, middle, marker="o", label=label)
+        axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
+    axes.axhline(LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
+    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
+    axes.set_title(f"EXP-003 on {content['machine']['device']}: {content['machine']['model']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _span(value: Json) -> str:
+    return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+
+    def measure() -> Json:
+        bench = Bench.load(args.model, args.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            return run(bench, Path(folder), quick=args.quick)
+
+    finish(args, "003", REPORT, measure, render)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A job as it stands in Redis, read without unpickling and without importing anything it names. Reads only.
+
+Owns which of RQ's keys say what. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
+the request (up to megabytes) where it is, and works on jobs any client in any language has enqueued.
+"""
+
+import json
+import zlib
+from base64 import b64decode
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import ValidationError
+from redis import Redis
+from rq.job import Job, JobStatus
+from rq.results import Result
+
+from stoker_shared.errors import JobFailed
+from stoker_shared.result import GenerationResult
+from stoker_shared.wire import FIELD_TOKENS, META_PARTIAL
+
+ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
+NO_ENTRY = "0-0"
+_FIELDS = ("status", "origin", "worker_name", FIELD_TOKENS, "meta", "exc_info")
+_KEPT_RESULTS = 10  # RQ trims the stream to this many
+_MAX_REASON_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One consistent reading of a job's hash and result stream; `last_entry_id` is where to wait for the next."""
+
+    job_id: str
+    state: str
+    queue: str
+    worker: str | None
+    tokens: int | None
+    partial_text: str | None
+    last_entry_id: str
+    _exc_info: bytes
+    _results: tuple[dict[bytes, bytes], ...]
+
+    @classmethod
+    def read(cls, connection: Redis, job_id: str) -> Self | None:
+        """``None`` when there is no such job (any more)."""
+        with connection.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(Job.key_for(job_id), _FIELDS)
+            pipeline.xrevrange(Result.get_key(job_id), count=_KEPT_RESULTS)
+            values, entries = pipeline.execute()
+        if values[0] is None:
+            return None
+        status, origin, worker, tokens, meta, exc_info = (value or b"" for value in values)
+        return cls(
+            job_id=job_id,
+            state=status.decode(errors="replace"),
+            queue=origin.decode(errors="replace"),
+            worker=worker.decode(errors="replace") or None,
+            tokens=int(tokens) if tokens.isdigit() else None,
+            partial_text=_partial_text(meta),
+            last_entry_id=entries[0][0].decode() if entries else NO_ENTRY,
+            _exc_info=exc_info,
+            _results=tuple(fields for _, fields in entries),
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.
+        return self.state in ENDED
+
+    def result(self) -> GenerationResult | None:
+        """What the finished job returned; ``None`` when that has expired.
+
+        Raises:
+            JobFailed: it returned something that is not a generation result.
+        """
+        fields = self._newest(Result.Type.SUCCESSFUL)
+        if fields is None:
+            return None
+        try:
+            return GenerationResult.model_validate(json.loads(b64decode(fields[b"return_value"])))
+        except (KeyError, ValueError, RecursionError, ValidationError):
+            raise JobFailed(self.job_id, "UnreadableResult: it did not return a generation result") from None
+
+    def reason(self) -> str:
+        """The last line of what the worker wrote: ours is the only line, and a traceback's last one says it."""
+        fields = self._newest(Result.Type.FAILED, Result.Type.MAX_RETRIES_EXCEEDED)
+        text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
+        lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]
+        return lines[-1][:_MAX_REASON_CHARACTERS] if lines else "the worker gave no reason"
+
+    def _newest(self, *types: Any) -> dict[bytes, bytes] | None:
+        wanted = {str(kind.value).encode() for kind in types}
+        return next((fields for fields in self._results if fields.get(b"type") in wanted), None)
+
+
+def _partial_text(meta: bytes) -> str | None:
+    try:
+        partial = json.loads(meta)[META_PARTIAL]
+    except (ValueError, TypeError, KeyError, RecursionError):  # no meta, a pickle, or somebody else's
+        return None
+    return partial if isinstance(partial, str) else None
+
+
+def _failure_text(data: bytes) -> str:
+    with suppress(zlib.error):  # other languages need not compress
+        data = zlib.decompress(data)
+    return data.decode(errors="replace")

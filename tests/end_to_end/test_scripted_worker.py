@@ -1,0 +1,316 @@
+"""The whole path in real processes, with the engine that needs no model."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from redis import Redis
+from rq import Callback, Queue
+from rq.job import Job
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
+from rq.serializers import JSONSerializer
+from tests.worker_process import running_worker
+
+from stoker import Producer
+from stoker_shared.errors import JobCanceled, JobFailed
+from stoker_shared.wire import TASK_PATH
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def producer(redis_url):
+    return Producer(redis_url)
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def registries(connection, queue="generate"):
+    """Ids by registry, read as RQ's own tools read them."""
+    options = {"connection": connection, "serializer": JSONSerializer}
+    return {
+        "queued": Queue(queue, **options).get_job_ids(),
+        "started": StartedJobRegistry(queue, **options).get_job_ids(cleanup=False),
+        "finished": FinishedJobRegistry(queue, **options).get_job_ids(),
+        "failed": FailedJobRegistry(queue, **options).get_job_ids(),
+    }
+
+
+def test_many_agents_jobs_finish_and_the_worker_leaves_when_the_queue_is_empty(producer, redis_url, connection, store):
+    tickets = [producer.submit(agent_id=f"agent {n % 5}", prompt=f"job {n}", max_tokens=8) for n in range(30)]
+    with running_worker(redis_url, store, "--burst") as worker:
+        assert worker.wait() == 0, worker.log
+    assert [ticket.result(timeout_s=1).usage.completion_tokens for ticket in tickets] == [8] * 30
+    found = registries(connection)
+    assert sorted(found["finished"]) == sorted(ticket.job_id for ticket in tickets)
+    assert found["queued"] == found["started"] == found["failed"] == []
+
+
+def test_an_agents_jobs_run_one_after_the_other_in_the_order_they_were_enqueued(producer, redis_url, store):
+    tickets = [producer.submit(agent_id="one", prompt=f" {n}", context="append", max_tokens=2) for n in range(6)]
+    with running_worker(redis_url, store, "--burst") as worker:
+        worker.wait()
+    versions = [ticket.result(timeout_s=1).cache.agent_version for ticket in tickets]
+    prompts = [ticket.result(timeout_s=1).usage.prompt_tokens for ticket in tickets]
+    assert versions == [1, 2, 3, 4, 5, 6]
+    assert prompts == [2 + 4 * n for n in range(6)]
+
+
+def test_one_agent_with_many_jobs_does_not_hold_up_anothers_first(producer, redis_url, store):
+    greedy = [producer.submit(agent_id="greedy", prompt="x", max_tokens=40) for _ in range(20)]
+    other = producer.submit(agent_id="other", prompt="x", max_tokens=4)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "400"):
+        other.result(timeout_s=30)
+        assert sum(ticket.status().state == "finished" for ticket in greedy) < 3
+
+
+def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(producer, redis_url, connection, store):
+    long = [producer.submit(agent_id=f"long-{n}", prompt="x", max_tokens=200) for n in range(8)]
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "12") as worker:
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 8)
+        short = producer.submit(agent_id="short", prompt="x", max_tokens=70)
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 9)
+        info = subprocess.run(
+            [sys.executable, "-m", "rq.cli", "info", "--url", redis_url], capture_output=True, text=True, check=True
+        ).stdout
+        assert "9 executing" in info, info
+        assert "busy" in info
+        short.result(timeout_s=30)
+        assert {ticket.status().state for ticket in long} == {"started"}
+        assert sorted(registries(connection)["started"]) == sorted(ticket.job_id for ticket in long)
+
+
+@pytest.mark.parametrize("context", ["full", "append"])
+def test_a_killed_workers_jobs_all_finish_under_the_next_worker_and_once_each(
+    producer, redis_url, connection, store, context
+):
+    tickets = [producer.submit(agent_id=f"a{n}", prompt=f"job {n}", context=context, max_tokens=60) for n in range(12)]
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "40", "--max-batch", "6") as worker:
+        worker.wait_for(lambda: any((ticket.status().tokens or 0) > 5 for ticket in tickets))
+        worker.kill()
+    assert len(registries(connection)["started"]) > 0
+    with running_worker(redis_url, store, "--burst", log_name="second.log") as worker:
+        assert worker.wait(60) == 0, worker.log
+    results = [ticket.result(timeout_s=1) for ticket in tickets]
+    assert all(result.cache.agent_version == 1 for result in results)
+    assert {result.attempt for result in results} == {1, 2}
+    found = registries(connection)
+    assert sorted(found["finished"]) == sorted(ticket.job_id for ticket in tickets)
+    assert found["started"] == []
+
+
+def test_a_job_that_kills_its_worker_three_times_is_failed_with_the_reason(producer, redis_url, store):
+    poison = producer.submit(agent_id="poison", prompt="crash", max_tokens=5)
+    beside = producer.submit(agent_id="beside", prompt="x", max_tokens=400)
+    for attempt in range(3):
+        with running_worker(redis_url, store, log_name=f"{attempt}.log") as worker:
+            worker.wait()
+            assert worker.returncode == -signal.SIGKILL
+    with running_worker(redis_url, store, "--burst", log_name="last.log") as worker:
+        worker.wait()
+    with pytest.raises(JobFailed, match="WorkerLostTooOften"):
+        poison.result(timeout_s=1)
+    # It was beside the poison twice; the third time each ran alone.
+    assert beside.result(timeout_s=1).finish_reason == "length"
+
+
+def test_a_second_worker_on_the_same_queue_refuses_and_names_the_first(redis_url, store, tmp_path):
+    with running_worker(redis_url, store) as first:
+        first.wait_until_ready()
+        with running_worker(redis_url, tmp_path / "other") as second:
+            assert second.wait() == 1
+            assert f"pid {first.pid}" in second.log
+            assert "generate" in second.log
+
+
+def test_a_stop_drains_what_runs_and_leaves_the_rest_in_the_queue(producer, redis_url, connection, store):
+    tickets = [producer.submit(agent_id=f"a{n}", prompt="x", max_tokens=30) for n in range(6)]
+    with running_worker(redis_url, store, "--max-batch", "2", "--scripted-steps-per-s", "30") as worker:
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 2)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log
+    found = registries(connection)
+    assert (len(found["finished"]), found["started"], found["failed"]) == (2, [], [])
+    assert found["queued"] == [ticket.job_id for ticket in tickets[2:]]
+
+
+def test_a_second_stop_gives_running_jobs_back_in_order_at_once(producer, redis_url, connection, store):
+    tickets = [producer.submit(agent_id=f"a{n}", prompt="x", max_tokens=10_000) for n in range(5)]
+    with running_worker(redis_url, store, "--max-batch", "3", "--scripted-steps-per-s", "30") as worker:
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 3)
+        worker.signal(signal.SIGTERM)
+        time.sleep(0.3)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log
+    assert registries(connection)["queued"] == [ticket.job_id for ticket in tickets]
+    assert all(Job.fetch(ticket.job_id, connection, JSONSerializer).get_status() == "queued" for ticket in tickets)
+
+
+def test_a_running_job_can_be_cancelled_and_the_others_go_on(producer, redis_url, connection, store):
+    victim = producer.submit(agent_id="victim", prompt="x", max_tokens=100_000)
+    other = producer.submit(agent_id="other", prompt="x", max_tokens=150)
+    with running_worker(redis_url, store) as worker:
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 2)
+        assert victim.cancel()
+        with pytest.raises(JobCanceled):
+            victim.result(timeout_s=20)
+        assert other.result(timeout_s=20).finish_reason == "length"
+        worker.wait_for(lambda: registries(connection)["started"] == [])
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_rqs_own_cancel_and_delete_of_a_running_job_are_not_undone_by_the_worker(
+    producer, redis_url, connection, store, how
+):
+    ticket = producer.submit(agent_id="victim", prompt="x", max_tokens=100_000)
+    with running_worker(redis_url, store) as worker:
+        worker.wait_for(lambda: len(registries(connection)["started"]) == 1)
+        job = Job.fetch(ticket.job_id, connection, JSONSerializer)
+        getattr(job, how)()
+        worker.wait_for(lambda: "withdrawn" in worker.log)
+    assert registries(connection)["finished"] == registries(connection)["started"] == []
+    assert Job.exists(ticket.job_id, connection) == (how == "cancel")
+
+
+def test_a_job_over_its_own_timeout_fails_and_keeps_what_it_had_written(producer, redis_url, store):
+    ticket = producer.submit(agent_id="slow", prompt="x", max_tokens=100_000, job_timeout_s=1)
+    with running_worker(redis_url, store), pytest.raises(JobFailed, match="GenerationTimedOut") as caught:
+        ticket.result(timeout_s=30)
+    assert caught.value.partial_text
+
+
+def test_a_delivery_that_was_saved_but_not_finished_is_answered_from_the_agents_history(
+    producer, redis_url, connection, store
+):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=5)
+    with running_worker(redis_url, store, "--burst", log_name="1.log") as worker:
+        worker.wait()
+    first = ticket.result(timeout_s=1)
+    # What a worker leaves behind that was killed between saving the version and finishing the job.
+    key, execution = f"rq:job:{ticket.job_id}", uuid.uuid4().hex
+    connection.zrem("rq:finished:generate", ticket.job_id)
+    connection.delete(f"rq:results:{ticket.job_id}")
+    connection.hset(key, mapping={"status": "started"})
+    connection.zadd("rq:wip:generate", {f"{ticket.job_id}:{execution}": time.time() + 3600})
+    connection.hset(
+        f"rq:execution:{ticket.job_id}:{execution}", mapping={"worker_name": "stoker-gone", "created_at": 1}
+    )
+    with running_worker(redis_url, store, "--burst", log_name="2.log") as worker:
+        worker.wait()
+    second = ticket.result(timeout_s=1)
+    assert "answered from the agent's history" in worker.log
+    assert second == first
+
+
+def test_plain_rq_and_four_redis_commands_enqueue_as_well_as_the_producer_does(redis_url, connection, store):
+    request = {"agent_id": "a", "prompt": "say hello", "max_tokens": 20}
+    plain = Queue("generate", connection=connection, serializer=JSONSerializer).enqueue(TASK_PATH, request=request)
+    job_id = str(uuid.uuid4())
+    with connection.pipeline() as pipeline:
+        data = json.dumps([TASK_PATH, None, [], {"request": {**request, "agent_id": "b"}}])
+        pipeline.hset(f"rq:job:{job_id}", mapping={
+            "status": "queued", "origin": "generate", "data": data,
+            "created_at": "2026-01-01T00:00:00.000000Z", "enqueued_at": "2026-01-01T00:00:00.000000Z",
+        })  # fmt: skip
+        pipeline.sadd("rq:queues", "rq:queue:generate")
+        pipeline.rpush("rq:queue:generate", job_id)
+        pipeline.execute()
+    with running_worker(redis_url, store, "--burst") as worker:
+        worker.wait()
+    producer = Producer(redis_url)
+    assert producer.result(plain.id, timeout_s=1).text == "hello"
+    assert producer.result(job_id, timeout_s=1).text == "hello"
+
+
+BAD_PAYLOADS = {
+    "unknown field": ({"prompt": "x", "colour": "red"}, "InvalidRequest: colour"),
+    "wrong type": ({"prompt": "x", "max_tokens": "5"}, "InvalidRequest: max_tokens"),
+    "empty prompt": ({"prompt": ""}, "InvalidRequest: prompt"),
+    "prompt and messages": ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "InvalidRequest: exactly"),
+    "zero max_tokens": ({"prompt": "x", "max_tokens": 0}, "InvalidRequest: max_tokens"),
+    "long agent id": ({"prompt": "x", "agent_id": "a" * 201}, "InvalidRequest: agent_id"),
+    "newline in agent id": ({"prompt": "x", "agent_id": "a\nb"}, "InvalidRequest: agent_id"),
+    "no messages": ({"messages": []}, "InvalidRequest: 'messages'"),
+    "no role": ({"messages": [{"content": "x"}]}, "InvalidRequest: messages.0.role"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "InvalidRequest: messages.0.content"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "InvalidRequest: messages.0.content"),
+    "lone surrogate": ({"prompt": "\ud800"}, "InvalidRequest: prompt"),
+    "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
+    "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
+    "empty stop": ({"prompt": "x", "stop": [""]}, "InvalidRequest: stop.0"),
+    "newer version": ({"prompt": "x", "v": 2}, "RequestVersionTooNew: .*v 2.*v 1"),
+    "other model": ({"prompt": "x", "model": "gpt"}, "ModelMismatch: .*'gpt'.*'scripted'"),
+    "over the context": ({"prompt": "x", "max_tokens": 2_000_000}, "ContextLimitExceeded: .*2000001"),
+}  # fmt: skip
+
+
+def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_url, connection, store):
+    producer = Producer(redis_url)
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    jobs = {
+        name: queue.enqueue(TASK_PATH, request={"agent_id": "bad", **fields}).id
+        for name, (fields, _) in BAD_PAYLOADS.items()
+    }
+    pickled = Queue("generate", connection=connection).enqueue(TASK_PATH, request={"agent_id": "p", "prompt": "x"})
+    unknown = queue.enqueue("os.system", "true")
+    callback = queue.enqueue(TASK_PATH, request={"agent_id": "c", "prompt": "x"}, on_success=Callback("os.system"))
+    huge = queue.enqueue(TASK_PATH, request={"agent_id": "h", "prompt": "x" * 50_000_000})
+    good = [
+        producer.submit(agent_id=agent_id, prompt="x", max_tokens=3)
+        for agent_id in ("../../etc/passwd", "a/b", ".", "\U0001f469\u200d\U0001f4bb", "  ")
+    ]
+    with running_worker(redis_url, store, "--burst") as worker:
+        assert worker.wait(120) == 0, worker.log
+    for name, job_id in jobs.items():
+        with pytest.raises(JobFailed, match=BAD_PAYLOADS[name][1]):
+            producer.result(job_id, timeout_s=1)
+    for job, line in (
+        (pickled, "PayloadRefused: .*pickle"),
+        (unknown, "PayloadRefused: .*os.system"),
+        (callback, "PayloadRefused: .*on_success"),
+        (huge, "RequestTooLarge"),
+    ):
+        with pytest.raises(JobFailed, match=line) as caught:
+            producer.result(job.id, timeout_s=1)
+        assert "\n" not in caught.value.reason
+    assert all(ticket.result(timeout_s=1).usage.completion_tokens == 3 for ticket in good)
+    assert not list(store.parent.rglob("passwd"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--redis", "redis://:secret@127.0.0.1:1/0"], "RedisUnavailable: no Redis at redis://:[*]{3}@127.0.0.1:1/0"),
+        (["--store", "/proc/nowhere"], "StoreUnusable"),
+        (["--queues", "a,,b"], "queues"),
+        (["--max-batch", "0"], "max_batch"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_in_one_line(redis_url, store, arguments, message):
+    import re
+
+    with running_worker(redis_url, store, *arguments) as worker:
+        assert worker.wait() != 0
+        last_line = worker.log.strip().splitlines()[-1]
+        assert re.search(message, last_line), worker.log
+        assert "Traceback" not in worker.log
+        assert "secret" not in worker.log
+
+
+def test_an_unknown_setting_in_the_environment_is_refused_by_name(redis_url, store):
+    with running_worker(redis_url, store, env={"STOKER_MAX_BACTH": "3"}) as worker:
+        assert worker.wait() == 2
+        assert "STOKER_MAX_BACTH" in worker.log

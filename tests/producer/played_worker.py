@@ -1,0 +1,73 @@
+"""Plays the worker: ends jobs through RQ's own code, so that Redis holds what a real worker would have written."""
+
+from redis import Redis
+from rq.job import Job, JobStatus, Retry
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+
+from stoker_shared.wire import DEFAULT_QUEUE, FIELD_TOKENS, META_PARTIAL
+
+WORKER = "played"
+
+
+def result_fields(job_id: str, text: str = "hello") -> dict[str, object]:
+    return {
+        "job_id": job_id,
+        "agent_id": "a",
+        "text": text,
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 2},
+        "cache": {"source": "disk", "agent_version": 1, "saved": True},
+        "timing": {"queued_s": 0.0, "prefill_s": 0.1, "first_token_s": 0.1, "decode_s": 0.1, "total_s": 0.2},
+        "model": "scripted",
+    }
+
+
+class PlayedWorker:
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+
+    def job(self, job_id: str) -> Job:
+        return Job.fetch(job_id, connection=self._connection, serializer=JSONSerializer)
+
+    def start(self, job_id: str, tokens: int | None = None) -> None:
+        job = self.job(job_id)
+        with self._connection.pipeline() as pipeline:
+            pipeline.lrem(self._queue(job).key, 1, job_id)
+            job.prepare_for_execution(WORKER, pipeline=pipeline)
+            pipeline.execute()
+        if tokens is not None:
+            self._connection.hset(job.key, FIELD_TOKENS, tokens)
+
+    def finish(self, job_id: str, value: object = None, text: str = "hello") -> None:
+        job = self.job(job_id)
+        job._result = result_fields(job_id, text) if value is None else value
+        with self._connection.pipeline() as pipeline:
+            pipeline.lrem(self._queue(job).key, 1, job_id)
+            job._handle_success(job.result_ttl, pipeline=pipeline, worker_name=WORKER)
+            job.cleanup(job.result_ttl, pipeline=pipeline, remove_from_queue=False)
+            pipeline.execute()
+
+    def fail(self, job_id: str, exc_string: str, partial: str | None = None, status: JobStatus = JobStatus.FAILED) -> None:
+        job = self.job(job_id)
+        if partial is not None:
+            job.meta[META_PARTIAL] = partial
+            job.save_meta()
+        with self._connection.pipeline() as pipeline:
+            pipeline.lrem(self._queue(job).key, 1, job_id)
+            job.set_status(status, pipeline=pipeline)
+            job._handle_failure(exc_string, pipeline=pipeline, worker_name=WORKER)
+            pipeline.execute()
+
+    def stop(self, job_id: str) -> None:
+        self.fail(job_id, "JobStopped: stopped on request", status=JobStatus.STOPPED)
+
+    def retry(self, job_id: str) -> None:
+        """As RQ does when a task returns `Retry`: an entry in the result stream that is not the job's end."""
+        job = self.job(job_id)
+        with self._connection.pipeline() as pipeline:
+            job._handle_retry_result(self._queue(job), pipeline, Retry(max=1), "e", job.created_at, job.created_at, WORKER)
+            pipeline.execute()
+
+    def _queue(self, job: Job) -> Queue:
+        return Queue(job.origin or DEFAULT_QUEUE, connection=self._connection, serializer=JSONSerializer)

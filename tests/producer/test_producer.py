@@ -1,0 +1,212 @@
+"""What a submitted job is in Redis, and what is refused before it gets there."""
+
+import inspect
+import json
+import zlib
+
+import pytest
+from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+import stoker.producer
+from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
+from stoker_shared.wire import MAX_REQUEST_BYTES
+
+SECRET = "the launch code is 0000"
+
+
+def fetch(connection: Redis, job_id: str) -> Job:
+    return Job.fetch(job_id, connection=connection, serializer=JSONSerializer)
+
+
+def request_of(connection: Redis, job_id: str) -> dict[str, object]:
+    return fetch(connection, job_id).kwargs["request"]
+
+
+def test_a_submitted_job_is_a_plain_rq_job_that_rqs_own_json_reads(producer, connection):
+    ticket = producer.submit(agent_id="a", prompt="hi", max_tokens=5)
+    job = fetch(connection, ticket.job_id)
+    assert job.func_name == "stoker_shared.task.generate"
+    assert (list(job.args), job.kwargs) == ([], {"request": {"v": 1, "agent_id": "a", "prompt": "hi", "max_tokens": 5}})
+    assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == (3600, 86_400, 7 * 86_400, None)
+    assert job.get_status() == "queued"
+    assert connection.lrange("rq:queue:generate", 0, -1) == [ticket.job_id.encode()]
+    assert connection.smembers("rq:queues") == {b"rq:queue:generate"}
+
+
+def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
+    ticket = producer.submit(agent_id="a" * 200, prompt=SECRET)
+    fields = connection.hgetall(f"rq:job:{ticket.job_id}")
+    assert SECRET in zlib.decompress(fields.pop(b"data")).decode()
+    assert not any(SECRET.encode() in value for value in fields.values())
+    assert b"meta" not in fields
+    assert fields[b"description"] == b"generate for agent '" + b"a" * 60 + b"'"
+
+
+def test_times_queue_and_place_are_the_callers(producer, connection):
+    producer.submit(agent_id="a", prompt="first", queue="high")
+    ticket = producer.submit(
+        agent_id="a", prompt="x", queue="high", job_timeout_s=7, result_ttl_s=8, failure_ttl_s=9, ttl_s=10, at_front=True
+    )
+    job = fetch(connection, ticket.job_id)
+    assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl, job.origin) == (7, 8, 9, 10, "high")
+    assert 0 < connection.ttl(job.key) <= 10
+    assert connection.lindex("rq:queue:high", 0) == ticket.job_id.encode()
+
+
+@pytest.mark.parametrize("name", ["job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s"])
+@pytest.mark.parametrize("value", [0, -2, 1.5, "1h", True])
+def test_a_time_that_is_not_whole_seconds_is_refused_by_name(producer, connection, name, value):
+    with pytest.raises(InvalidRequest, match=name):
+        producer.submit(agent_id="a", prompt="x", **{name: value})
+    assert connection.keys() == []
+
+
+def test_every_field_of_the_request_is_a_parameter_with_the_same_default():
+    parameters = inspect.signature(Producer.submit).parameters
+    for name, field in GenerationRequest.model_fields.items():
+        if name in {"v", "agent_id", "metadata"}:
+            continue
+        assert parameters[name].default == field.default, name
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
+
+
+def test_every_field_arrives(producer, connection):
+    fields = {
+        "agent_id": "a", "context": "append", "cache": "read", "max_tokens": 9, "temperature": 0.5,
+        "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "stop": ("x", "y"), "repetition_penalty": 1.1,
+        "logprobs": True, "top_logprobs": 2, "tools": ({"type": "function"},),
+        "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
+        "messages": [Message(role="system", content="s"), {"role": "user", "content": "u"}],
+    }  # fmt: skip
+    ticket = producer.submit(**fields)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    expected = {**fields, "v": 1, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
+    assert request_of(connection, ticket.job_id) == expected
+    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": "5"}, {"prompt": ""}, {"messages": [{"role": "user", "content": "x"}]}, {"temperature": float("nan")}],
+)
+def test_a_bad_request_is_refused_before_anything_is_sent(producer, connection, fields):
+    with pytest.raises(InvalidRequest) as caught:
+        producer.submit(**{"agent_id": "a", "prompt": SECRET, **fields})
+    assert SECRET not in str(caught.value)
+    assert connection.keys() == []
+
+
+def test_a_request_over_the_limit_is_refused_before_anything_is_sent(producer, connection):
+    with pytest.raises(RequestTooLarge):
+        producer.submit(agent_id="a", prompt="x" * MAX_REQUEST_BYTES)
+    assert connection.keys() == []
+
+
+def test_text_is_sent_as_utf8_so_that_a_request_within_the_limit_stays_within_it(producer, connection):
+    ticket = producer.submit(agent_id="a", prompt="日" * 1000)
+    assert len(zlib.decompress(connection.hget(f"rq:job:{ticket.job_id}", "data"))) < 3200
+
+
+def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
+    monkeypatch.setattr(stoker.producer, "_CHUNK_JOBS", 4)
+    requests = [{"agent_id": "a", "prompt": f"p{i}"} for i in range(9)]
+    requests.append(GenerationRequest(agent_id="a", prompt="p9"))
+    tickets = producer.submit_many(iter(requests), queue="bulk", result_ttl_s=5)
+    assert [request_of(connection, t.job_id)["prompt"] for t in tickets] == [f"p{i}" for i in range(10)]
+    assert connection.lrange("rq:queue:bulk", 0, -1) == [t.job_id.encode() for t in tickets]
+    assert fetch(connection, tickets[0].job_id).result_ttl == 5
+
+
+def test_one_bad_request_among_many_enqueues_none_and_is_named_by_its_place(producer, connection):
+    requests = [{"agent_id": "a", "prompt": "x"}, {"agent_id": "a", "prompt": SECRET, "max_tokens": 0}]
+    with pytest.raises(InvalidRequest, match=r"request 1: max_tokens") as caught:
+        producer.submit_many(requests)
+    assert SECRET not in str(caught.value)
+    assert connection.keys() == []
+
+
+def test_no_requests_are_no_jobs(producer, connection):
+    assert producer.submit_many([]) == []
+    assert connection.keys() == []
+
+
+@pytest.mark.parametrize(("n_jobs", "prompt", "n_chunks"), [(1000, "x", 2), (1001, "x", 3), (3, "x" * 5_000_000, 3)])
+def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, n_chunks):
+    payloads = [{"prompt": prompt}] * n_jobs
+    chunks = list(stoker.producer._chunks(payloads))
+    assert len(chunks) == n_chunks
+    assert sum(map(len, chunks)) == n_jobs
+
+
+@pytest.mark.server
+def test_a_chunk_of_many_jobs_is_one_round_trip(redis_url, monkeypatch):
+    producer = Producer(redis_url)
+    producer.submit(agent_id="a", prompt="x")  # RQ asks the server's version once per connection
+    reads = []
+    connection_class = producer._connection.connection_pool.connection_class
+    send = connection_class.send_packed_command
+
+    def counting(self, command, check_health=True):
+        reads.append(1)
+        return send(self, command, check_health)
+
+    monkeypatch.setattr(connection_class, "send_packed_command", counting)
+    producer.submit_many([{"agent_id": "a", "prompt": "x"}] * 1000)
+    assert len(reads) == 2
+    producer.close()
+
+
+# --- connection ---
+
+
+def test_no_server_is_one_clear_error_without_the_password():
+    producer = Producer("redis://user:hunter2@127.0.0.1:1/3")
+    for call in (producer.ping, lambda: producer.submit(agent_id="a", prompt="x"), lambda: producer.result("j", 1)):
+        with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
+            call()
+        assert "hunter2" not in str(caught.value)
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+    assert "hunter2" not in repr(producer)
+
+
+def test_an_error_in_which_the_server_quotes_the_password_does_not_show_it(monkeypatch):
+    producer = Producer("redis://:hunter2@127.0.0.1:1")
+
+    def quoting(*args):
+        from redis.exceptions import ResponseError
+
+        raise ResponseError("unknown command `AUTH`, with args beginning with: `hunter2`")
+
+    monkeypatch.setattr(producer._connection, "execute_command", quoting)
+    with pytest.raises(RedisUnavailable, match=r"\*\*\*") as caught:
+        producer.ping()
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://:hunter2@h", "redis://:hun@ter2@h:1x", "hunter2", "redis://:hunter2@h:1?db=x"])
+def test_what_is_not_a_redis_url_is_refused_without_quoting_it(url):
+    with pytest.raises(ValueError, match="not a Redis URL") as caught:
+        Producer(url)
+    assert "ter2" not in str(caught.value)
+
+
+def test_a_connection_that_decodes_responses_is_refused_at_once():
+    with pytest.raises(ValueError, match="decode_responses"):
+        Producer(Redis(decode_responses=True))
+
+
+@pytest.mark.parametrize("name", ["", "a,b", " a", "a\n"])
+def test_a_queue_no_worker_could_name_is_refused(connection, producer, name):
+    with pytest.raises(ValueError, match="queue name"):
+        Producer(connection, queue=name)
+    with pytest.raises(ValueError, match="queue name"):
+        producer.submit(agent_id="a", prompt="x", queue=name)
+
+
+def test_closing_leaves_the_callers_own_connection_open(connection):
+    with Producer(connection) as producer:
+        producer.ping()
+    assert connection.ping()

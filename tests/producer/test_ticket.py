@@ -1,0 +1,213 @@
+"""How a job's end reaches the one who waits for it, on jobs as RQ's own code ends them."""
+
+import base64
+import json
+
+import pytest
+from fakeredis import FakeRedis
+from rq.queue import Queue
+
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
+from tests.producer.played_worker import WORKER
+
+
+@pytest.fixture
+def ticket(producer):
+    return producer.submit(agent_id="a", prompt="hi")
+
+
+def test_a_finished_job_gives_its_result(ticket, worker):
+    worker.finish(ticket.job_id, text=" ok")
+    result = ticket.result(timeout_s=1)
+    assert (result.job_id, result.text, result.usage.cached_tokens) == (ticket.job_id, " ok", 4)
+
+
+def test_a_result_can_be_read_by_another_process_and_more_than_once(ticket, worker, connection):
+    worker.finish(ticket.job_id)
+    other = Producer(connection)
+    assert other.result(ticket.job_id, 1) == other.ticket(ticket.job_id).result(1) == ticket.result()
+
+
+def test_a_failed_job_raises_the_workers_own_line(ticket, worker):
+    worker.fail(ticket.job_id, "ContextLimitExceeded: 9000 + 256 tokens > 8192")
+    with pytest.raises(JobFailed) as caught:
+        ticket.result()
+    assert caught.value.reason == "ContextLimitExceeded: 9000 + 256 tokens > 8192"
+    assert caught.value.partial_text is None
+
+
+def test_a_traceback_of_a_stock_worker_gives_its_last_line(ticket, worker):
+    worker.fail(ticket.job_id, 'Traceback (most recent call last):\n  File "x", line 1\nWrongWorker: no model\n\n')
+    with pytest.raises(JobFailed) as caught:
+        ticket.result()
+    assert caught.value.reason == "WrongWorker: no model"
+
+
+def test_a_job_that_timed_out_gives_the_text_so_far(ticket, worker):
+    worker.fail(ticket.job_id, "GenerationTimedOut: after 3600 s", partial="so far")
+    with pytest.raises(JobFailed) as caught:
+        ticket.result()
+    assert caught.value.partial_text == "so far"
+
+
+@pytest.mark.parametrize("meta", [b"\x80\x04\x95", b"[]", b'{"partial": 3}', b"nonsense"])
+def test_meta_that_somebody_else_wrote_does_no_harm(ticket, worker, connection, meta):
+    worker.fail(ticket.job_id, "E: x")
+    connection.hset(f"rq:job:{ticket.job_id}", "meta", meta)
+    with pytest.raises(JobFailed) as caught:
+        ticket.result()
+    assert caught.value.partial_text is None
+
+
+def test_a_failure_without_any_words_still_has_a_reason(ticket, worker, connection):
+    worker.fail(ticket.job_id, "")
+    with pytest.raises(JobFailed, match="gave no reason"):
+        ticket.result()
+
+
+def test_a_result_of_another_kind_of_job_is_a_failure_and_not_a_crash(ticket, worker):
+    worker.finish(ticket.job_id, value={"something": "else"})
+    with pytest.raises(JobFailed, match="UnreadableResult"):
+        ticket.result()
+
+
+def test_a_stopped_job_is_canceled_though_rq_writes_a_failure_for_it(ticket, worker):
+    worker.stop(ticket.job_id)
+    with pytest.raises(JobCanceled, match="stopped"):
+        ticket.result()
+
+
+def test_no_such_job_is_not_found(producer):
+    for call in (producer.result, producer.status, producer.cancel):
+        with pytest.raises(JobNotFound, match="nope"):
+            call("nope")
+
+
+def test_a_finished_job_whose_result_is_gone_is_not_found(ticket, worker, connection):
+    worker.finish(ticket.job_id)
+    connection.delete(f"rq:results:{ticket.job_id}")
+    with pytest.raises(JobNotFound, match="expired"):
+        ticket.result()
+
+
+def test_a_wait_of_no_seconds_looks_once_and_says_where_the_job_stands(ticket):
+    with pytest.raises(ResultTimeout, match="queued"):
+        ticket.result(timeout_s=0)
+
+
+def test_an_entry_of_a_retry_is_not_the_end(ticket, worker):
+    worker.start(ticket.job_id)
+    worker.retry(ticket.job_id)
+    with pytest.raises(ResultTimeout):
+        ticket.result(timeout_s=0)
+    worker.finish(ticket.job_id, text="second try")
+    assert ticket.result().text == "second try"
+
+
+def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(ticket, worker):
+    worker.fail(ticket.job_id, "EngineFailed: x")
+    worker.job(ticket.job_id).requeue()
+    with pytest.raises(ResultTimeout):
+        ticket.result(timeout_s=0)
+    worker.finish(ticket.job_id, text="now")
+    assert ticket.result().text == "now"
+
+
+def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection):
+    data = json.dumps(["stoker_shared.task.generate", None, [], {"request": {"agent_id": "a", "prompt": "x"}}])
+    connection.hset("rq:job:polyglot", mapping={"status": "queued", "origin": "generate", "data": data})
+    connection.rpush("rq:queue:generate", "polyglot")
+    assert producer.status("polyglot") == TicketStatus("queued", position=0)
+    error = base64.b64encode(b"TemplateError: uncompressed").decode()
+    connection.hset("rq:job:polyglot", "status", "failed")
+    connection.xadd("rq:results:polyglot", {"type": 2, "exc_string": error})
+    with pytest.raises(JobFailed, match="TemplateError: uncompressed"):
+        producer.result("polyglot")
+
+
+def test_status_tells_the_place_in_the_queue_then_worker_and_tokens_then_the_end(producer, worker):
+    producer.submit(agent_id="a", prompt="first")
+    ticket = producer.submit(agent_id="a", prompt="second")
+    assert ticket.status() == TicketStatus("queued", position=1)
+    worker.start(ticket.job_id)
+    assert ticket.status() == TicketStatus("started", worker=WORKER)
+    worker.start(ticket.job_id, tokens=17)
+    assert ticket.status() == TicketStatus("started", tokens=17, worker=WORKER)
+    worker.finish(ticket.job_id)
+    assert ticket.status() == TicketStatus("finished")
+
+
+@pytest.mark.parametrize("job_id", ["", "a\nb", "\ud800"])
+def test_what_cannot_be_a_job_id_is_a_value_error(producer, job_id):
+    with pytest.raises(ValueError, match="job id"):
+        producer.ticket(job_id)
+
+
+# --- cancel ---
+
+
+def test_a_queued_job_is_canceled_out_of_its_queue_and_does_not_stay_for_ever(ticket, connection, worker):
+    assert ticket.cancel() is True
+    assert ticket.status() == TicketStatus("canceled")
+    assert connection.lrange("rq:queue:generate", 0, -1) == []
+    assert connection.zrange("rq:canceled:generate", 0, -1) == [ticket.job_id.encode()]
+    assert 0 < connection.ttl(f"rq:job:{ticket.job_id}") <= 7 * 86_400
+    with pytest.raises(JobCanceled):
+        ticket.result()
+
+
+def test_a_deferred_job_is_canceled(producer, connection, ticket):
+    queue = Queue("generate", connection=connection, serializer="json")
+    job = queue.enqueue("stoker_shared.task.generate", depends_on=ticket.job_id)
+    assert producer.status(job.id) == TicketStatus("deferred")
+    assert producer.cancel(job.id) is True
+    assert producer.status(job.id) == TicketStatus("canceled")
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "stop", "cancel"])
+def test_a_job_that_has_ended_cannot_be_canceled(ticket, worker, connection, end):
+    {
+        "finish": lambda: worker.finish(ticket.job_id),
+        "fail": lambda: worker.fail(ticket.job_id, "E: x"),
+        "stop": lambda: worker.stop(ticket.job_id),
+        "cancel": ticket.cancel,
+    }[end]()
+    before = ticket.status()
+    assert ticket.cancel() is False
+    assert ticket.status() == before
+
+
+def test_a_running_job_is_stopped_by_its_worker_on_rqs_command(ticket, worker, connection):
+    worker.start(ticket.job_id)
+    with connection.pubsub() as listener:
+        listener.subscribe(f"rq:pubsub:{WORKER}")
+        assert listener.get_message(timeout=1)["type"] == "subscribe"
+        assert ticket.cancel() is True
+        command = json.loads(listener.get_message(timeout=1)["data"])
+    assert command == {"command": "stop-job", "job_id": ticket.job_id}
+    assert ticket.status().state == "started"
+
+
+def test_a_running_job_whose_worker_is_gone_is_canceled_in_redis(ticket, worker):
+    worker.start(ticket.job_id)
+    assert ticket.cancel() is True
+    assert ticket.status() == TicketStatus("canceled")
+
+
+def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, monkeypatch):
+    fetch = type(worker.job(ticket.job_id)).fetch
+
+    def fetch_then_lose_the_race(*args, **kwargs):
+        job = fetch(*args, **kwargs)
+        monkeypatch.undo()
+        worker.finish(ticket.job_id)
+        return job
+
+    monkeypatch.setattr("rq.job.Job.fetch", fetch_then_lose_the_race)
+    assert ticket.cancel() is False
+    assert ticket.status() == TicketStatus("finished")
+    assert connection.zcard("rq:canceled:generate") == 0
+
+
+def test_a_ticket_shows_its_job_and_not_its_connection():
+    assert repr(Producer(FakeRedis()).ticket("j1")) == "Ticket('j1')"

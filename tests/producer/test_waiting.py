@@ -1,0 +1,145 @@
+"""Waiting on a real server: blocking reads, lost connections, ends that write no result."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from redis import Redis
+from rq import SimpleWorker
+from rq.serializers import JSONSerializer
+
+import stoker.waiting
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable
+from stoker_worker.redis_server import EmbeddedServer
+from tests.producer.played_worker import PlayedWorker
+from tests.server_fixture import require_server_program
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """Set each time a waiter goes to sleep in the server."""
+    event = threading.Event()
+    block = stoker.waiting._block
+
+    def announcing(*args):
+        event.set()
+        block(*args)
+
+    monkeypatch.setattr(stoker.waiting, "_block", announcing)
+    return event
+
+
+def when_blocked(event, action):
+    """Do `action` once somebody waits, on a thread of its own, and hand back its future."""
+
+    def run():
+        assert event.wait(20)
+        action()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future
+
+
+def test_a_result_that_comes_while_waiting_is_returned(producer, connection, blocked):
+    ticket = producer.submit(agent_id="a", prompt="x")
+    done = when_blocked(blocked, lambda: PlayedWorker(connection).finish(ticket.job_id, text="late"))
+    assert ticket.result(timeout_s=20).text == "late"
+    done.result()
+
+
+def test_a_wait_longer_than_the_connections_socket_timeout_leaves_the_connection_as_it_is(redis_url, blocked):
+    with Redis.from_url(redis_url, socket_timeout=0.2, retry=None) as own:
+        ticket = Producer(own).submit(agent_id="a", prompt="x")
+        sleeps = []
+
+        def finish_after_three_sleeps():
+            while len(sleeps) < 3:
+                assert blocked.wait(20)
+                blocked.clear()
+                sleeps.append(1)
+            with Redis.from_url(redis_url) as other:
+                PlayedWorker(other).finish(ticket.job_id)
+
+        done = when_blocked(blocked, finish_after_three_sleeps)
+        assert ticket.result(timeout_s=20).text == "hello"
+        done.result()
+        assert own.connection_pool.connection_kwargs["socket_timeout"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda ticket, connection: ticket.cancel(), JobCanceled),
+        (lambda ticket, connection: PlayedWorker(connection).stop(ticket.job_id), JobCanceled),
+        (lambda ticket, connection: PlayedWorker(connection).job(ticket.job_id).delete(), JobNotFound),
+        (lambda ticket, connection: connection.pexpire(f"rq:job:{ticket.job_id}", 1), JobNotFound),
+    ],
+    ids=["cancel", "stop", "delete", "expiry"],
+)
+def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, blocked, act, error):
+    ticket = producer.submit(agent_id="a", prompt="x")
+    done = when_blocked(blocked, lambda: act(ticket, connection))
+    with pytest.raises(error):
+        ticket.result()
+    done.result()
+
+
+def test_a_wait_survives_the_servers_death_and_return(tmp_path, blocked):
+    require_server_program()
+    with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
+        ticket = producer.submit(agent_id="a", prompt="x")
+        port = int(server.url.rsplit(":", 1)[1])
+
+        def restart_and_finish():
+            server.stop()
+            server.__init__(tmp_path / "redis", port)
+            server.start()
+            with Redis.from_url(server.url) as connection:
+                PlayedWorker(connection).finish(ticket.job_id, text="after the restart")
+
+        done = when_blocked(blocked, restart_and_finish)
+        assert ticket.result(timeout_s=60).text == "after the restart"
+        done.result()
+
+
+def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, blocked, monkeypatch):
+    require_server_program()
+    monkeypatch.setattr(stoker.waiting, "GIVE_UP_S", 0.5)
+    with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
+        tickets = [producer.submit(agent_id="a", prompt="x") for _ in range(2)]
+        done = when_blocked(blocked, server.stop)
+        with pytest.raises(RedisUnavailable):
+            tickets[0].result()
+        done.result()
+        with pytest.raises(RedisUnavailable):
+            tickets[1].result(timeout_s=30)
+
+
+def test_a_wrong_password_is_not_waited_out(producer, connection, redis_url):
+    with pytest.raises(RedisUnavailable, match="refused|answers") as caught:
+        Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).result("x", timeout_s=30)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_stock_rq_worker_fails_a_job_with_our_line_last(producer, connection):
+    ticket = producer.submit(agent_id="a", prompt="x")
+    SimpleWorker(["generate"], connection=connection, serializer=JSONSerializer).work(burst=True)
+    with pytest.raises(JobFailed) as caught:
+        ticket.result(timeout_s=5)
+    assert "WrongWorker: generation jobs need `stoker-worker run`" in caught.value.reason

@@ -1,0 +1,35 @@
+"""A private Redis or Valkey server for the whole session, empty at the start of each test that asks for it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.redis_server import EmbeddedServer
+from stoker_worker.server_program import find_program
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    require_server_program()
+    with EmbeddedServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedServer) -> str:
+    with Redis.from_url(redis_server.url) as connection:
+        connection.flushall()  # only ever our own: the URL is the one we started
+    return redis_server.url
+
+
+def require_server_program() -> None:
+    """Skip on a laptop without a server, fail where CI is set: there a missing server would hide half the tests."""
+    try:
+        find_program()
+    except RedisUnavailable as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))

@@ -1,0 +1,139 @@
+"""What a request may be, and what its refusal says."""
+
+import pytest
+
+from stoker_shared import GenerationRequest, build_request
+from stoker_shared.errors import InvalidRequest, RequestError, RequestTooLarge, RequestVersionTooNew
+from stoker_shared.wire import MAX_REQUEST_BYTES
+
+SECRET = "the launch code is 0000"
+MESSAGES = [{"role": "user", "content": SECRET}]
+WITH_PROMPT = {"agent_id": "a", "prompt": SECRET}
+WITH_MESSAGES = {"agent_id": "a", "messages": MESSAGES}
+
+
+def nested(depth: int) -> dict[str, object]:
+    return {} if depth == 0 else {"a": nested(depth - 1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({**WITH_PROMPT, "max_tokenz": 5}, "max_tokenz"),
+        ({**WITH_PROMPT, "max_tokens": "5"}, "max_tokens"),
+        ({**WITH_PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({**WITH_PROMPT, "max_tokens": 5.0}, "max_tokens"),
+        ({**WITH_PROMPT, "max_tokens": True}, "max_tokens"),
+        ({**WITH_PROMPT, "max_tokens": None}, "max_tokens"),
+        ({"agent_id": "a", "prompt": ""}, "prompt"),
+        ({"agent_id": "a", "prompt": SECRET + "\ud800"}, "prompt"),
+        ({"agent_id": "a", "prompt": SECRET.encode()}, "prompt"),
+        ({"agent_id": "a"}, "'prompt' and 'messages'"),
+        ({**WITH_PROMPT, "messages": MESSAGES}, "'prompt' and 'messages'"),
+        ({"prompt": SECRET}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": ""}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": "x" * 201}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": "a\nb"}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": "a\x00b"}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": "a\u202eb"}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": "a\ud800"}, "agent_id"),
+        ({**WITH_PROMPT, "agent_id": 7}, "agent_id"),
+        ({"agent_id": "a", "messages": []}, "messages"),
+        ({"agent_id": "a", "messages": SECRET}, "messages"),
+        ({"agent_id": "a", "messages": [SECRET]}, "messages.0"),
+        ({"agent_id": "a", "messages": [{"content": SECRET}]}, "messages.0.role"),
+        ({"agent_id": "a", "messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"agent_id": "a", "messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        (
+            {"agent_id": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]},
+            "messages.0.content",
+        ),
+        ({"agent_id": "a", "messages": [{"role": "user", "content": SECRET + "\ud800"}]}, "'messages'"),
+        ({**WITH_PROMPT, "temperature": float("nan")}, "temperature"),
+        ({**WITH_PROMPT, "temperature": float("inf")}, "temperature"),
+        ({**WITH_PROMPT, "temperature": -0.1}, "temperature"),
+        ({**WITH_PROMPT, "temperature": "0"}, "temperature"),
+        ({**WITH_PROMPT, "top_p": 0.0}, "top_p"),
+        ({**WITH_PROMPT, "top_k": 0}, "top_k"),
+        ({**WITH_PROMPT, "min_p": 1.1}, "min_p"),
+        ({**WITH_PROMPT, "seed": -1}, "seed"),
+        ({**WITH_PROMPT, "seed": 2**63}, "seed"),
+        ({**WITH_PROMPT, "stop": ""}, "stop"),
+        ({**WITH_PROMPT, "stop": [""]}, "stop.0"),
+        ({**WITH_PROMPT, "stop": ["x"] * 17}, "stop"),
+        ({**WITH_PROMPT, "context": "append", "cache": "off"}, "append"),
+        ({**WITH_PROMPT, "context": "everything"}, "context"),
+        ({**WITH_PROMPT, "top_logprobs": 3}, "top_logprobs"),
+        ({**WITH_PROMPT, "tools": [{}]}, "tools"),
+        ({**WITH_MESSAGES, "tools": [{"a": float("nan")}]}, "tools"),
+        ({**WITH_MESSAGES, "tools": [{"a": {SECRET}}]}, "tools"),
+        ({**WITH_MESSAGES, "chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+        ({**WITH_PROMPT, "metadata": {"a": 1}}, "metadata.a"),
+        ({**WITH_PROMPT, "metadata": {"a": "\ud800"}}, "metadata"),
+        ({**WITH_PROMPT, "metadata": {"a": "x" * 513}}, "metadata"),
+        ({**WITH_PROMPT, "v": 0}, "v"),
+        ({**WITH_PROMPT, "v": "1"}, "v"),
+    ],
+)
+def test_a_bad_request_is_refused_by_the_fields_name_and_without_the_prompt(fields, named):
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(fields)
+    assert named in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_name_that_is_not_printable_still_gives_one_printable_line():
+    with pytest.raises(InvalidRequest) as caught:
+        build_request({**WITH_PROMPT, "bad\nname": 1})
+    assert str(caught.value).isprintable()
+
+
+def test_a_thousand_problems_are_not_a_thousand_lines():
+    with pytest.raises(InvalidRequest, match="and 1992 more"):
+        build_request({"agent_id": "a", "messages": [{}] * 1000})
+
+
+@pytest.mark.parametrize("agent_id", ["../../etc/passwd", "a/b", ".", "🦊", "👩‍💻", " spaces ", "x" * 200, "日本語"])
+def test_any_printable_name_is_an_agent_id(agent_id):
+    assert build_request({**WITH_PROMPT, "agent_id": agent_id}).agent_id == agent_id
+
+
+def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields():
+    with pytest.raises(RequestVersionTooNew, match=r"v 2.*v 1"):
+        build_request({**WITH_PROMPT, "v": 2, "field_of_v2": True})
+
+
+def test_a_prompt_of_fifty_megabytes_is_too_large():
+    request = build_request({"agent_id": "a", "prompt": "x" * 50_000_000})
+    with pytest.raises(RequestTooLarge, match=str(MAX_REQUEST_BYTES)):
+        request.as_payload()
+
+
+def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
+    with pytest.raises(RequestError, match="nested|plain JSON"):
+        build_request({**WITH_MESSAGES, "tools": [nested(300)]}).as_payload()
+
+
+def test_only_what_differs_from_the_defaults_goes_on_the_wire():
+    request = build_request({**WITH_PROMPT, "max_tokens": 256, "stop": "END", "temperature": 1})
+    assert request.as_payload() == {"v": 1, **WITH_PROMPT, "stop": ["END"], "temperature": 1.0}
+
+
+def test_a_payload_builds_the_same_request_again():
+    fields = {
+        **WITH_MESSAGES,
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "stop": ["a", "b"],
+        "seed": 7,
+        "metadata": {"trace": "1"},
+    }
+    request = build_request(fields)
+    assert build_request(request.as_payload()) == request
+
+
+def test_a_request_cannot_be_changed():
+    request = GenerationRequest(agent_id="a", prompt="x")
+    with pytest.raises(ValueError, match="frozen"):
+        request.prompt = "y"  # type: ignore[misc]

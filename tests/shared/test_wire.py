@@ -1,0 +1,14 @@
+"""Names that stand in other people's Redis: a change here is a change of the wire format."""
+
+from stoker_shared import wire
+
+
+def test_the_names_on_the_wire_are_stable():
+    assert wire.DEFAULT_QUEUE == "generate"
+    assert wire.TASK_PATH == "stoker_shared.task.generate"
+    assert wire.REQUEST_KWARG == "request"
+    assert wire.META_PARTIAL == "partial"
+    assert wire.FIELD_TOKENS == "stoker_tokens"
+    assert wire.FIELD_ATTEMPTS == "stoker_attempts"
+    assert wire.LEASE_KEY == "stoker:lease:{queue}"
+    assert wire.FENCE_KEY == "stoker:fence:{queue}"

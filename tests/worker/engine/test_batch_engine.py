@@ -1,0 +1,209 @@
+"""The engine on the real model: its greedy output is the model's own, whatever happens around a row."""
+
+import pytest
+
+from stoker_shared import build_request
+from stoker_shared.errors import BlockPoolTooSmall, RequestNotServed
+from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.ports import GenerationWork, RestoredPrefix
+
+pytestmark = pytest.mark.model
+
+PROMPTS = (
+    "The quick brown fox jumps over the lazy",
+    "The capital of France is",
+    "Machine learning is",
+    "def fibonacci(n):",
+    "Once upon a time, in a village between two rivers, there lived an old clockmaker who",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+
+@pytest.fixture(scope="module")
+def network_and_model(smollm2):
+    from stoker_worker.engine.provider import MlxModelProvider
+
+    return MlxModelProvider(str(smollm2), "float32", lambda network, loaded: network).load()
+
+
+@pytest.fixture(scope="module")
+def loaded(network_and_model):
+    return network_and_model[1]
+
+
+@pytest.fixture
+def make_engine(network_and_model):
+    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+
+    network, loaded = network_and_model
+    engines = []
+
+    def make(blocks=64, max_batch=8, prefill_step_tokens=64):
+        engines.append(
+            BlockPoolBatchEngine(
+                network,
+                loaded,
+                pool=BlockPool(blocks),
+                max_batch=max_batch,
+                prefill_step_tokens=prefill_step_tokens,
+            )
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(network_and_model, smollm2):
+    """The reference: mlx-lm itself, one sequence, no cache."""
+    from mlx_lm import stream_generate
+    from mlx_lm.utils import load_tokenizer
+
+    network, _ = network_and_model
+    tokenizer = load_tokenizer(smollm2)
+
+    def generate(ids, max_tokens):
+        return [r.token for r in stream_generate(network, tokenizer, list(ids), max_tokens=max_tokens)]
+
+    return generate
+
+
+def work(loaded, prompt, prefix=None, save_from=0, **fields):
+    ids = prompt if isinstance(prompt, tuple) else tuple(loaded.codec.encode(prompt, special_start=True))
+    request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 16, **fields})
+    return GenerationWork(request, ids, prefix, save_from)
+
+
+def drain(engine):
+    done = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    return done
+
+
+def test_a_batch_of_unequal_rows_gives_each_row_what_it_gives_alone(make_engine, loaded, alone):
+    engine = make_engine(max_batch=4)
+    works = [work(loaded, prompt, max_tokens=8 + 4 * n) for n, prompt in enumerate(PROMPTS)]
+    uids = [engine.submit(w) for w in works]
+    done = drain(engine)
+    for uid, w in zip(uids, works, strict=True):
+        assert list(done[uid].generated_ids) == alone(w.prompt_ids, w.request.max_tokens)
+        assert done[uid].text == loaded.codec.decode(done[uid].generated_ids)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 300])
+def test_a_row_continued_from_handed_over_cache_gives_what_it_gives_uncached(make_engine, loaded, alone, length):
+    engine = make_engine()
+    text = " ".join(f"word{n} and" for n in range(length))
+    ids = tuple(loaded.codec.encode(text, special_start=True))[: length - 7]
+    first = drain_one(engine, work(loaded, ids, max_tokens=7))
+    assert (first.cache.start, first.cache.stop) == (0, length)
+    prefix = RestoredPrefix(length, first.cache.layers)
+    longer = (*ids, *first.generated_ids, *loaded.codec.encode(" So then", special_start=False))
+    second = drain_one(engine, work(loaded, longer, prefix=prefix, save_from=length // 256 * 256))
+    assert list(second.generated_ids) == alone(longer, 16)
+    assert second.cache.start == length // 256 * 256
+    assert second.cache.stop == len(longer) + len(second.generated_ids)
+
+
+def drain_one(engine, one):
+    uid = engine.submit(one)
+    return drain(engine)[uid]
+
+
+def test_an_end_of_sequence_token_ends_the_row_and_is_in_the_cache_but_not_in_the_text(make_engine, loaded):
+    engine = make_engine()
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    done = drain_one(engine, work(loaded, prompt, max_tokens=40))
+    assert done.ended_by == "eos"
+    assert done.generated_ids[-1] in loaded.codec.eos_ids
+    assert done.text == "The capital of France is Paris."
+    assert done.cache.stop == len(loaded.codec.encode(prompt, special_start=True)) + len(done.generated_ids)
+
+
+def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_rows_alone(make_engine, loaded, alone):
+    engine = make_engine()
+    beside = work(loaded, PROMPTS[0], max_tokens=24)
+    uid = engine.submit(beside)
+    plain = drain_one(make_engine(), work(loaded, PROMPTS[1], max_tokens=24))
+    stop = plain.text[9:14]
+    stopped = engine.submit(work(loaded, PROMPTS[1], max_tokens=24, stop=[stop]))
+    done = drain(engine)
+    assert done[stopped].ended_by == "stop"
+    assert done[stopped].text == plain.text[: plain.text.index(stop)]
+    kept = loaded.codec.decode(done[stopped].generated_ids[: done[stopped].kept])
+    assert kept + done[stopped].carry_text == done[stopped].text
+    prompt_tokens = len(loaded.codec.encode(PROMPTS[1], special_start=True))
+    assert done[stopped].cache.stop == prompt_tokens + done[stopped].kept
+    assert list(done[uid].generated_ids) == alone(beside.prompt_ids, 24)
+
+
+def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engine, loaded, alone):
+    engine = make_engine(blocks=3, max_batch=2, prefill_step_tokens=8)
+    beside = work(loaded, PROMPTS[4], max_tokens=30)
+    kept = engine.submit(beside)
+    decoding = engine.submit(work(loaded, PROMPTS[2], max_tokens=200))
+    waiting = engine.submit(work(loaded, PROMPTS[3], max_tokens=200))
+    while engine.progress()[decoding] < 3:
+        engine.step()
+    assert engine.cancel(waiting).generated_ids == ()
+    cancelled = engine.cancel(decoding)
+    assert (cancelled.outcome, cancelled.text) == ("cancelled", loaded.codec.decode(cancelled.generated_ids))
+    prefilling = engine.submit(work(loaded, " ".join(PROMPTS), max_tokens=50))
+    engine.step()
+    assert engine.progress()[prefilling] == 0
+    assert engine.cancel(prefilling).generated_ids == ()
+    assert engine.cancel(prefilling) is None
+    assert list(drain(engine)[kept].generated_ids) == alone(beside.prompt_ids, 30)
+    assert engine.in_flight == 0
+
+
+def test_rows_wait_for_blocks_and_all_of_them_get_their_turn(make_engine, loaded, alone):
+    engine = make_engine(blocks=2, max_batch=8)
+    works = [work(loaded, prompt, max_tokens=10) for prompt in PROMPTS]
+    uids = [engine.submit(w) for w in works]
+    engine.step()
+    done = drain(engine)
+    assert [list(done[uid].generated_ids) for uid in uids] == [alone(w.prompt_ids, 10) for w in works]
+
+
+def test_what_could_never_fit_or_is_not_served_is_refused_at_once(make_engine, loaded):
+    engine = make_engine(blocks=1)
+    with pytest.raises(BlockPoolTooSmall, match="--kv-max-bytes"):
+        engine.submit(work(loaded, PROMPTS[0], max_tokens=300))
+    with pytest.raises(RequestNotServed, match="repetition_penalty"):
+        engine.submit(work(loaded, PROMPTS[0], repetition_penalty=1.3))
+    with pytest.raises(RequestNotServed, match="logprobs"):
+        engine.submit(work(loaded, PROMPTS[0], logprobs=True))
+    assert engine.in_flight == 0
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_any_company(make_engine, loaded):
+    seeded = work(loaded, PROMPTS[4], temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=7, max_tokens=24)
+    alone_ids = drain_one(make_engine(), seeded).generated_ids
+    engine = make_engine()
+    for prompt in PROMPTS[:3]:
+        engine.submit(work(loaded, prompt, temperature=1.0, max_tokens=12))
+    uid = engine.submit(seeded)
+    other_seed = engine.submit(work(loaded, PROMPTS[4], temperature=0.9, seed=8, max_tokens=24))
+    done = drain(engine)
+    assert done[uid].generated_ids == alone_ids
+    assert done[other_seed].generated_ids != alone_ids
+
+
+def test_sampling_follows_the_models_distribution(make_engine, loaded):
+    """Temperature near zero is greedy; a top_k of one is greedy at any temperature."""
+    greedy = drain_one(make_engine(), work(loaded, PROMPTS[1])).generated_ids
+    assert drain_one(make_engine(), work(loaded, PROMPTS[1], temperature=0.001)).generated_ids == greedy
+    assert drain_one(make_engine(), work(loaded, PROMPTS[1], temperature=5.0, top_k=1)).generated_ids == greedy
+    huge_k = work(loaded, PROMPTS[1], temperature=5.0, top_k=10_000_000, seed=1)
+    assert drain_one(make_engine(), huge_k).generated_ids != greedy
+
+
+def test_the_spec_read_off_the_model_is_what_its_caches_hold(loaded):
+    spec = loaded.spec
+    assert (len(spec.layers), spec.dtype) == (30, "float32")
+    assert {(x.kind, x.n_kv_heads, x.key_dim, x.value_dim) for x in spec.layers} == {("full", 3, 64, 64)}
+    assert spec.bytes_per_token == 30 * 2 * 3 * 64 * 4

@@ -1,0 +1,144 @@
+"""Agents without a model: their cache is a function of the tokens, so that a wrong one is seen at once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker_shared.request import Message
+from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.memory.cache_file import empty_layers
+from stoker_worker.memory.files import Disk
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LayerKV, LoadedModel, Restored, Transcript, Turn
+
+LAYER = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=4, value_dim=2)
+SPEC = ModelCacheSpec((LAYER, LAYER), "float32")
+
+
+def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str = "tok") -> LoadedModel:
+    fingerprint = (name.encode().hex() * 64)[:64]
+    return LoadedModel(name, fingerprint, tokenizer, 1 << 20, spec, codec=None)  # type: ignore[arg-type]
+
+
+MODEL = make_model()
+
+
+class FastDisk(Disk):
+    """The disk without waiting for it: tests that cut no power need no syncs."""
+
+    def write(self, path: Path, chunks: Any) -> None:
+        with open(path, "xb") as file:
+            file.writelines(chunks)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+    flush = sync_folder
+
+
+def open_store(folder: Path) -> AgentStore:
+    return AgentStore(folder, files=FastDisk())
+
+
+def reopen(store: AgentStore, folder: Path) -> AgentStore:
+    store.close()
+    return open_store(folder)
+
+
+def ids(n: int, *, seed: int = 0) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.random.default_rng(seed).integers(0, 50_000, n))
+
+
+def cache_of(token_ids: Sequence[int], model: LoadedModel = MODEL) -> tuple[LayerKV, ...]:
+    """A cache in which every token's entry depends on all tokens up to it, on the model, the layer and the head."""
+    sums, state = np.empty(len(token_ids), np.int64), int(model.fingerprint[:6], 16)
+    for position, token in enumerate(token_ids):
+        state = (state * 31 + token + 1) % 60_013
+        sums[position] = state
+    layers = empty_layers(model.spec, len(token_ids))
+    for number, pair in enumerate(layers):
+        for side, array in enumerate(pair):
+            heads, _, dim = array.shape
+            place = np.arange(heads)[:, None, None] * 64 + np.arange(dim)[None, None, :] + number * 7 + side * 3
+            array[:] = (sums[None, :, None] + place) % 60_013 % 2048
+    return layers
+
+
+def cut(layers: tuple[LayerKV, ...], start: int, stop: int) -> tuple[LayerKV, ...]:
+    return tuple((keys[:, start:stop], values[:, start:stop]) for keys, values in layers)
+
+
+@dataclass
+class Agent:
+    """Takes turns as the worker does: open, restore, save from the first block that is not on disk."""
+
+    store: AgentStore
+    name: str = "agent"
+    model: LoadedModel = MODEL
+    salt: str | None = None
+    jobs: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def open(self) -> AgentVersion:
+        return self.store.open_agent(self.name)
+
+    def tokens(self) -> tuple[int, ...]:
+        transcript = self.open().transcript
+        return transcript.token_ids if transcript else ()
+
+    def restore(self, prompt: Sequence[int], agent: AgentVersion | None = None) -> Restored:
+        """Restore, and check that what came back is the cache of the prompt and nothing else."""
+        agent = self.open() if agent is None else agent
+        restored = self.store.restore(prompt, agent=agent, model=self.model, salt=self.salt)
+        if restored.prefix is not None:
+            wanted = cut(cache_of(prompt, self.model), 0, restored.prefix.n_tokens)
+            for ours, theirs in zip(wanted, restored.prefix.layers, strict=True):
+                assert all(np.array_equal(a, b) and b.flags.c_contiguous for a, b in zip(ours, theirs, strict=True))
+        return restored
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        prefix = self.restore(prompt).prefix
+        return prefix.n_tokens if prefix else 0
+
+    def turn(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> Turn:
+        agent = self.open() if agent is None else agent
+        transcript = make_transcript((*prompt, *answer), tokenizer=self.model.tokenizer_fingerprint)
+        start = self.restore(prompt, agent).saved_blocks * BLOCK_TOKENS
+        stop = len(transcript.token_ids)
+        layers = cut(cache_of(transcript.token_ids, self.model), start, stop)
+        return make_turn(self, agent.number, transcript, CacheSlice(start, stop, layers))
+
+    def say(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> int:
+        return self.store.save(self.turn(prompt, answer, agent))[0]
+
+
+def make_transcript(token_ids: Sequence[int], *, tokenizer: str = "tok", text: str | None = None) -> Transcript:
+    messages = None if text is not None else (Message(role="user", content=f"{len(token_ids)} tokens"),)
+    return Transcript(tuple(token_ids), tokenizer, messages, text, "eos")
+
+
+def make_turn(agent: Agent, parent: int, transcript: Transcript, cache: CacheSlice | None) -> Turn:
+    delivery = Delivery(f"job-{next(agent.jobs)}", "2024-01-01T00:00:00Z")
+    return Turn(
+        agent_id=agent.name,
+        parent=parent,
+        delivery=delivery,
+        transcript=transcript,
+        model=agent.model,
+        cache_salt=agent.salt,
+        cache=cache,
+        result_of=lambda version: {"job_id": delivery.job_id, "version": version},
+    )
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file below `folder` that matches."""
+    (path,) = folder.rglob(pattern)
+    return path

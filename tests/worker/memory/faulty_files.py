@@ -1,0 +1,138 @@
+"""File systems that fail: one whose power is cut after any single step, and one that runs out of space."""
+
+import contextlib
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from stoker_worker.memory.files import Chunk
+
+Survivors = Literal["all", "none", "newest"]
+"""Which of the steps that no sync has made durable are on the disk after the power cut."""
+
+
+class PowerCut(BaseException):
+    """Not an `Exception`: a process that is gone cleans nothing up."""
+
+
+class CutFiles:
+    """Once armed, stops before a given step, and then loses what was never synced.
+
+    A write is three steps (nothing there, half of it, all of it but not synced); every other operation is one. A name
+    that was made, replaced or removed in a folder can be lost until that folder is synced.
+    """
+
+    def __init__(self, survivors: Survivors = "all") -> None:
+        self._survivors = survivors
+        self._steps_left: int | None = None
+        self._dead = False
+        self._undo: list[tuple[Path, bytes | None]] = []
+        """Each unsynced change: the path, and what it held before."""
+
+    def arm(self, cut_at: int) -> None:
+        """Cut the power before step `cut_at` from now; what was done so far is durable."""
+        self._steps_left = cut_at
+        self._undo.clear()
+
+    def make_folder(self, path: Path) -> None:
+        self._step()
+        if not path.exists():
+            path.mkdir(mode=0o700)
+            self._undo.append((path, None))
+
+    def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+        data = b"".join(chunks)
+        self._step()
+        path.write_bytes(data[: len(data) // 2])
+        self._undo.append((path, None))
+        self._step()
+        path.write_bytes(data)
+        self._step()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step()
+        before = target.read_bytes() if target.exists() else None
+        source.replace(target)
+        self._undo.append((target, before))
+
+    def remove(self, path: Path) -> None:
+        self._step()
+        if path.exists():
+            self._undo.append((path, path.read_bytes()))
+            path.unlink()
+
+    def sync_folder(self, path: Path) -> None:
+        self._step()
+        self._undo = [entry for entry in self._undo if entry[0].parent != path]
+
+    flush = sync_folder
+
+    def cut(self) -> None:
+        """The power goes: what was synced stays, and of the rest what `survivors` says."""
+        self._dead = True
+        if self._survivors == "all":
+            return
+        lost = self._undo[:-1] if self._survivors == "newest" else self._undo
+        for path, before in reversed(lost):
+            with contextlib.suppress(OSError):  # it may lie in a folder that is lost itself
+                if before is not None:
+                    path.write_bytes(before)
+                elif path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
+
+    def _step(self) -> None:
+        if self._dead:
+            raise PowerCut
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self.cut()
+                raise PowerCut
+
+
+class FullFiles:
+    """Once armed, a given step fails, and `n_failures` in all, for lack of space; removing and un-naming never do."""
+
+    def __init__(self) -> None:
+        self._step_number = 0
+        self._failing = range(0)
+
+    def arm(self, fail_at: int, n_failures: int) -> None:
+        """Fail at step `fail_at` from now, and at the steps behind it."""
+        self._step_number = 0
+        self._failing = range(fail_at, fail_at + n_failures)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._step_number >= self._failing.start
+
+    def make_folder(self, path: Path) -> None:
+        self._step()
+        path.mkdir(mode=0o700, exist_ok=True)
+
+    def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+        self._step()
+        path.write_bytes(b"half")
+        self._step()
+        path.write_bytes(b"".join(chunks))
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name != "HEAD.unsaved":
+            self._step()
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        self._step()
+
+    flush = sync_folder
+
+    def _step(self) -> None:
+        self._step_number += 1
+        if self._step_number in self._failing:
+            raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,93 @@
+"""A full disk costs a turn, never a conversation, and leaves nothing lying about."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import Agent, files_below, ids, open_store, reopen
+from tests.worker.memory.faulty_files import FullFiles
+
+from stoker_shared.errors import AgentTranscriptUnreadable
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import AgentVersion
+
+LONG = ids(900)
+
+
+@pytest.mark.parametrize("n_failures", [1, 3, 1000])
+@pytest.mark.parametrize("stored", [0, 400])
+def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
+    tmp_path: Path, stored: int, n_failures: int
+) -> None:
+    base = open_store(tmp_path / "base")
+    if stored:
+        Agent(base).say(LONG[:stored])
+    base.close()
+    for fail_at in range(1, 100):
+        folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
+        files = FullFiles()
+        agent = Agent(AgentStore(folder, files=files))
+        before = agent.open()
+        turn = agent.turn(LONG[:700])
+        files.arm(fail_at, n_failures)
+        try:
+            agent.store.save(turn)
+        except OSError:
+            expect_unchanged_or_refused(agent, before.number)
+        else:
+            break
+        assert files_below(folder / "tmp") == []
+        files.arm(10**9, 0)  # there is room again
+        agent.store = reopen(agent.store, folder)
+        expect_unchanged_or_refused(agent, before.number)
+        agent.store.close()
+    assert not files.has_failed
+    assert fail_at > 10
+    assert agent.open().number == before.number + 1
+
+
+def expect_unchanged_or_refused(agent: Agent, number: int) -> None:
+    """Refused only when the turn was written whole and could then not be taken back; never the turn itself."""
+    found: AgentVersion | AgentTranscriptUnreadable
+    try:
+        found = agent.open()
+    except AgentTranscriptUnreadable as error:
+        found = error
+    if isinstance(found, AgentVersion):
+        assert found.number == number
+        assert agent.store.verify() == []
+    else:
+        assert "not saved" in str(found)
+        assert found.usable.number in (number, number + 1)
+
+
+def test_the_same_turn_can_be_saved_when_there_is_room_again(tmp_path: Path) -> None:
+    files = FullFiles()
+    agent = Agent(AgentStore(tmp_path, files=files))
+    agent.say(LONG[:400])
+    turn = agent.turn(LONG[:700])
+    for fail_at in range(1, 12):
+        files.arm(fail_at, 1)
+        with pytest.raises(OSError, match="No space"):
+            agent.store.save(turn)
+        files.arm(10**9, 0)
+        assert agent.tokens() == LONG[:400]
+        assert agent.cached((*LONG[:400], 1)) == 400
+    assert agent.store.save(turn)[0] == 2
+    assert agent.cached((*LONG[:700], 1)) == 700
+
+
+@pytest.mark.parametrize("stored", [0, 400])
+def test_a_turn_that_was_not_saved_can_be_marked_on_a_full_disk(tmp_path: Path, stored: int) -> None:
+    files = FullFiles()
+    agent = Agent(AgentStore(tmp_path, files=files))
+    if stored:
+        agent.say(LONG[:stored])
+    files.arm(1, 1000)
+    agent.store.mark_unsaved("agent")
+    with pytest.raises(AgentTranscriptUnreadable):
+        agent.open()
+    if stored:  # for an agent without a folder there is nothing to rename: the mark lives as long as the worker
+        agent.store = reopen(agent.store, tmp_path)
+        with pytest.raises(AgentTranscriptUnreadable):
+            agent.open()

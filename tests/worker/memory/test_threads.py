@@ -1,0 +1,44 @@
+"""The loader reads while the finaliser writes: every answer is some whole version, every cache the right one."""
+
+import threading
+from pathlib import Path
+
+from tests.worker.memory.agents import Agent, ids, open_store
+
+ROUNDS = 25
+
+
+def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    shared = ids(700)
+    readers = [Agent(store, f"reader {number}") for number in range(3)]
+    for reader in readers:
+        reader.say((*shared, 1))
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def load() -> None:
+        try:
+            while not done.is_set():
+                for reader in readers:
+                    assert reader.tokens() == (*shared, 1)
+                    restored = reader.restore((*shared, 1, 2))
+                    n_tokens = restored.prefix.n_tokens if restored.prefix else 0
+                    assert n_tokens == 701 or restored.miss_reason is not None
+        except BaseException as error:
+            errors.append(error)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    try:
+        for number in range(ROUNDS):
+            for path in list((tmp_path / "blocks").rglob("*.safetensors"))[: number % 3]:
+                path.unlink(missing_ok=True)
+            writer = Agent(store, f"writer {number % 5}")
+            writer.say((*shared[: 600 + number], *ids(50, seed=number)))
+            assert writer.tokens()[:600] == shared[:600]
+    finally:
+        done.set()
+        loader.join()
+    assert errors == []
+    assert store.verify() == []

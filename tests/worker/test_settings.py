@@ -1,0 +1,30 @@
+"""Settings: read once, unknown names refused, passwords never shown."""
+
+import pytest
+
+from stoker_worker.settings import read_settings
+
+
+def test_settings_describe_themselves_without_the_password():
+    settings = read_settings({"redis_url": "redis://:secret@host:1/0"})
+    assert "secret" not in settings.describe()
+    assert "redis://:***@host:1/0" in settings.describe()
+
+
+def test_options_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):
+    monkeypatch.setenv("STOKER_MAX_BATCH", "3")
+    monkeypatch.setenv("STOKER_GRACE_S", "7")
+    settings = read_settings({"max_batch": 5, "grace_s": None})
+    assert (settings.max_batch, settings.grace_s, settings.poll_s) == (5, 7.0, 0.05)
+
+
+def test_an_unknown_name_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("STOKER_MAX_BACTH", "3")
+    with pytest.raises(ValueError, match="STOKER_MAX_BACTH"):
+        read_settings({})
+
+
+@pytest.mark.parametrize("queues", ["", "a,,b", "a,a"])
+def test_queue_lists_that_name_nothing_or_one_twice_are_refused(queues):
+    with pytest.raises(ValueError, match="queues"):
+        read_settings({"queues": queues})

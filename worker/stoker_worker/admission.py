@@ -1,0 +1,32 @@
+"""Which job may be in flight. Pure policy, no I/O; inbox thread."""
+
+from collections.abc import Iterable
+
+from stoker_worker.ports import ClaimedJob
+
+
+class Admission:
+    """At most `max_in_flight` jobs, and never two of one agent: its second job needs what its first one leaves."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._jobs: dict[str, ClaimedJob] = {}
+
+    @property
+    def room(self) -> int:
+        return self._max_in_flight - len(self._jobs)
+
+    @property
+    def busy_agents(self) -> frozenset[str]:
+        return frozenset(job.request.agent_id for job in self._jobs.values())
+
+    @property
+    def jobs(self) -> list[ClaimedJob]:
+        """In the order they were admitted."""
+        return list(self._jobs.values())
+
+    def admit(self, jobs: Iterable[ClaimedJob]) -> None:
+        self._jobs.update((job.job_id, job) for job in jobs)
+
+    def release(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)

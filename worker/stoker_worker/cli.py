@@ -1,0 +1,144 @@
+"""Command `stoker-worker`: settings into objects into `Worker.run`. The one place where things are wired."""
+
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from stoker_shared.errors import StokerError
+
+log = logging.getLogger("stoker_worker")
+
+_MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="stoker")
+def main() -> None:
+    """Stoker's worker: drains a Redis queue into one continuous batch and keeps each agent's cache on disk."""
+
+
+@main.command()
+@click.option("--model", help="Hugging Face repo id or mlx-lm folder.")
+@click.option(
+    "--redis", "redis_url", help="URL, or `embedded` for a server of the worker's own.  [redis://127.0.0.1:6379]"
+)
+@click.option("--store", type=click.Path(path_type=Path), help="Folder of the agents' memory.  [~/.stoker]")
+@click.option("--queues", help="Comma-separated, highest priority first.  [generate]")
+@click.option("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
+@click.option("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
+@click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
+@click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps.")
+@click.option(
+    "--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]"
+)
+@click.option("--scripted-steps-per-s", type=float, help="Speed of the scripted engine.  [200]")
+@click.option("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
+@click.option("--burst", is_flag=True, help="Leave when the queues are empty.")
+@click.option("-v", "--verbose", is_flag=True, help="Log more.")
+def run(burst: bool, verbose: bool, **options: Any) -> None:
+    """Run the worker until it is told to stop (SIGTERM or Ctrl-C: drain; twice: at once)."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname).1s %(threadName)-10s %(message)s",
+        stream=sys.stderr,
+    )
+    if not verbose:
+        for chatty in ("rq", "stoker_worker.rq", "httpx", "transformers"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        _run(options, burst)
+    except ImportError as error:
+        raise click.ClickException(_MISSING.format(error.name)) from error
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise click.UsageError(problems) from error
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except StokerError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+
+
+def _run(options: dict[str, Any], burst: bool) -> None:
+    from stoker_worker.memory.store import AgentStore
+    from stoker_worker.rq_worker.connect import open_queue
+    from stoker_worker.settings import read_settings
+    from stoker_worker.worker import Worker
+
+    settings = read_settings(options)
+    log.info("settings: %s", settings.describe())
+    provider = _provider(settings)
+    with ExitStack() as cleanup:
+        store = AgentStore(settings.store_folder)
+        cleanup.callback(store.close)
+        redis_url = settings.redis_url
+        if redis_url == "embedded":
+            from stoker_worker.redis_server import EmbeddedServer
+
+            server = EmbeddedServer(settings.store_folder / "redis")
+            redis_url = cleanup.enter_context(server).url
+            log.info("own Redis server at %s", redis_url)
+        queue = cleanup.enter_context(open_queue(settings, redis_url))
+        worker = Worker(settings, queue.rq_queue, store, provider, burst=burst)
+        queue.identity.on_shutdown = worker.request_stop
+        worker.install_signal_handlers()
+        worker.run()
+
+
+def _provider(settings: Any) -> Any:
+    """What makes the engine, chosen and checked before anything is opened."""
+    if settings.engine == "scripted":
+        from stoker_worker.engine.scripted import ScriptedProvider
+
+        return ScriptedProvider(max_batch=settings.max_batch, steps_per_s=settings.scripted_steps_per_s)
+    if settings.model is None:
+        raise click.UsageError("--model is missing (or --engine scripted)")
+    from stoker_worker.engine.blas import advice_without_openblas, preload_openblas
+    from stoker_worker.engine.build import MlxProvider
+
+    preload_openblas()
+    if advice := advice_without_openblas():
+        log.warning(advice)
+    return MlxProvider(settings)
+
+
+@main.group()
+def model() -> None:
+    """Get models ready."""
+
+
+@model.command(name="import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+def import_model(file: Path, folder: Path) -> None:
+    """Turn a GGUF FILE (Q4_0, Q4_1, Q8_0, F16) into an mlx-lm FOLDER."""
+    try:
+        from stoker_worker.engine.gguf import import_gguf
+
+        import_gguf(file, folder)
+    except ImportError as error:
+        raise click.ClickException(_MISSING.format(error.name)) from error
+    except StokerError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    click.echo(f"{folder}: ready for `stoker-worker run --model {folder}`")
+
+
+@main.command()
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path(".demo"), help="Where it keeps things.  [.demo]"
+)
+@click.option("--model", help="Another model than SmolLM2-135M-Instruct.")
+def demo(folder: Path, model: str | None) -> None:
+    """Four agents, two turns, the worker stopped in between."""
+    try:
+        from stoker_worker.demo import run_demo
+
+        run_demo(folder, model)
+    except ImportError as error:
+        raise click.ClickException(_MISSING.format(error.name)) from error
+    except StokerError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,111 @@
+"""Identity of a model: what must be equal for cached bytes or token ids to mean the same. Owns the digests and their
+memo file; imports no MLX. Engine thread, while the model is loaded.
+
+Weight files are hashed with xxh3 (they are tens of gigabytes, and nobody attacks their own cache); SHA-256 joins the
+parts. A file's digest is remembered by path, size, time and inode, so that an unchanged one is not read again.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+_CHUNK_BYTES: Final = 1 << 22
+
+_TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "*.tiktoken"),
+)
+"""Patterns of everything a tokenizer is read from. Chat templates are taken from the loaded tokenizer instead: they
+may be in any of several files."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's files on disk.
+
+    Attributes:
+        memo: JSON file that remembers weight digests between starts; ``None``: every start reads all the weights.
+    """
+
+    path: Path
+    memo: Path | None = None
+
+    def tokenizer_fingerprint(self, chat_template: str) -> str:
+        """Hex SHA-256 over the tokenizer's files and the chat template."""
+        files = sorted({file for pattern in _TOKENIZER_FILES for file in self.path.glob(pattern)})
+        parts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        return _digest({"files": parts, "chat_template": chat_template})
+
+    def model_fingerprint(self, *, tokenizer_fingerprint: str, cache_spec: str, dtype: str) -> str:
+        """Hex SHA-256 over weights, config, tokenizer and template, cache layout and dtype.
+
+        Args:
+            cache_spec: `ModelCacheSpec.describe()`.
+            dtype: how the weights were loaded (`native` or `float32`).
+        """
+        # The files that mlx-lm loads weights from, and no others.
+        weights = sorted(self.path.glob("model*.safetensors"))
+        parts = {
+            "weights": dict(zip((file.name for file in weights), self._weight_digests(weights), strict=True)),
+            "config": json.loads((self.path / "config.json").read_text(encoding="utf-8")),
+            "tokenizer": tokenizer_fingerprint,
+            "cache": cache_spec,
+            "dtype": dtype,
+        }
+        return _digest(parts)
+
+    def _weight_digests(self, files: Sequence[Path]) -> list[str]:
+        known = self._read_memo()
+        fresh: dict[str, Any] = {}
+        paths = [os.path.realpath(file) for file in files]
+        for path in paths:
+            stat = os.stat(path)
+            identity = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+            entry = known.get(path)
+            if not isinstance(entry, dict) or entry.get("identity") != identity:
+                entry = {"identity": identity, "xxh3_128": _xxh3_128(Path(path))}
+            fresh[path] = entry
+        if any(known.get(path) != entry for path, entry in fresh.items()):
+            self._write_memo({**known, **fresh})
+        return [str(fresh[path]["xxh3_128"]) for path in paths]
+
+    def _read_memo(self) -> dict[str, Any]:
+        """What is remembered; nothing when the memo is missing or damaged: it only saves time."""
+        try:
+            content = json.loads(self.memo.read_text(encoding="utf-8")) if self.memo else {}
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write_memo(self, content: Mapping[str, Any]) -> None:
+        if self.memo is None:
+            return
+        draft = self.memo.with_name(f".{self.memo.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            self.memo.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            draft.replace(self.memo)
+        except OSError:  # the next start hashes again
+            with suppress(OSError):
+                draft.unlink()
+
+
+def _xxh3_128(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest(parts: Mapping[str, Any]) -> str:
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,103 @@
+"""The engine thread: everything MLX, loading the model included. Touches neither Redis nor disk.
+
+Owns which job each sequence belongs to. Arrays belong to the thread that made them, so the model is loaded here and
+nothing lazy ever leaves.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from stoker_shared.errors import EngineFailed
+from stoker_worker.loader import Ended, Prepared
+from stoker_worker.ports import Completion, GenerationEnginePort, LoadedModel, ModelProviderPort
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop(threading.Thread):
+    """Steps the engine while anything is in it, and hands over every sequence in the step it ends."""
+
+    def __init__(self, provider: ModelProviderPort, *, to_finaliser: Callable[[Ended], None]) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._provider = provider
+        self._to_finaliser = to_finaliser
+        self._prepared: SimpleQueue[Prepared | None] = SimpleQueue()
+        self._running: dict[int, Prepared] = {}
+        self._tokens: dict[str, int] = {}
+        self.loaded: Future[LoadedModel] = Future()
+        self.error: BaseException | None = None
+
+    def put(self, prepared: Prepared) -> None:
+        self._prepared.put(prepared)
+
+    def finish(self) -> None:
+        """Let the thread end once nothing is left in the engine."""
+        self._prepared.put(None)
+
+    def progress(self) -> dict[str, int]:
+        """Tokens generated so far, by job id; a snapshot any thread may read."""
+        return self._tokens
+
+    def run(self) -> None:
+        try:
+            engine, loaded = self._provider.load()
+        except BaseException as error:  # the main thread raises it to the operator
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(loaded)
+        try:
+            while self._take_in(engine):
+                self._cancel(engine)
+                for completion in engine.step():
+                    self._hand_over(completion.uid, completion=completion)
+                self._tokens = {self._running[uid].job.job_id: n for uid, n in engine.progress().items()}
+        except BaseException as error:
+            log.exception("the engine broke")
+            self.error = error
+            failed = EngineFailed(f"{type(error).__name__}: {error}")
+            for uid in list(self._running):
+                self._hand_over(uid, error=failed)
+        else:
+            engine.close()
+
+    def give_up_waiting(self) -> None:
+        """After the thread has died: hand over what the loader still put in, so that it is given back."""
+        while True:
+            try:
+                prepared = self._prepared.get_nowait()
+            except Empty:
+                return
+            if prepared is not None:
+                prepared.job.cancel.set("stopping")
+                self._to_finaliser(Ended(prepared.job, prepared))
+
+    def _take_in(self, engine: GenerationEnginePort) -> bool:
+        """Submit what the loader has ready, waiting for it while the engine is empty; ``False`` to end the thread."""
+        while True:
+            try:
+                prepared = self._prepared.get(block=engine.in_flight == 0)
+            except Empty:
+                return True
+            if prepared is None:
+                return False
+            if prepared.job.cancel.reason is not None:
+                self._to_finaliser(Ended(prepared.job, prepared))
+                continue
+            try:
+                uid = engine.submit(prepared.work)
+            except Exception as error:
+                self._to_finaliser(Ended(prepared.job, prepared, error=error))
+                continue
+            self._running[uid] = prepared
+
+    def _cancel(self, engine: GenerationEnginePort) -> None:
+        for uid, prepared in list(self._running.items()):
+            if prepared.job.cancel.reason is not None:
+                self._hand_over(uid, completion=engine.cancel(uid))
+
+    def _hand_over(self, uid: int, *, completion: Completion | None = None, error: Exception | None = None) -> None:
+        prepared = self._running.pop(uid)
+        self._to_finaliser(Ended(prepared.job, prepared, completion, error))

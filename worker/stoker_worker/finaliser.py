@@ -1,0 +1,209 @@
+"""The finaliser thread: save the agent's version, then end the job. In that order, always.
+
+Owns disk writes of agent memory and the last word on a job. Never touches MLX: bytes come to it already evaluated. When
+Redis is away it waits and tries again: a finished result is not lost and does not turn into a failure.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from stoker_shared.errors import (
+    AgentVersionNotSaved,
+    EngineFailed,
+    GenerationTimedOut,
+    OwnershipLost,
+    RedisUnavailable,
+)
+from stoker_worker.conversation import next_transcript
+from stoker_worker.loader import Ended, Prepared
+from stoker_worker.ports import CacheStorePort, ClaimedJob, Completion, LoadedModel, QueuePort, Turn
+from stoker_worker.results import build_result, cache_report
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
+
+
+class Finaliser(threading.Thread):
+    """Ends jobs one after the other, in the order their sequences ended."""
+
+    def __init__(
+        self,
+        queue: QueuePort,
+        store: CacheStorePort,
+        model: LoadedModel,
+        *,
+        on_ended: Callable[[str], None],
+        retry_s: float = 0.5,
+    ) -> None:
+        """
+        Args:
+            on_ended: called with a job's id once this worker has nothing more to do with it.
+            retry_s: pause between two tries while Redis is away.
+        """
+        super().__init__(name="finaliser", daemon=True)
+        self._queue = queue
+        self._store = store
+        self._model = model
+        self._on_ended = on_ended
+        self._retry_s = retry_s
+        self._ended: SimpleQueue[Ended | None] = SimpleQueue()
+        self._abandon = threading.Event()
+        self._given_up: list[ClaimedJob] = []
+        self._broken: list[ClaimedJob] = []
+
+    def put(self, ended: Ended) -> None:
+        self._ended.put(ended)
+
+    def finish(self) -> None:
+        """Let the thread end after what it has been given; jobs cut short by the stop then go back to the queue."""
+        self._ended.put(None)
+
+    def abandon(self) -> None:
+        """Stop waiting for a Redis that is away: the next worker recovers what is left."""
+        self._abandon.set()
+
+    def run(self) -> None:
+        while (ended := self._ended.get()) is not None:
+            try:
+                self._end(ended)
+            except OwnershipLost as error:
+                log.warning("result dropped: %s", error)
+                self._queue.drop(ended.job)
+            except Exception as error:
+                log.exception("job %s could not be ended as it should", ended.job.job_id)
+                self._fail_at_last(ended.job, error)
+            self._on_ended(ended.job.job_id)
+        self._give_back()
+
+    def _end(self, ended: Ended) -> None:
+        job = ended.job
+        if ended.answer is not None:
+            answer = ended.answer
+            self._when_redis_is_there(lambda: self._queue.finish(job, answer))
+        elif ended.completion is not None and ended.completion.outcome == "finished":
+            assert ended.prepared is not None
+            self._finish(ended.prepared, ended.completion)
+        elif isinstance(ended.error, EngineFailed) and ended.completion is None:
+            self._broken.append(job)
+        elif ended.error is not None or (ended.completion is not None and ended.completion.error is not None):
+            error = ended.error or (ended.completion.error if ended.completion else None)
+            self._fail(job, error or EngineFailed("unknown"))
+        else:
+            self._end_cancelled(job, ended.completion)
+
+    def _end_cancelled(self, job: ClaimedJob, completion: Completion | None) -> None:
+        if job.cancel.reason == "stopping":
+            self._given_up.append(job)
+        elif job.cancel.reason == "timed out":
+            tokens = len(completion.generated_ids) if completion else 0
+            error = GenerationTimedOut(f"the job's timeout passed after {tokens} generated tokens")
+            self._fail(job, error, partial_text=completion.text if completion else "")
+        else:
+            self._when_redis_is_there(lambda: self._queue.stopped(job))
+            log.info("job %s withdrawn", job.job_id)
+
+    def _finish(self, prepared: Prepared, completion: Completion) -> None:
+        job = prepared.job
+        if not self._when_redis_is_there(lambda: self._queue.owns(job)):
+            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+        try:
+            result = self._save(prepared, completion)
+        except AgentVersionNotSaved as error:
+            self._fail(job, error)
+            return
+        self._when_redis_is_there(lambda: self._queue.finish(job, result))
+        usage = result["usage"]
+        log.info(
+            "job %s finished: %s, prompt %d, cached %d, generated %d, version %s",
+            job.job_id,
+            result["finish_reason"],
+            usage["prompt_tokens"],
+            usage["cached_tokens"],
+            usage["completion_tokens"],
+            result["cache"]["agent_version"],
+        )
+
+    def _save(self, prepared: Prepared, completion: Completion) -> Mapping[str, Any]:
+        """Make the turn durable; returns the result to post.
+
+        Raises:
+            AgentVersionNotSaved: an `append` turn could not be saved.
+        """
+        job, agent = prepared.job, prepared.agent
+
+        def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
+            report = cache_report(prepared, agent_version=version, saved=saved, save_error=save_error)
+            return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
+
+        if job.request.cache != "readwrite":
+            return result(agent.number or None, saved=False)
+        turn = Turn(
+            agent_id=job.request.agent_id,
+            parent=agent.number,
+            delivery=job.delivery,
+            transcript=next_transcript(prepared.prompt, completion, self._model),
+            model=self._model,
+            cache_salt=job.request.cache_salt,
+            cache=completion.cache,
+            result_of=lambda version: result(version, saved=True),
+        )
+        try:
+            _, saved_result = self._store.save(turn)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.error("agent version of job %s not saved: %s", job.job_id, reason)
+            if job.request.context == "append":
+                raise AgentVersionNotSaved(reason) from error
+            self._store.mark_unsaved(job.request.agent_id)
+            return result(agent.number or None, saved=False, save_error=reason)
+        return saved_result
+
+    def _fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
+        log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)
+        self._when_redis_is_there(lambda: self._queue.fail(job, error, partial_text))
+
+    def _fail_at_last(self, job: ClaimedJob, error: Exception) -> None:
+        try:
+            self._queue.fail(job, error)
+        except Exception:
+            # Still started under our name then: recovery takes it up when this worker is gone.
+            log.exception("job %s could not be failed either", job.job_id)
+
+    def _give_back(self) -> None:
+        """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""
+        for jobs, counts in ((self._broken, True), (self._given_up, False)):
+            if not jobs:
+                continue
+            in_order = sorted(jobs, key=lambda job: job.claimed_at)
+            try:
+                self._when_redis_is_there(partial(self._queue.give_back, in_order, counts_as_attempt=counts))
+                log.info("%d jobs given back", len(in_order))
+            except RedisError:
+                log.exception("%d jobs not given back; the next worker recovers them", len(in_order))
+
+    def _when_redis_is_there(self, call: Callable[[], T]) -> T:
+        while True:
+            try:
+                return call()
+            except (*_REDIS_AWAY, ResponseError) as error:
+                if not _may_pass(error):
+                    raise
+                log.warning("Redis is away (%s); trying again", type(error).__name__)
+                if self._abandon.wait(self._retry_s):
+                    raise
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether trying again can help; MISCONF is what a server says while it cannot write its own disk."""
+    return isinstance(error, _REDIS_AWAY) or str(error).startswith("MISCONF")

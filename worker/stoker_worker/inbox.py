@@ -1,0 +1,130 @@
+"""The inbox thread: the loop that decides what this worker works on. READ THIS FIRST.
+
+Owns admission, withdrawals, timeouts and recovery: everything between Redis and the loader. Touches neither disk nor
+MLX. The rest of a job's way is loader.py, engine_loop.py and finaliser.py, each a thread of its own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+
+from redis.exceptions import RedisError
+
+from stoker_worker.admission import Admission
+from stoker_worker.ports import CancelReason, ClaimedJob, QueuePort
+
+log = logging.getLogger(__name__)
+
+
+class Inbox(threading.Thread):
+    """Claims only what fits, watches what runs, and lets go of what has ended."""
+
+    def __init__(
+        self,
+        queue: QueuePort,
+        admission: Admission,
+        *,
+        to_loader: Callable[[ClaimedJob], None],
+        progress: Callable[[], Mapping[str, int]],
+        poll_s: float,
+        recover_s: float,
+        burst: bool,
+    ) -> None:
+        """
+        Args:
+            progress: tokens generated so far, by job id.
+            poll_s: longest wait between two looks into the queue.
+            recover_s: time between two looks for what dead workers left.
+            burst: end when the queues are empty and nothing is in flight.
+        """
+        super().__init__(name="inbox", daemon=True)
+        self._queue = queue
+        self._admission = admission
+        self._to_loader = to_loader
+        self._progress = progress
+        self._poll_s = poll_s
+        self._recover = _Every(recover_s)
+        self._watch = _Every(0.5)
+        self._tidy = _Every(60.0)
+        self._burst = burst
+        self._ended: SimpleQueue[str] = SimpleQueue()
+        self._draining = threading.Event()
+        self.idle = threading.Event()
+
+    def run(self) -> None:
+        while not self.idle.is_set():
+            try:
+                self._tick()
+            except RedisError as error:  # what is running goes on; a claim in doubt is found again by recovery
+                log.warning("Redis is away (%s)", type(error).__name__)
+                time.sleep(max(self._poll_s, 0.5))
+            self._release_ended(wait_s=self._poll_s)
+
+    def _tick(self) -> None:
+        if not self._draining.is_set():
+            if self._recover.is_due():
+                self._recover_orphans()
+            claimed = self._queue.claim(self._admission.room, self._admission.busy_agents)
+            self._admission.admit(claimed)
+            for job in claimed:
+                self._to_loader(job)
+        self._stop_what_must_not_go_on()
+        if self._tidy.is_due():
+            self._queue.tidy()
+        if not self._admission.jobs and (self._draining.is_set() or (self._burst and self._queue.is_empty())):
+            self._queue.tidy()
+            self.idle.set()
+
+    # --- called from other threads ---
+
+    def ended(self, job_id: str) -> None:
+        """The finaliser has done with a job: its slot and its agent are free."""
+        self._ended.put(job_id)
+
+    def drain(self) -> None:
+        """Claim nothing more; `idle` is set once all that is in flight has ended."""
+        self._draining.set()
+
+    def cancel_all(self, reason: CancelReason) -> None:
+        for job in self._admission.jobs:
+            job.cancel.set(reason)
+
+    # --- steps ---
+
+    def _recover_orphans(self) -> None:
+        if recovered := self._queue.recover():
+            log.warning("%d jobs of a dead worker are back in the queue", recovered)
+
+    def _stop_what_must_not_go_on(self) -> None:
+        now = time.monotonic()
+        for job in self._admission.jobs:
+            if job.deadline is not None and now > job.deadline:
+                job.cancel.set("timed out")
+        if self._watch.is_due() and self._admission.jobs:
+            for job in self._queue.withdrawn(self._admission.jobs, self._progress()):
+                job.cancel.set("withdrawn")
+
+    def _release_ended(self, wait_s: float) -> None:
+        try:
+            self._admission.release(self._ended.get(timeout=wait_s))
+            while True:
+                self._admission.release(self._ended.get_nowait())
+        except Empty:
+            pass
+
+
+class _Every:
+    """Due at once, then whenever `period_s` seconds have passed since it was last due."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._last = float("-inf")
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._period_s:
+            return False
+        self._last = now
+        return True

@@ -1,0 +1,128 @@
+"""The loader thread: from a claimed job to work the engine can start on.
+
+Owns reading agent memory and turning requests into tokens. Touches neither Redis nor MLX.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch
+from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.conversation import Prompt, build_prompt
+from stoker_worker.ports import (
+    AgentVersion,
+    CacheStorePort,
+    ClaimedJob,
+    Completion,
+    GenerationWork,
+    LoadedModel,
+    Restored,
+)
+
+log = logging.getLogger(__name__)
+
+_NOT_USED = Restored(prefix=None, source="none")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job ready for the engine. `submitted_at` is Unix time in seconds."""
+
+    job: ClaimedJob
+    agent: AgentVersion
+    prompt: Prompt
+    restored: Restored
+    work: GenerationWork
+    submitted_at: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job on its way to the finaliser. Exactly one of the last three is set, or the job's `cancel` says why."""
+
+    job: ClaimedJob
+    prepared: Prepared | None = None
+    completion: Completion | None = None
+    error: Exception | None = None
+    answer: Mapping[str, Any] | None = None
+
+
+class Loader(threading.Thread):
+    """Takes claimed jobs in order, one at a time: reading ahead while the engine decodes."""
+
+    def __init__(
+        self,
+        store: CacheStorePort,
+        model: LoadedModel,
+        *,
+        to_engine: Callable[[Prepared], None],
+        to_finaliser: Callable[[Ended], None],
+    ) -> None:
+        super().__init__(name="loader", daemon=True)
+        self._store = store
+        self._model = model
+        self._codec = model.codec.fork()
+        self._to_engine = to_engine
+        self._to_finaliser = to_finaliser
+        self._claimed: SimpleQueue[ClaimedJob | None] = SimpleQueue()
+
+    def put(self, job: ClaimedJob) -> None:
+        self._claimed.put(job)
+
+    def finish(self) -> None:
+        """Let the thread end after what it has been given."""
+        self._claimed.put(None)
+
+    def run(self) -> None:
+        while (job := self._claimed.get()) is not None:
+            if job.cancel.reason is not None:
+                self._to_finaliser(Ended(job))
+                continue
+            try:
+                prepared = self._prepare(job)
+            except Exception as error:  # whatever a request or a damaged file does, it does to one job
+                self._to_finaliser(Ended(job, error=error))
+                continue
+            if isinstance(prepared, Ended):
+                self._to_finaliser(prepared)
+            else:
+                self._to_engine(prepared)
+
+    def _prepare(self, job: ClaimedJob) -> Prepared | Ended:
+        request, model = job.request, self._model
+        if request.model is not None and request.model != model.name:
+            raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
+        agent = self._agent(job)
+        if (answer := agent.results.get(job.delivery)) is not None:
+            log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
+            return Ended(job, answer=answer)
+        prompt = build_prompt(request, agent.transcript, model, self._codec)
+        restored = _NOT_USED
+        if request.cache != "off":
+            restored = self._store.restore(prompt.ids, agent=agent, model=model, salt=request.cache_salt)
+        work = GenerationWork(
+            request=request,
+            prompt_ids=prompt.ids,
+            prefix=restored.prefix,
+            save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
+        )
+        return Prepared(job, agent, prompt, restored, work, submitted_at=time.time())
+
+    def _agent(self, job: ClaimedJob) -> AgentVersion:
+        request = job.request
+        if request.cache == "off":
+            return AgentVersion(request.agent_id, 0, None)
+        try:
+            return self._store.open_agent(request.agent_id)
+        except AgentTranscriptUnreadable as error:
+            # `full` brings the whole conversation along, so a damaged record costs it only time.
+            usable = getattr(error, "usable", None)
+            if request.context == "append" or usable is None:
+                raise
+            log.warning("agent of job %s: %s", job.job_id, error)
+            return usable  # type: ignore[no-any-return]

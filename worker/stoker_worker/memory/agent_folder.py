@@ -1,0 +1,230 @@
+"""One agent's folder: its records, HEAD and tail. Owns what a crash, a full disk or a damaged file may do to them.
+
+A turn is committed by the rename of HEAD and by nothing else. HEAD exists before the first record, so records
+without a HEAD are damage and never a turn that was merely cut short. Read on any thread, written by the finaliser.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from stoker_worker.memory.files import Chunk, DurableWriter, Files
+from stoker_worker.memory.head import Head
+from stoker_worker.memory.record import CachedPrefix, TurnRecord, record_checksum, replay
+from stoker_worker.memory.sealed import Damaged
+from stoker_worker.ports import AgentVersion, Delivery
+
+_log = logging.getLogger(__name__)
+_RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What an agent's folder holds.
+
+    Attributes:
+        version: the newest version; after a `problem`, what a full replacement may go on from.
+        record: checksum of its record, where its transcript could be read; the next record's `parent`.
+        cache: which cache of its transcript was saved.
+        head: HEAD as read, byte for byte; empty when there is none.
+        problem: why nobody can be sure of the transcript; ``None`` when all is well.
+        record_bytes: size of its records on disk, as a measure of its size in memory.
+    """
+
+    version: AgentVersion
+    record: str | None = None
+    cache: CachedPrefix | None = None
+    head: bytes = b""
+    problem: str | None = None
+    record_bytes: int = 0
+
+
+class AgentFolder:
+    """``STORE/agents/<hh>/<sha256 of the agent id>``."""
+
+    def __init__(self, agents: Path, agent_id: str, *, files: Files, writer: DurableWriter) -> None:
+        name = hashlib.sha256(agent_id.encode()).hexdigest()
+        self.agent_id = agent_id
+        self.path = agents / name[:2] / name
+        self._head = self.path / "HEAD"
+        self._unsaved = self.path / "HEAD.unsaved"
+        self._files = files
+        self._writer = writer
+
+    def record_path(self, version: int) -> Path:
+        return self.path / f"{version:08d}.json"
+
+    def tail_path(self, version: int) -> Path:
+        # Two names in turn: the newest version's tail is never the one being written, and a crash leaves no third.
+        return self.path / f"tail-{version % 2}.safetensors"
+
+    # --- reading ---
+
+    def read_head(self) -> bytes:
+        """HEAD as it is; empty when there is none (or the last turn was not saved)."""
+        return _bytes_of(self._head)
+
+    def read(self) -> AgentState:
+        """The agent's state, whatever is in the folder: damage is a `problem`, never an exception."""
+        head = self.read_head()
+        unsaved = not head and self._unsaved.exists()
+        numbers = self._record_numbers()
+        if not head and not unsaved and not numbers:
+            return AgentState(AgentVersion(self.agent_id, 0, None))
+        try:
+            state = self._read_to(Head.decode(_bytes_of(self._unsaved) if unsaved else head), numbers)
+        except Damaged as damage:
+            why = f"HEAD is unusable: {damage}" if head or unsaved else "HEAD is missing"
+            state = self._broken(why, max(numbers, default=0), self._read_records(numbers))
+        if unsaved:
+            return replace(state, head=b"", problem="its last turn was not saved")
+        return replace(state, head=head)
+
+    def _record_numbers(self) -> list[int]:
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return []
+        return sorted(int(name.removesuffix(".json")) for name in names if _RECORD_NAME.fullmatch(name))
+
+    def _read_to(self, head: Head, numbers: list[int]) -> AgentState:
+        """The state that `head` names. A record just above it is a turn that was never committed."""
+        if any(number > head.version + 1 for number in numbers):
+            return self._broken("HEAD is older than the records", max(numbers), self._read_records(numbers))
+        if head.version == 0:
+            return AgentState(AgentVersion(self.agent_id, 0, None))
+        records = self._read_records([number for number in numbers if number <= head.version])
+        try:
+            transcript = replay(self._chain(head, records))
+        except Damaged as damage:
+            return self._broken(str(damage), head.version, records)
+        newest = records[head.version]
+        return AgentState(
+            AgentVersion(self.agent_id, head.version, transcript, _results(records)),
+            record=newest.checksum,
+            cache=newest.content.cache if isinstance(newest.content, TurnRecord) else None,
+            record_bytes=sum(record.n_bytes for record in records.values()),
+        )
+
+    def _read_records(self, numbers: Iterable[int]) -> dict[int, "_ReadRecord"]:
+        records = {}
+        for number in numbers:
+            data = _bytes_of(self.record_path(number))
+            content: TurnRecord | Damaged
+            try:
+                content = TurnRecord.decode(data, agent_id=self.agent_id, version=number)
+            except Damaged as damage:
+                content = damage
+            records[number] = _ReadRecord(content, record_checksum(data), len(data))
+        return records
+
+    def _chain(self, head: Head, records: Mapping[int, "_ReadRecord"]) -> list[TurnRecord]:
+        """The records to replay, oldest first: back from the newest to the last one that keeps nothing."""
+        chain: list[TurnRecord] = []
+        version, expected = head.version, head.record
+        while not (chain and chain[-1].keeps_nothing):
+            found = records.get(version)
+            if found is None:
+                raise Damaged(f"record {version} is missing")
+            if isinstance(found.content, Damaged):
+                raise Damaged(f"record {version} is unusable: {found.content}")
+            if found.checksum != expected:
+                raise Damaged(f"record {version} is not the one that was written")
+            chain.append(found.content)
+            version, expected = version - 1, found.content.parent or ""
+        return chain[::-1]
+
+    def _broken(self, why: str, number: int, records: Mapping[int, "_ReadRecord"]) -> AgentState:
+        """What is left: no transcript, but the results that can still be read, and a number no version is above."""
+        return AgentState(AgentVersion(self.agent_id, number, None, _results(records)), problem=why)
+
+    # --- writing ---
+
+    def commit(self, state: AgentState, version: int, record: bytes, tail: Iterable[Chunk] | None) -> bytes:
+        """Make `version` the agent's newest: tail, record, then HEAD.
+
+        Returns:
+            HEAD as written.
+
+        Raises:
+            OSError: the agent is still at `state`.
+        """
+        head = Head(version, record_checksum(record)).encode()
+        before = state.head
+        if not before and state.problem is None:
+            before = Head(0).encode()
+            self._writer.make_folder(self.path)
+            self._writer.put(self._head, [before])
+            self._files.flush(self.path)
+        try:
+            if tail is None:
+                self._files.remove(self.tail_path(version))
+            else:
+                self._writer.put(self.tail_path(version), tail)
+            self._writer.put(self.record_path(version), [record])
+            staged = self._writer.stage([head])
+            self._files.flush(self.path)
+            self._files.rename(staged, self._head)
+            self._files.flush(self.path)
+        except OSError:
+            self._take_back(before, version)
+            raise
+        with contextlib.suppress(OSError):  # committed: what is left over now does no harm
+            self._files.remove(self.tail_path(version + 1))
+            self._files.remove(self._unsaved)
+        return head
+
+    def _take_back(self, before: bytes, version: int) -> None:
+        """Undo a turn that failed on its way. If HEAD cannot be put back, the turn stays whole and marked unsaved."""
+        try:
+            if self.read_head() != before:
+                if before:
+                    self._writer.put(self._head, [before])
+                else:
+                    self._files.remove(self._head)
+                self._files.flush(self.path)
+            self._files.remove(self.record_path(version))
+            self._files.remove(self.tail_path(version))
+        except OSError as error:
+            _log.error("agent %r: could not take back version %d: %s", self.agent_id, version, error)
+            if self.read_head() != before:
+                self.mark_unsaved()
+
+    def mark_unsaved(self) -> None:
+        """Make `append` refuse, after a restart too. A rename needs no space; for an agent without HEAD, try."""
+        try:
+            if self._head.exists():
+                self._files.rename(self._head, self._unsaved)
+            elif not self._unsaved.exists():
+                self._writer.make_folder(self.path)
+                self._files.write(self._unsaved, [])
+            self._files.flush(self.path)
+        except OSError as error:
+            _log.error("agent %r: could not mark its last turn as not saved: %s", self.agent_id, error)
+
+
+@dataclass(frozen=True)
+class _ReadRecord:
+    content: TurnRecord | Damaged
+    checksum: str
+    n_bytes: int
+
+
+def _results(records: Mapping[int, _ReadRecord]) -> Mapping[Delivery, Mapping[str, Any]]:
+    contents = (record.content for record in records.values())
+    return MappingProxyType({x.delivery: x.result for x in contents if isinstance(x, TurnRecord)})
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The file's content; nothing when it is missing or cannot be read, which no seal takes for whole."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,83 @@
+"""The store's folder: who may use it and which format it has. Runs once, on the main thread, before the worker does."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from stoker_shared.errors import StoreUnusable
+from stoker_worker.memory.files import DurableWriter, Files
+
+FORMAT: Final = 1
+
+
+class StoreFolder:
+    """An open store, locked for as long as this object lives.
+
+    Raises:
+        StoreUnusable: another process has it, it is of an unknown format, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self.agents = path / "agents"
+        self.blocks = path / "blocks"
+        temp = path / "tmp"
+        self.writer = DurableWriter(files, temp)
+        self._lock: int | None = None
+        try:
+            if not path.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.writer.make_folder(path)
+            self._lock = _locked(path / "lock")
+            self.writer.make_folder(temp)
+            self.writer.clear()
+            self._check_format(path / "store.json", files)
+            self.writer.make_folder(self.agents)
+            self.writer.make_folder(self.blocks)
+        except OSError as error:
+            self.close()
+            raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check_format(self, path: Path, files: Files) -> None:
+        if not path.exists() and not self.agents.exists():
+            self.writer.put(path, [json.dumps({"format": FORMAT}).encode() + b"\n"])
+            files.flush(path.parent)
+        found = _format_of(path)
+        if found != FORMAT:
+            raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} only")
+
+
+def _format_of(path: Path) -> Any:
+    """The format written in store.json; ``None`` when it says none."""
+    with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):
+        return json.loads(path.read_bytes()).get("format")
+    return None
+
+
+def _locked(path: Path) -> int:
+    """Descriptor of the lock file, locked until it is closed; the kernel lets go of it when the process dies."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
+        os.close(lock)
+        raise StoreUnusable(f"the store folder {path.parent} is in use by {holder}") from None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

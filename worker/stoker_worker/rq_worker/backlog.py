@@ -1,0 +1,113 @@
+"""Looks ahead in a queue and claims chosen jobs. Owns the memory of which waiting job is which agent's; inbox thread.
+
+RQ's own dequeue takes the head whatever it is. An agent's jobs must run one at a time and in order, without holding up
+other agents, so claiming walks the list from its head and passes by agents that are busy. The list itself is not
+touched until a job is claimed: its length stays true for operators.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from redis import Redis
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import Job
+from rq.queue import Queue
+from rq.utils import as_text
+
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_worker.rq_worker.json_job import agent_in
+
+# All or nothing for each id: after a crash it is in the queue or in the intermediate list, never nowhere.
+_CLAIM = """
+if redis.call('GET', KEYS[3]) ~= ARGV[1] then return {} end
+local claimed = {}
+for i = 2, #ARGV do
+  if redis.call('LREM', KEYS[1], 1, ARGV[i]) == 1 then
+    redis.call('RPUSH', KEYS[2], ARGV[i])
+    claimed[#claimed + 1] = ARGV[i]
+  end
+end
+return claimed
+"""
+
+_PAGE = 100
+_MAX_LOOK = 20_000
+_MAX_REMEMBERED = 100_000
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    agent_id: str | None
+    suspect: bool
+
+
+class Backlog:
+    """The waiting jobs of one queue.
+
+    A job that was in flight under every worker that died so far but one is a suspect: it runs alone, so that a job
+    which kills its workers takes no others down with it.
+    """
+
+    def __init__(self, connection: Redis, queue_name: str, *, suspect_after: int) -> None:
+        """
+        Args:
+            suspect_after: deaths with a job in flight that make it a suspect.
+        """
+        self._connection = connection
+        self._name = queue_name
+        self._key = Queue(queue_name, connection=connection).key
+        self._intermediate_key = IntermediateQueue.get_intermediate_queue_key(self._key)
+        self._claim = connection.register_script(_CLAIM)
+        self._suspect_after = suspect_after
+        self._known: dict[str, _Waiting] = {}
+        self.waits_for_quiet = False
+
+    def claim(self, limit: int, busy_agents: frozenset[str], lease_value: str, *, nothing_runs: bool) -> list[str]:
+        """Move up to `limit` job ids to the intermediate list: the oldest of each agent that is not busy.
+
+        Looking stops at a suspect, which is claimed when `nothing_runs`; else `waits_for_quiet` says that it waits.
+        Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
+        """
+        if len(self._known) > _MAX_REMEMBERED:
+            self._known.clear()  # jobs that others took from the list are never forgotten one by one
+        self.waits_for_quiet = False
+        chosen: list[str] = []
+        taken = set(busy_agents)
+        for job_id in self._waiting():
+            waiting = self._known[job_id]
+            agent_id = waiting.agent_id
+            if waiting.suspect:
+                self.waits_for_quiet = bool(chosen) or not nothing_runs
+                if not self.waits_for_quiet:
+                    chosen.append(job_id)
+                break
+            if agent_id is None or agent_id not in taken:
+                chosen.append(job_id)
+                if agent_id is not None:
+                    taken.add(agent_id)
+            if len(chosen) == limit:
+                break
+        if not chosen:
+            return []
+        keys = [self._key, self._intermediate_key, LEASE_KEY.format(queue=self._name)]
+        claimed = [as_text(job_id) for job_id in self._claim(keys=keys, args=[lease_value, *chosen])]
+        for job_id in claimed:
+            self._known.pop(job_id, None)
+        return claimed
+
+    def _waiting(self) -> Iterator[str]:
+        """Job ids from the head on, page by page, each with its agent looked up."""
+        for start in range(0, _MAX_LOOK, _PAGE):
+            ids = [as_text(job_id) for job_id in self._connection.lrange(self._key, start, start + _PAGE - 1)]
+            if unknown := [job_id for job_id in ids if job_id not in self._known]:
+                self._learn(unknown)
+            yield from ids
+            if len(ids) < _PAGE:
+                return
+
+    def _learn(self, job_ids: list[str]) -> None:
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hmget(Job.key_for(job_id), "data", FIELD_ATTEMPTS)
+            for job_id, (data, deaths) in zip(job_ids, pipeline.execute(), strict=True):
+                self._known[job_id] = _Waiting(agent_in(data), suspect=int(deaths or 0) >= self._suspect_after)

@@ -1,0 +1,95 @@
+"""Opens the queue: connection, lease, registration; and closes them in reverse. Main thread."""
+
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from redis import Redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.retry import Retry
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.rq_worker.identity import NAME_PREFIX, RqIdentity
+from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.rq_queue import RqQueue
+from stoker_worker.settings import WorkerSettings, mask_password
+
+log = logging.getLogger(__name__)
+
+_MIN_SERVER = (6, 2, 0)
+_EXECUTION_LEASE_S = 3600
+"""How long RQ's own tools leave a started job alone. Our recovery does not wait for it."""
+
+
+@dataclass(frozen=True)
+class OpenQueue:
+    identity: RqIdentity
+    rq_queue: RqQueue
+
+
+@contextmanager
+def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
+    """Hold the queues and be registered as an RQ worker for as long as the context lasts.
+
+    Raises:
+        RedisUnavailable: no server at the URL, it refuses us, or it is too old.
+        QueueHeld: another live worker holds one of the queues.
+    """
+    connection = connect(redis_url)
+    name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
+    identity = RqIdentity(
+        settings.queue_names,
+        connection,
+        name=name,
+        worker_ttl_s=max(10, int(2 * settings.lease_ttl_s)),
+        lease_ttl_s=_EXECUTION_LEASE_S,
+        heartbeat_s=settings.heartbeat_s,
+    )
+    lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
+    lease.acquire()
+    try:
+        identity.register_birth()
+        identity.subscribe()
+        identity.set_state("idle")
+        log.info("worker %s holds %s", name, settings.queues)
+        yield OpenQueue(identity, RqQueue(connection, identity, lease))
+    finally:
+        try:
+            identity.teardown()
+            lease.release()
+        except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself
+            log.warning("not signed off: %s", type(error).__name__)
+
+
+def connect(redis_url: str) -> Redis:
+    """
+    Raises:
+        RedisUnavailable: as for `open_queue`; the message never holds the password.
+    """
+    shown = mask_password(redis_url)
+    try:
+        connection = Redis.from_url(redis_url, retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3))
+        version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
+    except (AuthenticationError, ResponseError) as error:
+        raise RedisUnavailable(f"{shown} refused this worker: {error}") from error
+    except (RedisError, ValueError, OSError) as error:
+        raise RedisUnavailable(f"no Redis at {shown}: {error}") from error
+    if version < _MIN_SERVER:
+        raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
+    _warn_if_forgetful(connection, shown)
+    return connection
+
+
+def _warn_if_forgetful(connection: Redis, shown: str) -> None:
+    try:
+        config = connection.config_get("appendonly", "maxmemory-policy")
+    except RedisError:  # hosted servers forbid CONFIG
+        return
+    if config.get("appendonly") == "no":
+        log.warning("%s keeps no append-only file: queued jobs are lost when it restarts", shown)
+    if config.get("maxmemory-policy", "noeviction") != "noeviction":
+        log.warning("%s may evict keys (%s): jobs can vanish", shown, config["maxmemory-policy"])

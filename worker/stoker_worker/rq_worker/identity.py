@@ -1,0 +1,86 @@
+"""This worker as RQ's own tools see it: its hash, heartbeats, commands. Owns no job's fate."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from redis import Redis
+from rq.command import parse_payload
+from rq.executions import Execution
+from rq.job import Job
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+from rq.worker import BaseWorker
+
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S
+from stoker_worker.rq_worker.json_job import JsonJob
+
+log = logging.getLogger(__name__)
+
+NAME_PREFIX = "stoker-"
+
+
+class RqIdentity(BaseWorker):
+    """An RQ worker with many executions and no loop of its own.
+
+    RQ's `BaseWorker` registers us, keeps our hash and executions, and holds the transactions that end a job, so that
+    `rq info` and every dashboard read the truth. Its loop, its fork and its signal handlers are not used.
+    """
+
+    def __init__(
+        self,
+        queues: list[str],
+        connection: Redis,
+        *,
+        name: str,
+        worker_ttl_s: int,
+        lease_ttl_s: int,
+        heartbeat_s: float,
+    ) -> None:
+        super().__init__(
+            queues,
+            name=name,
+            connection=connection,
+            job_class=JsonJob,
+            serializer=JSONSerializer,
+            worker_ttl=worker_ttl_s,
+            default_result_ttl=DEFAULT_RESULT_TTL_S,
+            job_monitoring_interval=max(1, int(heartbeat_s)),
+            log_job_description=False,  # a plain producer's description holds its prompt
+        )
+        self._execution_lease_s = lease_ttl_s
+        self.log_result_lifespan = False
+        self.log = logging.getLogger("stoker_worker.rq")
+        self.on_stop_job: Callable[[str], None] = lambda job_id: None
+        self.on_shutdown: Callable[[], None] = lambda: None
+
+    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
+        """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
+        return self._execution_lease_s
+
+    def procline(self, message: str) -> None:
+        """The process title stays the operator's own: one job's name would say nothing about sixteen."""
+
+    def handle_payload(self, message: Any) -> None:
+        """A command from RQ's pubsub thread. Stock handlers know one current job; here there are many."""
+        payload = parse_payload(message)
+        command = payload.get("command")
+        if command == "shutdown":
+            self.on_shutdown()
+        elif command == "stop-job":
+            self.on_stop_job(str(payload.get("job_id", "")))
+        elif command == "stop-execution":
+            execution: Execution | None = self.executions.get(str(payload.get("execution_id", "")))
+            if execution is not None:
+                self.on_stop_job(execution.job_id)
+        else:
+            log.warning("command ignored: %s", command)
+
+    def queue_of(self, job: Job) -> Queue:
+        return Queue(job.origin, connection=self.connection, job_class=JsonJob, serializer=JSONSerializer)
+
+    def settle_state(self) -> None:
+        """Say `idle` when nothing runs: RQ sets `busy` with each execution and `idle` only in its own loop."""
+        wanted = "busy" if self.executions else "idle"
+        if self.get_state() != wanted:
+            self.set_state(wanted)

@@ -1,0 +1,92 @@
+"""An RQ job whose payload is only ever read as JSON. Owns what is read off a job's hash; any thread."""
+
+import json
+import zlib
+from typing import Any
+
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from stoker_shared.errors import PayloadRefused, RequestTooLarge
+from stoker_shared.request import GenerationRequest, build_request
+from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+
+_MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
+_UNREADABLE = "<unreadable>"
+
+
+class JsonJob(Job):
+    """A job read without unpickling and without importing anything it names.
+
+    What cannot be read does not raise where RQ's bookkeeping would trip over it: the job then looks like a call of
+    nothing with no arguments, and `generation_request` says what is wrong. The stored bytes stay as they are.
+    """
+
+    payload_error: Exception | None = None
+    raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
+
+    def restore(self, raw_data: Any) -> Any:
+        data = raw_data.get(b"data", b"")
+        text = _decompress(data)
+        if len(text) > _MAX_DATA_BYTES:
+            self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
+            raw_data = {**raw_data, b"data": b"[]"}
+        super().restore(raw_data)
+        self.raw_created_at = raw_data.get(b"created_at", b"").decode()
+        # Whatever the producer's serializer was, a result and meta are written as JSON.
+        self.serializer = JSONSerializer
+
+    def _deserialize_data(self) -> None:
+        try:
+            self._func_name, self._instance, self._args, self._kwargs = json.loads(self.data)
+        except (ValueError, TypeError, RecursionError):
+            what = "a pickle" if self.data[:1] == b"\x80" else "not RQ's JSON form"
+            self.payload_error = self.payload_error or PayloadRefused(
+                f"the job's data is {what}: enqueue with serializer=JSONSerializer"
+            )
+            self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
+
+    def generation_request(self) -> GenerationRequest:
+        """The request this job carries.
+
+        Raises:
+            PayloadRefused: it is not a JSON generation job, or has callbacks or webhooks.
+            RequestError: its request is not valid.
+        """
+        func_name, args, kwargs = self.func_name, self.args, self.kwargs
+        if self.payload_error is not None:
+            raise self.payload_error
+        if func_name != TASK_PATH:
+            raise PayloadRefused(f"this worker runs only {TASK_PATH}, not {str(func_name)[:200]!r}")
+        for name, value in (
+            ("on_success", self._success_callback_name),
+            ("on_failure", self._failure_callback_name),
+            ("on_stopped", self._stopped_callback_name),
+            ("webhooks", self.webhooks),
+        ):
+            if value:
+                raise PayloadRefused(f"this worker runs no callbacks, and the job has {name}")
+        request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
+        if args or not isinstance(request, dict) or len(kwargs) != 1:
+            raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")
+        return build_request(request)
+
+
+def agent_in(data: bytes | None) -> str | None:
+    """The agent id in a job's stored `data`, ``None`` when there is none to be read.
+
+    Used to look ahead in the queue: plain RQ producers write the agent nowhere else.
+    """
+    try:
+        agent_id = json.loads(_decompress(data or b""))[3][REQUEST_KWARG]["agent_id"]
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
+    return agent_id if isinstance(agent_id, str) else None
+
+
+def _decompress(data: bytes) -> bytes:
+    """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
+    try:
+        return zlib.decompressobj().decompress(data, _MAX_DATA_BYTES + 1)
+    except zlib.error:
+        return bytes(data)

@@ -1,0 +1,78 @@
+"""Finds the jobs that dead workers left behind and puts them back. Owns no state; inbox thread.
+
+Runs only while this worker holds the queue's lease. That makes every other stoker worker's execution on the queue an
+orphan: its owner is dead, or deposed and barred from ending it.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import cast
+
+from redis import Redis
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import Job
+from rq.queue import Queue
+from rq.registry import StartedJobRegistry
+from rq.utils import as_text, parse_composite_key
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
+
+from stoker_worker.rq_worker.identity import NAME_PREFIX
+from stoker_worker.rq_worker.requeue import InFlight
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """What was in flight under workers that are gone, for the queues of one worker."""
+
+    def __init__(self, connection: Redis, queues: list[str], *, worker_name: str) -> None:
+        self._connection = connection
+        self._queues = queues
+        self._worker_name = worker_name
+
+    def orphans(self, own_job_ids: frozenset[str]) -> list[InFlight]:
+        """Jobs in flight that nobody runs, latest enqueued first: put back in this order they end up in queue order.
+
+        Args:
+            own_job_ids: jobs this worker has in flight or is claiming right now.
+        """
+        found = [orphan for queue in self._queues for orphan in self._of(queue) if orphan.job_id not in own_job_ids]
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for orphan in found:
+                pipeline.hget(Job.key_for(orphan.job_id), "enqueued_at")
+            enqueued_at = dict(zip((orphan.job_id for orphan in found), pipeline.execute(), strict=True))
+        return sorted(found, key=lambda orphan: enqueued_at[orphan.job_id] or b"", reverse=True)
+
+    def forget_dead_workers(self) -> None:
+        """Remove the registrations of other stoker workers on our queues: dashboards would show them for minutes."""
+        for queue_name in self._queues:
+            queue = Queue(queue_name, connection=self._connection)
+            for key in get_keys(queue):
+                name = key.rpartition(":")[2]
+                if name.startswith(NAME_PREFIX) and name != self._worker_name:
+                    log.info("forgetting dead worker %s", name)
+                    with self._connection.pipeline() as pipeline:
+                        pipeline.srem(REDIS_WORKER_KEYS, key)
+                        pipeline.srem(WORKERS_BY_QUEUE_KEY % queue_name, key)
+                        pipeline.delete(key, WORKER_EXECUTIONS_KEY_TEMPLATE.format(name))
+                        pipeline.execute()
+
+    def _of(self, queue_name: str) -> Iterator[InFlight]:
+        started = StartedJobRegistry(queue_name, connection=self._connection)
+        members = [as_text(cast(bytes, member)) for member in self._connection.zrange(started.key, 0, -1)]
+        executions = [Execution.from_composite_key(member, connection=self._connection) for member in members]
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for execution in executions:
+                pipeline.hget(execution.key, "worker_name")
+            owners = [(owner or b"").decode() for owner in pipeline.execute()]
+        for execution, owner in zip(executions, owners, strict=True):
+            execution.worker_name = owner
+            # A stock RQ worker on our queue is alive or not by RQ's own rules; an execution nobody owns is nobody's.
+            if owner != self._worker_name and (owner == "" or owner.startswith(NAME_PREFIX)):
+                yield InFlight(execution.job_id, queue_name, execution)
+        running = {parse_composite_key(member)[0] for member in members}
+        intermediate = IntermediateQueue(Queue(queue_name, connection=self._connection).key, self._connection)
+        for job_id in intermediate.get_job_ids():
+            if job_id not in running:
+                yield InFlight(job_id, queue_name, None)

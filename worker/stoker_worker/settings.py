@@ -1,0 +1,78 @@
+"""The worker's settings: read once, from options over ``STOKER_*`` variables over defaults."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from stoker_shared.wire import DEFAULT_QUEUE
+
+ENV_PREFIX = "STOKER_"
+
+
+class WorkerSettings(BaseSettings):
+    """Sizes in bytes, times in seconds. Each field is also ``STOKER_<NAME>`` in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    redis_url: str = "redis://127.0.0.1:6379"
+    store: Path = Path("~/.stoker")
+    queues: str = DEFAULT_QUEUE
+    model: str | None = None
+    engine: Literal["mlx", "scripted"] = "mlx"
+    dtype: Literal["auto", "native", "float32"] = "auto"
+    max_batch: Annotated[int, Field(ge=1, le=256)] = 16
+    kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
+    scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0
+    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
+    lease_ttl_s: Annotated[float, Field(gt=0)] = 15.0
+    poll_s: Annotated[float, Field(gt=0)] = 0.05
+    recover_s: Annotated[float, Field(gt=0)] = 5.0
+    grace_s: Annotated[float, Field(ge=0)] = 60.0
+
+    @field_validator("queues")
+    @classmethod
+    def _queues_named(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",")]
+        if not all(names) or len(set(names)) != len(names):
+            raise ValueError("must be a comma-separated list of different queue names")
+        return ",".join(names)
+
+    @property
+    def queue_names(self) -> list[str]:
+        return self.queues.split(",")
+
+    @property
+    def store_folder(self) -> Path:
+        return self.store.expanduser()
+
+    def describe(self) -> str:
+        """Every setting on one line, the Redis password masked."""
+        values = self.model_dump() | {"redis_url": mask_password(self.redis_url)}
+        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def read_settings(options: dict[str, Any]) -> WorkerSettings:
+    """
+    Args:
+        options: what the command line gave; ``None`` values were not given.
+
+    Raises:
+        ValueError: an unknown ``STOKER_*`` variable, or a value that is not valid (pydantic's `ValidationError`).
+    """
+    known = {ENV_PREFIX + name.upper() for name in WorkerSettings.model_fields}
+    if unknown := sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known):
+        raise ValueError(f"unknown setting in the environment: {', '.join(unknown)}")
+    return WorkerSettings(**{name: value for name, value in options.items() if value is not None})
+
+
+def mask_password(url: str) -> str:
+    """The URL with its password, if any, replaced by stars."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@", 1)))
