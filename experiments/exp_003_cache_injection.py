@@ -13,29 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from bench import Bench
-from common import Json, arguments, difference, finish, machine, machine_lines, spread, table, verdict_title
+from common import LOADING_LIMIT_MS, Json, arguments, difference, finish, machine, note, spread
+from exp_003_report import render
 from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
+
 from stoker_worker.memory.store import AgentStore
 
 REPORT = "EXP-003-cache-injection.md"
-LIMIT_MS = 500.0
 LITERAL_UP_TO_TOKENS = 130
+_WAYS = ("cold", "warm", "evicted")
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     prompts = [*seed_prompts(), *other_prompts(bench.encode)]
     if quick:
-        prompts = [p for p in prompts if p.name in {"seed 1", "seed 2", "English 5", "Python 243"}]
-    rows = exactness(bench, folder / "exactness", prompts, max_tokens=6 if quick else 12)
-    timing = loading_times(bench, folder / "timing", lengths=(16, 128) if quick else (16, 64, 128, 256, 512, 1024),
-                           repeats=2 if quick else 7)  # fmt: skip
+        prompts = [p for p in prompts if p.name in {"seed 1", "Python 243"}]
+    rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
+    timing = loading_times(bench, folder / "timing", lengths=(16, 64) if quick else (16, 64, 128, 256, 512, 1024),
+                           repeats=1 if quick else 6)  # fmt: skip
     literal = the_seed_taken_literally(bench, [p for p in prompts if len(bench.encode(p.text)) <= LITERAL_UP_TO_TOKENS])
     criteria = {
         "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
         "same_prompt_from_cache_equals_reference": all(row["again_differs_at"] is None for row in rows),
         "continued_from_cache_equals_reference": all(row["continued_differs_at"] is None for row in rows),
         "everything_saved_was_restored": all(row["again_ok"] and row["continued_ok"] for row in rows),
-        "loading_under_500_ms": all(row["loading_ms"]["max"] < LIMIT_MS for row in timing),
+        "loading_under_500_ms": all(row["loading_ms"]["max"] < LOADING_LIMIT_MS for row in timing),
     }
     verdict = {"passed": all(criteria.values()), **criteria}
     return {"machine": machine(bench), "verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
@@ -44,6 +46,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:
     """Three runs of each prompt through the product, each against its reference."""
     asked = [{"agent_id": p.name, "prompt": p.text, "max_tokens": max_tokens} for p in prompts]
+    note(f"{len(prompts)} prompts, three runs each")
     store = AgentStore(folder)
     first = bench.serve(store, asked)
     store.close()
@@ -55,6 +58,7 @@ def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_to
     )
     store.close()
     rows = []
+    note("references")
     for prompt in prompts:
         row: Json = {"name": prompt.name, "kind": prompt.kind}
         for name, runs in (("first", first), ("again", again), ("continued", continued)):
@@ -82,10 +86,11 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: i
     ]
     bench.serve(store, [{**fields, "cache": "readwrite"} for fields in asked])
     samples: list[dict[str, list[float]]] = [{} for _ in lengths]
-    for _ in range(repeats):
+    for repetition in range(repeats):
+        note(f"loading times, round {repetition + 1} of {repeats}")
         for fields, sample in zip(asked, samples, strict=True):
             tokens = set()
-            for how in ("cold", "warm", "evicted"):
+            for how in (_WAYS * 2)[repetition % 3 :][:3]:
                 if how == "evicted":
                     _drop_from_memory(folder)
                 start = time.perf_counter()
@@ -104,7 +109,7 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: i
             assert len(tokens) == 1, f"first tokens differ: {tokens}"
     engine.close()
     store.close()
-    spreads = [{name: spread(values) for name, values in sample.items()} for sample in samples]
+    spreads: list[Json] = [{name: spread(values) for name, values in sample.items()} for sample in samples]
     for row, n in zip(spreads, lengths, strict=True):
         row["prompt_tokens"] = n
         row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
@@ -116,6 +121,7 @@ def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Js
     """`insert([prompt], caches=[cache])` with the whole extracted cache and the whole prompt, as the seed writes it."""
     from mlx_lm.generate import BatchGenerator
 
+    note("the seed's call, taken literally")
     equal = []
     for prompt in prompts:
         ids, outputs, cache = bench.encode(prompt.text), [], None
@@ -128,7 +134,8 @@ def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Js
                 cache = responses[-1].prompt_cache
             generator.close()
             outputs.append(output)
-        equal.append({"name": prompt.name, "equal": outputs[0] == outputs[1]})
+        texts = [bench.model.codec.decode(output) for output in outputs]
+        equal.append({"name": prompt.name, "equal": outputs[0] == outputs[1], "texts": texts})
     return {"prompts": len(equal), "equal": sum(row["equal"] for row in equal), "rows": equal}
 
 
@@ -148,65 +155,6 @@ def _drop_from_memory(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-
-
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_003_loading.png")
-    rows, timing, literal = content["rows"], content["timing"], content["seed_method"]
-    yes = {True: "equal", False: "DIFFERS"}
-    exact = [
-        (r["name"], r["first_prompt"], r["first_generated"], r["ended_by"], yes[r["first_differs_at"] is None],
-         r["again_cached"], yes[r["again_differs_at"] is None], f"{r['continued_cached']} of {r['continued_prompt']}",
-         yes[r["continued_differs_at"] is None])
-        for r in rows
-    ]  # fmt: skip
-    head = ("prompt", "tokens", "generated", "ended by", "first run", "cached", "same prompt again", "cached", "continued")
-    times = [
-        (r["prompt_tokens"], r["mb"], *(_span(r[k]) for k in ("loading_ms", "loading_evicted_ms", "cold_first_token_s",
-         "warm_first_token_s")), f"{r['speedup']}x")
-        for r in timing
-    ]  # fmt: skip
-    times_head = ("tokens", "MB", "loading, ms", "loading, files not in memory, ms", "cold, s", "from cache, s", "ratio")
-    count = f"{len(rows)} prompts of {min(r['first_prompt'] for r in rows)} to {max(r['first_prompt'] for r in rows)} tokens"
-    summary = [
-        f"{count}; {sum(r['first_differs_at'] is None for r in rows)} first runs, "
-        f"{sum(r['again_differs_at'] is None for r in rows)} repeats from the restored cache and "
-        f"{sum(r['continued_differs_at'] is None for r in rows)} continuations from it gave exactly the reference's tokens.",
-        f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms, with the files out of memory "
-        f"{max(r['loading_evicted_ms']['max'] for r in timing):.0f} ms (limit: {LIMIT_MS:.0f} ms).",
-        f"The seed's own call, taken literally: {literal['equal']} of {literal['prompts']} outputs were the same.",
-    ]
-    parts = {"summary": "\n".join(summary), "machine": machine_lines(content), "exactness": table(head, exact),
-             "loading": table(times_head, times)}  # fmt: skip
-    return verdict_title(content, "cache injection"), parts
-
-
-def plot(content: Json, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    timing = content["timing"]
-    tokens = [row["prompt_tokens"] for row in timing]
-    figure, axes = plt.subplots(figsize=(7, 4))
-    lines = (("cold_first_token_s", 1.0, "first token, cold"), ("warm_first_token_s", 1.0, "first token, from disk"),
-             ("loading_ms", 1e-3, "of which loading"))  # fmt: skip
-    for key, scale, label in lines:
-        low, middle, high = ([row[key][part] * scale for row in timing] for part in ("min", "median", "max"))
-        (line,) = axes.plot(tokens, middle, marker="o", label=label)
-        axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
-    axes.axhline(LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
-    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
-    axes.set_title(f"EXP-003 on {content['machine']['device']}: {content['machine']['model']}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def _span(value: Json) -> str:
-    return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
 
 
 def main() -> None:

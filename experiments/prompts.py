@@ -4,9 +4,11 @@ Texts beyond their first sentences go on with their own words in a shuffled orde
 continued by copying, and two wrong caches would then agree by chance.
 """
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 SEED_PROMPTS: Final = (
@@ -20,36 +22,7 @@ SEED_PROMPTS: Final = (
 )
 """As the seed documents give them: EXP-003's report and plan first, then EXP-004's."""
 
-_TEXTS: Final = {
-    "English": "In a village between two rivers there lived an old clockmaker who mended everything that people brought "
-    "to him: clocks and kettles, lamps, umbrellas, and once the heart of a wooden soldier. When the bridge fell in the "
-    "spring flood, nobody could reach the market any more, so he asked the miller's daughter to draw the river as it had "
-    "been before the water came, with every stone, and then he began to count. ",
-    "German": "Am Morgen nach dem Sturm lagen Äste, Ziegel und ein halbes Boot auf der Straße, und die Bäckerin öffnete "
-    "trotzdem um sechs Uhr ihren Laden. Wer Brot kaufen wollte, musste über den Baumstamm klettern, den niemand "
-    "wegräumen konnte, weil die Feuerwehr noch am Deich stand und Säcke füllte. ",
-    "French": "Le phare n'avait plus de gardien depuis longtemps, pourtant la lumière tournait encore chaque nuit au-dessus "
-    "des rochers. Les pêcheurs disaient qu'une machine s'en occupait, mais l'institutrice, qui habitait en face, voyait "
-    "parfois une ombre monter l'escalier. ",
-    "Spanish": "El mercado abría antes del amanecer y los primeros clientes llegaban con linternas para elegir el pescado. "
-    "Mi abuela conocía a cada vendedor por su nombre, preguntaba por los hijos, discutía el precio y siempre añadía un "
-    "limón o un manojo de perejil. ",
-    "Portuguese": "A estação ficava no alto da serra e o comboio só parava quando alguém fazia sinal com um lenço branco. "
-    "Naquela manhã de nevoeiro ninguém viu o sinal, e por isso a viagem do carteiro começou a pé. ",
-    "Russian": "Поезд остановился посреди степи, и пассажиры вышли посмотреть на звёзды. Никто не знал, сколько придётся "
-    "ждать, поэтому проводница поставила самовар, а старый учитель начал рассказывать о городе своего детства. ",
-    "Japanese": "駅前の小さな本屋は、雨の日だけ夜遅くまで開いている。店主は客に本を売るよりも、古い地図の話をするのが好きだった。",
-    "Chinese": "山脚下的小镇每年秋天都会举行灯会。孩子们提前一个月开始做灯笼，老人们则坐在桥边讲述从前的故事。",
-    "Arabic": "كان البحر هادئا في ذلك الصباح، وخرج الصيادون قبل شروق الشمس بحثا عن السمك الذي اختفى منذ أسابيع طويلة. ",
-    "Hindi": "गाँव के पुराने कुएँ के पास एक पेड़ था जिसकी छाया में सब लोग दोपहर को बैठकर बातें करते थे। ",
-    "emoji": "🚀🌍 ok 👩‍👩‍👧 → 🙂 ",
-    "digits": "3.14159 26535 89793 = 2^10 - 17 * 41; 1, 1, 2, 3, 5, 8, 13, 21, ",
-    "Python": "import heapq\n\n\ndef shortest_path(graph: dict[str, dict[str, float]], start: str, goal: str) -> float:\n"
-    "    queue, seen = [(0.0, start)], set()\n    while queue:\n        cost, node = heapq.heappop(queue)\n"
-    "        if node == goal:\n            return cost\n        if node in seen:\n            continue\n        seen.add(node)\n"
-    "        for other, weight in graph[node].items():\n            heapq.heappush(queue, (cost + weight, other))\n",
-    "JSON": '{"id": 7, "name": "harbour", "depth_m": [12.5, 7.0, null], "open": true, "tags": ["north", "ferry"], "ships": {',
-}
+_TEXTS: Final[dict[str, str]] = json.loads(Path(__file__).with_name("prompt_texts.json").read_text(encoding="utf-8"))
 
 _OTHERS: Final = (
     *(("English", 5), ("emoji", 7), ("French", 16), ("digits", 31), ("Japanese", 64), ("Chinese", 100)),
@@ -89,7 +62,7 @@ def other_prompts(encode: Callable[[str], list[int]]) -> list[NamedPrompt]:
 
 
 def text_of(encode: Callable[[str], list[int]], kind: str, n_tokens: int) -> str:
-    """The longest beginning of a text that has at most `n_tokens` tokens; exact where a character is one token or less."""
+    """The longest beginning of a text with at most `n_tokens` tokens; exact where no character is two tokens."""
     base = _TEXTS[kind]
     text, shuffled = base, random.Random(n_tokens)
     pieces = base.split(" ") if " " in base else list(base)

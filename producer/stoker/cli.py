@@ -168,14 +168,20 @@ def _read_messages(file: IO[str]) -> Any:
     try:
         return json.loads(_read(file))
     except (ValueError, RecursionError):
-        raise click.UsageError(f"{file.name} is not JSON; expected a list of messages with role and content") from None
+        raise click.UsageError(
+            f"{_name(file)} is not JSON; expected a list of messages with role and content"
+        ) from None
 
 
 def _read(file: IO[str]) -> str:
     try:
         return file.read()
     except UnicodeDecodeError:
-        raise click.UsageError(f"{file.name} is not UTF-8 text") from None
+        raise click.UsageError(f"{_name(file)} is not UTF-8 text") from None
+
+
+def _name(file: IO[str]) -> str:
+    return str(getattr(file, "name", "<stdin>"))
 
 
 def _show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:

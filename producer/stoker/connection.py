@@ -9,8 +9,8 @@ from typing import Any
 
 from redis import Redis
 from redis.backoff import ExponentialBackoff
+from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -19,6 +19,7 @@ from stoker_shared.errors import RedisUnavailable
 # redis-py 5 waits for ever by default and redis-py 8 five seconds, so that nothing here is left to the default.
 _SOCKET_TIMEOUT_S = 5.0
 _RETRIES = 4  # 1.5 s in all when nobody listens: long enough for a hiccup, short enough for a typing error
+REFUSED = (AuthenticationError, AuthorizationError)  # redis-py calls them connection errors; waiting does not help
 _LOST: list[type[Exception]] = [RedisConnectionError, RedisTimeoutError]
 
 
@@ -75,7 +76,8 @@ def redis_errors(connection: Redis) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        what = "no Redis server answers at" if isinstance(error, tuple(_LOST)) else "refused by the Redis server at"
+        lost = isinstance(error, tuple(_LOST)) and not isinstance(error, REFUSED)
+        what = "no Redis server answers at" if lost else "refused by the Redis server at"
         # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show that.
         raise RedisUnavailable(f"{what} {address(connection)}: {_without_password(connection, error)}") from None
 

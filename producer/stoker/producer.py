@@ -13,7 +13,7 @@ from stoker.job_options import JobOptions
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker.wire_json import WireJson
-from stoker_shared.errors import RequestError
+from stoker_shared.errors import InvalidRequest, RequestError
 from stoker_shared.request import GenerationRequest, Message, build_request
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import (
@@ -43,7 +43,8 @@ class Producer:
             queue: RQ queue for jobs that name none.
 
         Raises:
-            ValueError: not a Redis URL, a connection that decodes responses, or not a queue name.
+            InvalidRequest: no worker could listen to a queue of this name.
+            ValueError: not a Redis URL, or a connection that decodes responses.
         """
         self._queue_name = _checked_queue_name(queue)
         self._connection = open_connection(redis)
@@ -245,5 +246,7 @@ def _plain(value: Any) -> Any:
 
 def _checked_queue_name(name: str) -> str:
     if not name or not name.isprintable() or "," in name or name != name.strip():
-        raise ValueError("a queue name is a non-empty printable string without commas and surrounding spaces")
+        raise InvalidRequest(
+            "queue: a queue name is a non-empty printable string without commas and surrounding spaces"
+        )
     return name

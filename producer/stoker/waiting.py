@@ -7,12 +7,11 @@ and a cancel, a delete or an expiry writes nothing to the result stream that cou
 import time
 
 from redis import Redis
-from redis.exceptions import AuthenticationError, AuthorizationError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq.results import Result
 
-from stoker.connection import blocking_slice_s
+from stoker.connection import REFUSED, blocking_slice_s
 from stoker.job_record import JobRecord
 from stoker_shared.errors import JobNotFound, ResultTimeout
 
@@ -47,15 +46,15 @@ def wait_for_end(connection: Redis, job_id: str, timeout_s: float | None) -> Job
             if left_s <= 0:
                 raise ResultTimeout(job_id, f"still {record.state} after {timeout_s:g} s; it goes on")
             _block(connection, record, left_s)
-        except (AuthenticationError, AuthorizationError):
-            raise  # subclasses of redis-py's ConnectionError, and no hiccup
+        except REFUSED:
+            raise
         except (RedisConnectionError, RedisTimeoutError):
             now = time.monotonic()
             lost_at = lost_at or now
             gives_up_at = lost_at + GIVE_UP_S if deadline is None else deadline
             if not answered or now >= gives_up_at:
                 raise
-            time.sleep(min(_PAUSE_S, gives_up_at - now))
+            _pause(min(_PAUSE_S, gives_up_at - now))
 
 
 def _left_s(deadline: float | None) -> float:
@@ -66,3 +65,7 @@ def _block(connection: Redis, record: JobRecord, left_s: float) -> None:
     """Sleep in the server until the job's next result entry or one slice has passed."""
     slice_ms = max(1, int(1000 * min(blocking_slice_s(connection), left_s)))  # 0 would block for ever
     connection.xread({Result.get_key(record.job_id): record.last_entry_id}, count=1, block=slice_ms)
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)

@@ -48,7 +48,9 @@ class PlayedWorker:
             job.cleanup(job.result_ttl, pipeline=pipeline, remove_from_queue=False)
             pipeline.execute()
 
-    def fail(self, job_id: str, exc_string: str, partial: str | None = None, status: JobStatus = JobStatus.FAILED) -> None:
+    def fail(
+        self, job_id: str, exc_string: str, partial: str | None = None, status: JobStatus = JobStatus.FAILED
+    ) -> None:
         job = self.job(job_id)
         if partial is not None:
             job.meta[META_PARTIAL] = partial
@@ -66,7 +68,9 @@ class PlayedWorker:
         """As RQ does when a task returns `Retry`: an entry in the result stream that is not the job's end."""
         job = self.job(job_id)
         with self._connection.pipeline() as pipeline:
-            job._handle_retry_result(self._queue(job), pipeline, Retry(max=1), "e", job.created_at, job.created_at, WORKER)
+            job._handle_retry_result(
+                self._queue(job), pipeline, Retry(max=1), "e", job.created_at, job.created_at, WORKER
+            )
             pipeline.execute()
 
     def _queue(self, job: Job) -> Queue:

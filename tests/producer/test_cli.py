@@ -5,9 +5,9 @@ import json
 
 import pytest
 from redis import Redis
+from tests.producer.played_worker import PlayedWorker
 
 from stoker.cli import main
-from tests.producer.played_worker import PlayedWorker
 
 pytestmark = pytest.mark.server
 
@@ -73,7 +73,9 @@ def test_a_prompt_comes_from_stdin_exactly_as_it_is(stoker, worker):
 def test_messages_come_from_a_json_file(stoker, worker, tmp_path):
     path = tmp_path / "m.json"
     path.write_text('[{"role": "user", "content": "hi"}]')
-    _, out, _ = stoker("submit", "--agent", "a", "--messages-file", str(path), "--context", "append", "--max-tokens", "3")
+    _, out, _ = stoker(
+        "submit", "--agent", "a", "--messages-file", str(path), "--context", "append", "--max-tokens", "3"
+    )
     request = submitted_request(worker, out.strip())
     assert request["messages"] == [{"role": "user", "content": "hi"}]
     assert (request["context"], request["max_tokens"]) == ("append", 3)

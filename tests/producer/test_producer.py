@@ -1,7 +1,6 @@
 """What a submitted job is in Redis, and what is refused before it gets there."""
 
 import inspect
-import json
 import zlib
 
 import pytest
@@ -47,7 +46,14 @@ def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
 def test_times_queue_and_place_are_the_callers(producer, connection):
     producer.submit(agent_id="a", prompt="first", queue="high")
     ticket = producer.submit(
-        agent_id="a", prompt="x", queue="high", job_timeout_s=7, result_ttl_s=8, failure_ttl_s=9, ttl_s=10, at_front=True
+        agent_id="a",
+        prompt="x",
+        queue="high",
+        job_timeout_s=7,
+        result_ttl_s=8,
+        failure_ttl_s=9,
+        ttl_s=10,
+        at_front=True,
     )
     job = fetch(connection, ticket.job_id)
     assert (job.timeout, job.result_ttl, job.failure_ttl, job.ttl, job.origin) == (7, 8, 9, 10, "high")
@@ -89,7 +95,12 @@ def test_every_field_arrives(producer, connection):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_tokens": "5"}, {"prompt": ""}, {"messages": [{"role": "user", "content": "x"}]}, {"temperature": float("nan")}],
+    [
+        {"max_tokens": "5"},
+        {"prompt": ""},
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"temperature": float("nan")},
+    ],
 )
 def test_a_bad_request_is_refused_before_anything_is_sent(producer, connection, fields):
     with pytest.raises(InvalidRequest) as caught:

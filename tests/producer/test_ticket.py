@@ -6,9 +6,9 @@ import json
 import pytest
 from fakeredis import FakeRedis
 from rq.queue import Queue
+from tests.producer.played_worker import WORKER
 
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
-from tests.producer.played_worker import WORKER
 
 
 @pytest.fixture

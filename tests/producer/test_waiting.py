@@ -5,14 +5,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
+from redis.retry import Retry
 from rq import SimpleWorker
 from rq.serializers import JSONSerializer
+from tests.producer.played_worker import PlayedWorker
+from tests.server_fixture import require_server_program
 
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable
+from stoker.connection import blocking_slice_s
 from stoker_worker.redis_server import EmbeddedServer
-from tests.producer.played_worker import PlayedWorker
-from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server
 
@@ -100,22 +104,21 @@ def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, 
     done.result()
 
 
-def test_a_wait_survives_the_servers_death_and_return(tmp_path, blocked):
+def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
-    with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
-        ticket = producer.submit(agent_id="a", prompt="x")
+    lost = threading.Event()
+    monkeypatch.setattr(stoker.waiting, "_pause", lambda seconds: lost.set())
+    with EmbeddedServer(tmp_path / "redis") as server:
         port = int(server.url.rsplit(":", 1)[1])
-
-        def restart_and_finish():
-            server.stop()
-            server.__init__(tmp_path / "redis", port)
-            server.start()
-            with Redis.from_url(server.url) as connection:
-                PlayedWorker(connection).finish(ticket.job_id, text="after the restart")
-
-        done = when_blocked(blocked, restart_and_finish)
-        assert ticket.result(timeout_s=60).text == "after the restart"
-        done.result()
+        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
+            ticket = Producer(connection).submit(agent_id="a", prompt="x")
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(ticket.result, 60)
+                server.stop()
+                assert lost.wait(20)
+                with EmbeddedServer(tmp_path / "redis", port):
+                    PlayedWorker(Redis(port=port)).finish(ticket.job_id, text="after the restart")
+                    assert waiting.result().text == "after the restart"
 
 
 def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, blocked, monkeypatch):
@@ -131,8 +134,26 @@ def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, b
             tickets[1].result(timeout_s=30)
 
 
+def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(producer, monkeypatch):
+    blocks = []
+
+    def refused(*args):
+        blocks.append(args)
+        raise AuthenticationError("password changed")
+
+    monkeypatch.setattr(stoker.waiting, "_block", refused)
+    with pytest.raises(RedisUnavailable, match="password changed"):
+        producer.submit(agent_id="a", prompt="x").result(timeout_s=1)
+    assert len(blocks) == 1
+
+
+@pytest.mark.parametrize(("socket_timeout_s", "slice_s"), [(0.2, 0.1), (None, 1.0), (5, 1.0), (60, 1.0)])
+def test_one_sleep_in_the_server_is_shorter_than_the_clients_patience(socket_timeout_s, slice_s):
+    assert blocking_slice_s(Redis(socket_timeout=socket_timeout_s)) == slice_s
+
+
 def test_a_wrong_password_is_not_waited_out(producer, connection, redis_url):
-    with pytest.raises(RedisUnavailable, match="refused|answers") as caught:
+    with pytest.raises(RedisUnavailable, match=r"^refused by the Redis server") as caught:
         Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).result("x", timeout_s=30)
     assert "hunter2" not in str(caught.value)
 

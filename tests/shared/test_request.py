@@ -111,7 +111,7 @@ def test_a_prompt_of_fifty_megabytes_is_too_large():
 
 
 def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
-    with pytest.raises(RequestError, match="nested|plain JSON"):
+    with pytest.raises(RequestError, match="nested"):
         build_request({**WITH_MESSAGES, "tools": [nested(300)]}).as_payload()
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from tests.server_fixture import require_server_program
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker import server_program
 from stoker_worker.redis_server import EmbeddedServer
-from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server
 
@@ -117,7 +117,7 @@ def test_a_server_that_was_killed_itself_is_started_again_on_its_file(folder):
 def test_a_given_port_is_used_and_a_taken_one_is_a_clear_error(folder, tmp_path):
     with EmbeddedServer(folder) as server:
         port = int(server.url.rsplit(":", 1)[1])
-        with pytest.raises(RedisUnavailable, match="in use"):
+        with pytest.raises(RedisUnavailable, match="listening on port"):
             EmbeddedServer(tmp_path / "other", port).start()
     with EmbeddedServer(tmp_path / "other", port) as other:
         assert other.url == f"redis://127.0.0.1:{port}"

@@ -149,7 +149,7 @@ class EmbeddedServer:
             if self._answers():
                 return
             # Between our look at the port and the server's own bind, somebody else may have taken it.
-            if self._wanted_port or "in use" not in self._why():
+            if self._wanted_port or "listening" not in self._why():
                 break
         self._port, self._process, self._owned = None, None, False
         raise RedisUnavailable(f"{program.name} does not start{self._why()}")

@@ -1,7 +1,7 @@
 """File systems that fail: one whose power is cut after any single step, and one that runs out of space."""
 
-import contextlib
 import errno
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -75,13 +75,12 @@ class CutFiles:
             return
         lost = self._undo[:-1] if self._survivors == "newest" else self._undo
         for path, before in reversed(lost):
-            with contextlib.suppress(OSError):  # it may lie in a folder that is lost itself
-                if before is not None:
-                    path.write_bytes(before)
-                elif path.is_dir():
-                    path.rmdir()
-                else:
-                    path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif before is None:
+                path.unlink(missing_ok=True)
+            elif path.parent.is_dir():  # else it is lost with its folder
+                path.write_bytes(before)
 
     def _step(self) -> None:
         if self._dead:

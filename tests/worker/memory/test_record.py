@@ -1,6 +1,7 @@
 """Records: any conversation, however it was rewritten, comes back exactly."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ def test_any_sequence_of_transcripts_replays_to_each_of_them(versions: list[Tran
         data = encode(base, new, version=len(records) + 1)
         records.append(TurnRecord.decode(data, agent_id="agent", version=len(records) + 1))
         assert exact(replay(records)) == exact(new)
+
+
+def test_a_tool_call_that_changed_only_the_type_of_a_number_is_new() -> None:
+    versions = [
+        Transcript((1,), "t", (Message(role="assistant", content="", tool_calls=({"x": value},)),), None, "eos")
+        for value in (1, True, 1.0)
+    ]
+    for base, new in itertools.pairwise(versions):
+        assert delta(base, new)["keep_messages"] == 0
 
 
 def test_a_record_says_only_what_is_new() -> None:

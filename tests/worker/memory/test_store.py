@@ -192,6 +192,9 @@ def test_a_turn_without_cache_keeps_the_transcript_and_the_blocks_it_still_stand
     assert restored.prefix is not None
     assert (restored.prefix.n_tokens, restored.miss_reason) == (512, None)
     assert not list(tmp_path.rglob("tail-*"))
+    for path in files_below(tmp_path / "blocks"):
+        path.unlink()
+    assert agent.restore(LONG[:800]).miss_reason == "block_missing"
 
 
 def test_text_conversations_are_kept_too(tmp_path: Path) -> None:
@@ -251,6 +254,24 @@ def test_reopening_an_agent_does_not_read_its_records_again(tmp_path: Path) -> N
     agent.say(LONG[:310])
     only(tmp_path, "00000001.json").unlink()
     assert agent.tokens() == LONG[:310]
+
+
+def test_an_agent_is_read_once_after_a_restart(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:300])
+    agent.store = reopen(agent.store, tmp_path)
+    assert agent.tokens() == LONG[:300]
+    only(tmp_path, "00000001.json").unlink()
+    assert agent.tokens() == LONG[:300]
+
+
+def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    before = {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")}
+    layers = cache_of(LONG[:700])
+    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), CacheSlice(0, 700, layers)))
+    assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
 
 
 def test_a_head_changed_behind_the_stores_back_is_not_answered_from_memory(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""EXP-004, per-sequence cache extraction: does each row's cache come out when that row ends, and is it right?
+
+Batches of unequal rows: each row's cache is handed over in the step in which it ends and saved while the others go on.
+Then the store is closed and opened again, and all rows are continued in a new batch from their restored caches. Every
+output is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python experiments/exp_004_*.py``.
+"""
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import seed_claims
+from bench import Bench, Prepared
+from common import Json, arguments, difference, finish, machine, note, spread
+from exp_004_report import render
+from prompts import DELTAS, text_of
+
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import CacheSlice, Completion
+
+REPORT = "EXP-004-cache-extraction.md"
+CHAT = "chat, ended by EOS"
+
+
+def batches(bench: Bench) -> dict[str, list[Json]]:
+    """The rows of each batch, as fields of a request; `max_tokens` makes them end at different steps."""
+    report = ("The capital of France is", 10), ("Machine learning is", 7), ("Python programming language", 13)
+    plan = ("Hello world", 9), ("The quick brown fox", 14), ("Once upon a time", 6)
+    texts = (("English", 5, 22), ("French", 16, 6), ("Python", 243, 12), ("German", 245, 3), ("English", 500, 12),
+             ("Python", 600, 8))  # fmt: skip
+    capital = bench.model.codec.decode(bench.uncached(bench.encode(report[0][0]), 24))
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    return {
+        "seed report": [{"agent_id": text, "prompt": text, "max_tokens": n} for text, n in report],
+        "seed plan": [{"agent_id": text, "prompt": text, "max_tokens": n} for text, n in plan],
+        "eight": [
+            {"agent_id": CHAT, "messages": question, "max_tokens": 40},
+            {"agent_id": "stop string", "prompt": report[0][0], "max_tokens": 24, "stop": [capital[9:14]]},
+            *(
+                {"agent_id": f"{kind} {n}", "prompt": text_of(bench.encode, kind, n), "max_tokens": m}
+                for kind, n, m in texts
+            ),
+        ],
+    }
+
+
+def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
+    """Run a batch and continue every row of it after reopening the store; one line per row, in the order of ending."""
+    note(f"a batch of {len(asked)}")
+    store, engine = AgentStore(folder), bench.engine()
+    running = {engine.submit(turn.work): turn for turn in [bench.prepare(store, fields) for fields in asked]}
+    first_step: dict[int, int] = {}
+    rows: dict[str, Json] = {}
+    handed: list[tuple[Prepared, Completion, str]] = []
+    step = 0
+    while engine.in_flight:
+        before, step = engine.progress(), step + 1
+        completions = engine.step()
+        after = engine.progress()
+        decoding = [uid for uid in after if before[uid] > 0]
+        for uid in [uid for uid, tokens in after.items() if tokens] + [completion.uid for completion in completions]:
+            first_step.setdefault(uid, step)
+        for completion in completions:
+            turn, cache = running[completion.uid], completion.cache
+            assert cache is not None
+            handed.append((turn, completion, _digest(cache)))
+            rows[turn.request.agent_id] = {
+                "name": turn.request.agent_id,
+                "prompt_tokens": len(turn.prompt.ids),
+                "generated": len(completion.generated_ids),
+                "ended_by": completion.ended_by,
+                "first_step": first_step[completion.uid],
+                "end_step": step,
+                "a_token_in_every_step": step - first_step[completion.uid] + 1 == len(completion.generated_ids),
+                "rows_going_on": len(after),
+                "others_advanced": all(after[uid] == before[uid] + 1 for uid in decoding),
+                "cache_tokens": cache.stop,
+                "cache_tokens_right": cache.start == 0 and cache.stop == len(turn.prompt.ids) + completion.kept,
+                "saved_ms": round(1000 * bench.save(store, turn, completion), 1),
+            }
+    engine.close()
+    for turn, completion, digest in handed:
+        row = rows[turn.request.agent_id]
+        row["unchanged_at_the_end"] = _digest(completion.cache) == digest
+        wanted = bench.uncached(turn.prompt.ids, turn.request.max_tokens)
+        wanted = wanted[: row["generated"]] if completion.ended_by == "stop" else wanted
+        row["differs_at"] = difference(completion.generated_ids, wanted)
+    store.close()
+    store = AgentStore(folder)
+    for name, (turn, completion) in bench.serve(
+        store, [_continued(fields, n) for n, fields in enumerate(asked)]
+    ).items():
+        wanted = bench.uncached(turn.prompt.ids, turn.request.max_tokens)
+        rows[name] |= {
+            "continued_prompt": len(turn.prompt.ids),
+            "continued_cached": turn.cached,
+            "continued_ok": turn.cached == rows[name]["cache_tokens"] and turn.restored.miss_reason is None,
+            "continued_differs_at": difference(completion.generated_ids, wanted),
+        }
+    store.close()
+    return list(rows.values())
+
+
+def _continued(fields: Json, n: int) -> Json:
+    asked = {"agent_id": fields["agent_id"], "context": "append", "max_tokens": 8}
+    if "messages" in fields:
+        return {**asked, "messages": [{"role": "user", "content": "And of Italy?"}]}
+    return {**asked, "prompt": DELTAS[n % len(DELTAS)]}
+
+
+def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
+    """`rows` rows of one length, all from cache; each ends at a step of its own. Lengths and kinds alternate.
+
+    The model's forward pass of the next step is under way when a row is handed over. What is measured as `wait` would
+    be waited for in the next step anyway; `copy` is what handing over adds.
+    """
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    from stoker_worker.engine import arrays, batch_engine
+
+    times: list[tuple[float, float]] = []
+
+    def timed(caches: Any, start: int, stop: int) -> CacheSlice:
+        begin = time.perf_counter()
+        mx.synchronize(generation_stream)
+        waited = time.perf_counter()
+        piece = arrays.slice_caches(caches, start, stop)
+        times.append((waited - begin, time.perf_counter() - waited))
+        return piece
+
+    store = AgentStore(folder)
+    bench.serve(
+        store, [{"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths]
+    )
+    kinds = [(n, kind) for n in lengths for kind in ("whole", "new part")]
+    samples: dict[tuple[int, str], dict[str, list[float]]] = {key: {} for key in kinds}
+    with patch.object(batch_engine, "slice_caches", timed):
+        for repetition in range(rounds):
+            note(f"cost of handing over, round {repetition + 1} of {rounds}")
+            for n, kind in kinds:
+                sample, engine = samples[n, kind], bench.engine()
+                text = text_of(bench.encode, "English", n)
+                turns = {}
+                for row in range(rows):
+                    turn = bench.prepare(store, {"agent_id": f"{n}", "prompt": text, "max_tokens": 3 + 2 * row})
+                    work = replace(turn.work, save_from=0) if kind == "whole" else turn.work
+                    turns[engine.submit(work)] = replace(turn, work=work)
+                quiet = 0.0
+                while engine.in_flight:
+                    begin = time.perf_counter()
+                    completions = engine.step()
+                    seconds = time.perf_counter() - begin
+                    for completion in completions:
+                        wait, copy = times.pop()
+                        sample.setdefault("copy_ms", []).append(1000 * copy)
+                        sample.setdefault("wait_ms", []).append(1000 * wait)
+                        sample.setdefault("quiet_step_ms", []).append(1000 * quiet)
+                        sample.setdefault("share_of_step", []).append(copy / quiet)
+                        sample.setdefault("mb", []).append(_bytes(completion.cache) / 1e6)
+                        if completion.uid % 3 == 0 and kind == "whole":
+                            # A new agent of its own salt: nothing of it is in the store, so all of it is written.
+                            name = f"{n} {repetition} {completion.uid}"
+                            fields = {"agent_id": name, "prompt": text, "cache_salt": name}
+                            fresh = bench.prepare(store, fields)
+                            sample.setdefault("save_ms", []).append(1000 * bench.save(store, fresh, completion))
+                    quiet = seconds
+                engine.close()
+    store.close()
+    return [{"tokens": n, "kind": kind, **{k: spread(v) for k, v in s.items()}} for (n, kind), s in samples.items()]
+
+
+def _bytes(cache: CacheSlice | None) -> int:
+    return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0
+
+
+def _digest(cache: CacheSlice | None) -> str:
+    digest = hashlib.blake2b()
+    for pair in cache.layers if cache else ():
+        for array in pair:
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    chosen = {name: asked for name, asked in batches(bench).items() if not quick or name == "seed report"}
+    found = {name: one_batch(bench, folder / name, asked) for name, asked in chosen.items()}
+    costs = hand_over_costs(
+        bench, folder / "costs", (32,) if quick else (100, 300, 600, 1100), 1 if quick else 2, 3 if quick else 8
+    )
+    rows = [row for batch in found.values() for row in batch]
+    criteria = {
+        "every_row_equals_its_solo_run": all(row["differs_at"] is None for row in rows),
+        "cache_handed_over_in_the_step_the_row_ends": all(
+            r["a_token_in_every_step"] and r["cache_tokens_right"] for r in rows
+        ),
+        "rows_end_at_different_steps": all(len({r["end_step"] for r in batch}) > 1 for batch in found.values()),
+        "others_go_on_undisturbed": all(row["others_advanced"] for row in rows),
+        "handed_over_bytes_never_change": all(row["unchanged_at_the_end"] for row in rows),
+        "all_restored_after_reopening": all(row["continued_ok"] for row in rows),
+        "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
+    }
+    return {"machine": machine(bench), "verdict": {"passed": all(criteria.values()), **criteria}, "batches": found,
+            "costs": costs, "seed_claims": seed_claims.check(bench)}  # fmt: skip
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+
+    def measure() -> Json:
+        bench = Bench.load(args.model, args.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            return run(bench, Path(folder), quick=args.quick)
+
+    finish(args, "004", REPORT, measure, render)
+
+
+if __name__ == "__main__":
+    main()

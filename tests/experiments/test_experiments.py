@@ -1,0 +1,80 @@
+"""The experiments still run and pass, and the reports in the checkout say what the results beside them say."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+
+SCRIPTS = {
+    "exp_003_cache_injection.py": {
+        "first_run_equals_reference",
+        "same_prompt_from_cache_equals_reference",
+        "continued_from_cache_equals_reference",
+        "everything_saved_was_restored",
+        "loading_under_500_ms",
+    },
+    "exp_004_cache_extraction.py": {
+        "every_row_equals_its_solo_run",
+        "cache_handed_over_in_the_step_the_row_ends",
+        "rows_end_at_different_steps",
+        "others_go_on_undisturbed",
+        "handed_over_bytes_never_change",
+        "all_restored_after_reopening",
+        "continued_equals_uncached",
+    },
+}
+
+
+def run(script: str, *options: str) -> None:
+    command = [sys.executable, str(EXPERIMENTS / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def results_file(folder: Path, script: str) -> Path:
+    return folder / "results" / f"{script[:7]}_results.json"
+
+
+def report_file(folder: Path, script: str) -> Path:
+    (report,) = folder.glob(f"EXP-{script[4:7]}-*.md")
+    return report
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_quick_run_passes_and_writes_results_report_and_plot(script: str, smollm2: Path, tmp_path: Path) -> None:
+    run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
+    content = json.loads(results_file(tmp_path, script).read_text())
+    assert content["verdict"] == {"passed": True} | dict.fromkeys(SCRIPTS[script], True)
+    assert content["quick"] is True
+    assert "PASSED" in report_file(tmp_path, script).read_text().splitlines()[0]
+    assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_reports_figures_are_those_of_the_results(script: str, tmp_path: Path) -> None:
+    kept = results_file(EXPERIMENTS, script)
+    made = results_file(tmp_path, script)
+    made.parent.mkdir()
+    shutil.copy(kept, made)
+    run(script, "--render", "--out", str(tmp_path))
+    assert report_file(tmp_path, script).read_text() == report_file(EXPERIMENTS, script).read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_results_are_of_a_full_run_and_have_every_criterion(script: str) -> None:
+    content = json.loads(results_file(EXPERIMENTS, script).read_text())
+    assert content["quick"] is False
+    assert set(content["verdict"]) == SCRIPTS[script] | {"passed"}
+    assert content["verdict"]["passed"] == all(content["verdict"].values())
+
+
+def test_the_index_has_every_report() -> None:
+    index = (EXPERIMENTS / "README.md").read_text()
+    for report in EXPERIMENTS.glob("EXP-*.md"):
+        assert f"({report.name})" in index
