@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from stoker_worker.memory.store import AgentStore
 
 REPORT = "EXP-003-cache-injection.md"
 LITERAL_UP_TO_TOKENS = 130
-_WAYS = ("cold", "warm", "evicted")
+_ORDERS = tuple(permutations(("cold", "warm", "evicted")))
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
@@ -30,7 +31,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         prompts = [p for p in prompts if p.name in {"seed 1", "Python 243"}]
     rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
     timing = loading_times(bench, folder / "timing", lengths=(16, 64) if quick else (16, 64, 128, 256, 512, 1024),
-                           repeats=1 if quick else 6)  # fmt: skip
+                           repeats=1 if quick else len(_ORDERS))  # fmt: skip
     literal = the_seed_taken_literally(bench, [p for p in prompts if len(bench.encode(p.text)) <= LITERAL_UP_TO_TOKENS])
     criteria = {
         "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
@@ -90,7 +91,7 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: i
         note(f"loading times, round {repetition + 1} of {repeats}")
         for fields, sample in zip(asked, samples, strict=True):
             tokens = set()
-            for how in (_WAYS * 2)[repetition % 3 :][:3]:
+            for how in _ORDERS[repetition % len(_ORDERS)]:
                 if how == "evicted":
                     _drop_from_memory(folder)
                 start = time.perf_counter()

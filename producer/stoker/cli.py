@@ -29,6 +29,20 @@ _timeout_option = click.option(
 )
 
 
+def _use_server(context: click.Context, parameter: click.Parameter, url: str | None) -> None:
+    if url is not None:
+        context.obj = url
+
+
+_redis_option = click.option(
+    "--redis",
+    metavar="URL",
+    callback=_use_server,
+    expose_value=False,
+    help="Server that holds the queue, here or before the command.",
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--redis", "redis_url", metavar="URL", default=DEFAULT_REDIS_URL, envvar="STOKER_REDIS_URL",
               show_envvar=True, help="Server that holds the queue.")  # fmt: skip
@@ -41,7 +55,8 @@ def cli(context: click.Context, redis_url: str) -> None:
 
 @cli.command()
 @click.option("--agent", "agent_id", required=True, metavar="ID", help="Whose memory the job uses and extends.")
-@click.option("--prompt", help="The prompt itself.")
+@click.option("--prompt", help="The prompt itself, read by the model as it is.")
+@click.option("--message", help="One chat message from the user.")
 @click.option("--prompt-file", type=_text_file, help="File with the prompt, taken as it is; - reads stdin.")
 @click.option("--messages-file", type=_text_file, help="JSON file with a list of chat messages; - reads stdin.")
 @click.option("--max-tokens", type=int, default=256)
@@ -54,6 +69,7 @@ def cli(context: click.Context, redis_url: str) -> None:
 @click.option("--wait", is_flag=True, help="Wait for the job and print what it generated.")
 @_timeout_option
 @_json_option
+@_redis_option
 @click.pass_obj
 def submit(redis_url: str, /, wait: bool, timeout_s: float | None, as_json: bool, **fields: Any) -> None:
     """Enqueue one job and print its id."""
@@ -74,6 +90,7 @@ def submit(redis_url: str, /, wait: bool, timeout_s: float | None, as_json: bool
 @click.argument("job_id")
 @_timeout_option
 @_json_option
+@_redis_option
 @click.pass_obj
 def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) -> None:
     """Wait for a job and print what it generated."""
@@ -84,6 +101,7 @@ def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) 
 @cli.command()
 @click.argument("job_id")
 @_json_option
+@_redis_option
 @click.pass_obj
 def status(redis_url: str, job_id: str, as_json: bool) -> None:
     """Say where a job stands."""
@@ -96,6 +114,7 @@ def status(redis_url: str, job_id: str, as_json: bool) -> None:
 @cli.command()
 @click.argument("job_id")
 @_json_option
+@_redis_option
 @click.pass_obj
 def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
     """Cancel a job, or stop it while it runs."""
@@ -156,12 +175,14 @@ def _or_usage_error(make: Callable[[], T]) -> T:
 
 def _with_input(fields: dict[str, Any]) -> dict[str, Any]:
     """The request's fields with the one input read from where the options say."""
-    prompt, prompt_file, messages_file = (fields.pop(name) for name in ("prompt", "prompt_file", "messages_file"))
-    if sum(given is not None for given in (prompt, prompt_file, messages_file)) != 1:
-        raise click.UsageError("give exactly one of --prompt, --prompt-file and --messages-file")
-    if messages_file is not None:
-        return {**fields, "messages": _read_messages(messages_file)}
-    return {**fields, "prompt": prompt if prompt_file is None else _read(prompt_file)}
+    given = {name: fields.pop(name) for name in ("prompt", "message", "prompt_file", "messages_file")}
+    if sum(value is not None for value in given.values()) != 1:
+        raise click.UsageError("give exactly one of --prompt, --prompt-file, --message and --messages-file")
+    if given["message"] is not None:
+        return {**fields, "messages": [{"role": "user", "content": given["message"]}]}
+    if given["messages_file"] is not None:
+        return {**fields, "messages": _read_messages(given["messages_file"])}
+    return {**fields, "prompt": given["prompt"] if given["prompt_file"] is None else _read(given["prompt_file"])}
 
 
 def _read_messages(file: IO[str]) -> Any:

@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +80,20 @@ def test_the_index_has_every_report() -> None:
     index = (EXPERIMENTS / "README.md").read_text()
     for report in EXPERIMENTS.glob("EXP-*.md"):
         assert f"({report.name})" in index
+
+
+@pytest.mark.parametrize(
+    ("script", "number"),
+    [
+        ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
+        ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
+    ],
+)
+def test_the_index_says_what_the_results_say(script: str, number: Callable[[Any], str]) -> None:
+    content = json.loads(results_file(EXPERIMENTS, script).read_text())
+    (line,) = [
+        line for line in (EXPERIMENTS / "README.md").read_text().splitlines() if f"[{content['experiment']}]" in line
+    ]
+    assert f"| {content['date']} |" in line
+    assert f"| {'passed' if content['verdict']['passed'] else 'failed'} |" in line
+    assert number(content) in line

@@ -79,7 +79,7 @@ def _run(options: dict[str, Any], burst: bool) -> None:
         if redis_url == "embedded":
             from stoker_worker.redis_server import EmbeddedServer
 
-            server = EmbeddedServer(settings.store_folder / "redis")
+            server = EmbeddedServer(settings.store_folder / "redis", preferred_port=6379)
             redis_url = cleanup.enter_context(server).url
             log.info("own Redis server at %s", redis_url)
         queue = cleanup.enter_context(open_queue(settings, redis_url))

@@ -99,9 +99,9 @@ def run_demo(folder: Path, model: str | None) -> None:
             console.print(f"\n[bold]Turn {turn}[/bold]: {len(tickets)} jobs are in the queue, the worker starts")
             _run_worker(tickets, model, server.url, folder, console)
             rows += [(agent_id, ticket.result(timeout_s=1)) for agent_id, ticket in zip(_BRIEFS, tickets, strict=True)]
-            console.print("the worker has left; its agents' memory is on disk")
+            console.print("\nThe worker has left. Its agents' memory is on disk.")
         console.print(_results(rows))
-    console.print(_next_steps(folder, model))
+    console.print(_next_steps(folder, model), soft_wrap=True, highlight=False)
 
 
 def _submit(producer: Producer, agent_id: str, turn: int) -> Ticket:
@@ -145,25 +145,25 @@ def _results(rows: Sequence[tuple[str, GenerationResult]]) -> Table:
     table = Table(title="\nWhat they answered, and what it cost", show_lines=True)
     table.add_column("agent", no_wrap=True)
     table.add_column("turn")
-    table.add_column("answer", min_width=30, ratio=1)
-    for column in ("prompt\ntokens", "cached\ntokens", "prefill\nseconds", "decode\nseconds"):
+    table.add_column("answer", min_width=24, ratio=1)
+    for column in ("prompt\ntokens", "cached\ntokens", "seconds"):
         table.add_column(column, justify="right")
     for index, (agent_id, result) in enumerate(rows):
-        usage, timing = result.usage, result.timing
+        usage, seconds = result.usage, result.timing.prefill_s + result.timing.decode_s
         turn = str(index // len(_BRIEFS) + 1)
         counts = (str(usage.prompt_tokens), str(usage.cached_tokens))
-        seconds = (f"{timing.prefill_s:.2f}", f"{timing.decode_s:.2f}")
-        table.add_row(agent_id, turn, result.text.strip(), *counts, *seconds)
+        table.add_row(agent_id, turn, result.text.strip(), *counts, f"{seconds:.1f}")
     return table
 
 
 def _next_steps(folder: Path, model: str) -> str:
     return (
-        "\nNext:\n"
+        "\n[bold]Next[/bold]: a resident worker that knows these four agents, with a server of its own\n"
         f"  stoker-worker run --model {model} --redis embedded --store {folder / 'store'}\n"
-        "      a resident worker with these four agents; its log says the URL of its server\n"
-        "  stoker submit --redis URL --agent museum-guide --context append --wait \\\n"
-        "      --prompt-file - <<< '...'   or --messages-file; then `rq info --url URL`\n"
+        "and, in another terminal (the worker's first lines say where its server is, if not on port 6379):\n"
+        "  stoker submit --agent museum-guide --context append --wait --message 'Is there a lift?'\n"
+        "  rq info --url redis://127.0.0.1:6379\n"
+        "Both commands are in .venv/bin after `make demo`.\n"
     )
 
 

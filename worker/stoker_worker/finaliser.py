@@ -16,6 +16,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from stoker_shared.errors import (
+    AgentVersionConflict,
     AgentVersionNotSaved,
     EngineFailed,
     GenerationTimedOut,
@@ -165,7 +166,8 @@ class Finaliser(threading.Thread):
             log.error("agent version of job %s not saved: %s", job.job_id, reason)
             if job.request.context == "append":
                 raise AgentVersionNotSaved(reason) from error
-            self._store.mark_unsaved(job.request.agent_id)
+            if not isinstance(error, AgentVersionConflict):  # then a newer version is there, and sound
+                self._store.mark_unsaved(job.request.agent_id)
             return result(agent.number or None, saved=False, save_error=reason)
         return saved_result
 

@@ -120,9 +120,12 @@ class Loader(threading.Thread):
         try:
             return self._store.open_agent(request.agent_id)
         except AgentTranscriptUnreadable as error:
-            # `full` brings the whole conversation along, so a damaged record costs it only time.
-            usable = getattr(error, "usable", None)
-            if request.context == "append" or usable is None:
+            usable: AgentVersion | None = error.usable
+            if usable is None:
+                raise
+            # `full` brings the whole conversation along, so a damaged record costs it only time; and a turn that was
+            # applied stays applied, whatever became of the record of another.
+            if request.context == "append" and job.delivery not in usable.results:
                 raise
             log.warning("agent of job %s: %s", job.job_id, error)
-            return usable  # type: ignore[no-any-return]
+            return usable

@@ -52,14 +52,16 @@ class EmbeddedServer:
     is only used, and `stop` leaves it alone.
     """
 
-    def __init__(self, folder: Path, port: int | None = None) -> None:
+    def __init__(self, folder: Path, port: int | None = None, *, preferred_port: int | None = None) -> None:
         """
         Args:
             folder: where its files are; made if missing, and closed to everybody else (0700).
             port: on 127.0.0.1; ``None`` for any free one.
+            preferred_port: with `port` ``None``: this one where it is free.
         """
         self._folder = folder.expanduser().resolve()
         self._wanted_port = port
+        self._preferred_port = preferred_port
         self._port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owned = False
@@ -133,7 +135,7 @@ class EmbeddedServer:
         if log.exists():
             log.replace(log.with_suffix(".log.1"))
         for _ in range(5):
-            port = self._wanted_port or _free_port()
+            port = self._wanted_port or _free_port(self._preferred_port)
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
                     [str(program), *_options(port)],
@@ -263,8 +265,13 @@ def _client(port: int) -> Redis:
     return Redis(host=HOST, port=port, socket_timeout=5, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def _free_port(preferred: int | None) -> int:
+    """`preferred` if nobody has it, else any that nobody has."""
+    for wanted in (preferred, 0):
+        with socket.socket() as probe, suppress(OSError):
+            if wanted is not None:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just left by a server is free
+                probe.bind((HOST, wanted))
+                port: int = probe.getsockname()[1]
+                return port
+    raise RedisUnavailable(f"no free port on {HOST}")

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import ExponentialBackoff
@@ -75,13 +76,20 @@ def connect(redis_url: str) -> Redis:
         connection = Redis.from_url(redis_url, retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3))
         version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
     except (AuthenticationError, ResponseError) as error:
-        raise RedisUnavailable(f"{shown} refused this worker: {error}") from error
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None
     except (RedisError, ValueError, OSError) as error:
-        raise RedisUnavailable(f"no Redis at {shown}: {error}") from error
+        raise RedisUnavailable(f"no Redis at {shown}: {_without_password(error, redis_url)}") from None
     if version < _MIN_SERVER:
         raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
     _warn_if_forgetful(connection, shown)
     return connection
+
+
+def _without_password(error: Exception, redis_url: str) -> str:
+    """Old servers quote the command they did not understand, AUTH and its argument included."""
+    password = urlsplit(redis_url).password
+    text = " ".join(str(error).split())
+    return text.replace(password, "***") if password else text
 
 
 def _warn_if_forgetful(connection: Redis, shown: str) -> None:

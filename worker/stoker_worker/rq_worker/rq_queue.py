@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 """A job that was in flight under this many dying workers is failed instead of tried again."""
 
+_OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
+
 # HSET alone would bring a deleted job back to life as a hash with one field.
 _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
 
@@ -197,18 +199,24 @@ class RqQueue:
     # --- steps ---
 
     def _start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
-        """Make a claimed id a started job; ``None`` when it has expired or cannot be run (then it has been failed)."""
+        """Make a claimed id a started job; ``None`` when there is nothing to run, or it was refused and has failed."""
         try:
             rq_job = cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection))
             broken: Exception | None = None
-        except NoSuchJobError:
-            queue_key = Queue(queue_name, connection=self._connection).key
-            IntermediateQueue(queue_key, self._connection).remove(job_id)
-            return None
+            # Canceled since the claim; or an id that stands in the queue twice, because a client sent its
+            # transaction again when the reply to the first one was lost.
+            is_over = rq_job.get_status(refresh=False) in _OVER or job_id in self._in_flight
+        except NoSuchJobError:  # its time to live in the queue has passed
+            is_over = True
         except Exception as error:  # any field of the hash may hold anything: it is written by strangers
             rq_job = JsonJob(job_id, connection=self._connection)
             rq_job.data = b"[]"
             broken = PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
+            is_over = False
+        if is_over:
+            queue_key = Queue(queue_name, connection=self._connection).key
+            IntermediateQueue(queue_key, self._connection).remove(job_id)
+            return None
         rq_job.origin = queue_name
         execution = self._identity.prepare_execution(rq_job)
         self._identity.prepare_job_execution(rq_job, remove_from_intermediate_queue=True)

@@ -1,0 +1,167 @@
+"""The whole path on SmolLM2 in float32: what comes out of Redis is what mlx-lm says alone, whatever was cached."""
+
+import json
+import os
+import shutil
+
+import pytest
+from stoker import Producer
+
+from tests.worker_process import running_worker
+
+pytestmark = [pytest.mark.model, pytest.mark.server]
+
+MAX_TOKENS = 14
+RAW = ["The longest river in South America is", "To tie a bowline, first make"]
+CHATS = ["Name two primary colours.", "What do bees make?"]
+BRIEF = " ".join(f"Shelf {n} holds box {n * 7 % 31} with part number {n * n + 3}." for n in range(24))
+MORE_TEXT = " After that,"
+MORE_CHAT = {"role": "user", "content": "Say it in other words."}
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2):
+    """mlx-lm itself: one sequence, no cache, the weights the worker computes with."""
+    import mlx.core as mx
+    from mlx_lm import load, stream_generate
+    from mlx_lm.utils import dequantize_model
+
+    network, tokenizer = load(str(smollm2))
+    network.set_dtype(mx.float32)
+    network = dequantize_model(network)
+    mx.eval(network.parameters())
+
+    class Reference:
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+        def ids(self, prompt_ids, max_tokens=MAX_TOKENS):
+            return [step.token for step in stream_generate(network, tokenizer, list(prompt_ids), max_tokens)]
+
+        def text(self, prompt_ids, max_tokens=MAX_TOKENS):
+            ids = self.ids(prompt_ids, max_tokens)
+            return tokenizer.decode([token for token in ids if token not in tokenizer.eos_token_ids])
+
+        def chat(self, messages):
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    return Reference()
+
+
+@pytest.fixture
+def run_worker(redis_url, tmp_path, smollm2):
+    def run(*arguments):
+        options = ("--burst", "--model", str(smollm2), "--max-batch", "8", *arguments)
+        with running_worker(redis_url, tmp_path / "store", *options) as worker:
+            assert worker.wait(240) == 0, worker.log
+        return worker
+
+    return run
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def common(a, b):
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_two_turns_over_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_prefilled(
+    redis_url, run_worker, reference
+):
+    producer, tokenizer = Producer(redis_url), reference.tokenizer
+    agents = [(kind, context, n) for kind in ("raw", "chat") for context in ("append", "full") for n in range(2)]
+
+    def first(kind, n):
+        return {"prompt": RAW[n]} if kind == "raw" else {"messages": [user(CHATS[n])]}
+
+    tickets = [
+        producer.submit(agent_id=str(agent), context=agent[1], max_tokens=MAX_TOKENS, **first(agent[0], agent[2]))
+        for agent in agents
+    ]
+    run_worker()
+    stored, answers = {}, {}
+    for agent, ticket in zip(agents, tickets, strict=True):
+        kind, _, n = agent
+        ids = tokenizer.encode(RAW[n]) if kind == "raw" else reference.chat([user(CHATS[n])])
+        stored[agent] = [*ids, *reference.ids(ids)]
+        answers[agent] = ticket.result(timeout_s=1).text
+        assert answers[agent] == reference.text(ids), agent
+
+    tickets, expected = [], []
+    for agent in agents:
+        kind, context, n = agent
+        if kind == "raw" and context == "append":
+            new = {"prompt": MORE_TEXT}
+            ids = stored[agent] + tokenizer.encode(MORE_TEXT, add_special_tokens=False)
+        elif kind == "raw":
+            new = {"prompt": RAW[n] + answers[agent] + MORE_TEXT}
+            ids = tokenizer.encode(new["prompt"])
+        else:
+            whole = [user(CHATS[n]), {"role": "assistant", "content": answers[agent]}, MORE_CHAT]
+            new = {"messages": [MORE_CHAT] if context == "append" else whole}
+            ids = reference.chat(whole)
+            if context == "append":
+                closing = "" if stored[agent][-1] in tokenizer.eos_token_ids else "<|im_end|>"
+                turn = f"{closing}\n<|im_start|>user\n{MORE_CHAT['content']}<|im_end|>\n<|im_start|>assistant\n"
+                ids = stored[agent] + tokenizer.encode(turn, add_special_tokens=False)
+        expected.append(ids)
+        tickets.append(producer.submit(agent_id=str(agent), context=context, max_tokens=MAX_TOKENS, **new))
+    run_worker()
+    for agent, ticket, ids in zip(agents, tickets, expected, strict=True):
+        result = ticket.result(timeout_s=1)
+        assert result.text == reference.text(ids), agent
+        assert result.usage.prompt_tokens == len(ids), agent
+        assert result.usage.cached_tokens == min(common(stored[agent], ids), len(ids) - 1), agent
+        assert (result.cache.source, result.cache.miss_reason, result.cache.agent_version) == ("disk", None, 2)
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
+    redis_url, run_worker, reference, tmp_path, smollm2
+):
+    producer = Producer(redis_url)
+    messages = [{"role": "system", "content": BRIEF}, user("Which box is on shelf 3?")]
+    producer.submit(agent_id="a", messages=messages, context="append", max_tokens=MAX_TOKENS)
+    run_worker()
+    ids = reference.chat(messages)
+    stored = [*ids, *reference.ids(ids)]
+    assert len(ids) > 256
+    shutil.copytree(tmp_path / "store", tmp_path / "kept")
+    (block,) = (tmp_path / "store" / "blocks").rglob("*.safetensors")
+    damage(block)
+    ticket = producer.submit(agent_id="a", messages=[MORE_CHAT], context="append", max_tokens=MAX_TOKENS)
+    run_worker()
+    result = ticket.result(timeout_s=1)
+    whole = [*messages, {"role": "assistant", "content": reference.text(ids)}, MORE_CHAT]
+    expected = reference.chat(whole)
+    assert expected[: len(stored)] == stored
+    assert result.text == reference.text(expected)
+    assert (result.usage.cached_tokens, result.cache.miss_reason) == (0, "block_corrupt")
+
+    # The undamaged store again, opened by a worker whose model turns positions another way: a different model.
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "kept").rename(tmp_path / "store")
+    shutil.copytree(smollm2, tmp_path / "other", copy_function=os.symlink)
+    config = json.loads((smollm2 / "config.json").read_text())
+    (tmp_path / "other" / "config.json").unlink()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "rope_theta": config["rope_theta"] + 1}))
+    ticket = producer.submit(agent_id="a", messages=[MORE_CHAT], context="append", max_tokens=2)
+    run_worker("--model", str(tmp_path / "other"))
+    result = ticket.result(timeout_s=1)
+    assert (result.usage.cached_tokens, result.cache.miss_reason) == (0, "other_model")
+    assert result.usage.prompt_tokens == len(expected)
+
+
+def test_a_model_that_is_not_there_is_said_in_one_line(redis_url, tmp_path):
+    options = ("--burst", "--model", str(tmp_path / "nowhere"))
+    with running_worker(redis_url, tmp_path / "store", *options) as worker:
+        assert worker.wait(120) == 1
+    assert "ModelNotLoadable" in worker.log.strip().splitlines()[-1]
+    assert "Traceback" not in worker.log
