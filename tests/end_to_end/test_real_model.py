@@ -5,9 +5,9 @@ import os
 import shutil
 
 import pytest
-from stoker import Producer
-
 from tests.worker_process import running_worker
+
+from stoker import Producer
 
 pytestmark = [pytest.mark.model, pytest.mark.server]
 

@@ -268,6 +268,9 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
     unknown = queue.enqueue("os.system", "true")
     callback = queue.enqueue(TASK_PATH, request={"agent_id": "c", "prompt": "x"}, on_success=Callback("os.system"))
     huge = queue.enqueue(TASK_PATH, request={"agent_id": "h", "prompt": "x" * 50_000_000})
+    connection.set("rq:job:no-hash", "text")
+    connection.hset("rq:job:junk", mapping={"data": b"\x80junk", "timeout": "soon", "stoker_attempts": "many"})
+    connection.rpush("rq:queue:generate", "no-hash", "junk", "nothing-at-all")
     good = [
         producer.submit(agent_id=agent_id, prompt="x", max_tokens=3)
         for agent_id in ("../../etc/passwd", "a/b", ".", "\U0001f469\u200d\U0001f4bb", "  ")
@@ -287,6 +290,10 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
             producer.result(job.id, timeout_s=1)
         assert "\n" not in caught.value.reason
     assert all(ticket.result(timeout_s=1).usage.completion_tokens == 3 for ticket in good)
+    found = registries(connection)
+    assert found["queued"] == found["started"] == []
+    assert "junk" in found["failed"]
+    assert connection.lrange("rq:queue:generate:intermediate", 0, -1) == []
     assert not list(store.parent.rglob("passwd"))
 
 

@@ -60,6 +60,9 @@ class Inbox(threading.Thread):
             except RedisError as error:  # what is running goes on; a claim in doubt is found again by recovery
                 log.warning("Redis is away (%s)", type(error).__name__)
                 time.sleep(max(self._poll_s, 0.5))
+            except Exception:  # one odd entry in Redis must not end the loop that watches all the others
+                log.exception("the inbox met something it cannot handle")
+                time.sleep(max(self._poll_s, 0.5))
             self._release_ended(wait_s=self._poll_s)
 
     def _tick(self) -> None:

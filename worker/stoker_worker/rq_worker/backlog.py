@@ -15,7 +15,7 @@ from rq.queue import Queue
 from rq.utils import as_text
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
-from stoker_worker.rq_worker.json_job import agent_in
+from stoker_worker.rq_worker.json_job import agent_in, as_count
 
 # All or nothing for each id: after a crash it is in the queue or in the intermediate list, never nowhere.
 _CLAIM = """
@@ -109,5 +109,7 @@ class Backlog:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hmget(Job.key_for(job_id), "data", FIELD_ATTEMPTS)
-            for job_id, (data, deaths) in zip(job_ids, pipeline.execute(), strict=True):
-                self._known[job_id] = _Waiting(agent_in(data), suspect=int(deaths or 0) >= self._suspect_after)
+            # A key that is no hash is one unreadable job, not a failure of the look.
+            for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
+                data, deaths = (None, None) if isinstance(reply, Exception) else reply
+                self._known[job_id] = _Waiting(agent_in(data), suspect=as_count(deaths) >= self._suspect_after)

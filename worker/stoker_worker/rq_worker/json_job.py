@@ -84,6 +84,11 @@ def agent_in(data: bytes | None) -> str | None:
     return agent_id if isinstance(agent_id, str) else None
 
 
+def as_count(value: bytes | None) -> int:
+    """A counter field of a job's hash; 0 when it is missing or holds something else."""
+    return int(value) if value is not None and value.isdigit() else 0
+
+
 def _decompress(data: bytes) -> bytes:
     """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
     try:

@@ -24,8 +24,10 @@ local started = member ~= '' and redis.call('ZSCORE', wip, member)
 if claimed == 0 and not started then return 'ended' end
 local status = redis.call('HGET', job, 'status')
 local runs = status == 'started' or status == 'queued'
-if runs and started and counts == '1' and redis.call('HINCRBY', job, ARGV[6], 1) >= max_attempts then
-  return 'exhausted'
+if runs and started and counts == '1' then
+  local deaths = (tonumber(redis.call('HGET', job, ARGV[6])) or 0) + 1
+  redis.call('HSET', job, ARGV[6], deaths)
+  if deaths >= max_attempts then return 'exhausted' end
 end
 if started then
   redis.call('ZREM', wip, member)

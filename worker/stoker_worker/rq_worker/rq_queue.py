@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
+from redis.exceptions import RedisError, ResponseError
 from rq.exceptions import NoSuchJobError
 from rq.executions import Execution
 from rq.intermediate_queue import IntermediateQueue
@@ -27,7 +28,7 @@ from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, FIELD_ATTEMPTS, FIELD_TOKE
 from stoker_worker.ports import ClaimedJob, Delivery
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import JsonJob
+from stoker_worker.rq_worker.json_job import JsonJob, as_count
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
@@ -69,6 +70,7 @@ class RqQueue:
     # --- inbox thread ---
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+        self._identity.settle_state()
         if limit <= 0 or self._suspect_runs() or is_suspended(self._connection):
             return []
         claimed: list[ClaimedJob] = []
@@ -78,7 +80,12 @@ class RqQueue:
                 break
             alone = not self._in_flight
             for job_id in self._backlogs[name].claim(room, busy, self._lease.held_value(name), nothing_runs=alone):
-                job = self._start(name, job_id)
+                try:
+                    job = self._start(name, job_id)
+                except ResponseError:
+                    log.exception("%s is no job: its id is dropped", job_id)
+                    self._drop_id(name, job_id)
+                    continue
                 if job is not None and job.request.agent_id in busy:
                     # The id was used again for another agent since we looked: its turn comes when that agent is free.
                     self.give_back([job], counts_as_attempt=False)
@@ -208,14 +215,15 @@ class RqQueue:
             is_over = rq_job.get_status(refresh=False) in _OVER or job_id in self._in_flight
         except NoSuchJobError:  # its time to live in the queue has passed
             is_over = True
+        except RedisError:  # not a hash at all, or no server: nothing may be written about it
+            raise
         except Exception as error:  # any field of the hash may hold anything: it is written by strangers
             rq_job = JsonJob(job_id, connection=self._connection)
             rq_job.data = b"[]"
             broken = PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
             is_over = False
         if is_over:
-            queue_key = Queue(queue_name, connection=self._connection).key
-            IntermediateQueue(queue_key, self._connection).remove(job_id)
+            self._drop_id(queue_name, job_id)
             return None
         rq_job.origin = queue_name
         execution = self._identity.prepare_execution(rq_job)
@@ -231,12 +239,16 @@ class RqQueue:
         self._in_flight[job_id] = job
         return job
 
+    def _drop_id(self, queue_name: str, job_id: str) -> None:
+        """Forget a claimed id behind which there is nothing to run."""
+        queue_key = Queue(queue_name, connection=self._connection).key
+        IntermediateQueue(queue_key, self._connection).remove(job_id)
+
     def _suspect_runs(self) -> bool:
         return any(job.attempt >= MAX_ATTEMPTS for job in list(self._in_flight.values()))
 
     def _attempts(self, rq_job: JsonJob) -> int:
-        lost = self._connection.hget(rq_job.key, FIELD_ATTEMPTS)
-        return 1 + int(lost or 0)
+        return 1 + as_count(cast(bytes | None, self._connection.hget(rq_job.key, FIELD_ATTEMPTS)))
 
     def _refuse(self, handle: _Handle, error: RequestError) -> None:
         log.warning("job %s refused: %s: %s", handle.job.id, type(error).__name__, error)

@@ -1,0 +1,89 @@
+"""What is read off a job's hash: JSON and nothing else, whatever strangers wrote there."""
+
+import json
+import pickle
+import zlib
+
+import pytest
+
+from stoker_shared.errors import PayloadRefused, RequestError, RequestTooLarge
+from stoker_shared.wire import MAX_REQUEST_BYTES, TASK_PATH
+from stoker_worker.rq_worker.json_job import JsonJob, agent_in
+
+REQUEST = {"agent_id": "a", "prompt": "x"}
+
+
+def restored(data: bytes, **fields: bytes) -> JsonJob:
+    job = JsonJob("id", connection=object())
+    job.restore({b"data": data, **{name.encode(): value for name, value in fields.items()}})
+    return job
+
+
+def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
+    return json.dumps([func, instance, list(args), {"request": REQUEST} if kwargs is None else kwargs]).encode()
+
+
+@pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])
+def test_compressed_and_plain_payloads_carry_the_same_request(data):
+    assert restored(data).generation_request().agent_id == "a"
+    assert agent_in(data) == "a"
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+@pytest.mark.parametrize("compress", [bytes, zlib.compress])
+def test_a_pickle_is_refused_without_being_loaded(compress):
+    data = compress(pickle.dumps((TASK_PATH, None, (), {"request": Bomb()})))
+    with pytest.raises(PayloadRefused, match="pickle"):
+        restored(data).generation_request()
+    assert agent_in(data) is None
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (payload(func="os.system"), "os.system"),
+        (payload(args=["x"]), "exactly one argument"),
+        (payload(kwargs={}), "exactly one argument"),
+        (payload(kwargs={"request": REQUEST, "more": 1}), "exactly one argument"),
+        (payload(kwargs={"request": "text"}), "exactly one argument"),
+        (b"[1, 2]", "JSON form"),
+        (b"{}", "JSON form"),
+        (b"\xff\xfe", "JSON form"),
+        (b"[" * 100_000, "JSON form"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_a_generation_job_is_refused_and_said(data, named):
+    with pytest.raises(PayloadRefused, match=named):
+        restored(data).generation_request()
+
+
+@pytest.mark.parametrize("name", ["success_callback_name", "failure_callback_name", "stopped_callback_name"])
+def test_jobs_with_callbacks_are_refused(name):
+    with pytest.raises(PayloadRefused, match="callbacks"):
+        restored(payload(), **{name: b"os.system"}).generation_request()
+
+
+def test_a_payload_that_would_unpack_to_gigabytes_is_refused_unread():
+    bomb = zlib.compress(b"[" + b" " * (MAX_REQUEST_BYTES + 10_000) + b"]")
+    assert len(bomb) < 100_000
+    with pytest.raises(RequestTooLarge):
+        restored(bomb).generation_request()
+
+
+def test_the_stored_bytes_stay_as_they_are_when_they_cannot_be_read():
+    """RQ saves a job's data again when it finishes or retries it."""
+    data = pickle.dumps(("x",))
+    job = restored(data)
+    with pytest.raises(RequestError):
+        job.generation_request()
+    assert job.data == data
+
+
+def test_a_missing_creation_time_is_not_made_up():
+    assert restored(payload()).raw_created_at == ""
+    assert restored(payload(), created_at=b"2026-01-01T00:00:00.000000Z").raw_created_at.startswith("2026")

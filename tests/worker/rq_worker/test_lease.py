@@ -1,0 +1,99 @@
+"""One active worker per queue: who holds it, who may take it over, and who is told."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from redis import Redis
+
+from stoker_shared.errors import QueueHeld
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY
+from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.rq_worker.lease import Lease
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+def lease(connection, name, queues=("q",), ttl_s=30.0):
+    return Lease(connection, list(queues), worker_name=name, ttl_s=ttl_s)
+
+
+def hold_as(connection, identity, queue="q"):
+    value = json.dumps({"worker": "other", "fence": 1, **dataclasses.asdict(identity)})
+    connection.set(LEASE_KEY.format(queue=queue), value, px=30_000)
+
+
+def a_dead_process():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    me = ProcessIdentity.of_this_process()
+    from stoker_worker.process_identity import _start_token
+
+    identity = dataclasses.replace(me, pid=process.pid, started=_start_token(process.pid))
+    assert not identity.is_certainly_dead()
+    process.kill()
+    process.wait()
+    return identity
+
+
+def test_a_second_worker_is_told_who_holds_the_queue(connection):
+    lease(connection, "first").acquire()
+    with pytest.raises(QueueHeld, match=rf"'q' is held by worker first on host .*, pid {os.getpid()}"):
+        lease(connection, "second").acquire()
+
+
+def test_a_holder_that_certainly_is_dead_is_replaced_at_once_with_a_higher_fence(connection):
+    hold_as(connection, a_dead_process())
+    connection.set(FENCE_KEY.format(queue="q"), 1)
+    mine = lease(connection, "second")
+    mine.acquire()
+    assert mine.is_ours("q")
+    assert json.loads(mine.held_value("q"))["fence"] == 2
+
+
+def test_a_holder_on_another_host_or_boot_is_never_called_dead(connection):
+    for change in ({"host": "elsewhere"}, {"boot": "another"}):
+        hold_as(connection, dataclasses.replace(a_dead_process(), **change))
+        with pytest.raises(QueueHeld):
+            lease(connection, "second").acquire()
+
+
+def test_a_process_that_got_a_dead_ones_pid_does_not_keep_its_lease(connection):
+    me = ProcessIdentity.of_this_process()
+    hold_as(connection, dataclasses.replace(me, started="an earlier start"))
+    lease(connection, "second").acquire()
+
+
+def test_a_lease_that_is_not_renewed_runs_out_and_its_holder_learns_that_it_is_deposed(connection):
+    first, second = lease(connection, "first", ttl_s=0.05), lease(connection, "second")
+    first.acquire()
+    time.sleep(0.1)
+    second.acquire()
+    assert not first.renew()
+    assert not first.is_ours("q")
+    first.release()
+    assert second.is_ours("q")
+
+
+def test_a_lease_that_ran_out_unnoticed_is_taken_up_again_by_its_holder(connection):
+    first = lease(connection, "first", ttl_s=0.05)
+    first.acquire()
+    time.sleep(0.1)
+    assert first.renew()
+    assert first.is_ours("q")
+
+
+def test_all_queues_are_held_or_none(connection):
+    lease(connection, "first", ["b"]).acquire()
+    with pytest.raises(QueueHeld):
+        lease(connection, "second", ["a", "b"]).acquire()
+    lease(connection, "third", ["a"]).acquire()
