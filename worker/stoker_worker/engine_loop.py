@@ -45,23 +45,28 @@ class EngineLoop(threading.Thread):
         try:
             engine, loaded = self._provider.load()
         except BaseException as error:  # the main thread raises it to the operator
+            self._provider.leave_thread()
             self.loaded.set_exception(error)
             return
         self.loaded.set_result(loaded)
         try:
-            while self._take_in(engine):
-                self._cancel(engine)
-                for completion in engine.step():
-                    self._hand_over(completion.uid, completion=completion)
-                self._tokens = {self._running[uid].job.job_id: n for uid, n in engine.progress().items()}
+            self._serve(engine)
         except BaseException as error:
             log.exception("the engine broke")
             self.error = error
             failed = EngineFailed(f"{type(error).__name__}: {error}")
             for uid in list(self._running):
                 self._hand_over(uid, error=failed)
-        else:
+        finally:
             engine.close()
+            self._provider.leave_thread()
+
+    def _serve(self, engine: GenerationEnginePort) -> None:
+        while self._take_in(engine):
+            self._cancel(engine)
+            for completion in engine.step():
+                self._hand_over(completion.uid, completion=completion)
+            self._tokens = {self._running[uid].job.job_id: n for uid, n in engine.progress().items()}
 
     def give_up_waiting(self) -> None:
         """After the thread has died: hand over what the loader still put in, so that it is given back."""

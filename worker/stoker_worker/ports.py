@@ -114,6 +114,10 @@ class ModelProviderPort(Protocol):
         """
         ...
 
+    def leave_thread(self) -> None:
+        """The last call on the engine thread, also after a failed `load`: let go of what belongs to the thread."""
+        ...
+
 
 # --- the engine ----------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,13 @@ class MlxProvider:
             digest_cache=self.settings.store_folder / "model-digests.json",
         ).load()
 
+    def leave_thread(self) -> None:
+        """Clear the thread's streams. Streams of a thread that has ended abort the process on its way out: MLX 0.32.4
+        does so in one of three exits."""
+        import mlx.core as mx
+
+        mx.clear_streams()
+
     def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
         import mlx.core as mx
 

@@ -192,6 +192,9 @@ class ScriptedProvider:
         )
         return ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s), loaded
 
+    def leave_thread(self) -> None:
+        """Nothing here belongs to a thread."""
+
 
 def _last_line(work: GenerationWork) -> str:
     request = work.request
