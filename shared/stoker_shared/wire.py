@@ -26,6 +26,9 @@ DEFAULT_RESULT_TTL_S: Final = 86_400
 DEFAULT_FAILURE_TTL_S: Final = 7 * 86_400
 """Seconds a failed job is kept; RQ's own default is a year, and prompts are private."""
 
+MAX_ATTEMPTS: Final = 3
+"""A job that was in flight while this many workers died is not generated again."""
+
 META_PARTIAL: Final = "partial"
 """Key in `job.meta` under which a timed-out job's text stands."""
 

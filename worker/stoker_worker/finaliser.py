@@ -22,6 +22,7 @@ from stoker_shared.errors import (
     GenerationTimedOut,
     OwnershipLost,
     RedisUnavailable,
+    WorkerLostTooOften,
 )
 from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
@@ -80,7 +81,7 @@ class Finaliser(threading.Thread):
                 self._end(ended)
             except OwnershipLost as error:
                 log.warning("result dropped: %s", error)
-                self._queue.drop(ended.job)
+                self._drop(ended.job)
             except Exception as error:
                 log.exception("job %s could not be ended as it should", ended.job.job_id)
                 self._fail_at_last(ended.job, error)
@@ -173,14 +174,27 @@ class Finaliser(threading.Thread):
 
     def _fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
         log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)
-        self._when_redis_is_there(lambda: self._queue.fail(job, error, partial_text))
+        may_retry = not isinstance(error, WorkerLostTooOften)
+        self._when_redis_is_there(lambda: self._queue.fail(job, error, partial_text, may_retry=may_retry))
+
+    def _drop(self, job: ClaimedJob) -> None:
+        try:
+            self._queue.drop(job)
+        except RedisError:  # what is left of it expires by itself, or is recovered
+            log.warning("job %s: nothing could be cleaned up, Redis is away", job.job_id)
 
     def _fail_at_last(self, job: ClaimedJob, error: Exception) -> None:
         try:
-            self._queue.fail(job, error)
+            self._queue.fail(job, error, may_retry=False)
         except Exception:
-            # Still started under our name then: recovery takes it up when this worker is gone.
-            log.exception("job %s could not be failed either", job.job_id)
+            log.exception("job %s could not be failed either: it has used up a try", job.job_id)
+            self._give_back_now(job)
+
+    def _give_back_now(self, job: ClaimedJob) -> None:
+        try:
+            self._queue.give_back([job], counts_as_attempt=True)
+        except RedisError:
+            log.exception("job %s could not be given back; recovery takes it up", job.job_id)
 
     def _give_back(self) -> None:
         """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""

@@ -57,8 +57,9 @@ class Inbox(threading.Thread):
         while not self.idle.is_set():
             try:
                 self._tick()
-            except RedisError as error:  # what is running goes on; a claim in doubt is found again by recovery
+            except RedisError as error:  # what is running goes on
                 log.warning("Redis is away (%s)", type(error).__name__)
+                self._recover.make_due()  # a claim may be in doubt: look before the next one, or order is lost
                 time.sleep(max(self._poll_s, 0.5))
             except Exception:  # one odd entry in Redis must not end the loop that watches all the others
                 log.exception("the inbox met something it cannot handle")
@@ -66,6 +67,9 @@ class Inbox(threading.Thread):
             self._release_ended(wait_s=self._poll_s)
 
     def _tick(self) -> None:
+        if self._draining.is_set() and not self._admission.jobs:
+            self.idle.set()  # decided before anything asks Redis: a stop ends also when Redis is away
+            return
         if not self._draining.is_set():
             if self._recover.is_due():
                 self._recover_orphans()
@@ -76,8 +80,7 @@ class Inbox(threading.Thread):
         self._stop_what_must_not_go_on()
         if self._tidy.is_due():
             self._queue.tidy()
-        if not self._admission.jobs and (self._draining.is_set() or (self._burst and self._queue.is_empty())):
-            self._queue.tidy()
+        if self._burst and not self._admission.jobs and self._queue.is_empty():
             self.idle.set()
 
     # --- called from other threads ---
@@ -123,6 +126,9 @@ class _Every:
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
+        self._last = float("-inf")
+
+    def make_due(self) -> None:
         self._last = float("-inf")
 
     def is_due(self) -> bool:

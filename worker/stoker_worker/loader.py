@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch
+from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
+from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import Prompt, build_prompt
 from stoker_worker.ports import (
@@ -101,6 +102,9 @@ class Loader(threading.Thread):
         if (answer := agent.results.get(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
+        if job.attempt > MAX_ATTEMPTS:
+            # Asked only after the history: a turn that was saved by the last worker to die did happen.
+            raise WorkerLostTooOften(f"in flight while {job.attempt - 1} workers died")
         prompt = build_prompt(request, agent.transcript, model, self._codec)
         restored = _NOT_USED
         if request.cache != "off":

@@ -408,7 +408,9 @@ class QueuePort(Protocol):
         """
         ...
 
-    def fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
+    def fail(
+        self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
+    ) -> None:
         """Fail the job with one readable line; RQ retries it if it has retries left and `error` may pass by itself.
 
         Raises:
@@ -421,7 +423,7 @@ class QueuePort(Protocol):
         ...
 
     def drop(self, job: ClaimedJob) -> None:
-        """Forget a job that is not ours any more, writing nothing about it."""
+        """Forget a job that is not ours any more: our execution is removed, the job's own state is left as it is."""
         ...
 
     def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:

@@ -124,7 +124,7 @@ class Worker:
                 self._engine.give_up_waiting()
             if self._stops > 1 or self._deposed.is_set() or engine_died or time.monotonic() > drain_until:
                 inbox.cancel_all("stopping")
-                if self._finaliser is not None and self._stops > 1:
+                if self._finaliser is not None:
                     self._finaliser.abandon()
 
     def _to_finaliser(self, ended: Ended) -> None:

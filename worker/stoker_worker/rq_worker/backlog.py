@@ -7,12 +7,12 @@ touched until a job is claimed: its length stays true for operators.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from redis import Redis
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
-from rq.utils import as_text
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.rq_worker.json_job import agent_in, as_count
@@ -90,7 +90,7 @@ class Backlog:
         if not chosen:
             return []
         keys = [self._key, self._intermediate_key, LEASE_KEY.format(queue=self._name)]
-        claimed = [as_text(job_id) for job_id in self._claim(keys=keys, args=[lease_value, *chosen])]
+        claimed = [_text(job_id) for job_id in self._claim(keys=keys, args=[lease_value, *map(_raw, chosen)])]
         for job_id in claimed:
             self._known.pop(job_id, None)
         return claimed
@@ -98,7 +98,8 @@ class Backlog:
     def _waiting(self) -> Iterator[str]:
         """Job ids from the head on, page by page, each with its agent looked up."""
         for start in range(0, _MAX_LOOK, _PAGE):
-            ids = [as_text(job_id) for job_id in self._connection.lrange(self._key, start, start + _PAGE - 1)]
+            page = cast(list[bytes], self._connection.lrange(self._key, start, start + _PAGE - 1))
+            ids = [_text(job_id) for job_id in page]
             if unknown := [job_id for job_id in ids if job_id not in self._known]:
                 self._learn(unknown)
             yield from ids
@@ -108,8 +109,17 @@ class Backlog:
     def _learn(self, job_ids: list[str]) -> None:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
-                pipeline.hmget(Job.key_for(job_id), "data", FIELD_ATTEMPTS)
+                pipeline.hmget(_raw(Job.key_for(job_id)), "data", FIELD_ATTEMPTS)
             # A key that is no hash is one unreadable job, not a failure of the look.
             for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
                 data, deaths = (None, None) if isinstance(reply, Exception) else reply
                 self._known[job_id] = _Waiting(agent_in(data), suspect=as_count(deaths) >= self._suspect_after)
+
+
+def _text(job_id: bytes) -> str:
+    """Any bytes can be pushed onto a list; what is no text comes back from `_raw` unchanged."""
+    return job_id.decode(errors="surrogateescape")
+
+
+def _raw(job_id: str) -> bytes:
+    return job_id.encode(errors="surrogateescape")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from redis import Redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 
@@ -73,7 +73,9 @@ def connect(redis_url: str) -> Redis:
     """
     shown = mask_password(redis_url)
     try:
-        connection = Redis.from_url(redis_url, retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), 3))
+        # No hidden second tries: a transaction whose reply was lost may have been carried out, and every caller here
+        # looks at what is so before it tries again.
+        connection = Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), socket_keepalive=True)
         version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
     except (AuthenticationError, ResponseError) as error:
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None

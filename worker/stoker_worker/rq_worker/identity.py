@@ -8,7 +8,6 @@ from redis import Redis
 from rq.command import parse_payload
 from rq.executions import Execution
 from rq.job import Job
-from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 
@@ -63,8 +62,12 @@ class RqIdentity(BaseWorker):
 
     def handle_payload(self, message: Any) -> None:
         """A command from RQ's pubsub thread. Stock handlers know one current job; here there are many."""
-        payload = parse_payload(message)
-        command = payload.get("command")
+        try:
+            payload = parse_payload(message)
+            command = payload.get("command")
+        except (ValueError, AttributeError, TypeError) as error:  # anybody may publish anything
+            log.warning("command ignored: %s", error)
+            return
         if command == "shutdown":
             self.on_shutdown()
         elif command == "stop-job":
@@ -75,9 +78,6 @@ class RqIdentity(BaseWorker):
                 self.on_stop_job(execution.job_id)
         else:
             log.warning("command ignored: %s", command)
-
-    def queue_of(self, job: Job) -> Queue:
-        return Queue(job.origin, connection=self.connection, job_class=JsonJob, serializer=JSONSerializer)
 
     def settle_state(self) -> None:
         """Say `idle` when nothing runs: RQ sets `busy` with each execution and `idle` only in its own loop."""

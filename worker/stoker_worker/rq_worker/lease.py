@@ -57,10 +57,7 @@ class Lease:
 
     def renew(self) -> bool:
         """Push the expiry out; ``False`` when somebody else holds a queue: this worker is deposed."""
-        return all(
-            self._renew(keys=[LEASE_KEY.format(queue=queue)], args=[value, self._ttl_ms]) == 1
-            for queue, value in self._held.items()
-        )
+        return all(self._renew_one(queue, value) for queue, value in self._held.items())
 
     def release(self) -> None:
         for queue, value in self._held.items():
@@ -68,12 +65,18 @@ class Lease:
         self._held.clear()
 
     def is_ours(self, queue: str) -> bool:
+        """Whether nobody else has taken the queue. A lease that ran out while Redis was away is taken up again: only
+        another holder's value deposes us."""
         value = self._held.get(queue)
-        return value is not None and self._connection.get(LEASE_KEY.format(queue=queue)) == value.encode()
+        return value is not None and self._renew_one(queue, value)
 
     def held_value(self, queue: str) -> str:
         """What stands in the queue's lease key while it is ours: scripts compare it before they write."""
         return self._held[queue]
+
+    def _renew_one(self, queue: str, value: str) -> bool:
+        renewed: int = self._renew(keys=[LEASE_KEY.format(queue=queue)], args=[value, self._ttl_ms])
+        return renewed == 1
 
     def _acquire_one(self, queue: str) -> None:
         fence = int(self._connection.incr(FENCE_KEY.format(queue=queue)))
@@ -85,14 +88,24 @@ class Lease:
             if held is None:
                 self._held[queue] = mine
                 return
-            believed = held.decode()
-            holder = json.loads(believed)
+            believed = held.decode(errors="replace")
+            holder = _holder(believed)
             if not _identity(holder).is_certainly_dead():
                 break
         raise QueueHeld(
             f"queue {queue!r} is held by worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}; "
             f"if that worker is gone, its lease runs out in {self._ttl_ms / 1000:g} s"
         )
+
+
+def _holder(value: str) -> dict[str, Any]:
+    """What a lease key says of its holder; placeholders where it says nothing."""
+    unknown = {"worker": "unknown", "host": "unknown", "boot": "", "pid": 0, "started": ""}
+    try:
+        said = json.loads(value)
+    except ValueError:
+        said = {}
+    return unknown | said if isinstance(said, dict) else unknown
 
 
 def _identity(holder: dict[str, Any]) -> ProcessIdentity:

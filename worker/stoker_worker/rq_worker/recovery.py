@@ -5,8 +5,9 @@ orphan: its owner is dead, or deposed and barred from ending it.
 """
 
 import logging
+import re
 from collections.abc import Iterator
-from typing import cast
+from typing import Final, cast
 
 from redis import Redis
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution
@@ -14,13 +15,14 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
-from rq.utils import as_text, parse_composite_key
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
 from stoker_worker.rq_worker.identity import NAME_PREFIX
 from stoker_worker.rq_worker.requeue import InFlight
 
 log = logging.getLogger(__name__)
+
+_ENTRY: Final = re.compile(rb"[A-Za-z0-9_-]+:[A-Za-z0-9_-]+")
 
 
 class Recovery:
@@ -31,13 +33,14 @@ class Recovery:
         self._queues = queues
         self._worker_name = worker_name
 
-    def orphans(self, own_job_ids: frozenset[str]) -> list[InFlight]:
+    def orphans(self, own_execution_ids: frozenset[str]) -> list[InFlight]:
         """Jobs in flight that nobody runs, latest enqueued first: put back in this order they end up in queue order.
 
         Args:
-            own_job_ids: jobs this worker has in flight or is claiming right now.
+            own_execution_ids: executions of this worker that it knows of. One it does not know of was begun by a claim
+                whose connection broke.
         """
-        found = [orphan for queue in self._queues for orphan in self._of(queue) if orphan.job_id not in own_job_ids]
+        found = [orphan for queue in self._queues for orphan in self._of(queue, own_execution_ids)]
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:
                 pipeline.hget(Job.key_for(orphan.job_id), "enqueued_at")
@@ -58,21 +61,26 @@ class Recovery:
                         pipeline.delete(key, WORKER_EXECUTIONS_KEY_TEMPLATE.format(name))
                         pipeline.execute()
 
-    def _of(self, queue_name: str) -> Iterator[InFlight]:
+    def _of(self, queue_name: str, own_execution_ids: frozenset[str]) -> Iterator[InFlight]:
         started = StartedJobRegistry(queue_name, connection=self._connection)
-        members = [as_text(cast(bytes, member)) for member in self._connection.zrange(started.key, 0, -1)]
+        entries = cast(list[bytes], self._connection.zrange(started.key, 0, -1))
+        # Anything else is no entry of RQ's, and no business of ours.
+        members = [member.decode() for member in entries if _ENTRY.fullmatch(member)]
         executions = [Execution.from_composite_key(member, connection=self._connection) for member in members]
         with self._connection.pipeline(transaction=False) as pipeline:
             for execution in executions:
                 pipeline.hget(execution.key, "worker_name")
-            owners = [(owner or b"").decode() for owner in pipeline.execute()]
+            owners = [(owner or b"").decode(errors="replace") for owner in pipeline.execute()]
         for execution, owner in zip(executions, owners, strict=True):
             execution.worker_name = owner
+            if owner == self._worker_name:
+                if execution.id not in own_execution_ids:
+                    yield InFlight(execution.job_id, queue_name, execution)
             # A stock RQ worker on our queue is alive or not by RQ's own rules; an execution nobody owns is nobody's.
-            if owner != self._worker_name and (owner == "" or owner.startswith(NAME_PREFIX)):
-                yield InFlight(execution.job_id, queue_name, execution)
-        running = {parse_composite_key(member)[0] for member in members}
+            elif owner == "" or owner.startswith(NAME_PREFIX):
+                yield InFlight(execution.job_id, queue_name, execution, owner_died=True)
+        running = {execution.job_id for execution in executions}
         intermediate = IntermediateQueue(Queue(queue_name, connection=self._connection).key, self._connection)
-        for job_id in intermediate.get_job_ids():
-            if job_id not in running:
+        for entry in cast(list[bytes], self._connection.lrange(intermediate.key, 0, -1)):
+            if entry.isascii() and (job_id := entry.decode()) not in running:
                 yield InFlight(job_id, queue_name, None)

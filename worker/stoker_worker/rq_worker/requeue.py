@@ -10,24 +10,25 @@ from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
-from stoker_shared.wire import FIELD_ATTEMPTS
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_worker.rq_worker.lease import Lease
 
-Outcome = Literal["requeued", "exhausted", "ended"]
+Outcome = Literal["requeued", "ended"]
 
-# Nothing is written unless the job still stands where a claimed or started job stands, so doing this twice, or after
+# Nothing is written by a worker that lost its lease: what it has in flight is the new holder's to put back. And nothing
+# is written unless the job still stands where a claimed or started job stands, so doing this twice, or after
 # the job was finished, canceled or deleted by somebody else, changes nothing.
 _REQUEUE = """
+if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
 local queue, intermediate, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local job_id, member, execution_id, counts, max_attempts = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local claimed = redis.call('LREM', intermediate, 1, job_id)
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
 if claimed == 0 and not started then return 'ended' end
 local status = redis.call('HGET', job, 'status')
 local runs = status == 'started' or status == 'queued'
 if runs and started and counts == '1' then
-  local deaths = (tonumber(redis.call('HGET', job, ARGV[6])) or 0) + 1
-  redis.call('HSET', job, ARGV[6], deaths)
-  if deaths >= max_attempts then return 'exhausted' end
+  redis.call('HSET', job, ARGV[5], (tonumber(redis.call('HGET', job, ARGV[5])) or 0) + 1)
 end
 if started then
   redis.call('ZREM', wip, member)
@@ -45,30 +46,31 @@ return 'requeued'
 
 @dataclass(frozen=True)
 class InFlight:
-    """A job id out of its queue. `execution` is ``None`` for one that was claimed but not started."""
+    """A job id out of its queue.
+
+    Attributes:
+        execution: ``None`` for one that was claimed but not started.
+        owner_died: its worker is gone; else it is our own, left over from a lost connection.
+    """
 
     job_id: str
     queue: str
     execution: Execution | None
+    owner_died: bool = False
 
 
 class Requeue:
     """Puts jobs back."""
 
-    def __init__(self, connection: Redis, *, max_attempts: int) -> None:
-        """
-        Args:
-            max_attempts: a job that is lost this many times is not put back.
-        """
+    def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
+        self._lease = lease
         self._script = connection.register_script(_REQUEUE)
-        self._max_attempts = max_attempts
 
     def __call__(self, lost: InFlight, *, counts_as_attempt: bool) -> Outcome:
         """
         Returns:
-            ``requeued``; ``exhausted`` when it was lost too often (it then still stands as started, to be failed); or
-            ``ended`` when there was nothing to put back.
+            ``requeued``, or ``ended`` when there was nothing to put back, or the queue is not ours any more.
         """
         queue_key = Queue(lost.queue, connection=self._connection).key
         execution = lost.execution
@@ -81,14 +83,15 @@ class Requeue:
             execution.key if execution else "",
             ExecutionRegistry(lost.job_id, connection=self._connection).key,
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
+            LEASE_KEY.format(queue=lost.queue),
         ]
         args = [
             lost.job_id,
             member,
             execution.id if execution else "",
             int(counts_as_attempt),
-            self._max_attempts,
             FIELD_ATTEMPTS,
+            self._lease.held_value(lost.queue),
         ]
         outcome: Outcome = self._script(keys=keys, args=args).decode()
         return outcome

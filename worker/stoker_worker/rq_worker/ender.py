@@ -1,0 +1,136 @@
+"""Ends jobs with RQ's own transactions, once, and only while they are ours. Finaliser thread (inbox: refused jobs).
+
+Owns the check of ownership. For a finished job the check stands inside the transaction: a reply that got lost, or a
+process that slept between looking and writing, cannot make a second result.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
+from rq.job import Job, JobStatus
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+
+from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
+from stoker_shared.wire import LEASE_KEY, META_PARTIAL
+from stoker_worker.rq_worker.handle import RqHandle
+from stoker_worker.rq_worker.identity import RqIdentity
+from stoker_worker.rq_worker.json_job import JsonJob
+from stoker_worker.rq_worker.lease import Lease
+
+
+class OwnedQueue(Queue):
+    """A queue whose part in RQ's success transaction begins with a check.
+
+    RQ calls `move_dependents_to_ready` inside its WATCH loop, before the transaction and again for each new try.
+    """
+
+    check: Callable[[Pipeline], None]
+
+    def move_dependents_to_ready(
+        self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
+    ) -> dict[str, list[str]]:
+        if pipeline is not None:
+            self.check(pipeline)
+        return super().move_dependents_to_ready(job, pipeline, *args, **options)
+
+
+class JobEnder:
+    """The last word on jobs of this worker."""
+
+    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease) -> None:
+        self._connection = connection
+        self._identity = identity
+        self._lease = lease
+
+    def owns(self, handle: RqHandle) -> bool:
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.zscore(handle.job.started_job_registry.key, handle.execution.composite_key)
+            pipeline.hget(handle.job.key, "status")
+            entry, status = pipeline.execute()
+        held = entry is not None and status == JobStatus.STARTED.value.encode()
+        return held and self._lease.is_ours(handle.job.origin)
+
+    def finish(self, handle: RqHandle, result: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            OwnershipLost: the execution is not ours (any more), or it is finished already.
+        """
+        rq_job, queue = handle.job, self._opened(handle)
+        self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
+        rq_job._result = dict(result)
+        rq_job._status = JobStatus.FINISHED
+        self._identity.handle_job_success(
+            job=rq_job,
+            queue=queue,
+            started_job_registry=queue.started_job_registry,
+            execution=handle.execution,
+        )
+
+    def fail(
+        self, handle: RqHandle, error: Exception, *, partial_text: str | None = None, may_retry: bool = True
+    ) -> None:
+        """
+        Raises:
+            OwnershipLost: the execution is not ours (any more).
+            RedisUnavailable: RQ could not write it.
+        """
+        rq_job, queue = handle.job, self._opened(handle)
+        if partial_text is not None:
+            rq_job.meta[META_PARTIAL] = partial_text
+            rq_job.save_meta()
+        if isinstance(error, RequestError) or not may_retry:
+            rq_job.retries_left = 0  # the same request fails the same way
+        self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
+
+    def stop(self, handle: RqHandle) -> None:
+        """End a job that was stopped on request, canceled or deleted."""
+        if self.owns(handle):
+            self._identity._stopped_job_id = handle.job.id
+            self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
+        else:
+            self.clean_up(handle)
+
+    def clean_up(self, handle: RqHandle) -> None:
+        """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.
+
+        One that still stands as started is left: whoever holds the queue now has to find it to put it back.
+        """
+        if self._connection.hget(handle.job.key, "status") == JobStatus.STARTED.value.encode():
+            return
+        with self._connection.pipeline() as pipeline:
+            self._identity.cleanup_execution(handle.job, pipeline=pipeline, execution=handle.execution)
+            pipeline.execute()
+
+    def _opened(self, handle: RqHandle) -> OwnedQueue:
+        if not self.owns(handle):
+            raise OwnershipLost(f"job {handle.job.id} is no longer this worker's")
+        queue = OwnedQueue(handle.job.origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+        queue.check = lambda pipeline: self._check(pipeline, handle)
+        return queue
+
+    def _check(self, pipeline: Pipeline, handle: RqHandle) -> None:
+        """Watch what says that the execution is ours, then look: a change from here on undoes the transaction."""
+        lease_key = LEASE_KEY.format(queue=handle.job.origin)
+        pipeline.watch(lease_key, handle.execution.key)  # type: ignore[no-untyped-call]
+        there = pipeline.exists(handle.execution.key)
+        if not there or pipeline.get(lease_key) != self._lease.held_value(handle.job.origin).encode():
+            raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
+
+    def _write_failure(self, handle: RqHandle, queue: Queue, reason: str) -> None:
+        rq_job = handle.job
+        rq_job._status = JobStatus.FAILED
+        self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
+        self._identity.handle_job_failure(
+            job=rq_job,
+            queue=queue,
+            started_job_registry=queue.started_job_registry,
+            exc_string=reason,
+            execution=handle.execution,
+        )
+        # RQ logs and swallows a failure of its own transaction; the job would stay "started" under a live worker.
+        entry = self._connection.zscore(queue.started_job_registry.key, handle.execution.composite_key)
+        if entry is not None:
+            raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written")

@@ -1,0 +1,110 @@
+"""From a claimed id to a started job, or to one that is refused with a line. Inbox thread.
+
+Owns nothing between two calls. Whatever a stranger wrote into Redis costs that one job, never the ones beside it.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Final, cast
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+from rq.exceptions import NoSuchJobError
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import JobStatus
+from rq.queue import Queue
+
+from stoker_shared.errors import PayloadRefused, RequestError
+from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, FIELD_ATTEMPTS
+from stoker_worker.ports import ClaimedJob, Delivery
+from stoker_worker.rq_worker.handle import RqHandle
+from stoker_worker.rq_worker.identity import RqIdentity
+from stoker_worker.rq_worker.json_job import JsonJob, as_count
+
+log = logging.getLogger(__name__)
+
+_RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
+_OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
+
+
+class JobStarter:
+    """Starts jobs in RQ's terms: execution, registry entry, status."""
+
+    def __init__(
+        self, connection: Redis, identity: RqIdentity, *, refuse: Callable[[RqHandle, RequestError], None]
+    ) -> None:
+        """
+        Args:
+            refuse: ends a started job that cannot be run.
+        """
+        self._connection = connection
+        self._identity = identity
+        self._refuse = refuse
+
+    def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
+        """``None`` when there is nothing to run behind the id, or what is there was refused.
+
+        Raises:
+            RedisError: the server went away in between; recovery finds what was begun.
+        """
+        try:
+            rq_job, broken = self._read(job_id)
+        except ResponseError as error:  # the key is no hash
+            log.error("%s is no job, its id is dropped: %s", job_id, error)
+            rq_job = None
+        # A job that is over was canceled since the claim, or its id stood in the queue twice.
+        if rq_job is None or rq_job.get_status(refresh=False) in _OVER:
+            self.drop_id(queue_name, job_id)
+            return None
+        rq_job.origin = queue_name
+        handle = RqHandle(rq_job, self._identity.prepare_execution(rq_job))
+        self._identity.prepare_job_execution(rq_job, remove_from_intermediate_queue=True)
+        try:
+            if broken is not None:
+                raise broken
+            deaths = as_count(cast(bytes | None, self._connection.hget(rq_job.key, FIELD_ATTEMPTS)))
+            return _claimed(handle, rq_job.generation_request(), attempt=deaths + 1)
+        except RequestError as error:
+            log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
+            self._refuse(handle, error)
+            return None
+
+    def drop_id(self, queue_name: str, job_id: str) -> None:
+        """Forget a claimed id behind which there is nothing to run."""
+        queue_key = Queue(queue_name, connection=self._connection).key
+        IntermediateQueue(queue_key, self._connection).remove(job_id)
+
+    def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
+        """The job, and why it cannot be read, if so; no job when there is none (any more)."""
+        if not _RQ_JOB_ID.fullmatch(job_id):
+            log.error("%r is not an id RQ allows; it is dropped", job_id)
+            return None, None
+        try:
+            return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection)), None
+        except NoSuchJobError:  # its time to live in the queue has passed
+            return None, None
+        except RedisError:
+            raise
+        except Exception as error:  # any field of the hash may hold anything
+            rq_job = JsonJob(job_id, connection=self._connection)
+            rq_job.data = b"[]"
+            return rq_job, PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
+
+
+def _claimed(handle: RqHandle, request: GenerationRequest, *, attempt: int) -> ClaimedJob:
+    rq_job, now = handle.job, time.time()
+    timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
+    return ClaimedJob(
+        job_id=rq_job.id,
+        queue=rq_job.origin,
+        request=request,
+        delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left),
+        attempt=attempt,
+        enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
+        claimed_at=now,
+        deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
+        handle=handle,
+    )
