@@ -42,6 +42,12 @@ def test_a_pickle_is_refused_without_being_loaded(compress):
     assert agent_in(data) is None
 
 
+@pytest.mark.parametrize("field", ["meta", "result"])
+def test_pickles_in_a_jobs_other_fields_are_not_loaded_either(field):
+    job = restored(payload(), **{field: pickle.dumps({"x": Bomb()})})
+    assert job.generation_request().agent_id == "a"
+
+
 @pytest.mark.parametrize(
     ("data", "named"),
     [

@@ -114,9 +114,11 @@ class JobEnder:
     def _check(self, pipeline: Pipeline, handle: RqHandle) -> None:
         """Watch what says that the execution is ours, then look: a change from here on undoes the transaction."""
         lease_key = LEASE_KEY.format(queue=handle.job.origin)
-        pipeline.watch(lease_key, handle.execution.key)  # type: ignore[no-untyped-call]
+        pipeline.watch(lease_key, handle.execution.key, handle.job.key)  # type: ignore[no-untyped-call]
+        started = pipeline.hget(handle.job.key, "status") == JobStatus.STARTED.value.encode()
         there = pipeline.exists(handle.execution.key)
-        if not there or pipeline.get(lease_key) != self._lease.held_value(handle.job.origin).encode():
+        mine = pipeline.get(lease_key) == self._lease.held_value(handle.job.origin).encode()
+        if not (started and there and mine):
             raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
 
     def _write_failure(self, handle: RqHandle, queue: Queue, reason: str) -> None:

@@ -26,15 +26,15 @@ class JsonJob(Job):
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
 
     def restore(self, raw_data: Any) -> Any:
+        # Before anything is read: RQ restores `meta` and old results with it, and its default is pickle.
+        self.serializer = JSONSerializer
         data = raw_data.get(b"data", b"")
         text = _decompress(data)
         if len(text) > _MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             raw_data = {**raw_data, b"data": b"[]"}
         super().restore(raw_data)
-        self.raw_created_at = raw_data.get(b"created_at", b"").decode()
-        # Whatever the producer's serializer was, a result and meta are written as JSON.
-        self.serializer = JSONSerializer
+        self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
 
     def _deserialize_data(self) -> None:
         try:

@@ -75,7 +75,8 @@ class JobStarter:
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id behind which there is nothing to run."""
         queue_key = Queue(queue_name, connection=self._connection).key
-        IntermediateQueue(queue_key, self._connection).remove(job_id)
+        key = IntermediateQueue.get_intermediate_queue_key(queue_key)
+        self._connection.lrem(key, 1, job_id.encode(errors="surrogateescape"))  # type: ignore[arg-type]
 
     def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
         """The job, and why it cannot be read, if so; no job when there is none (any more)."""

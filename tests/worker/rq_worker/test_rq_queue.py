@@ -1,0 +1,223 @@
+"""The queue adapter: one end for each job, and none that is not ours to write."""
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from stoker import Producer
+from stoker_shared.errors import GenerationTimedOut, OwnershipLost
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url):
+    return Producer(redis_url)
+
+
+@pytest.fixture
+def queue(redis_url):
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+        yield opened.rq_queue
+
+
+def submit(producer, *agents):
+    return [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
+
+
+def claim(queue, limit=8):
+    return queue.claim(limit, frozenset())
+
+
+def places(connection, job_id):
+    """Every list and registry of RQ's in which the id stands."""
+    lists = {name: connection.lrange(f"rq:queue:{name}", 0, -1) for name in ("generate", "generate:intermediate")}
+    sets = {name: connection.zrange(f"rq:{name}:generate", 0, -1) for name in ("wip", "finished", "failed", "canceled")}
+    entries = {name: [entry.decode().split(":")[0] for entry in found] for name, found in (lists | sets).items()}
+    return [name for name, ids in entries.items() for found in ids if found == job_id]
+
+
+def taken_over(connection):
+    connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
+
+
+def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    assert (job.job_id, job.attempt, job.request.agent_id) == (job_id, 1, "a")
+    assert places(connection, job_id) == ["wip"]
+    assert queue.owns(job)
+    queue.finish(job, RESULT)
+    assert places(connection, job_id) == ["finished"]
+    assert Job.fetch(job_id, connection, JSONSerializer).return_value() == RESULT
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+def test_finishing_twice_as_after_a_lost_reply_leaves_one_result(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    queue.finish(job, RESULT)
+    with pytest.raises(OwnershipLost):
+        queue.finish(job, RESULT)
+    assert connection.xlen(f"rq:results:{job_id}") == 1
+
+
+def test_a_take_over_between_looking_and_writing_undoes_the_write(connection, producer, queue, monkeypatch):
+    """What a process does that slept exactly there."""
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    real = queue._ender._check
+
+    def look_then_sleep(pipeline, handle):
+        real(pipeline, handle)
+        taken_over(connection)
+
+    monkeypatch.setattr(queue._ender, "_check", look_then_sleep)
+    with pytest.raises(OwnershipLost):
+        queue.finish(job, RESULT)
+    assert connection.xlen(f"rq:results:{job_id}") == 0
+    assert places(connection, job_id) == ["wip"]
+
+
+def test_a_deposed_worker_ends_nothing_puts_nothing_back_and_leaves_what_the_next_must_find(
+    connection, producer, queue
+):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    taken_over(connection)
+    assert not queue.owns(job)
+    assert not queue.beat()
+    for end in (lambda: queue.finish(job, RESULT), lambda: queue.fail(job, ValueError("x"))):
+        with pytest.raises(OwnershipLost):
+            end()
+    queue.give_back([job], counts_as_attempt=False)
+    queue.drop(job)
+    assert queue.recover() == 0
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["wip"]
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"started"
+
+
+def test_a_lease_that_ran_out_while_redis_was_away_is_still_ours(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    assert queue.owns(job)
+    queue.finish(job, RESULT)
+    assert places(connection, job_id) == ["finished"]
+
+
+@pytest.mark.parametrize("step", ["prepare_execution", "prepare_job_execution"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_claim_broken_off_half_way_is_found_again_and_costs_no_attempt(
+    connection, producer, queue, monkeypatch, step, when
+):
+    ids = submit(producer, "a", "b", "c")
+    real, calls = getattr(queue._identity, step), []
+
+    def breaking(*args, **options):
+        calls.append(args)
+        if len(calls) == 2 and when == "before":
+            raise RedisConnectionError("gone")
+        done = real(*args, **options)
+        if len(calls) == 2:
+            raise RedisConnectionError("gone")
+        return done
+
+    monkeypatch.setattr(queue._identity, step, breaking)
+    (first,) = claim(queue)
+    monkeypatch.undo()
+    assert first.job_id == ids[0]
+    queue.recover()
+    queue.recover()
+    assert places(connection, ids[0]) == ["wip"]
+    assert [places(connection, job_id) for job_id in ids[1:]] == [["generate"]] * 2
+    assert [job.job_id for job in claim(queue)] == ids[1:]
+    assert not connection.hexists(f"rq:job:{ids[1]}", FIELD_ATTEMPTS)
+
+
+def test_a_dead_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, connection, producer):
+    ids = submit(producer, "a", "b", "c")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        assert len(claim(dead.rq_queue, limit=2)) == 2
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        assert alive.rq_queue.recover() == 2
+        assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+        assert [job.attempt for job in claim(alive.rq_queue)] == [2, 2, 1]
+        assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.identity.name}".encode()}
+
+
+def test_jobs_given_back_stand_in_front_in_their_order_and_cost_no_attempt(connection, producer, queue):
+    ids = submit(producer, "a", "b", "c")
+    jobs = claim(queue, limit=2)
+    queue.give_back(jobs, counts_as_attempt=False)
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+    assert [job.attempt for job in claim(queue)] == [1, 1, 1]
+
+
+def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    backlog = queue._backlogs["generate"]
+    real = backlog.claim
+
+    def claim_then_cancel(*args, **options):
+        claimed = real(*args, **options)
+        Job.fetch(job_id, connection, JSONSerializer).cancel()
+        return claimed
+
+    monkeypatch.setattr(backlog, "claim", claim_then_cancel)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["canceled"]
+
+
+def test_an_id_that_stands_in_the_queue_twice_runs_once(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    connection.rpush("rq:queue:generate", job_id)
+    (job,) = claim(queue)
+    assert claim(queue) == []
+    queue.finish(job, RESULT)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["finished"]
+    assert connection.xlen(f"rq:results:{job_id}") == 1
+
+
+@pytest.mark.parametrize("junk", [b"\xff\xfe", b"a b", b"x:y", b"new\nline", b"", "é".encode()])
+def test_ids_that_rq_does_not_allow_are_dropped_and_hold_up_nothing(connection, producer, queue, junk):
+    connection.rpush("rq:queue:generate", junk)
+    connection.rpush("rq:queue:generate:intermediate", junk)
+    connection.zadd("rq:wip:generate", {junk: 1, junk + b":" + junk: 2})
+    (job_id,) = submit(producer, "a")
+    queue.recover()
+    assert [job.job_id for job in claim(queue)] == [job_id]
+
+
+def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, redis_url, queue):
+    from rq import Queue, Retry
+
+    from stoker_shared.wire import TASK_PATH
+
+    plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+    request = {"agent_id": "a", "prompt": "x"}
+    job_id = plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id
+    (job,) = claim(queue)
+    queue.fail(job, GenerationTimedOut("late"), "so far")
+    assert places(connection, job_id) == ["generate"]
+    (job,) = claim(queue)
+    queue.fail(job, GenerationTimedOut("late"), "so far")
+    assert places(connection, job_id) == ["failed"]
+    failed = Job.fetch(job_id, connection, JSONSerializer)
+    assert failed.meta["partial"] == "so far"
+    assert failed.latest_result().exc_string == "GenerationTimedOut: late"
