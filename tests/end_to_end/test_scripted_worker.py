@@ -127,6 +127,21 @@ def test_a_job_that_kills_its_worker_three_times_is_failed_with_the_reason(produ
     assert beside.result(timeout_s=1).finish_reason == "length"
 
 
+def test_a_broken_engine_stops_the_worker_loudly_and_its_jobs_are_given_back(producer, redis_url, connection, store):
+    breaking = producer.submit(agent_id="breaking", prompt="break now", max_tokens=5)
+    beside = producer.submit(agent_id="beside", prompt="x", max_tokens=400)
+    with running_worker(redis_url, store) as worker:
+        assert worker.wait() == 1
+        assert "EngineFailed: the engine broke" in worker.log.strip().splitlines()[-1]
+    assert registries(connection)["queued"] == [breaking.job_id, beside.job_id]
+    for log_name in ("2.log", "3.log", "4.log"):
+        with running_worker(redis_url, store, "--burst", log_name=log_name) as worker:
+            worker.wait()
+    with pytest.raises(JobFailed, match="WorkerLostTooOften"):
+        breaking.result(timeout_s=1)
+    assert beside.result(timeout_s=1).finish_reason == "length"
+
+
 def test_a_second_worker_on_the_same_queue_refuses_and_names_the_first(redis_url, store, tmp_path):
     with running_worker(redis_url, store) as first:
         first.wait_until_ready()

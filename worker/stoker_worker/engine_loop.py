@@ -96,7 +96,7 @@ class EngineLoop(threading.Thread):
             except Exception as error:
                 self._to_finaliser(Ended(prepared.job, prepared, error=error))
                 continue
-            self._running[uid] = prepared
+            self._running[uid] = prepared.without_arrays()
 
     def _cancel(self, engine: GenerationEnginePort) -> None:
         for uid, prepared in list(self._running.items()):

@@ -61,8 +61,7 @@ class Finaliser(threading.Thread):
         self._retry_s = retry_s
         self._ended: SimpleQueue[Ended | None] = SimpleQueue()
         self._abandon = threading.Event()
-        self._given_up: list[ClaimedJob] = []
-        self._broken: list[ClaimedJob] = []
+        self._left: list[tuple[ClaimedJob, bool]] = []  # jobs to give back, and whether that counts as an attempt
 
     def put(self, ended: Ended) -> None:
         self._ended.put(ended)
@@ -97,7 +96,7 @@ class Finaliser(threading.Thread):
             assert ended.prepared is not None
             self._finish(ended.prepared, ended.completion)
         elif isinstance(ended.error, EngineFailed) and ended.completion is None:
-            self._broken.append(job)
+            self._left.append((job, True))
         elif ended.error is not None or (ended.completion is not None and ended.completion.error is not None):
             error = ended.error or (ended.completion.error if ended.completion else None)
             self._fail(job, error or EngineFailed("unknown"))
@@ -106,7 +105,7 @@ class Finaliser(threading.Thread):
 
     def _end_cancelled(self, job: ClaimedJob, completion: Completion | None) -> None:
         if job.cancel.reason == "stopping":
-            self._given_up.append(job)
+            self._left.append((job, False))
         elif job.cancel.reason == "timed out":
             tokens = len(completion.generated_ids) if completion else 0
             error = GenerationTimedOut(f"the job's timeout passed after {tokens} generated tokens")
@@ -198,15 +197,15 @@ class Finaliser(threading.Thread):
 
     def _give_back(self) -> None:
         """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""
-        for jobs, counts in ((self._broken, True), (self._given_up, False)):
-            if not jobs:
-                continue
-            in_order = sorted(jobs, key=lambda job: job.claimed_at)
-            try:
-                self._when_redis_is_there(partial(self._queue.give_back, in_order, counts_as_attempt=counts))
-                log.info("%d jobs given back", len(in_order))
-            except RedisError:
-                log.exception("%d jobs not given back; the next worker recovers them", len(in_order))
+        left = sorted(self._left, key=lambda entry: entry[0].claimed_at, reverse=True)  # the first has to go last
+        try:
+            for job, counts in left:
+                self._when_redis_is_there(partial(self._queue.give_back, [job], counts_as_attempt=counts))
+        except (RedisError, RedisUnavailable):
+            log.exception("not all of %d jobs given back; the next worker recovers them", len(left))
+        else:
+            if left:
+                log.info("%d jobs given back", len(left))
 
     def _when_redis_is_there(self, call: Callable[[], T]) -> T:
         while True:

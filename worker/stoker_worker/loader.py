@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,7 +39,12 @@ class Prepared:
     prompt: Prompt
     restored: Restored
     work: GenerationWork
+    cached_tokens: int
     submitted_at: float
+
+    def without_arrays(self) -> "Prepared":
+        """The same without the restored cache: once the engine has its own copy, nobody else needs one."""
+        return replace(self, restored=replace(self.restored, prefix=None), work=replace(self.work, prefix=None))
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,8 @@ class Loader(threading.Thread):
             prefix=restored.prefix,
             save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
         )
-        return Prepared(job, agent, prompt, restored, work, submitted_at=time.time())
+        cached_tokens = restored.prefix.n_tokens if restored.prefix else 0
+        return Prepared(job, agent, prompt, restored, work, cached_tokens, submitted_at=time.time())
 
     def _agent(self, job: ClaimedJob) -> AgentVersion:
         request = job.request

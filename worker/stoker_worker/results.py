@@ -13,7 +13,6 @@ def build_result(
     timing = completion.timing
     in_engine_s = timing.waited_s + timing.prefill_s + timing.decode_s
     ended_at = prepared.submitted_at + in_engine_s
-    prefix = prepared.work.prefix
     return GenerationResult(
         job_id=job.job_id,
         agent_id=job.request.agent_id,
@@ -21,7 +20,7 @@ def build_result(
         finish_reason="length" if completion.ended_by == "length" else "stop",
         usage=Usage(
             prompt_tokens=len(prepared.work.prompt_ids),
-            cached_tokens=prefix.n_tokens if prefix else 0,
+            cached_tokens=prepared.cached_tokens,
             completion_tokens=len(completion.generated_ids),
         ),
         cache=cache,

@@ -7,7 +7,7 @@ in as token ids and a restored prefix, and leaves as tokens, text and the cache 
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlx_lm.generate import BatchGenerator
@@ -129,6 +129,7 @@ class BlockPoolBatchEngine:
             all_tokens=[list(work.prompt_ids[:reused])],
             samplers=[row_sampler(work.request)],
         )
+        row.work = replace(work, prefix=None)  # the generator has its own copy
         self._batch[row.generator_uid] = row
 
     def _advance(self, responses: Any) -> Iterator[Completion]:

@@ -8,6 +8,7 @@ What it answers depends on the last line of the prompt (or of the last message):
 
 * ``say TEXT``: TEXT, then end of sequence;
 * ``fail WHY``: the sequence fails in the engine;
+* ``break WHY``: the engine itself breaks, with every sequence in it;
 * ``crash``: the process kills itself as ``kill -9`` would;
 * anything else: words made from a hash of the whole prompt, until ``max_tokens``.
 """
@@ -143,6 +144,8 @@ class ScriptedEngine:
         words = _last_line(row.work).split(" ", 1)
         if words == ["crash"]:
             os.kill(os.getpid(), signal.SIGKILL)
+        if words[0] == "break":
+            raise EngineFailed(words[-1])
         if words[0] == "fail":
             error = EngineFailed(words[-1])
         if error is not None:
