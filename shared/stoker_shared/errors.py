@@ -84,7 +84,7 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """The RQ job is not a JSON generation job: a pickle, another function, callbacks that are not allowed."""
+    """The RQ job is not a JSON generation job: a pickle, another function, or one with callbacks."""
 
 
 class AgentMemoryError(StokerError):

@@ -36,7 +36,7 @@ FIELD_ATTEMPTS: Final = "stoker_attempts"
 """Field of the job hash that counts how often a dead worker had the job in flight."""
 
 FIELD_TOKENS: Final = "stoker_tokens"
-"""Field of the job hash: tokens generated so far, refreshed about once a second while the job runs."""
+"""Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""
 
 LEASE_KEY: Final = "stoker:lease:{queue}"
 """String: who works on this queue (JSON: worker, host, pid, boot, started, fence); expires with its heartbeat."""

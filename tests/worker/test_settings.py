@@ -11,6 +11,16 @@ def test_settings_describe_themselves_without_the_password():
     assert "redis://:***@host:1/0" in settings.describe()
 
 
+@pytest.mark.parametrize("url", ["redis://host/0?password=secret&x=1", "redis://user:secret@host/0?password=secret"])
+def test_passwords_in_the_query_are_not_shown_either(url):
+    assert "secret" not in read_settings({"redis_url": url}).describe()
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused():
+    with pytest.raises(ValueError, match="lease_ttl_s"):
+        read_settings({"lease_ttl_s": 3.0, "heartbeat_s": 2.0})
+
+
 def test_options_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BATCH", "3")
     monkeypatch.setenv("STOKER_GRACE_S", "7")

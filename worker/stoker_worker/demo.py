@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from stoker import Producer, Ticket
-from stoker_shared.errors import ModelNotLoadable, StokerError
+from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
 from stoker_worker.engine.blas import advice_without_openblas, preload_openblas
 from stoker_worker.redis_server import EmbeddedServer
@@ -130,7 +130,7 @@ def _run_worker(tickets: Sequence[Ticket], model: str, redis_url: str, folder: P
             process.terminate()
     if process.returncode != 0:
         last_line = (log_path.read_text().strip().splitlines() or ["no output"])[-1]
-        raise ModelNotLoadable(f"the worker left with {process.returncode}: {last_line} (see {log_path})")
+        raise StokerError(f"the worker left with {process.returncode}: {last_line} (see {log_path})")
 
 
 def _progress(tickets: Sequence[Ticket]) -> Table:
@@ -184,6 +184,3 @@ def _demo_model(folder: Path, console: Console) -> str:
         console.print("importing SmolLM2-135M-Instruct from its GGUF file (once)")
         import_gguf(files[0], target)
     return str(target)
-
-
-__all__ = ["StokerError", "run_demo"]

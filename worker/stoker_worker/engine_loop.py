@@ -45,7 +45,7 @@ class EngineLoop(threading.Thread):
         try:
             engine, loaded = self._provider.load()
         except BaseException as error:  # the main thread raises it to the operator
-            self._provider.leave_thread()
+            self._leave()
             self.loaded.set_exception(error)
             return
         self.loaded.set_result(loaded)
@@ -58,8 +58,16 @@ class EngineLoop(threading.Thread):
             for uid in list(self._running):
                 self._hand_over(uid, error=failed)
         finally:
-            engine.close()
+            try:
+                engine.close()
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        try:
             self._provider.leave_thread()
+        except Exception:  # MLX itself may be what cannot be imported
+            log.debug("the engine thread could not be tidied", exc_info=True)
 
     def _serve(self, engine: GenerationEnginePort) -> None:
         while self._take_in(engine):

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from stoker_shared.errors import (
@@ -81,6 +81,8 @@ class Finaliser(threading.Thread):
             except OwnershipLost as error:
                 log.warning("result dropped: %s", error)
                 self._drop(ended.job)
+            except _REDIS_AWAY:  # only after `abandon`: a stop fails nothing, so the job is left as it stands
+                log.warning("job %s is left to recovery: Redis is away", ended.job.job_id)
             except Exception as error:
                 log.exception("job %s could not be ended as it should", ended.job.job_id)
                 self._fail_at_last(ended.job, error)
@@ -179,8 +181,8 @@ class Finaliser(threading.Thread):
     def _drop(self, job: ClaimedJob) -> None:
         try:
             self._queue.drop(job)
-        except RedisError:  # what is left of it expires by itself, or is recovered
-            log.warning("job %s: nothing could be cleaned up, Redis is away", job.job_id)
+        except Exception as error:  # what is left of it expires by itself, or is recovered
+            log.warning("job %s: nothing could be cleaned up (%s)", job.job_id, type(error).__name__)
 
     def _fail_at_last(self, job: ClaimedJob, error: Exception) -> None:
         try:
@@ -192,7 +194,7 @@ class Finaliser(threading.Thread):
     def _give_back_now(self, job: ClaimedJob) -> None:
         try:
             self._queue.give_back([job], counts_as_attempt=True)
-        except RedisError:
+        except Exception:
             log.exception("job %s could not be given back; recovery takes it up", job.job_id)
 
     def _give_back(self) -> None:
@@ -201,7 +203,7 @@ class Finaliser(threading.Thread):
         try:
             for job, counts in left:
                 self._when_redis_is_there(partial(self._queue.give_back, [job], counts_as_attempt=counts))
-        except (RedisError, RedisUnavailable):
+        except Exception:
             log.exception("not all of %d jobs given back; the next worker recovers them", len(left))
         else:
             if left:

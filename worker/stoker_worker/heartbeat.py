@@ -1,6 +1,7 @@
 """The heartbeat thread: shows that this worker lives, and nothing else.
 
-It has a thread of its own because nothing may delay it: not a long prefill, not a slow disk, not a claim.
+It has a thread of its own because no long prefill, no slow disk and no claim may delay it; it waits at most for the
+few milliseconds in which a job is just being ended.
 """
 
 import logging
@@ -33,6 +34,8 @@ class Heartbeat(threading.Thread):
                     return
             except RedisError as error:
                 log.warning("no heartbeat: Redis is away (%s)", type(error).__name__)
+            except Exception:  # a worker without a heartbeat would be taken for dead
+                log.exception("no heartbeat this time")
 
     def finish(self) -> None:
         self._stop_asked.set()

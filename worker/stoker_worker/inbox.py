@@ -93,6 +93,10 @@ class Inbox(threading.Thread):
         """Claim nothing more; `idle` is set once all that is in flight has ended."""
         self._draining.set()
 
+    def leave(self) -> None:
+        """End at once, whatever is in flight."""
+        self.idle.set()
+
     def cancel_all(self, reason: CancelReason) -> None:
         for job in self._admission.jobs:
             job.cancel.set(reason)

@@ -285,7 +285,7 @@ class Turn:
     Attributes:
         cache: cache of [start, stop) of `transcript.token_ids`; `start` is a multiple of the block size and all
             blocks before it are on disk; ``None`` saves the transcript alone.
-        result: the job's result as JSON, remembered for its delivery.
+        result_of: called with the new version's number; returns the result to remember and to finalise with.
     """
 
     agent_id: str
@@ -296,7 +296,6 @@ class Turn:
     cache_salt: str | None
     cache: CacheSlice | None
     result_of: Callable[[int], Mapping[str, Any]]
-    """Called with the new version's number; returns the result to remember and to finalise with."""
 
 
 class CacheStorePort(Protocol):

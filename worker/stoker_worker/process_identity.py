@@ -43,8 +43,9 @@ def _boot_id() -> str:
 def _start_token(pid: int) -> str | None:
     """``None`` when no process has this pid, or only a zombie does."""
     if platform.system() == "Darwin":
-        state_and_start = _output("ps", "-o", "state=,lstart=", "-p", str(pid)).split(maxsplit=1)
-        return None if len(state_and_start) < 2 or state_and_start[0].startswith("Z") else state_and_start[1].strip()
+        # One -o for each column: BSD's ps takes all that follows a "=" for that column's heading.
+        columns = _output("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid)).split(maxsplit=1)
+        return None if len(columns) < 2 or columns[0].startswith("Z") else columns[1].strip()
     try:
         # The command name, in parentheses, may hold anything: what follows its last ")" is what can be split.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -54,4 +55,5 @@ def _start_token(pid: int) -> str | None:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    plain = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}  # times are written in the caller's language and zone
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=plain).stdout.strip()

@@ -1,11 +1,12 @@
 """The worker's settings: read once, from options over ``STOKER_*`` variables over defaults."""
 
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stoker_shared.wire import DEFAULT_QUEUE
@@ -42,6 +43,12 @@ class WorkerSettings(BaseSettings):
             raise ValueError("must be a comma-separated list of different queue names")
         return ",".join(names)
 
+    @model_validator(mode="after")
+    def _lease_outlives_heartbeats(self) -> Self:
+        if self.lease_ttl_s < 2 * self.heartbeat_s:
+            raise ValueError("lease_ttl_s must be at least twice heartbeat_s, or a live worker loses its queue")
+        return self
+
     @property
     def queue_names(self) -> list[str]:
         return self.queues.split(",")
@@ -73,6 +80,12 @@ def read_settings(options: dict[str, Any]) -> WorkerSettings:
 def mask_password(url: str) -> str:
     """The URL with its password, if any, replaced by stars."""
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@", 1)))
+    query = re.sub(r"(?i)(password=)[^&]*", r"\1***", parts.query)
+    netloc = parts.netloc
+    if parts.password is not None:
+        netloc = netloc.replace(f":{parts.password}@", ":***@", 1)
+    return (
+        url
+        if (netloc, query) == (parts.netloc, parts.query)
+        else urlunsplit(parts._replace(netloc=netloc, query=query))
+    )

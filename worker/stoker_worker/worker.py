@@ -63,6 +63,7 @@ class Worker:
             QueueHeld: another worker took the queue over; its jobs are that worker's.
         """
         self._heartbeat.start()
+        self._recover_early()
         self._engine.start()
         try:
             model = self._load()
@@ -72,10 +73,18 @@ class Worker:
             self._heartbeat.finish()
             self._heartbeat.join()
 
+    def _recover_early(self) -> None:
+        """A dead worker's jobs need not look started while the model loads, which may take minutes."""
+        try:
+            if recovered := self._queue.recover():
+                log.warning("%d jobs of a dead worker are back in the queue", recovered)
+        except Exception:  # the inbox looks again
+            log.exception("no recovery yet")
+
     def _load(self) -> LoadedModel | None:
         """Wait for the model; ``None`` when told to stop meanwhile."""
         while not self._engine.loaded.done():
-            if self._stops:
+            if self._stops or self._deposed.is_set():
                 return None
             time.sleep(0.05)
         return self._engine.loaded.result()
@@ -113,6 +122,10 @@ class Worker:
         """Until nothing is in flight any more: the burst is done, or a stop has been carried out."""
         drain_until: float | None = None
         while not inbox.idle.wait(0.05):
+            if self._finaliser is not None and not self._finaliser.is_alive():
+                log.error("the finaliser has died: what is in flight is left to recovery")
+                inbox.leave()
+                return
             engine_died = not self._engine.is_alive()
             if drain_until is None and (self._stops or self._deposed.is_set() or engine_died):
                 log.info("stopping: no new claims, %g s for what is running", self._settings.grace_s)

@@ -168,6 +168,37 @@ def test_jobs_given_back_stand_in_front_in_their_order_and_cost_no_attempt(conne
     assert [job.attempt for job in claim(queue)] == [1, 1, 1]
 
 
+def test_a_failed_job_that_an_operator_requeues_begins_anew(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 3)
+    (job,) = claim(queue)
+    assert job.attempt == 4
+    queue.fail(job, ValueError("lost too often"), may_retry=False)
+    Job.fetch(job_id, connection, JSONSerializer).requeue()
+    (job,) = claim(queue)
+    assert job.attempt == 1
+
+
+def test_a_stop_that_comes_while_its_job_is_being_started_is_not_lost(producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    real = queue._identity.prepare_job_execution
+
+    def start_and_stop(*args, **options):
+        real(*args, **options)
+        queue._ask_stop(job_id)
+
+    monkeypatch.setattr(queue._identity, "prepare_job_execution", start_and_stop)
+    (job,) = claim(queue)
+    assert queue.withdrawn([job], {}) == [job]
+
+
+def test_a_stop_of_a_job_that_is_not_ours_is_not_kept_for_later(producer, queue):
+    (job_id,) = submit(producer, "a")
+    queue._ask_stop(job_id)
+    (job,) = claim(queue)
+    assert queue.withdrawn([job], {}) == []
+
+
 def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connection, producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
     backlog = queue._backlogs["generate"]

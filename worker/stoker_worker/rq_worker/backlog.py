@@ -31,6 +31,7 @@ return claimed
 """
 
 _PAGE = 100
+_READ_AT_ONCE = 20  # payloads; each may be megabytes
 _MAX_LOOK = 20_000
 _MAX_REMEMBERED = 100_000
 
@@ -100,8 +101,9 @@ class Backlog:
         for start in range(0, _MAX_LOOK, _PAGE):
             page = cast(list[bytes], self._connection.lrange(self._key, start, start + _PAGE - 1))
             ids = [_text(job_id) for job_id in page]
-            if unknown := [job_id for job_id in ids if job_id not in self._known]:
-                self._learn(unknown)
+            unknown = [job_id for job_id in ids if job_id not in self._known]
+            for at in range(0, len(unknown), _READ_AT_ONCE):
+                self._learn(unknown[at : at + _READ_AT_ONCE])
             yield from ids
             if len(ids) < _PAGE:
                 return

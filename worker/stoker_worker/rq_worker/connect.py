@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from redis import Redis
@@ -24,6 +25,13 @@ log = logging.getLogger(__name__)
 _MIN_SERVER = (6, 2, 0)
 _EXECUTION_LEASE_S = 3600
 """How long RQ's own tools leave a started job alone. Our recovery does not wait for it."""
+
+
+_SOCKET: Final[dict[str, Any]] = {
+    "socket_connect_timeout": 5,
+    "socket_timeout": 25,  # a server that hangs must not hang the heartbeat for ever; RQ raises lower ones
+    "socket_keepalive": True,
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,17 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
         heartbeat_s=settings.heartbeat_s,
     )
     lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
-    lease.acquire()
     try:
+        lease.acquire()
         identity.register_birth()
         identity.subscribe()
         identity.set_state("idle")
-        log.info("worker %s holds %s", name, settings.queues)
+    except RedisError as error:  # a replica, or an ACL that forbids what a worker does
+        lease.release_quietly()
+        shown = mask_password(redis_url)
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None
+    log.info("worker %s holds %s", name, settings.queues)
+    try:
         yield OpenQueue(identity, RqQueue(connection, identity, lease))
     finally:
         try:
@@ -75,7 +88,7 @@ def connect(redis_url: str) -> Redis:
     try:
         # No hidden second tries: a transaction whose reply was lost may have been carried out, and every caller here
         # looks at what is so before it tries again.
-        connection = Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), socket_keepalive=True)
+        connection = Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), **_SOCKET)
         version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
     except (AuthenticationError, ResponseError) as error:
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None

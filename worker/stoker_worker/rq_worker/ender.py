@@ -14,7 +14,7 @@ from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
-from stoker_shared.wire import LEASE_KEY, META_PARTIAL
+from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_TOKENS, LEASE_KEY, META_PARTIAL
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
@@ -68,6 +68,7 @@ class JobEnder:
             started_job_registry=queue.started_job_registry,
             execution=handle.execution,
         )
+        self._forget_counters(handle)
 
     def fail(
         self, handle: RqHandle, error: Exception, *, partial_text: str | None = None, may_retry: bool = True
@@ -136,3 +137,8 @@ class JobEnder:
         entry = self._connection.zscore(queue.started_job_registry.key, handle.execution.composite_key)
         if entry is not None:
             raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written")
+        self._forget_counters(handle)
+
+    def _forget_counters(self, handle: RqHandle) -> None:
+        """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
+        self._connection.hdel(handle.job.key, FIELD_ATTEMPTS, FIELD_TOKENS)

@@ -1,6 +1,7 @@
 """This worker as RQ's own tools see it: its hash, heartbeats, commands. Owns no job's fate."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +66,8 @@ class RqIdentity(BaseWorker):
         try:
             payload = parse_payload(message)
             command = payload.get("command")
-        except (ValueError, AttributeError, TypeError) as error:  # anybody may publish anything
-            log.warning("command ignored: %s", error)
+        except Exception as error:  # anybody may publish anything
+            log.warning("command ignored: %s", type(error).__name__)
             return
         if command == "shutdown":
             self.on_shutdown()
@@ -78,6 +79,11 @@ class RqIdentity(BaseWorker):
                 self.on_stop_job(execution.job_id)
         else:
             log.warning("command ignored: %s", command)
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
+        """RQ's own lets every error but a lost connection end the thread, and with it all commands."""
+        log.warning("no commands for a moment: %s", type(exc).__name__)
+        time.sleep(1.0)
 
     def settle_state(self) -> None:
         """Say `idle` when nothing runs: RQ sets `busy` with each execution and `idle` only in its own loop."""

@@ -5,10 +5,12 @@ is taken over at once from a holder that certainly is dead (same host and boot, 
 """
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY
@@ -63,6 +65,11 @@ class Lease:
         for queue, value in self._held.items():
             self._release(keys=[LEASE_KEY.format(queue=queue)], args=[value])
         self._held.clear()
+
+    def release_quietly(self) -> None:
+        """As `release`, when Redis may be what is wrong: the lease then runs out by itself."""
+        with suppress(RedisError):
+            self.release()
 
     def is_ours(self, queue: str) -> bool:
         """Whether nobody else has taken the queue. A lease that ran out while Redis was away is taken up again: only

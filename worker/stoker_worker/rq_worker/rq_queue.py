@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
 from rq.job import JobStatus
 from rq.queue import Queue
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
@@ -67,11 +66,11 @@ class RqQueue:
                 self._claim_from(name, limit, busy_agents, claimed)
                 if len(claimed) == limit or self._backlogs[name].waits_for_quiet or self._suspect_runs():
                     break
-        except RedisError:
+        except Exception as error:
             if not claimed:
                 raise
             # What was started is ours and runs; the rest is found again by recovery.
-            log.warning("Redis went away in the middle of a claim")
+            log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
         return claimed
 
     def _claim_from(self, name: str, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
@@ -85,13 +84,13 @@ class RqQueue:
             job = self._starter.start(name, job_id)
             if job is None:
                 continue
-            self._in_flight[job_id] = job
             if job.request.agent_id in busy:
                 # The id was used again for another agent since we looked: its turn comes when that agent is free.
                 self.give_back([job], counts_as_attempt=False)
-            else:
-                claimed.append(job)
-                busy |= {job.request.agent_id}
+                continue
+            self._in_flight[job_id] = job
+            claimed.append(job)
+            busy |= {job.request.agent_id}
 
     def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
         with self._connection.pipeline(transaction=False) as pipeline:
@@ -115,6 +114,8 @@ class RqQueue:
         own = frozenset(job.handle.execution.id for job in list(self._in_flight.values()))
         for lost in self._recovery.orphans(own):
             recovered += self._requeue(lost, counts_as_attempt=lost.owner_died) == "requeued"
+            if lost.execution is not None:
+                self._identity.executions.pop(lost.execution.id, None)
         if all(self._lease.is_ours(name) for name in self._queues):
             self._recovery.forget_dead_workers()
         return recovered
@@ -179,7 +180,8 @@ class RqQueue:
 
     def _ask_stop(self, job_id: str) -> None:
         """RQ's stop command, on its pubsub thread."""
-        if job_id in self._in_flight:
+        started = {execution.job_id for execution in list(self._identity.executions.values())}
+        if job_id in started:  # an id that is not ours may be used again later, and must not be stopped then
             self._stop_asked.add(job_id)
 
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
