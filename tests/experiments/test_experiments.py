@@ -97,3 +97,17 @@ def test_the_index_says_what_the_results_say(script: str, number: Callable[[Any]
     assert f"| {content['date']} |" in line
     assert f"| {'passed' if content['verdict']['passed'] else 'failed'} |" in line
     assert number(content) in line
+
+
+def test_the_readmes_figures_are_those_of_the_committed_results() -> None:
+    readme = (EXPERIMENTS.parent / "README.md").read_text()
+    content = json.loads(results_file(EXPERIMENTS, "exp_003_cache_injection.py").read_text())
+    rows = {
+        f"| {row['prompt_tokens']} | {row['cold_first_token_s']['median']} | {row['warm_first_token_s']['median']} "
+        f"| {row['speedup']} |"
+        for row in content["timing"]
+    }
+    shown = [line for line in readme.splitlines() if line.startswith(("| 256 ", "| 512 ", "| 1024 "))]
+    assert len(shown) == 3
+    assert set(shown) <= rows
+    assert f"{len(content['rows'])} of {len(content['rows'])} prompts" in readme
