@@ -54,7 +54,7 @@ class Logprobs(_Record):
 
 
 class Timing(_Record):
-    """Seconds. From the enqueueing on: `queued_s` to the claim, `first_token_s` to the first token, `total_s` to the end.
+    """Seconds. From enqueueing: `queued_s` to the claim, `first_token_s` to the first token, `total_s` to the end.
 
     `prefill_s` is from entering the batch to the first token, `decode_s` from there to the end. What `total_s` has
     beside them is waiting: for the claim, the loading of the agent's memory, and room in the batch.

@@ -207,6 +207,26 @@ def test_a_job_over_its_own_timeout_fails_and_keeps_what_it_had_written(producer
     assert caught.value.partial_text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "salts", "cached"),
+    [
+        ((), (None, None), 512),
+        (("--no-share-prefixes",), (None, None), 0),
+        ((), ("tenant a", "tenant b"), 0),
+        ((), ("tenant a", "tenant a"), 512),
+    ],
+)
+def test_a_common_system_prompt_is_cached_once_for_all_agents_that_may_share_it(
+    producer, redis_url, store, arguments, salts, cached
+):
+    brief = "You are one of many agents. " * 20
+    for agent_id, salt, expected in zip("ab", salts, (0, cached), strict=True):
+        ticket = producer.submit(agent_id=agent_id, prompt=f"{brief}I am {agent_id}", max_tokens=3, cache_salt=salt)
+        with running_worker(redis_url, store, "--burst", *arguments) as worker:
+            worker.wait()
+        assert ticket.result(timeout_s=1).usage.cached_tokens == expected
+
+
 def test_a_delivery_that_was_saved_but_not_finished_is_answered_from_the_agents_history(
     producer, redis_url, connection, store
 ):

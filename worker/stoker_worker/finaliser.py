@@ -157,7 +157,7 @@ class Finaliser(threading.Thread):
             delivery=job.delivery,
             transcript=next_transcript(prepared.prompt, completion, self._model),
             model=self._model,
-            cache_salt=job.request.cache_salt,
+            cache_salt=prepared.salt,
             cache=completion.cache,
             result_of=lambda version: result(version, saved=True),
         )

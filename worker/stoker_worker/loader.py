@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
+from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import Prompt, build_prompt
@@ -32,13 +33,14 @@ _NOT_USED = Restored(prefix=None, source="none")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job ready for the engine. `submitted_at` is Unix time in seconds."""
+    """A job ready for the engine. `salt` is what its cached blocks are addressed with; `submitted_at` is Unix time."""
 
     job: ClaimedJob
     agent: AgentVersion
     prompt: Prompt
     restored: Restored
     work: GenerationWork
+    salt: str | None
     cached_tokens: int
     submitted_at: float
 
@@ -68,13 +70,19 @@ class Loader(threading.Thread):
         *,
         to_engine: Callable[[Prepared], None],
         to_finaliser: Callable[[Ended], None],
+        share_prefixes: bool = True,
     ) -> None:
+        """
+        Args:
+            share_prefixes: whether agents of one `cache_salt` use each other's blocks.
+        """
         super().__init__(name="loader", daemon=True)
         self._store = store
         self._model = model
         self._codec = model.codec.fork()
         self._to_engine = to_engine
         self._to_finaliser = to_finaliser
+        self._share_prefixes = share_prefixes
         self._claimed: SimpleQueue[ClaimedJob | None] = SimpleQueue()
 
     def put(self, job: ClaimedJob) -> None:
@@ -111,9 +119,9 @@ class Loader(threading.Thread):
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
             raise WorkerLostTooOften(f"in flight while {job.attempt - 1} workers died")
         prompt = build_prompt(request, agent.transcript, model, self._codec)
-        restored = _NOT_USED
+        restored, salt = _NOT_USED, self._salt(request)
         if request.cache != "off":
-            restored = self._store.restore(prompt.ids, agent=agent, model=model, salt=request.cache_salt)
+            restored = self._store.restore(prompt.ids, agent=agent, model=model, salt=salt)
         work = GenerationWork(
             request=request,
             prompt_ids=prompt.ids,
@@ -121,7 +129,12 @@ class Loader(threading.Thread):
             save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
         )
         cached_tokens = restored.prefix.n_tokens if restored.prefix else 0
-        return Prepared(job, agent, prompt, restored, work, cached_tokens, submitted_at=time.time())
+        return Prepared(job, agent, prompt, restored, work, salt, cached_tokens, submitted_at=time.time())
+
+    def _salt(self, request: GenerationRequest) -> str | None:
+        if self._share_prefixes:
+            return request.cache_salt
+        return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
 
     def _agent(self, job: ClaimedJob) -> AgentVersion:
         request = job.request

@@ -90,7 +90,13 @@ class Worker:
         return self._engine.loaded.result()
 
     def _serve(self, model: LoadedModel) -> None:
-        loader = Loader(self._store, model, to_engine=self._engine.put, to_finaliser=self._to_finaliser)
+        loader = Loader(
+            self._store,
+            model,
+            to_engine=self._engine.put,
+            to_finaliser=self._to_finaliser,
+            share_prefixes=self._settings.share_prefixes,
+        )
         inbox = Inbox(
             self._queue,
             Admission(self._settings.max_batch),
