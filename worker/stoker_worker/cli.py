@@ -2,14 +2,19 @@
 
 import logging
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import ValidationError
 
 from stoker_shared.errors import StokerError
+from stoker_worker.memory_cli import memory
+
+if TYPE_CHECKING:
+    from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger("stoker_worker")
 
@@ -22,6 +27,9 @@ def main() -> None:
     """Stoker's worker: drains a Redis queue into one continuous batch and keeps each agent's cache on disk."""
 
 
+main.add_command(memory)
+
+
 @main.command()
 @click.option("--model", help="Hugging Face repo id or mlx-lm folder.")
 @click.option(
@@ -31,6 +39,7 @@ def main() -> None:
 @click.option("--queues", help="Comma-separated, highest priority first.  [generate]")
 @click.option("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
 @click.option("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
+@click.option("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
 @click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
 @click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps.")
 @click.option(
@@ -50,26 +59,39 @@ def run(burst: bool, verbose: bool, **options: Any) -> None:
     if not verbose:
         for chatty in ("rq", "stoker_worker.rq", "httpx", "transformers"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-    try:
+    with _errors_in_one_line():
         _run(options, burst)
-    except ImportError as error:
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """What an operator can mend is said in a line; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
         raise click.ClickException(_MISSING.format(error.name)) from error
+    except StokerError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+
+
+def _settings(options: dict[str, Any]) -> "WorkerSettings":
+    from stoker_worker.settings import read_settings
+
+    try:
+        return read_settings(options)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise click.UsageError(problems) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    except StokerError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
 def _run(options: dict[str, Any], burst: bool) -> None:
     from stoker_worker.memory.store import AgentStore
     from stoker_worker.rq_worker.connect import open_queue
-    from stoker_worker.settings import read_settings
     from stoker_worker.worker import Worker
 
-    settings = read_settings(options)
+    settings = _settings(options)
     log.info("settings: %s", settings.describe())
     provider = _provider(settings)
     with ExitStack() as cleanup:
@@ -116,14 +138,10 @@ def model() -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 def import_model(file: Path, folder: Path) -> None:
     """Turn a GGUF FILE (Q4_0, Q4_1, Q8_0, F16) into an mlx-lm FOLDER."""
-    try:
+    with _errors_in_one_line():
         from stoker_worker.engine.gguf import import_gguf
 
         import_gguf(file, folder)
-    except ImportError as error:
-        raise click.ClickException(_MISSING.format(error.name)) from error
-    except StokerError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
     click.echo(f"{folder}: ready for `stoker-worker run --model {folder}`")
 
 
@@ -134,11 +152,7 @@ def import_model(file: Path, folder: Path) -> None:
 @click.option("--model", help="Another model than SmolLM2-135M-Instruct.")
 def demo(folder: Path, model: str | None) -> None:
     """Four agents, two turns, the worker stopped in between."""
-    try:
+    with _errors_in_one_line():
         from stoker_worker.demo import run_demo
 
         run_demo(folder, model)
-    except ImportError as error:
-        raise click.ClickException(_MISSING.format(error.name)) from error
-    except StokerError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error

@@ -62,6 +62,10 @@ class CutFiles:
             self._undo.append((path, path.read_bytes()))
             path.unlink()
 
+    def remove_folder(self, path: Path) -> None:
+        self._step()
+        shutil.rmtree(path)
+
     def sync_folder(self, path: Path) -> None:
         self._step()
         self._undo = [entry for entry in self._undo if entry[0].parent != path]
@@ -125,6 +129,9 @@ class FullFiles:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
         self._step()

@@ -87,6 +87,11 @@ class AgentFolder:
             return replace(state, head=b"", problem="its last turn was not saved")
         return replace(state, head=head)
 
+    def read_records(self) -> dict[int, TurnRecord]:
+        """Every record that can be read by itself, by version, oldest first; also one that was never committed."""
+        records = self._read_records(self._record_numbers())
+        return {n: record.content for n, record in records.items() if isinstance(record.content, TurnRecord)}
+
     def _record_numbers(self) -> list[int]:
         try:
             names = os.listdir(self.path)

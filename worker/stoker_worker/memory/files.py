@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
@@ -16,6 +17,7 @@ Chunk = bytes | memoryview
 """A run of bytes; arrays travel as views of their own memory, never as copies."""
 
 _FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
+_READ_BYTES: Final = 1 << 20
 
 
 class Files(Protocol):
@@ -35,6 +37,10 @@ class Files(Protocol):
 
     def remove(self, path: Path) -> None:
         """Remove a file; one that is not there is fine."""
+        ...
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove a folder with all that is in it; follows no link."""
         ...
 
     def sync_folder(self, path: Path) -> None:
@@ -64,6 +70,9 @@ class Disk:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
         with _opened_folder(path) as descriptor:
@@ -111,7 +120,17 @@ class DurableWriter:
     def clear(self) -> None:
         """Remove what a crash or a full disk left in the temp folder."""
         for path in list(self._temp_folder.iterdir()):
-            self._files.remove(path)
+            if path.is_dir() and not path.is_symlink():  # an agent on its way out, or on its way in
+                self._files.remove_folder(path)
+            else:
+                self._files.remove(path)
+
+
+def chunks_of(path: Path) -> Iterator[bytes]:
+    """A file's bytes, a piece at a time. Raises `OSError`."""
+    with open(path, "rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            yield chunk
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ class StoreFolder:
         StoreUnusable: another process has it, it is of an unknown format, or it cannot be written.
     """
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Path, files: Files, *, clear: bool = True) -> None:
+        """`clear` empties the temp folder, where a crash may have left something."""
         self.agents = path / "agents"
         self.blocks = path / "blocks"
         temp = path / "tmp"
@@ -33,7 +34,8 @@ class StoreFolder:
                 self.writer.make_folder(path)
             self._lock = _locked(path / "lock")
             self.writer.make_folder(temp)
-            self.writer.clear()
+            if clear:
+                self.writer.clear()
             self._check_format(path / "store.json", files)
             self.writer.make_folder(self.agents)
             self.writer.make_folder(self.blocks)
@@ -54,9 +56,17 @@ class StoreFolder:
         if not path.exists() and not self.agents.exists():
             self.writer.put(path, [json.dumps({"format": FORMAT}).encode() + b"\n"])
             files.flush(path.parent)
-        found = _format_of(path)
-        if found != FORMAT:
-            raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} only")
+        check_format(path)
+
+
+def check_format(path: Path) -> None:
+    """
+    Raises:
+        StoreUnusable: `path` (store.json) does not say the format that this code reads.
+    """
+    found = _format_of(path)
+    if found != FORMAT:
+        raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} only")
 
 
 def _format_of(path: Path) -> Any:

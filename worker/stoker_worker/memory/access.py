@@ -1,0 +1,120 @@
+"""A store's folders for whoever looks after it from a shell, with its lock or without. No turns are taken here.
+
+Looking needs no lock: a worker makes files whole and then renames them, so a reader beside it sees old or new, never
+half. Everything that changes the store holds the lock, which a running worker has.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from stoker_shared.errors import AgentMemoryError, AgentTranscriptUnreadable, StoreUnusable
+from stoker_shared.request import AgentId
+from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.block_folder import BlockFolder
+from stoker_worker.memory.files import Disk, DurableWriter, Files
+from stoker_worker.memory.store_folder import StoreFolder, check_format
+from stoker_worker.memory.verify import verify_agents, verify_blocks
+
+_AGENT_ID: Final[TypeAdapter[str]] = TypeAdapter(AgentId)
+
+
+@dataclass(frozen=True)
+class StoreAccess:
+    """The parts of the store at `path`."""
+
+    path: Path
+    files: Files = field(default_factory=Disk)
+
+    @property
+    def agents(self) -> Path:
+        return self.path / "agents"
+
+    @property
+    def temp(self) -> Path:
+        return self.path / "tmp"
+
+    @property
+    def writer(self) -> DurableWriter:
+        return DurableWriter(self.files, self.temp)
+
+    @property
+    def blocks(self) -> BlockFolder:
+        return BlockFolder(self.path / "blocks", files=self.files, writer=self.writer)
+
+    def agent(self, agent_id: str) -> AgentFolder:
+        return AgentFolder(self.agents, agent_id, files=self.files, writer=self.writer)
+
+    def readable(self, agent_id: str) -> AgentState:
+        """The state of an agent whose transcript is beyond doubt.
+
+        Raises:
+            AgentMemoryError: there is no such agent.
+            AgentTranscriptUnreadable: it is damaged, or the last turn is not in it.
+        """
+        state = self.agent(agent_id).read()
+        if state.problem is not None:
+            why = f"the transcript of agent {agent_id!r}: {state.problem}"
+            raise AgentTranscriptUnreadable(why, usable=state.version)
+        if state.version.transcript is None:
+            raise AgentMemoryError(f"there is no agent {agent_id!r}")
+        return state
+
+    def vacant(self, agent_id: str) -> AgentState:
+        """The state of an agent that has yet to take its first turn.
+
+        Raises:
+            AgentMemoryError: there is such an agent already, or there can be none of this id.
+        """
+        try:
+            _AGENT_ID.validate_python(agent_id)
+        except ValidationError as error:
+            raise AgentMemoryError(f"{agent_id!r} cannot be an agent's id: {error.errors()[0]['msg']}") from None
+        state = self.agent(agent_id).read()
+        if state.version.number or state.problem is not None:
+            raise AgentMemoryError(f"there is an agent {agent_id!r} already")
+        return state
+
+    def verify(self) -> list[str]:
+        """As `AgentStore.verify`, without the lock."""
+        return [*verify_blocks(self.blocks.path), *verify_agents(self.agents, self.agent)]
+
+    def discard(self, folder: Path) -> None:
+        """Remove an agent's folder: durably out of sight first, then its files.
+
+        Raises:
+            OSError: it is whole and where it was, or out of sight in the temp folder, which the next opener empties.
+        """
+        gone = self.temp / f"{folder.name}.removed"
+        self.files.rename(folder, gone)
+        self.files.flush(folder.parent)
+        self.files.flush(self.temp)
+        self.files.remove_folder(gone)
+
+
+def look_at(path: Path) -> StoreAccess:
+    """The store, to be read only.
+
+    Raises:
+        StoreUnusable: there is none at `path`, or it is of an unknown format.
+    """
+    if not (path / "store.json").exists():
+        raise StoreUnusable(f"there is no store at {path}")
+    check_format(path / "store.json")
+    return StoreAccess(path)
+
+
+@contextmanager
+def hold(path: Path, *, clear: bool = True) -> Iterator[StoreAccess]:
+    """The store, locked; `clear` removes what a crash left in its temp folder.
+
+    Raises:
+        StoreUnusable: as `look_at`; or a worker has it, and the message says which.
+    """
+    access = look_at(path)
+    with closing(StoreFolder(path, access.files, clear=clear)):
+        yield access

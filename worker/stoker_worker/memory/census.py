@@ -1,0 +1,139 @@
+"""Who is in a store, and which blocks each agent uses. Reads records only, changes nothing; also beside a worker.
+
+An agent uses the blocks of its newest version, named by its cached tokens. What an agent that cannot be read used is
+not known: blocks only save time, so not knowing is never wrong.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.blocks import chain, chain_root
+from stoker_worker.memory.record import CachedPrefix, TurnRecord
+from stoker_worker.ports import AgentVersion
+
+if TYPE_CHECKING:
+    from stoker_worker.memory.access import StoreAccess
+
+PathOf = Callable[[str, str], Path]
+"""From a model's fingerprint and an address to the block's file."""
+
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]+")
+_MOST_READS: Final = 5
+
+
+@dataclass(frozen=True)
+class AgentEntry:
+    """One agent of a store.
+
+    Attributes:
+        folder: where it is.
+        agent_id: ``None`` when none of its records says it.
+        state: as read; `state.problem` says why it cannot be sure of its transcript.
+        blocks: files of its newest version's full blocks, whether they are there or not.
+    """
+
+    folder: Path
+    agent_id: str | None
+    state: AgentState
+    blocks: frozenset[Path]
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Its last turn is not in its transcript; what is there can be read."""
+        return self.state.problem is not None and (self.folder / "HEAD.unsaved").exists()
+
+    @property
+    def knows_blocks(self) -> bool:
+        return self.state.problem is None or self.state.version.transcript is not None
+
+
+def take_census(store: "StoreAccess") -> list[AgentEntry]:
+    """Every agent, also those that cannot be read; not those whose first turn was never committed."""
+    entries = []
+    for folder in sorted(store.agents.glob("*/*")):
+        agent_id = agent_id_in(folder)
+        if agent_id is not None:
+            state = read_settled(store.agent(agent_id))
+        else:
+            lost = any(folder.glob("*.json")) or (folder / "HEAD.unsaved").exists()
+            state = AgentState(AgentVersion("", 0, None), problem="no record can be read" if lost else None)
+        if state.version.number or state.problem is not None:
+            entries.append(AgentEntry(folder, agent_id, state, newest_blocks(state, store.blocks.path_of)))
+    return entries
+
+
+def users_of(entries: Iterable[AgentEntry]) -> Counter[Path]:
+    """How many agents use each block."""
+    return Counter(path for entry in entries for path in entry.blocks)
+
+
+def newest_blocks(state: AgentState, path_of: PathOf) -> frozenset[Path]:
+    """The blocks of an agent's newest version."""
+    if state.cache is None or state.version.transcript is None:
+        return frozenset()
+    return _blocks(state.cache, state.version.transcript.token_ids, path_of)
+
+
+def history_blocks(records: Iterable[TurnRecord], path_of: PathOf) -> frozenset[Path]:
+    """The blocks of every version that `records` (oldest first, some may be missing) still tell of."""
+    found: set[Path] = set()
+    tokens: list[int] = []
+    caches: dict[tuple[str, str | None], CachedPrefix] = {}
+    last = 0
+    for record in records:
+        follows = record.keeps_nothing or (record.version == last + 1 and record.keep_tokens <= len(tokens))
+        if not follows or record.keep_tokens < len(tokens):
+            # Hashed once for each run of versions that only grew, not once for each version.
+            found.update(path for cache in caches.values() for path in _blocks(cache, tokens, path_of))
+            caches.clear()
+        if not follows:
+            continue
+        last = record.version
+        tokens[record.keep_tokens :] = record.new_tokens
+        if record.cache is not None:
+            key = record.cache.model, record.cache.salt
+            if key not in caches or caches[key].tokens < record.cache.tokens:
+                caches[key] = record.cache
+    found.update(path for cache in caches.values() for path in _blocks(cache, tokens, path_of))
+    return frozenset(found)
+
+
+def is_fingerprint(model: str) -> bool:
+    """Whether a record's model may become part of a path."""
+    return _FINGERPRINT.fullmatch(model) is not None
+
+
+def read_settled(folder: AgentFolder) -> AgentState:
+    """The agent's state, read again when a worker moved its HEAD meanwhile."""
+    for _ in range(_MOST_READS):
+        head = folder.read_head()
+        state = folder.read()
+        if state.problem is None or folder.read_head() == head:
+            break
+    return state
+
+
+def agent_id_in(folder: Path) -> str | None:
+    """Whose folder it is: said by the first record that can be read and hashes to the folder's name."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            agent_id = json.loads(path.read_bytes().partition(b"\n")[2])["agent_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(agent_id, str) and hashlib.sha256(agent_id.encode()).hexdigest() == folder.name:
+            return agent_id
+    return None
+
+
+def _blocks(cache: CachedPrefix, token_ids: Iterable[int], path_of: PathOf) -> frozenset[Path]:
+    if not is_fingerprint(cache.model):
+        return frozenset()
+    addresses = chain(chain_root(cache.model, cache.salt), tuple(token_ids)[: cache.tokens])
+    return frozenset(path_of(cache.model, address) for address in addresses[1:])

@@ -1,0 +1,120 @@
+"""What a person wants to know of an agent in a store, as plain values. Reads, changes nothing; also beside a worker."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, Self
+
+from stoker_worker.memory.access import StoreAccess
+from stoker_worker.memory.census import AgentEntry
+from stoker_worker.memory.fork import NO_JOB
+from stoker_worker.memory.gc import size_of
+
+
+@dataclass(frozen=True)
+class AgentSummary:
+    """One agent; ``None`` is what cannot be known, or does not apply. Sizes in bytes.
+
+    Attributes:
+        turns: jobs whose results are remembered; a fork starts without any.
+        messages, text_chars: of the conversation: one of them is ``None``.
+        cached_tokens: how many of `tokens` its newest version has saved a cache for.
+        blocks: how many of its blocks are there, `block_bytes` large; `shared_bytes` of them other agents use too.
+        last_used: when its newest version was saved, ISO 8601, UTC.
+        state: ``unsaved``: its last turn is not in its transcript, so `append` is refused; `problem` says it in words.
+    """
+
+    agent_id: str | None
+    version: int
+    turns: int
+    tokens: int | None
+    messages: int | None
+    text_chars: int | None
+    cached_tokens: int
+    record_bytes: int
+    tail_bytes: int
+    blocks: int
+    block_bytes: int
+    shared_bytes: int
+    last_used: str | None
+    state: Literal["ok", "unsaved", "unreadable"]
+    problem: str | None
+    folder: str
+
+    @classmethod
+    def of(cls, entry: AgentEntry, users: Mapping[Path, int]) -> Self:
+        """`users` says how many agents use each block."""
+        state, transcript = entry.state, entry.state.version.transcript
+        there = [path for path in entry.blocks if path.exists()]
+        return cls(
+            agent_id=entry.agent_id,
+            version=state.version.number,
+            turns=sum(delivery != NO_JOB for delivery in state.version.results),
+            tokens=None if transcript is None else len(transcript.token_ids),
+            messages=None if transcript is None or transcript.messages is None else len(transcript.messages),
+            text_chars=None if transcript is None or transcript.text is None else len(transcript.text),
+            cached_tokens=0 if state.cache is None else state.cache.tokens,
+            record_bytes=size_of(entry.folder.glob("*.json")),
+            tail_bytes=size_of(entry.folder.glob("tail-*")),
+            blocks=len(there),
+            block_bytes=size_of(there),
+            shared_bytes=size_of(path for path in there if users[path] > 1),
+            last_used=_time_of(entry.folder / "HEAD") or _time_of(entry.folder / "HEAD.unsaved"),
+            state="ok" if state.problem is None else "unsaved" if entry.is_unsaved else "unreadable",
+            problem=state.problem,
+            folder=str(entry.folder),
+        )
+
+
+@dataclass(frozen=True)
+class VersionSummary:
+    """One version of an agent.
+
+    Attributes:
+        job_id: which job's delivery made it; ``None``: it was forked from another agent.
+        tokens: in the transcript; `new_tokens` of them are not the version's before.
+        finish_reason: as the job was answered; `ended_by` says more: ``eos``, ``stop`` or ``length``.
+        saved_at: ISO 8601, UTC.
+    """
+
+    version: int
+    job_id: str | None
+    ended_by: str
+    finish_reason: str | None
+    tokens: int
+    new_tokens: int
+    cached_tokens: int
+    saved_at: str | None
+
+
+def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
+    """Every version of the agent whose record can be read, oldest first."""
+    if entry.agent_id is None:
+        return []
+    folder = store.agent(entry.agent_id)
+    return [
+        VersionSummary(
+            version=number,
+            job_id=None if record.delivery == NO_JOB else record.delivery.job_id,
+            ended_by=record.ended_by,
+            finish_reason=_text(record.result.get("finish_reason")),
+            tokens=record.keep_tokens + len(record.new_tokens),
+            new_tokens=len(record.new_tokens),
+            cached_tokens=record.cache.tokens if record.cache else 0,
+            saved_at=_time_of(folder.record_path(number)),
+        )
+        for number, record in folder.read_records().items()
+        if number <= entry.state.version.number
+    ]
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _time_of(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+    return None
