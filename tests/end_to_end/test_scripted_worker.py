@@ -151,6 +151,20 @@ def test_a_second_worker_on_the_same_queue_refuses_and_names_the_first(redis_url
             assert "generate" in second.log
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_standby_takes_over_queue_and_store_when_the_first_worker_is_gone(producer, redis_url, store, end):
+    first_job = producer.submit(agent_id="a", prompt="one", context="append", max_tokens=200)
+    second_job = producer.submit(agent_id="a", prompt="two", context="append", max_tokens=4)
+    with running_worker(redis_url, store, "--grace-s", "0") as first:
+        first.wait_for(lambda: (first_job.status().tokens or 0) > 3)
+        with running_worker(redis_url, store, "--standby", log_name="standby.log") as second:
+            second.wait_for(lambda: f"pid {first.pid}" in second.log)
+            assert "ready" not in second.log
+            first.signal(end)
+            versions = [ticket.result(timeout_s=30).cache.agent_version for ticket in (first_job, second_job)]
+    assert versions == [1, 2]
+
+
 def test_a_stop_drains_what_runs_and_leaves_the_rest_in_the_queue(producer, redis_url, connection, store):
     tickets = [producer.submit(agent_id=f"a{n}", prompt="x", max_tokens=30) for n in range(6)]
     with running_worker(redis_url, store, "--max-batch", "2", "--scripted-steps-per-s", "30") as worker:

@@ -48,8 +48,9 @@ main.add_command(memory)
 @click.option("--scripted-steps-per-s", type=float, help="Speed of the scripted engine.  [200]")
 @click.option("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
 @click.option("--burst", is_flag=True, help="Leave when the queues are empty.")
+@click.option("--standby", is_flag=True, help="Wait while another worker holds the queue, then take over.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
-def run(burst: bool, verbose: bool, **options: Any) -> None:
+def run(burst: bool, standby: bool, verbose: bool, **options: Any) -> None:
     """Run the worker until it is told to stop (SIGTERM or Ctrl-C: drain; twice: at once)."""
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -60,7 +61,7 @@ def run(burst: bool, verbose: bool, **options: Any) -> None:
         for chatty in ("rq", "stoker_worker.rq", "httpx", "transformers"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
     with _errors_in_one_line():
-        _run(options, burst)
+        _run(options, burst=burst, standby=standby)
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def _settings(options: dict[str, Any]) -> "WorkerSettings":
         raise click.UsageError(str(error)) from error
 
 
-def _run(options: dict[str, Any], burst: bool) -> None:
+def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
     from stoker_worker.memory.store import AgentStore
     from stoker_worker.rq_worker.connect import open_queue
     from stoker_worker.worker import Worker
@@ -95,8 +96,6 @@ def _run(options: dict[str, Any], burst: bool) -> None:
     log.info("settings: %s", settings.describe())
     provider = _provider(settings)
     with ExitStack() as cleanup:
-        store = AgentStore(settings.store_folder)
-        cleanup.callback(store.close)
         redis_url = settings.redis_url
         if redis_url == "embedded":
             from stoker_worker.redis_server import EmbeddedServer
@@ -104,7 +103,10 @@ def _run(options: dict[str, Any], burst: bool) -> None:
             server = EmbeddedServer(settings.store_folder / "redis", preferred_port=6379)
             redis_url = cleanup.enter_context(server).url
             log.info("own Redis server at %s", redis_url)
-        queue = cleanup.enter_context(open_queue(settings, redis_url))
+        queue = cleanup.enter_context(open_queue(settings, redis_url, standby=standby))
+        # After the queue: the worker that a standby waits for has the store until it is gone.
+        store = AgentStore(settings.store_folder)
+        cleanup.callback(store.close)
         worker = Worker(settings, queue.rq_queue, store, provider, burst=burst)
         queue.identity.on_shutdown = worker.request_stop
         worker.install_signal_handlers()

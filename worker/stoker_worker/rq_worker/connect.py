@@ -3,6 +3,7 @@
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from urllib.parse import urlsplit
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_worker.rq_worker.identity import NAME_PREFIX, RqIdentity
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.rq_queue import RqQueue
@@ -23,6 +26,7 @@ from stoker_worker.settings import WorkerSettings, mask_password
 log = logging.getLogger(__name__)
 
 _MIN_SERVER = (6, 2, 0)
+_STANDBY_POLL_S = 0.5
 _EXECUTION_LEASE_S = 3600
 """How long RQ's own tools leave a started job alone. Our recovery does not wait for it."""
 
@@ -41,8 +45,11 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
+def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = False) -> Iterator[OpenQueue]:
     """Hold the queues and be registered as an RQ worker for as long as the context lasts.
+
+    Args:
+        standby: wait while another worker holds one of the queues, instead of refusing.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
@@ -60,7 +67,7 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
     )
     lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
     try:
-        lease.acquire()
+        _acquire(lease, standby=standby)
         identity.register_birth()
         identity.subscribe()
         identity.set_state("idle")
@@ -77,6 +84,28 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
             lease.release()
         except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself
             log.warning("not signed off: %s", type(error).__name__)
+
+
+def _acquire(lease: Lease, *, standby: bool) -> None:
+    """
+    Raises:
+        QueueHeld: another live worker holds one of the queues, and `standby` is not asked for.
+    """
+    said = ""
+    while True:
+        try:
+            return lease.acquire()
+        except QueueHeld as error:
+            if not standby:
+                raise
+            if str(error) != said:
+                log.info("standing by: %s", error)
+                said = str(error)
+        except (RedisConnectionError, RedisTimeoutError):
+            if not standby:
+                raise
+            log.warning("standing by: Redis is away")
+        time.sleep(_STANDBY_POLL_S)
 
 
 def connect(redis_url: str) -> Redis:
