@@ -1,0 +1,123 @@
+"""The seam of the engine: one sequence's work in, its end out. No I/O, no MLX."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker_shared.request import GenerationRequest
+from stoker_shared.result import Logprobs
+
+Array = NDArray[Any]
+LayerKV = tuple[Array, Array]
+"""One layer's (keys, values): shapes (n_kv_heads, tokens, key_dim) and (n_kv_heads, tokens, value_dim)."""
+
+EndedBy = Literal["eos", "stop", "length"]
+"""Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string, or `max_tokens`."""
+
+
+@dataclass(frozen=True)
+class RestoredPrefix:
+    """Cache of the first `n_tokens` of a prompt, one contiguous array pair per layer."""
+
+    n_tokens: int
+    layers: tuple[LayerKV, ...]
+
+
+@dataclass(frozen=True)
+class CacheSlice:
+    """Cache of tokens [start, stop) of a finished sequence, evaluated and owned by the receiver."""
+
+    start: int
+    stop: int
+    layers: tuple[LayerKV, ...]
+
+
+@dataclass(frozen=True)
+class GenerationWork:
+    """One sequence for the engine.
+
+    Attributes:
+        prompt_ids: the whole prompt, cached part included; at least one token more than `prefix` holds.
+        save_from: first token whose cache the engine hands back at the end (a multiple of the block size, inside what
+            was restored or just behind it); ``None``: nothing is handed back.
+    """
+
+    request: GenerationRequest
+    prompt_ids: tuple[int, ...]
+    prefix: RestoredPrefix | None = None
+    save_from: int | None = 0
+
+
+@dataclass(frozen=True)
+class GenerationTiming:
+    """Seconds in the engine: waiting for room, then restoring and prefill up to the first token, then the rest."""
+
+    waited_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """How a sequence ended.
+
+    Attributes:
+        generated_ids: every token generated and in the cache, in order; the last may be an end-of-sequence token.
+        text: what they say, without end-of-sequence tokens and without the stop string.
+        ended_by: ``None`` when the sequence did not end by itself (`outcome` is not ``finished``).
+        kept: how many of `generated_ids` belong into the transcript: all, or those before a stop string.
+        carry_text: the end of `text` that no whole kept token covers (the stop string began inside a token).
+        cache: cache from `save_from` to the last kept token.
+        outcome: ``finished``, ``cancelled`` (by `cancel`) or ``failed`` (then `error` says why).
+    """
+
+    uid: int
+    outcome: Literal["finished", "cancelled", "failed"]
+    generated_ids: tuple[int, ...] = ()
+    text: str = ""
+    ended_by: EndedBy | None = None
+    kept: int = 0
+    carry_text: str = ""
+    cache: CacheSlice | None = None
+    logprobs: Logprobs | None = None
+    timing: GenerationTiming = field(default_factory=GenerationTiming)
+    error: Exception | None = None
+
+
+class GenerationEnginePort(Protocol):
+    """One continuous batch. All calls come from the thread that made it."""
+
+    def submit(self, work: GenerationWork) -> int:
+        """Add a sequence; returns its uid.
+
+        Raises:
+            BlockPoolTooSmall: it could never fit into the pool.
+            RequestNotServed: it asks for something this engine does not do.
+        """
+        ...
+
+    def step(self) -> list[Completion]:
+        """One round of prefill and decode; returns the sequences that ended in it."""
+        ...
+
+    def cancel(self, uid: int) -> Completion | None:
+        """Take a sequence out at any stage; ``None`` when it is not there (any more)."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences submitted and not ended."""
+        ...
+
+    def progress(self) -> dict[int, int]:
+        """Tokens generated so far, by uid."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def as_uint16_if_bfloat16(dtype: str) -> "np.dtype[Any]":
+    """NumPy dtype in which a cache dtype travels."""
+    return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)

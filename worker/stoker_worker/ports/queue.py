@@ -1,0 +1,111 @@
+"""The seam of the queue: claimed jobs, and what may be done with them. No I/O, no rq."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from stoker_shared.request import GenerationRequest
+from stoker_worker.ports.memory import Delivery
+
+
+class Latch:
+    """Set once, with a reason, by one thread; read by others."""
+
+    def __init__(self) -> None:
+        self._reason: CancelReason | None = None
+
+    @property
+    def reason(self) -> "CancelReason | None":
+        return self._reason
+
+    def set(self, reason: "CancelReason") -> None:
+        self._reason = self._reason or reason
+
+
+CancelReason = Literal["withdrawn", "timed out", "stopping"]
+"""Somebody canceled, stopped or deleted the job; its own timeout passed; the worker stops and gives it back."""
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job that is this worker's to run.
+
+    Attributes:
+        attempt: 1, or more after a worker died with this job in flight.
+        enqueued_at, claimed_at: Unix time in seconds.
+        deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
+        handle: the queue adapter's own record of it; nobody else looks inside.
+        cancel: set by the inbox when the job must not go on; the loader and the engine look at it.
+    """
+
+    job_id: str
+    queue: str
+    request: GenerationRequest
+    delivery: Delivery
+    attempt: int
+    enqueued_at: float
+    claimed_at: float
+    deadline: float | None
+    handle: Any = field(repr=False)
+    cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
+
+
+class QueuePort(Protocol):
+    """The durable queue. Claiming and watching run on the inbox thread, ending jobs on the finaliser thread."""
+
+    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+        """Take up to `limit` waiting jobs, in order, at most one per agent and none of a busy one."""
+        ...
+
+    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
+        """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress` (tokens by job id)."""
+        ...
+
+    def owns(self, job: ClaimedJob) -> bool:
+        """Whether this execution is still this worker's to end."""
+        ...
+
+    def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            OwnershipLost: the execution is not ours any more; nothing was written.
+        """
+        ...
+
+    def fail(
+        self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
+    ) -> None:
+        """Fail the job with one readable line; RQ retries it if it has retries left and `error` may pass by itself.
+
+        Raises:
+            OwnershipLost: the execution is not ours any more; nothing was written.
+        """
+        ...
+
+    def stopped(self, job: ClaimedJob) -> None:
+        """End a job that `withdrawn` named."""
+        ...
+
+    def drop(self, job: ClaimedJob) -> None:
+        """Forget a job that is not ours any more: our execution is removed, the job's own state is left as it is."""
+        ...
+
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:
+        """Put jobs back at the front of their queues, in their order."""
+        ...
+
+    def recover(self) -> int:
+        """Put back what dead workers had in flight; returns how many jobs that were."""
+        ...
+
+    def tidy(self) -> None:
+        """Housekeeping that no job waits for."""
+        ...
+
+    def is_empty(self) -> bool:
+        """Whether no job waits in any of the queues."""
+        ...
+
+    def beat(self) -> bool:
+        """Show that this worker lives; ``False`` when it has been deposed. Heartbeat thread."""
+        ...
