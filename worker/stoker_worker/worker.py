@@ -69,6 +69,8 @@ class Worker:
             model = self._load()
             if model is not None:
                 self._serve(model)
+            if self._deposed.is_set():
+                raise QueueHeld("another worker has taken over the queue")
         finally:
             self._heartbeat.finish()
             self._heartbeat.join()
@@ -121,8 +123,6 @@ class Worker:
         finaliser.join()
         if self._engine.error is not None:
             raise EngineFailed(f"the engine broke: {self._engine.error}") from self._engine.error
-        if self._deposed.is_set():
-            raise QueueHeld("another worker has taken over the queue")
 
     def _wait(self, inbox: Inbox) -> None:
         """Until nothing is in flight any more: the burst is done, or a stop has been carried out."""

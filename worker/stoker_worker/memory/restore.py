@@ -31,7 +31,6 @@ class FaultyPiece:
     path: Path
     kind: PieceKind
     fault: Fault
-    at_token: int
 
 
 @dataclass
@@ -124,7 +123,7 @@ class PrefixSearch:
         """Verify one piece and append it to what was found; false, with the fault noted, when it cannot be used."""
         fault = step.piece.load(step.path, buffer)
         if fault is not None:
-            found.faults.append(FaultyPiece(step.path, step.piece.kind, fault, found.n_tokens))
+            found.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
             return False
         step.piece.copy(buffer, found.layers, found.n_tokens, step.use_tokens)
         found.n_tokens += step.use_tokens
