@@ -13,7 +13,9 @@ from stoker_worker.ports.engine import (
     GenerationTiming,
     GenerationWork,
     LayerKV,
+    LayerState,
     RestoredPrefix,
+    Snapshot,
     as_uint16_if_bfloat16,
 )
 from stoker_worker.ports.memory import AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
@@ -35,11 +37,13 @@ __all__ = [
     "GenerationWork",
     "Latch",
     "LayerKV",
+    "LayerState",
     "LoadedModel",
     "ModelProviderPort",
     "QueuePort",
     "Restored",
     "RestoredPrefix",
+    "Snapshot",
     "TextCodec",
     "Transcript",
     "Turn",

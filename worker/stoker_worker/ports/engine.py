@@ -13,25 +13,49 @@ Array = NDArray[Any]
 LayerKV = tuple[Array, Array]
 """One layer's (keys, values): shapes (n_kv_heads, tokens, key_dim) and (n_kv_heads, tokens, value_dim)."""
 
+LayerState = tuple[Array, ...]
+"""One window or recurrent layer after some tokens: the arrays of `LayerSpec.snapshot_arrays`, in its order."""
+
 EndedBy = Literal["eos", "stop", "length"]
 """Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string, or `max_tokens`."""
 
 
 @dataclass(frozen=True)
 class RestoredPrefix:
-    """Cache of the first `n_tokens` of a prompt, one contiguous array pair per layer."""
+    """Cache of the first `n_tokens` of a prompt.
+
+    Attributes:
+        layers: one contiguous array pair per full-attention layer (`ModelCacheSpec.full_layers`).
+        states: one entry per window or recurrent layer (`ModelCacheSpec.snapshot_layers`), as after `n_tokens`.
+    """
 
     n_tokens: int
     layers: tuple[LayerKV, ...]
+    states: tuple[LayerState, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The window and recurrent layers of a sequence after its first `n_tokens` tokens, and never usable elsewhere."""
+
+    n_tokens: int
+    states: tuple[LayerState, ...]
 
 
 @dataclass(frozen=True)
 class CacheSlice:
-    """Cache of tokens [start, stop) of a finished sequence, evaluated and owned by the receiver."""
+    """Cache of a finished sequence, evaluated and owned by the receiver.
+
+    Attributes:
+        layers: tokens [start, stop) of the full-attention layers.
+        snapshots: for models with window or recurrent layers: where the sequence can be taken up again, in order.
+            None is after `stop`.
+    """
 
     start: int
     stop: int
     layers: tuple[LayerKV, ...]
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 @dataclass(frozen=True)
