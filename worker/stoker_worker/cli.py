@@ -40,6 +40,7 @@ main.add_command(memory)
 @click.option("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
 @click.option("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
 @click.option("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
+@click.option("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
 @click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
 @click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps.")
 @click.option(

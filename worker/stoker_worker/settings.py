@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stoker_shared.wire import DEFAULT_QUEUE
+from stoker_worker.cache_spec import StoreDtype
 
 ENV_PREFIX = "STOKER_"
 
@@ -27,6 +28,7 @@ class WorkerSettings(BaseSettings):
     dtype: Literal["auto", "native", "float32"] = "auto"
     max_batch: Annotated[int, Field(ge=1, le=256)] = 16
     share_prefixes: bool = True
+    store_dtype: StoreDtype = "native"
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0

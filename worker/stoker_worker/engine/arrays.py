@@ -9,26 +9,36 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache
 
-from stoker_worker.cache_spec import ModelCacheSpec
-from stoker_worker.ports import Array, CacheSlice, LayerKV, RestoredPrefix
+from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.engine.probe import leaves
+from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, RestoredPrefix, Snapshot
 
 
-def prefix_to_caches(prefix: RestoredPrefix, spec: ModelCacheSpec) -> list[KVCache]:
-    """One `KVCache` per layer holding `prefix.n_tokens` tokens, ready for `BatchGenerator.insert(caches=...)`."""
-    caches = []
-    for keys, values in prefix.layers:
-        cache = KVCache()
-        cache.keys = _to_mlx(keys, spec.dtype)
-        cache.values = _to_mlx(values, spec.dtype)
+def prefix_to_caches(model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> list[Any]:
+    """The model's own caches holding `prefix.n_tokens` tokens, ready for `BatchGenerator.insert(caches=...)`."""
+    caches: list[Any] = make_prompt_cache(model)
+    layers, states = iter(prefix.layers), iter(prefix.states)
+    filled: list[mx.array] = []
+    for cache, layer in zip(leaves(caches), spec.layers, strict=True):
+        if layer.kind == LayerKind.RECURRENT:
+            cache.cache = [_to_mlx(x, of.dtype) for x, of in zip(next(states), layer.arrays, strict=True)]
+            filled += cache.cache
+            continue
+        keys, values = next(layers if layer.kind == LayerKind.FULL else states)
+        cache.keys, cache.values = _to_mlx(keys, spec.dtype), _to_mlx(values, spec.dtype)
         cache.offset = prefix.n_tokens
-        caches.append(cache)
-    mx.eval([cache.state for cache in caches])
+        if layer.kind == LayerKind.WINDOW:
+            cache._idx = keys.shape[1]
+        filled += (cache.keys, cache.values)
+    mx.eval(filled)
     return caches
 
 
-def slice_caches(caches: Sequence[Any], start: int, stop: int) -> CacheSlice:
+def slice_caches(
+    caches: Sequence[Any], start: int, stop: int, spec: ModelCacheSpec, snapshots: tuple[Snapshot, ...] = ()
+) -> CacheSlice:
     """Tokens [start, stop) of a finished sequence's extracted caches, evaluated, as NumPy views that own their bytes.
 
     Args:
@@ -37,11 +47,39 @@ def slice_caches(caches: Sequence[Any], start: int, stop: int) -> CacheSlice:
     """
     pairs = [
         (mx.contiguous(cache.keys[0, :, start:stop, :]), mx.contiguous(cache.values[0, :, start:stop, :]))
-        for cache in caches
+        for cache, layer in zip(leaves(caches), spec.layers, strict=True)
+        if layer.kind == LayerKind.FULL
     ]
     mx.eval(pairs)
     layers: tuple[LayerKV, ...] = tuple((_to_numpy(keys), _to_numpy(values)) for keys, values in pairs)
-    return CacheSlice(start=start, stop=stop, layers=layers)
+    return CacheSlice(start=start, stop=stop, layers=layers, snapshots=snapshots)
+
+
+def take_snapshot(caches: Sequence[Any], n_tokens: int, spec: ModelCacheSpec) -> Snapshot:
+    """The window and recurrent layers of extracted caches that hold `n_tokens` tokens. Other layers are not evaluated.
+
+    Raises:
+        ValueError: a cache is not of the shapes that `spec` says.
+    """
+    arrays = [
+        _state(cache, layer, n_tokens)
+        for cache, layer in zip(leaves(caches), spec.layers, strict=True)
+        if layer.kind in (LayerKind.WINDOW, LayerKind.RECURRENT)
+    ]
+    mx.eval(arrays)
+    states: tuple[LayerState, ...] = tuple(tuple(map(_to_numpy, layer)) for layer in arrays)
+    for state, layer in zip(states, spec.snapshot_layers, strict=True):
+        if [x.shape for x in state] != [x.shape for x in layer.snapshot_arrays(n_tokens, spec.dtype)]:
+            raise ValueError(f"a {layer.kind} cache after {n_tokens} tokens is {[x.shape for x in state]}")
+    return Snapshot(n_tokens, states)
+
+
+def _state(cache: Any, layer: LayerSpec, n_tokens: int) -> list[mx.array]:
+    if layer.kind == LayerKind.RECURRENT:
+        return [mx.contiguous(array[0]) for array in cache.cache]
+    # Extracted caches are in temporal order; in the middle of a prefill they hold more than the window.
+    first = cache.keys.shape[2] - min(n_tokens, layer.window_tokens)
+    return [mx.contiguous(array[0, :, max(0, first) :, :]) for array in (cache.keys, cache.values)]
 
 
 def _to_mlx(array: Array, dtype: str) -> mx.array:

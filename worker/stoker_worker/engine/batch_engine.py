@@ -14,11 +14,11 @@ from mlx_lm.generate import BatchGenerator
 
 from stoker_shared.errors import RequestNotServed
 from stoker_shared.request import GenerationRequest
-from stoker_worker.engine.arrays import prefix_to_caches, slice_caches
+from stoker_worker.engine.arrays import prefix_to_caches, slice_caches, take_snapshot
 from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.sampling import row_sampler
 from stoker_worker.engine.stop_scanner import StopScanner
-from stoker_worker.ports import Completion, EndedBy, GenerationTiming, GenerationWork, LoadedModel
+from stoker_worker.ports import CacheSlice, Completion, EndedBy, GenerationTiming, GenerationWork, LoadedModel, Snapshot
 
 
 @dataclass
@@ -33,6 +33,7 @@ class _Row:
     submitted_at: float = field(default_factory=time.perf_counter)
     inserted_at: float = 0.0
     first_token_at: float = 0.0
+    snapshots: list[Snapshot] = field(default_factory=list)
 
     @property
     def reserved_tokens(self) -> int:
@@ -52,7 +53,8 @@ class BlockPoolBatchEngine:
             max_batch: most rows decoding at once.
             prefill_step_tokens: most prompt tokens of one row prefilled between two decode steps.
         """
-        self._loaded = loaded
+        self._model = model
+        self._spec = loaded.spec
         self._codec = loaded.codec.fork()
         self._pool = pool
         self._max_batch = max_batch
@@ -92,7 +94,8 @@ class BlockPoolBatchEngine:
         self._admit()
         if not self._batch:
             return []
-        _, responses = self._generator.next()
+        prompt_responses, responses = self._generator.next()
+        self._look_at_prompts(prompt_responses)
         return list(self._advance(responses))
 
     def cancel(self, uid: int) -> Completion | None:
@@ -125,12 +128,28 @@ class BlockPoolBatchEngine:
         (row.generator_uid,) = self._generator.insert(
             [list(work.prompt_ids[reused:])],
             max_tokens=[work.request.max_tokens],
-            caches=[prefix_to_caches(prefix, self._loaded.spec) if prefix else None],
+            caches=[prefix_to_caches(self._model, prefix, self._spec) if prefix else None],
             all_tokens=[list(work.prompt_ids[:reused])],
             samplers=[row_sampler(work.request)],
         )
+        if prefix and prefix.states and reused == len(work.prompt_ids) - 1:
+            row.snapshots.append(Snapshot(reused, prefix.states))  # nothing is prefilled before this point
         row.work = replace(work, prefix=None)  # the generator has its own copy
         self._batch[row.generator_uid] = row
+
+    def _look_at_prompts(self, responses: Any) -> None:
+        """Take a snapshot of each row that has just been prefilled up to its last prompt token.
+
+        mlx-lm always stops there. One token earlier than the end of the prompt, because the same prompt may come again
+        and a model must see at least one token of it.
+        """
+        if not self._spec.snapshot_layers:
+            return
+        for response in responses:
+            row = self._batch[response.uid]
+            if response.end_of_segment and not response.end_of_prompt and row.work.save_from is not None:
+                caches, _ = self._generator.extract_cache([response.uid])[response.uid]
+                row.snapshots.append(take_snapshot(caches, len(row.work.prompt_ids) - 1, self._spec))
 
     def _advance(self, responses: Any) -> Iterator[Completion]:
         now = time.perf_counter()
@@ -179,7 +198,6 @@ class BlockPoolBatchEngine:
         carry_text: str = "",
         caches: list[Any] | None = None,
     ) -> Completion:
-        start, stop = row.work.save_from, len(row.work.prompt_ids) + kept
         return Completion(
             uid=row.uid,
             outcome=outcome,
@@ -188,9 +206,19 @@ class BlockPoolBatchEngine:
             ended_by=ended_by,
             kept=kept,
             carry_text=carry_text,
-            cache=slice_caches(caches, start, stop) if caches is not None and start is not None else None,
+            cache=self._cache_of(row, caches, kept) if caches is not None else None,
             timing=_timing(row),
         )
+
+    def _cache_of(self, row: _Row, caches: list[Any], kept: int) -> CacheSlice | None:
+        """What of a finished row's caches is to be saved."""
+        start, n_prompt = row.work.save_from, len(row.work.prompt_ids)
+        if start is None or not self._spec.can_be_stored:
+            return None
+        snapshots = row.snapshots
+        if self._spec.snapshot_layers and kept == len(row.generated):  # a window cannot be cut back to a stop string
+            snapshots = [*snapshots, take_snapshot(caches, n_prompt + kept, self._spec)]
+        return slice_caches(caches, start, n_prompt + kept, self._spec, tuple(snapshots))
 
     def _text(self, row: _Row) -> str:
         ids = row.generated

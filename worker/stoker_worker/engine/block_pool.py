@@ -24,7 +24,7 @@ class BlockPool:
     @classmethod
     def of_bytes(cls, max_bytes: int, bytes_per_block: int) -> "BlockPool":
         """As many blocks of all layers as fit into `max_bytes`."""
-        return cls(max_bytes // bytes_per_block)
+        return cls(max_bytes // max(1, bytes_per_block))
 
     @property
     def free(self) -> int:

@@ -29,6 +29,7 @@ class MlxProvider:
             self.settings.model,
             self.settings.dtype,
             self._engine,
+            store_dtype=self.settings.store_dtype,
             digest_cache=self.settings.store_folder / "model-digests.json",
         ).load()
 

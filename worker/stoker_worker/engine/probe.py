@@ -1,12 +1,24 @@
 """Reads a model's cache layout off the caches it makes. Owns no state; engine thread."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.cache_spec import ITEM_BYTES, LayerKind, LayerSpec
+from stoker_worker.cache_spec import ITEM_BYTES, ArraySpec, LayerKind, LayerSpec
+
+_UNKNOWN = LayerSpec(LayerKind.UNKNOWN)
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Every single cache: some models keep several for a layer, in a list of their own kind."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(cache.caches)
+        else:
+            yield cache
 
 
 def probe_layers(model: Any) -> tuple[tuple[LayerSpec, ...], str]:
@@ -16,28 +28,46 @@ def probe_layers(model: Any) -> tuple[tuple[LayerSpec, ...], str]:
     model's own code stores is what has to be stored.
 
     Returns:
-        One spec per layer, and the name of the dtype that all of them share.
+        One spec per cache, and the name of the dtype of K and V. A cache that is not understood, or whose arrays are
+        of a dtype that is not stored, is of kind UNKNOWN.
 
     Raises:
-        ModelNotLoadable: a layer is not full attention, or the layers' dtypes differ or cannot be stored.
+        ModelNotLoadable: the model does not run.
     """
     caches = make_prompt_cache(model)
-    foreign = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
-    if foreign:
-        raise ModelNotLoadable(
-            f"this model's layers use {', '.join(foreign)}; this version of stoker serves models whose layers are all "
-            "full attention (KVCache)"
+    try:
+        mx.eval(model(mx.array([[0]]), cache=caches))
+    except Exception as error:
+        raise ModelNotLoadable(f"this model does not run: {type(error).__name__}: {error}") from error
+    found = list(leaves(caches))
+    dtypes = {_name(cache.keys.dtype) for cache in found if type(cache) in (KVCache, RotatingKVCache)}
+    dtypes = dtypes or {_name(array.dtype) for cache in found if type(cache) is ArraysCache for array in cache.cache}
+    dtype = min(dtypes, default="float32")
+    return tuple(_layer(cache, dtype) for cache in found), dtype
+
+
+def _layer(cache: Any, dtype: str) -> LayerSpec:
+    if type(cache) is ArraysCache:
+        arrays = cache.cache
+        if any(array is None or _name(array.dtype) not in ITEM_BYTES for array in arrays):
+            return _UNKNOWN
+        return LayerSpec(
+            LayerKind.RECURRENT, arrays=tuple(ArraySpec(tuple(x.shape[1:]), _name(x.dtype)) for x in arrays)
         )
-    model(mx.array([[0]]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    layers = tuple(_layer(cache) for cache in caches)
-    dtypes = sorted({str(array.dtype).rpartition(".")[2] for cache in caches for array in (cache.keys, cache.values)})
-    if len(dtypes) != 1 or dtypes[0] not in ITEM_BYTES:
-        raise ModelNotLoadable(f"this model's cache is {' and '.join(dtypes)}; stoker stores {', '.join(ITEM_BYTES)}")
-    return layers, dtypes[0]
-
-
-def _layer(cache: KVCache) -> LayerSpec:
+    is_window = type(cache) is RotatingKVCache and cache.keep == 0
+    if not is_window and type(cache) is not KVCache:
+        return _UNKNOWN
+    if {_name(cache.keys.dtype), _name(cache.values.dtype)} != {dtype} or dtype not in ITEM_BYTES:
+        return _UNKNOWN
     _, n_kv_heads, _, key_dim = cache.keys.shape
-    _, _, _, value_dim = cache.values.shape
-    return LayerSpec(kind=LayerKind.FULL, n_kv_heads=n_kv_heads, key_dim=key_dim, value_dim=value_dim)
+    return LayerSpec(
+        LayerKind.WINDOW if is_window else LayerKind.FULL,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=cache.values.shape[3],
+        window_tokens=cache.max_size if is_window else 0,
+    )
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.cache_spec import ModelCacheSpec
+from stoker_worker.cache_spec import ModelCacheSpec, StoreDtype
 from stoker_worker.engine.codec import ModelCodec, chat_template_text
 from stoker_worker.engine.fingerprint import ModelFolder
 from stoker_worker.ports import GenerationEnginePort, LoadedModel
@@ -39,17 +39,20 @@ class MlxModelProvider:
         dtype: Dtype,
         make_engine: Callable[[Any, LoadedModel], GenerationEnginePort],
         *,
+        store_dtype: StoreDtype = "native",
         digest_cache: Path | None = None,
     ) -> None:
         """
         Args:
             model: a folder in mlx-lm's format, or a Hugging Face repo such as ``mlx-community/Qwen3-4B-4bit``.
             make_engine: called with the mlx-lm model once it is loaded.
+            store_dtype: precision of cache blocks on disk.
             digest_cache: file in which digests of weight files are remembered between starts.
         """
         self._model = model
         self._dtype = dtype
         self._make_engine = make_engine
+        self._store_dtype = store_dtype
         self._digest_cache = digest_cache
 
     def load(self) -> tuple[GenerationEnginePort, LoadedModel]:
@@ -66,7 +69,11 @@ class MlxModelProvider:
         except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
             raise ModelNotLoadable(f"cannot load {self._model}: {_one_line(error)}") from None
         codec = ModelCodec(wrapper)
-        spec = ModelCacheSpec.from_model(network)
+        spec = ModelCacheSpec.from_model(network, self._store_dtype)
+        if not spec.can_be_stored:
+            _log.warning(
+                "this model keeps caches that stoker cannot store: its agents have transcripts, no cached tokens"
+            )
         files = ModelFolder(folder, self._digest_cache)
         tokenizer_fingerprint = files.tokenizer_fingerprint(chat_template_text(wrapper))
         loaded = LoadedModel(

@@ -1,0 +1,205 @@
+"""Every cache layout: batched, restored rows say what the same model says alone, from nothing, in one row."""
+
+import random
+
+import numpy as np
+import pytest
+from tests.worker.engine.tiny_models import CONFIGS, VOCABULARY, make_model
+
+from stoker_shared import build_request
+from stoker_worker.cache_spec import LayerKind, ModelCacheSpec
+from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+
+pytestmark = pytest.mark.mlx
+
+EOS = VOCABULARY - 1
+
+
+class Codec:
+    """Stands for a tokenizer: a token's text is its number."""
+
+    eos_ids = frozenset({EOS})
+
+    def fork(self):
+        return self
+
+    def decode(self, token_ids):
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
+class Layout:
+    """One tiny model with an engine maker and the reference beside it."""
+
+    def __init__(self, name, **changes):
+        self.model = make_model(name, **changes)
+        self.spec = ModelCacheSpec.from_model(self.model)
+        self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, Codec())
+
+    def engine(self, *, max_batch=4, prefill_step_tokens=64):
+        from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+
+        return BlockPoolBatchEngine(
+            self.model,
+            self.loaded,
+            pool=BlockPool(1000),
+            max_batch=max_batch,
+            prefill_step_tokens=prefill_step_tokens,
+        )
+
+    def alone(self, ids, max_tokens):
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
+        said = []
+        for token, _ in generate_step(mx.array(list(ids)), self.model, max_tokens=max_tokens):
+            said.append(token)
+            if token == EOS:
+                break
+        return said
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def layout(request):
+    return Layout(request.param)
+
+
+def work(ids, max_tokens, prefix=None, save_from=0, **fields):
+    request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, **fields})
+    return GenerationWork(request, tuple(ids), prefix, save_from)
+
+
+def run(engine, works):
+    uids = [engine.submit(one) for one in works]
+    done = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    engine.close()
+    return [done[uid] for uid in uids]
+
+
+def random_ids(rng, n):
+    return [rng.randrange(VOCABULARY - 1) for _ in range(n)]
+
+
+def prefix_of(cache, n_tokens):
+    """What a store would give back of a saved cache that began at token 0."""
+    states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
+    layers = tuple((keys[:, :n_tokens].copy(), values[:, :n_tokens].copy()) for keys, values in cache.layers)
+    return RestoredPrefix(n_tokens, layers, states)
+
+
+def test_cold_rows_of_unequal_length_in_one_batch_say_what_each_says_alone(layout):
+    rng = random.Random(1)
+    works = [work(random_ids(rng, n), 6 + n % 7) for n in (300, 3, 255, 64, 257, 1)]
+    for one, done in zip(works, run(layout.engine(), works), strict=True):
+        assert list(done.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+
+
+def test_a_turn_that_goes_on_from_the_end_of_the_last_one_says_what_it_says_uncached(layout):
+    rng = random.Random(2)
+    first = [work(random_ids(rng, n), 5) for n in (300, 40, 249, 130)]
+    second = []
+    for one, done in zip(first, run(layout.engine(), first), strict=True):
+        ids = (*one.prompt_ids, *done.generated_ids, *random_ids(rng, rng.randint(1, 90)))
+        n_cached = len(one.prompt_ids) + len(done.generated_ids)
+        second.append(work(ids, 9, prefix_of(done.cache, n_cached)))
+    second.append(work(random_ids(rng, 20), 9))  # a cold row among the restored ones
+    for one, done in zip(second, run(layout.engine(prefill_step_tokens=32), second), strict=True):
+        assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
+
+
+def test_an_identical_prompt_goes_on_from_just_before_its_last_token(layout):
+    rng = random.Random(3)
+    first = [work(random_ids(rng, n), 7) for n in (300, 70)]
+    done = run(layout.engine(), first)
+    again = [
+        work(one.prompt_ids, 7, prefix_of(was.cache, len(one.prompt_ids) - 1))
+        for one, was in zip(first, done, strict=True)
+    ]
+    for was, now in zip(done, run(layout.engine(), again), strict=True):
+        assert now.generated_ids == was.generated_ids
+        # The restored point is handed over again, for the version that replaces this one.
+        assert [s.n_tokens for s in now.cache.snapshots] == [s.n_tokens for s in was.cache.snapshots]
+        for old, new in zip(was.cache.snapshots, now.cache.snapshots, strict=True):
+            pairs = zip((x for s in old.states for x in s), (x for s in new.states for x in s), strict=True)
+            assert all(np.allclose(x, y, atol=1e-4) for x, y in pairs)
+
+
+def test_snapshots_are_of_the_layers_and_at_the_places_that_the_spec_says(layout):
+    rng = random.Random(4)
+    (done,) = run(layout.engine(prefill_step_tokens=50), [work(random_ids(rng, 300), 6)])
+    expected = [299, 306] if layout.spec.snapshot_layers else []
+    assert [snapshot.n_tokens for snapshot in done.cache.snapshots] == expected
+    for snapshot in done.cache.snapshots:
+        n_bytes = sum(x.nbytes for state in snapshot.states for x in state)
+        assert n_bytes == layout.spec.snapshot_bytes(snapshot.n_tokens)
+    assert len(done.cache.layers) == len(layout.spec.full_layers)
+    assert sum(x.nbytes for pair in done.cache.layers for x in pair) == 306 * layout.spec.bytes_per_token
+
+
+def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
+    rng = random.Random(5)
+    ids = random_ids(rng, 90)
+    (plain,) = run(layout.engine(), [work(ids, 8)])
+    third = f"<{plain.generated_ids[2]}>"
+    (cut,) = run(layout.engine(), [work(ids, 8, stop=[third])])
+    n_kept = plain.generated_ids.index(plain.generated_ids[2])
+    assert (cut.ended_by, cut.kept) == ("stop", n_kept)
+    assert [s.n_tokens for s in cut.cache.snapshots] == ([89] if layout.spec.snapshot_layers else [])
+    assert cut.cache.stop == 90 + n_kept
+
+
+def test_nothing_is_handed_over_when_nothing_is_to_be_saved(layout):
+    (done,) = run(layout.engine(), [work([1, 2, 3], 2, save_from=None)])
+    assert done.cache is None
+
+
+def test_kinds_are_found_by_looking_at_the_caches():
+    kinds = {name: {str(x.kind) for x in Layout(name).spec.layers} for name in CONFIGS}
+    assert kinds == {
+        "llama": {"full"},
+        "qwen2": {"full"},
+        "qwen3": {"full"},
+        "gemma3_text": {"window", "full"},
+        "gpt_oss": {"window", "full"},
+        "qwen3_moe": {"full"},
+        "qwen3_next": {"recurrent", "full"},
+        "lfm2": {"recurrent", "full"},
+        "mamba2": {"recurrent"},
+        "falcon_h1": {"recurrent", "full"},
+    }
+
+
+def test_bfloat16_states_come_back_bit_for_bit():
+    import mlx.core as mx
+
+    from stoker_worker.engine.arrays import prefix_to_caches, take_snapshot
+
+    layout = Layout("falcon_h1")
+    layout.model.set_dtype(mx.bfloat16)
+    spec = ModelCacheSpec.from_model(layout.model)
+    layout.loaded = LoadedModel("bf16", "f", "t", 8192, spec, Codec())
+    assert spec.dtype == "bfloat16"
+    (done,) = run(layout.engine(), [work(random_ids(random.Random(6), 70), 3)])
+    at_end = done.cache.snapshots[-1]
+    caches = prefix_to_caches(layout.model, prefix_of(done.cache, 73), spec)
+    again = take_snapshot(caches, 73, spec)
+    for old, new in zip(at_end.states, again.states, strict=True):
+        assert all((x == y).all() and x.dtype == y.dtype for x, y in zip(old, new, strict=True))
+
+
+def test_a_layout_that_is_not_known_is_served_without_memory(monkeypatch):
+    from mlx_lm.models.cache import KVCache
+
+    class Odd(KVCache):
+        pass
+
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "make_cache", lambda self: [Odd() for _ in self.layers], raising=False)
+    layout = Layout("llama")
+    assert {x.kind for x in layout.spec.layers} == {LayerKind.UNKNOWN}
+    assert not layout.spec.can_be_stored
+    (done,) = run(layout.engine(), [work([5, 6, 7], 4)])
+    assert list(done.generated_ids) == layout.alone([5, 6, 7], 4)
+    assert done.cache is None
