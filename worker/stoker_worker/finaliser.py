@@ -1,9 +1,11 @@
-"""The finaliser thread: save the agent's version, then end the job. In that order, always.
+"""The finaliser: save the agent's version, then end the job. In that order, always.
 
 Owns disk writes of agent memory and the last word on a job. Never touches MLX: bytes come to it already evaluated. When
-Redis is away it waits and tries again: a finished result is not lost and does not turn into a failure.
+Redis is away it waits and tries again: a finished result is not lost and does not turn into a failure. A few threads of
+one kind, because a disk may take seconds for one agent's sync while the others' results are ready.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -36,8 +38,8 @@ T = TypeVar("T")
 _REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
 
 
-class Finaliser(threading.Thread):
-    """Ends jobs one after the other, in the order their sequences ended."""
+class Finaliser:
+    """Ends jobs in the order their sequences ended, `n_threads` at a time; never two of one agent (admission)."""
 
     def __init__(
         self,
@@ -47,13 +49,16 @@ class Finaliser(threading.Thread):
         *,
         on_ended: Callable[[str], None],
         retry_s: float = 0.5,
+        n_threads: int = 4,
     ) -> None:
         """
         Args:
             on_ended: called with a job's id once this worker has nothing more to do with it.
             retry_s: pause between two tries while Redis is away.
         """
-        super().__init__(name="finaliser", daemon=True)
+        names = (f"finaliser-{n}" for n in range(1, n_threads + 1))
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        self._leaving = itertools.count(1)
         self._queue = queue
         self._store = store
         self._model = model
@@ -63,18 +68,31 @@ class Finaliser(threading.Thread):
         self._abandon = threading.Event()
         self._left: list[tuple[ClaimedJob, bool]] = []  # jobs to give back, and whether that counts as an attempt
 
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
     def put(self, ended: Ended) -> None:
         self._ended.put(ended)
 
     def finish(self) -> None:
-        """Let the thread end after what it has been given; jobs cut short by the stop then go back to the queue."""
-        self._ended.put(None)
+        """Let the threads end after what they have been given; jobs cut short by the stop then go back to the queue."""
+        for _ in self._threads:
+            self._ended.put(None)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def is_alive(self) -> bool:
+        """Whether all of it is: a thread that died took a job with it."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def abandon(self) -> None:
         """Stop waiting for a Redis that is away: the next worker recovers what is left."""
         self._abandon.set()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (ended := self._ended.get()) is not None:
             try:
                 self._end(ended)
@@ -87,7 +105,8 @@ class Finaliser(threading.Thread):
                 log.exception("job %s could not be ended as it should", ended.job.job_id)
                 self._fail_at_last(ended.job, error)
             self._on_ended(ended.job.job_id)
-        self._give_back()
+        if next(self._leaving) == len(self._threads):  # the others have ended their last jobs too
+            self._give_back()
 
     def _end(self, ended: Ended) -> None:
         job = ended.job

@@ -168,6 +168,7 @@ class AgentFolder:
             self._writer.make_folder(self.path)
             self._writer.put(self._head, [before])
             self._files.flush(self.path)
+        staged: Path | None = None
         try:
             if tail is None:
                 self._files.remove(self.tail_path(version))
@@ -176,9 +177,12 @@ class AgentFolder:
             self._writer.put(self.record_path(version), [record])
             staged = self._writer.stage([head])
             self._files.flush(self.path)
-            self._files.rename(staged, self._head)
+            self._writer.place(staged, self._head)
             self._files.flush(self.path)
         except OSError:
+            if staged is not None:
+                with contextlib.suppress(OSError):
+                    self._files.remove(staged)
             self._take_back(before, version)
             raise
         with contextlib.suppress(OSError):  # committed: what is left over now does no harm

@@ -1,7 +1,7 @@
 """The file operations that can fail or be cut short, each on its own. Owns durability; knows no format.
 
-`Disk` is the real thing; tests put an object in its place that stops after every single step. Writes run on the
-finaliser thread only; the loader thread reads, and removes what it found damaged.
+`Disk` is the real thing; tests put an object in its place that stops after every single step. Writes run on finaliser
+threads only; the loader thread reads, and removes what it found damaged.
 """
 
 import contextlib
@@ -108,14 +108,30 @@ class DurableWriter:
         self._files.sync_folder(path.parent)
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
-        """Write a synced temp file; the caller renames it."""
+        """Write a synced temp file; the caller gives it its name with `place`."""
         path = self._temp_folder / f"{next(self._numbers)}.tmp"
-        self._files.write(path, chunks)
+        with self._removed_on_failure(path):
+            self._files.write(path, chunks)
         return path
+
+    def place(self, staged: Path, target: Path) -> None:
+        """Atomically give a staged file its name."""
+        with self._removed_on_failure(staged):
+            self._files.rename(staged, target)
 
     def put(self, path: Path, chunks: Iterable[Chunk]) -> None:
         """Write a file whole; its name is durable after the next sync of its folder."""
-        self._files.rename(self.stage(chunks), path)
+        self.place(self.stage(chunks), path)
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self, staged: Path) -> Iterator[None]:
+        """Other threads write here too, so a step that fails (the disk is full) takes back its own file only."""
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._files.remove(staged)
+            raise
 
     def clear(self) -> None:
         """Remove what a crash or a full disk left in the temp folder."""

@@ -169,8 +169,6 @@ class AgentStore:
     def _after_failure(self, turn: Turn) -> None:
         """Leave nothing half-written; if the turn could not even be taken back, `append` refuses from now on."""
         self._recent.drop(turn.agent_id)
-        with contextlib.suppress(OSError):
-            self._folder.writer.clear()
         if self._state(turn.agent_id).version.number != turn.parent:
             self._unsaved.add(turn.agent_id)
 
