@@ -17,7 +17,6 @@ from stoker_shared.request import GenerationRequest
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import Prompt, build_prompt, next_transcript
 from stoker_worker.engine.blas import preload_openblas
-from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import AgentVersion, Completion, Delivery, GenerationWork, LoadedModel, Restored, Turn
 
@@ -65,12 +64,15 @@ class Bench:
 
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""
-        from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+        from stoker_worker.engine.build import assemble
 
-        step_tokens = 1024 if self.on_gpu else 128
-        pool = BlockPool(POOL_BLOCKS)
-        return BlockPoolBatchEngine(
-            self.network, self.model, pool=pool, max_batch=MAX_BATCH, prefill_step_tokens=step_tokens
+        return assemble(
+            self.network,
+            self.model,
+            max_bytes=POOL_BLOCKS * self.model.spec.bytes_per_block,
+            max_batch=MAX_BATCH,
+            prefill_tokens=1024 if self.on_gpu else 128,
+            max_step_s=60.0,
         )
 
     @property

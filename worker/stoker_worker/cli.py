@@ -42,7 +42,8 @@ main.add_command(memory)
 @click.option("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
 @click.option("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
 @click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
-@click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps.")
+@click.option("--max-step-s", type=float, help="Seconds of prefill between two decode steps, at most.  [0.5]")
+@click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps, at most.")
 @click.option(
     "--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]"
 )

@@ -30,6 +30,7 @@ class WorkerSettings(BaseSettings):
     share_prefixes: bool = True
     store_dtype: StoreDtype = "native"
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0

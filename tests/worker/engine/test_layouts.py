@@ -4,89 +4,18 @@ import random
 
 import numpy as np
 import pytest
-from tests.worker.engine.tiny_models import CONFIGS, VOCABULARY, make_model
+from tests.worker.engine.layouts import Codec, Layout, prefix_of, random_ids, run, work
+from tests.worker.engine.tiny_models import CONFIGS, make_model
 
-from stoker_shared import build_request
 from stoker_worker.cache_spec import LayerKind, ModelCacheSpec
-from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports import LoadedModel
 
 pytestmark = pytest.mark.mlx
-
-EOS = VOCABULARY - 1
-
-
-class Codec:
-    """Stands for a tokenizer: a token's text is its number."""
-
-    eos_ids = frozenset({EOS})
-
-    def fork(self):
-        return self
-
-    def decode(self, token_ids):
-        return "".join(f"<{token_id}>" for token_id in token_ids)
-
-
-class Layout:
-    """One tiny model with an engine maker and the reference beside it."""
-
-    def __init__(self, name, **changes):
-        self.model = make_model(name, **changes)
-        self.spec = ModelCacheSpec.from_model(self.model)
-        self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, Codec())
-
-    def engine(self, *, max_batch=4, prefill_step_tokens=64):
-        from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
-
-        return BlockPoolBatchEngine(
-            self.model,
-            self.loaded,
-            pool=BlockPool(1000),
-            max_batch=max_batch,
-            prefill_step_tokens=prefill_step_tokens,
-        )
-
-    def alone(self, ids, max_tokens):
-        import mlx.core as mx
-        from mlx_lm.generate import generate_step
-
-        said = []
-        for token, _ in generate_step(mx.array(list(ids)), self.model, max_tokens=max_tokens):
-            said.append(token)
-            if token == EOS:
-                break
-        return said
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def layout(request):
     return Layout(request.param)
-
-
-def work(ids, max_tokens, prefix=None, save_from=0, **fields):
-    request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": max_tokens, **fields})
-    return GenerationWork(request, tuple(ids), prefix, save_from)
-
-
-def run(engine, works):
-    uids = [engine.submit(one) for one in works]
-    done = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
-    engine.close()
-    return [done[uid] for uid in uids]
-
-
-def random_ids(rng, n):
-    return [rng.randrange(VOCABULARY - 1) for _ in range(n)]
-
-
-def prefix_of(cache, n_tokens):
-    """What a store would give back of a saved cache that began at token 0."""
-    states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
-    layers = tuple((keys[:, :n_tokens].copy(), values[:, :n_tokens].copy()) for keys, values in cache.layers)
-    return RestoredPrefix(n_tokens, layers, states)
 
 
 def test_cold_rows_of_unequal_length_in_one_batch_say_what_each_says_alone(layout):
@@ -105,7 +34,7 @@ def test_a_turn_that_goes_on_from_the_end_of_the_last_one_says_what_it_says_unca
         n_cached = len(one.prompt_ids) + len(done.generated_ids)
         second.append(work(ids, 9, prefix_of(done.cache, n_cached)))
     second.append(work(random_ids(rng, 20), 9))  # a cold row among the restored ones
-    for one, done in zip(second, run(layout.engine(prefill_step_tokens=32), second), strict=True):
+    for one, done in zip(second, run(layout.engine(prefill_tokens=32), second), strict=True):
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
 
 
@@ -128,7 +57,7 @@ def test_an_identical_prompt_goes_on_from_just_before_its_last_token(layout):
 
 def test_snapshots_are_of_the_layers_and_at_the_places_that_the_spec_says(layout):
     rng = random.Random(4)
-    (done,) = run(layout.engine(prefill_step_tokens=50), [work(random_ids(rng, 300), 6)])
+    (done,) = run(layout.engine(prefill_tokens=50), [work(random_ids(rng, 300), 6)])
     expected = [299, 306] if layout.spec.snapshot_layers else []
     assert [snapshot.n_tokens for snapshot in done.cache.snapshots] == expected
     for snapshot in done.cache.snapshots:

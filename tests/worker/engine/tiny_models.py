@@ -101,6 +101,25 @@ CONFIGS = {
     },
 }
 
+UNBATCHABLE = {
+    "llama4": {  # three layers in four attend to chunks, with a cache that mlx-lm cannot batch
+        "text_config": {
+            **_COMMON,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "attention_bias": False,
+            "attention_chunk_size": 64,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 48,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+        }
+    }
+}
+
 
 def make_model(name, seed=0, **changes):
     """A model of family `name` in float32, with weights large enough that its answers depend on the whole prompt."""
@@ -109,7 +128,9 @@ def make_model(name, seed=0, **changes):
 
     module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **CONFIGS[name], **changes}))
+    model = module.Model(
+        module.ModelArgs.from_dict({"model_type": name, **{**CONFIGS, **UNBATCHABLE}[name], **changes})
+    )
     model.update(tree_map(lambda x: x * 3 if x.ndim > 1 else x, model.parameters()))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())

@@ -4,7 +4,9 @@ Arrays leave as NumPy views of a fresh, evaluated `mx.contiguous` result: a view
 the reader. bfloat16, which NumPy does not have, travels as uint16.
 """
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,24 +18,47 @@ from stoker_worker.engine.probe import leaves
 from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, RestoredPrefix, Snapshot
 
 
+class PrefixMover:
+    """Moves a restored prefix into the model's own caches, a layer at a time.
+
+    Attributes:
+        caches: the caches; complete once `move` has said so. Ready for `BatchGenerator.insert(caches=...)`.
+    """
+
+    def __init__(self, model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> None:
+        self.caches: list[Any] = make_prompt_cache(model)
+        self._layers = _fill(self.caches, prefix, spec)
+
+    def move(self, budget_s: float) -> bool:
+        """Move layers, at least one, until `budget_s` seconds are over; ``True`` when all are there."""
+        until = time.perf_counter() + budget_s
+        for arrays in self._layers:
+            mx.eval(arrays)
+            if time.perf_counter() > until:
+                return False
+        return True
+
+
 def prefix_to_caches(model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> list[Any]:
-    """The model's own caches holding `prefix.n_tokens` tokens, ready for `BatchGenerator.insert(caches=...)`."""
-    caches: list[Any] = make_prompt_cache(model)
+    """The model's own caches holding `prefix.n_tokens` tokens, evaluated."""
+    mover = PrefixMover(model, prefix, spec)
+    mover.move(math.inf)
+    return mover.caches
+
+
+def _fill(caches: list[Any], prefix: RestoredPrefix, spec: ModelCacheSpec) -> Iterator[list[mx.array]]:
     layers, states = iter(prefix.layers), iter(prefix.states)
-    filled: list[mx.array] = []
     for cache, layer in zip(leaves(caches), spec.layers, strict=True):
         if layer.kind == LayerKind.RECURRENT:
             cache.cache = [_to_mlx(x, of.dtype) for x, of in zip(next(states), layer.arrays, strict=True)]
-            filled += cache.cache
+            yield cache.cache
             continue
         keys, values = next(layers if layer.kind == LayerKind.FULL else states)
         cache.keys, cache.values = _to_mlx(keys, spec.dtype), _to_mlx(values, spec.dtype)
         cache.offset = prefix.n_tokens
         if layer.kind == LayerKind.WINDOW:
             cache._idx = keys.shape[1]
-        filled += (cache.keys, cache.values)
-    mx.eval(filled)
-    return caches
+        yield [cache.keys, cache.values]
 
 
 def slice_caches(
@@ -67,7 +92,8 @@ def take_snapshot(caches: Sequence[Any], n_tokens: int, spec: ModelCacheSpec) ->
         if layer.kind in (LayerKind.WINDOW, LayerKind.RECURRENT)
     ]
     mx.eval(arrays)
-    states: tuple[LayerState, ...] = tuple(tuple(map(_to_numpy, layer)) for layer in arrays)
+    # Copied, because a slice that is contiguous as it is would keep the whole batch's array alive.
+    states: tuple[LayerState, ...] = tuple(tuple(np.array(_to_numpy(x)) for x in layer) for layer in arrays)
     for state, layer in zip(states, spec.snapshot_layers, strict=True):
         if [x.shape for x in state] != [x.shape for x in layer.snapshot_arrays(n_tokens, spec.dtype)]:
             raise ValueError(f"a {layer.kind} cache after {n_tokens} tokens is {[x.shape for x in state]}")

@@ -1,89 +1,91 @@
-"""The engine: mlx-lm's `BatchGenerator` with a block pool, stop strings and caches handed over. Engine thread only.
+"""The engine: one continuous batch within a KV memory budget. Engine thread only.
 
-Owns which sequences are in the batch and what becomes of them. Does not know agents, jobs, disk or Redis: work comes
-in as token ids and a restored prefix, and leaves as tokens, text and the cache bytes that are new.
+Owns what becomes of the rows: what they say, how they end, and what happens when a step breaks. Does not know agents,
+jobs, disk or Redis: work comes in as token ids and a restored prefix, and leaves as tokens, text and new cache bytes.
 """
 
+import logging
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
-from mlx_lm.generate import BatchGenerator
-
-from stoker_shared.errors import RequestNotServed
-from stoker_shared.request import GenerationRequest
-from stoker_worker.engine.arrays import prefix_to_caches, slice_caches, take_snapshot
+from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
+from stoker_shared.result import TokenLogprob
+from stoker_worker.engine.arrays import slice_caches, take_snapshot
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.sampling import row_sampler
+from stoker_worker.engine.generator import Generator, Prefilled, Said
+from stoker_worker.engine.pace import PrefillPace
+from stoker_worker.engine.pricing import BatchPricing
+from stoker_worker.engine.roster import Roster
+from stoker_worker.engine.row import Row
+from stoker_worker.engine.sampling import RowSampling
 from stoker_worker.engine.stop_scanner import StopScanner
-from stoker_worker.ports import CacheSlice, Completion, EndedBy, GenerationTiming, GenerationWork, LoadedModel, Snapshot
+from stoker_worker.engine.token_logprobs import token_logprob
+from stoker_worker.ports import CacheSlice, Completion, EndedBy, GenerationWork, LoadedModel
 
+_MOST_BREAKS: Final = 2
+"""Steps that a row may break alone before it is failed."""
 
-@dataclass
-class _Row:
-    """One sequence from submission to its end."""
-
-    uid: int
-    work: GenerationWork
-    stops: StopScanner | None
-    generator_uid: int | None = None  # None while it waits for a slot and blocks
-    generated: list[int] = field(default_factory=list)
-    submitted_at: float = field(default_factory=time.perf_counter)
-    inserted_at: float = 0.0
-    first_token_at: float = 0.0
-    snapshots: list[Snapshot] = field(default_factory=list)
-
-    @property
-    def reserved_tokens(self) -> int:
-        return len(self.work.prompt_ids) + self.work.request.max_tokens
+_log = logging.getLogger(__name__)
 
 
 class BlockPoolBatchEngine:
     """Continuous batching over mlx-lm, by composition: rows join and leave between two decode steps."""
 
     def __init__(
-        self, model: Any, loaded: LoadedModel, *, pool: BlockPool, max_batch: int, prefill_step_tokens: int
+        self,
+        model: Any,
+        loaded: LoadedModel,
+        *,
+        make_generator: Callable[[], Generator],
+        pool: BlockPool,
+        pricing: BatchPricing,
+        pace: PrefillPace,
+        max_batch: int,
     ) -> None:
         """
         Args:
             model: an mlx-lm model, evaluated on this thread.
-            pool: KV memory; a row enters the batch only with its blocks reserved.
-            max_batch: most rows decoding at once.
-            prefill_step_tokens: most prompt tokens of one row prefilled between two decode steps.
+            make_generator: a fresh, empty generator; called again after a step that broke.
         """
-        self._model = model
         self._spec = loaded.spec
         self._codec = loaded.codec.fork()
+        self._make_generator = make_generator
+        self._generator = make_generator()
         self._pool = pool
-        self._max_batch = max_batch
-        self._generator = BatchGenerator(
-            model,
-            stop_tokens=[[token_id] for token_id in sorted(loaded.codec.eos_ids)],
-            completion_batch_size=max_batch,
-            prefill_batch_size=min(4, max_batch),
-            prefill_step_size=prefill_step_tokens,
-        )
-        self._waiting: deque[_Row] = deque()
-        self._batch: dict[int, _Row] = {}  # by the generator's uid
+        self._pricing = pricing
+        self._pace = pace
+        self._roster = Roster(model, loaded.spec, pool=pool, pricing=pricing, pace=pace, max_batch=max_batch)
         self._next_uid = 0
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._batch)
+        return sum(1 for _ in self._roster)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the batch's caches may take now, by the pool's reckoning; never less than they do."""
+        return self._roster.held_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the batch's caches do take now."""
+        return self._generator.nbytes
 
     def progress(self) -> dict[int, int]:
-        return {row.uid: len(row.generated) for row in (*self._waiting, *self._batch.values())}
+        return {row.uid: len(row.generated) for row in self._roster}
 
     def submit(self, work: GenerationWork) -> int:
-        request = work.request
-        _refuse_unserved(request)
-        self._pool.check(len(work.prompt_ids) + request.max_tokens)
+        request, n_tokens = work.request, len(work.prompt_ids) + work.request.max_tokens
+        if self._pricing.row_blocks(n_tokens) > self._pool.total:
+            raise BlockPoolTooSmall(
+                f"prompt + max_tokens is {n_tokens} tokens; this worker's KV memory holds "
+                f"{self._pricing.longest_row(self._pool.total)} (--kv-max-bytes)"
+            )
         stops = StopScanner(self._codec, request.stop) if request.stop else None
-        row = _Row(uid=self._next_uid, work=work, stops=stops)
+        row = Row(uid=self._next_uid, work=work, sampling=RowSampling(request), stops=stops)
         self._next_uid += 1
-        self._waiting.append(row)
+        self._roster.waiting.add(row)
         return row.uid
 
     def step(self) -> list[Completion]:
@@ -91,151 +93,157 @@ class BlockPoolBatchEngine:
 
         Only the rows that end in this step are copied out; the others are not disturbed.
         """
-        self._admit()
-        if not self._batch:
-            return []
-        prompt_responses, responses = self._generator.next()
-        self._look_at_prompts(prompt_responses)
-        return list(self._advance(responses))
+        ended: list[Completion] = []
+        try:
+            ended.extend(self._step())
+        except Exception as error:  # out of memory, or a fault in a kernel: whatever it is, the caches are unsure now
+            ended.extend(self._start_over(error))
+        return ended
 
     def cancel(self, uid: int) -> Completion | None:
-        row = next((row for row in (*self._waiting, *self._batch.values()) if row.uid == uid), None)
+        row = next((row for row in self._roster if row.uid == uid), None)
         if row is None:
             return None
-        if row.generator_uid is None:
-            self._waiting.remove(row)
-        else:
-            self._generator.remove([row.generator_uid])
-            self._drop(row)
+        if row.generator_uid is not None:
+            self._generator.remove(row.generator_uid)
+        self._roster.drop(row)
         return self._completion(row, outcome="cancelled", text=self._text(row))
 
     def close(self) -> None:
         self._generator.close()
 
-    def _admit(self) -> None:
-        """Move waiting rows into the batch, oldest first, while there is a slot and their blocks are free."""
-        while self._waiting and len(self._batch) < self._max_batch:
-            row = self._waiting[0]
-            if not self._pool.allocate(row.uid, row.reserved_tokens):
-                return
-            self._waiting.popleft()
-            self._insert(row)
+    # --- a step ---
 
-    def _insert(self, row: _Row) -> None:
-        work, prefix = row.work, row.work.prefix
-        reused = prefix.n_tokens if prefix else 0
-        row.inserted_at = time.perf_counter()
-        (row.generator_uid,) = self._generator.insert(
-            [list(work.prompt_ids[reused:])],
-            max_tokens=[work.request.max_tokens],
-            caches=[prefix_to_caches(self._model, prefix, self._spec) if prefix else None],
-            all_tokens=[list(work.prompt_ids[:reused])],
-            samplers=[row_sampler(work.request)],
-        )
-        if prefix and prefix.states and reused == len(work.prompt_ids) - 1:
-            row.snapshots.append(Snapshot(reused, prefix.states))  # nothing is prefilled before this point
-        row.work = replace(work, prefix=None)  # the generator has its own copy
-        self._batch[row.generator_uid] = row
-
-    def _look_at_prompts(self, responses: Any) -> None:
-        """Take a snapshot of each row that has just been prefilled up to its last prompt token.
-
-        mlx-lm always stops there. One token earlier than the end of the prompt, because the same prompt may come again
-        and a model must see at least one token of it.
-        """
-        if not self._spec.snapshot_layers:
+    def _step(self) -> Iterator[Completion]:
+        roster = self._roster
+        while (row := roster.surplus()) is not None:
+            yield from self._set_aside(row)
+        roster.let_in(self._generator)
+        decoding, prefilling = len(roster.decoding), len(roster.prefilling)
+        if not decoding and not prefilling:
             return
-        for response in responses:
-            row = self._batch[response.uid]
-            if response.end_of_segment and not response.end_of_prompt and row.work.save_from is not None:
-                caches, _ = self._generator.extract_cache([response.uid])[response.uid]
-                row.snapshots.append(take_snapshot(caches, len(row.work.prompt_ids) - 1, self._spec))
+        chunk = self._pace.chunk_tokens(decoding=decoding, prefilling=prefilling, waiting=len(roster.waiting))
+        began = time.perf_counter()
+        prefilled, said = self._generator.next(chunk)
+        step_s = time.perf_counter() - began
+        moved = [x.n_tokens - roster.prefilling[x.uid].n_prefilled for x in prefilled if not x.at_prompt_end]
+        if moved or not prefilled:  # a row that only changes over costs time that is neither's
+            self._pace.note(step_s, decoding=decoding, prefill_tokens=len(moved) * max(moved, default=0))
+        yield from self._look_at_prefill(prefilled)
+        yield from self._advance(said)
+        roster.widen()
 
-    def _advance(self, responses: Any) -> Iterator[Completion]:
+    def _look_at_prefill(self, prefilled: Iterable[Prefilled]) -> Iterator[Completion]:
+        """Take a snapshot of each row that stands just before its last prompt token.
+
+        One token earlier than the end of the prompt, because the same prompt may come again, and a model must see at
+        least one token of it.
+        """
+        roster = self._roster
+        for at in prefilled:
+            row = roster.prefilling[at.uid]
+            row.n_prefilled = at.n_tokens
+            if at.at_prompt_end:
+                roster.decoding[at.uid] = roster.prefilling.pop(at.uid)
+                if row.ended_by is not None:  # its last token was said before it was set aside, and is in the cache now
+                    yield self._end(row, None)
+            elif self._spec.snapshot_layers and row.wants_snapshot and at.at_segment_end:
+                row.snapshots.append(take_snapshot(self._generator.peek(at.uid), row.n_prompt - 1, self._spec))
+
+    def _advance(self, said: Iterable[Said]) -> Iterator[Completion]:
         now = time.perf_counter()
-        for response in responses:
-            row = self._batch[response.uid]
+        for one in said:
+            row = self._roster.decoding[one.uid]
             row.first_token_at = row.first_token_at or now
-            row.generated.append(response.token)
-            at_eos = response.finish_reason == "stop"
-            if row.stops and not at_eos and row.stops.add(response.token):
-                yield self._end_at_stop_string(row, response)
-            elif response.finish_reason is not None:
-                yield self._end(row, response.prompt_cache, "eos" if at_eos else "length")
+            self._say(row, one.token, one.logprobs)
+            if row.ended_by is not None:
+                yield self._end(row, one.caches)
+            elif row.sampling.error is not None:
+                self._generator.remove(one.uid)
+                self._roster.drop(row)
+                yield self._failed(row, row.sampling.error)
 
-    def _end(self, row: _Row, caches: list[Any], ended_by: EndedBy) -> Completion:
-        self._drop(row)
-        return self._completion(
-            row, outcome="finished", text=self._text(row), ended_by=ended_by, kept=len(row.generated), caches=caches
-        )
+    def _say(self, row: Row, token: int, logprobs: Any) -> None:
+        """Add `token` to the answer, and note whether the row ends with it."""
+        row.generated.append(token)
+        if row.work.request.logprobs:
+            row.logprobs.append(self._logprob(row, token, logprobs))
+        if token in self._codec.eos_ids:
+            row.ended_by = "eos"
+        elif row.stops and row.stops.add(token):
+            row.ended_by = "stop"
+        elif row.n_left <= 0:
+            row.ended_by = "length"
 
-    def _end_at_stop_string(self, row: _Row, response: Any) -> Completion:
-        assert row.stops is not None
-        text, kept, carry_text = row.stops.cut()
-        if response.finish_reason is None:
-            removed = self._generator.remove([response.uid], return_prompt_caches=True)
-            caches, _ = removed[response.uid]
-        else:
-            caches = response.prompt_cache
-        self._drop(row)
-        return self._completion(
-            row, outcome="finished", text=text, ended_by="stop", kept=kept, carry_text=carry_text, caches=caches
-        )
-
-    def _drop(self, row: _Row) -> None:
+    def _set_aside(self, row: Row) -> Iterator[Completion]:
+        """Take a row out of the batch with its state; it comes back as if it had never left."""
         assert row.generator_uid is not None
-        del self._batch[row.generator_uid]
-        self._pool.release(row.uid)
+        out = self._generator.take_out(row.generator_uid)
+        self._roster.set_aside(row)
+        row.caches, row.n_cached = out.caches, out.n_tokens
+        if out.pending is not None:
+            # It is said now and fed later: a token that was sampled must not be sampled again, or a row with a seed
+            # would draw another one.
+            self._say(row, out.pending, out.pending_logprobs)
+            if row.ended_by == "stop":
+                yield self._end(row, out.caches)
 
-    def _completion(
-        self,
-        row: _Row,
-        *,
-        outcome: Literal["finished", "cancelled"],
-        text: str,
-        ended_by: EndedBy | None = None,
-        kept: int = 0,
-        carry_text: str = "",
-        caches: list[Any] | None = None,
-    ) -> Completion:
-        return Completion(
-            uid=row.uid,
-            outcome=outcome,
-            generated_ids=tuple(row.generated),
-            text=text,
-            ended_by=ended_by,
-            kept=kept,
-            carry_text=carry_text,
-            cache=self._cache_of(row, caches, kept) if caches is not None else None,
-            timing=_timing(row),
+    # --- ends ---
+
+    def _end(self, row: Row, caches: list[Any] | None) -> Completion:
+        """The row has ended; `caches` are its own, when the generator has handed them over already."""
+        if caches is None:
+            assert row.generator_uid is not None
+            caches = self._generator.take_out(row.generator_uid).caches
+        text, kept, carry_text = self._text(row), len(row.generated), ""
+        if row.ended_by == "stop":
+            assert row.stops is not None
+            text, kept, carry_text = row.stops.cut()
+        cache = self._cache(row, caches, kept)
+        self._roster.drop(row)
+        ended_by: EndedBy | None = row.ended_by
+        return self._completion(
+            row, outcome="finished", text=text, ended_by=ended_by, kept=kept, carry_text=carry_text, cache=cache
         )
 
-    def _cache_of(self, row: _Row, caches: list[Any], kept: int) -> CacheSlice | None:
-        """What of a finished row's caches is to be saved."""
-        start, n_prompt = row.work.save_from, len(row.work.prompt_ids)
+    def _failed(self, row: Row, error: Exception) -> Completion:
+        failed = EngineFailed(f"{type(error).__name__}: {error}")
+        return self._completion(row, outcome="failed", text=self._text(row), error=failed)
+
+    def _completion(self, row: Row, **how: Any) -> Completion:
+        return Completion(
+            uid=row.uid, generated_ids=tuple(row.generated), logprobs=row.all_logprobs(), timing=row.timing(), **how
+        )
+
+    def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
+        """What of a finished row's caches is to be saved: up to the last of `kept` tokens of its answer."""
+        start = row.work.save_from
         if start is None or not self._spec.can_be_stored:
             return None
         snapshots = row.snapshots
         if self._spec.snapshot_layers and kept == len(row.generated):  # a window cannot be cut back to a stop string
-            snapshots = [*snapshots, take_snapshot(caches, n_prompt + kept, self._spec)]
-        return slice_caches(caches, start, n_prompt + kept, self._spec, tuple(snapshots))
+            snapshots = [*snapshots, take_snapshot(caches, row.n_tokens, self._spec)]
+        return slice_caches(caches, start, row.n_prompt + kept, self._spec, tuple(snapshots))
 
-    def _text(self, row: _Row) -> str:
+    def _logprob(self, row: Row, token: int, logprobs: Any) -> TokenLogprob:
+        return token_logprob(token, logprobs, n_top=row.work.request.top_logprobs or 0, codec=self._codec)
+
+    def _text(self, row: Row) -> str:
         ids = row.generated
         return self._codec.decode(ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids)
 
-
-def _timing(row: _Row) -> GenerationTiming:
-    now = time.perf_counter()
-    inserted = row.inserted_at or now
-    first = row.first_token_at or now
-    return GenerationTiming(waited_s=inserted - row.submitted_at, prefill_s=first - inserted, decode_s=now - first)
-
-
-def _refuse_unserved(request: GenerationRequest) -> None:
-    for name, is_asked in (
-        ("repetition_penalty", request.repetition_penalty not in (None, 1.0)),
-        ("logprobs", request.logprobs),
-    ):
-        if is_asked:
-            raise RequestNotServed(f"this version of the worker does not serve '{name}'")
+    def _start_over(self, error: Exception) -> Iterator[Completion]:
+        """Rebuild from token ids what was in the batch, half as many rows at a time, so that what broke it is found."""
+        rows = self._roster.narrow()
+        _log.error("a step of %d rows broke; starting over from their tokens", len(rows), exc_info=error)
+        if not rows:
+            raise error
+        self._generator.close()
+        self._generator = self._make_generator()
+        for row in rows:
+            row.restart()
+            row.breaks += len(rows) == 1
+            if row.breaks >= _MOST_BREAKS:
+                yield self._failed(row, error)
+            else:
+                self._roster.waiting.add(row)

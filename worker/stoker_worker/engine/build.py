@@ -2,16 +2,25 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.engine.pace import PrefillPace
+from stoker_worker.engine.pricing import BatchPricing
 from stoker_worker.ports import GenerationEnginePort, LoadedModel
 from stoker_worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
 
 log = logging.getLogger(__name__)
 
 _CPU_SHARE_OF_RAM = 0.25
+_CPU_PREFILL_TOKENS = 256
+_GPU_PREFILL_TOKENS = 1024
 _GPU_SHARE_OF_WORKING_SET = 0.8  # the rest is for activations: over the limit a Mac does not fail softly
 
 
@@ -43,17 +52,48 @@ class MlxProvider:
     def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
         import mlx.core as mx
 
-        from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
-
+        settings = self.settings
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
-        max_bytes = self.settings.kv_max_bytes or _default_kv_bytes(model, on_gpu)
-        pool = BlockPool.of_bytes(max_bytes, loaded.spec.bytes_per_block)
-        # On a CPU a long prefill chunk would hold up every decoding row for seconds.
-        step_tokens = self.settings.prefill_step_tokens or (1024 if on_gpu else 128)
-        log.info("KV memory: %d blocks of 256 tokens (%d MB)", pool.total, max_bytes // 2**20)
-        return BlockPoolBatchEngine(
-            model, loaded, pool=pool, max_batch=self.settings.max_batch, prefill_step_tokens=step_tokens
+        most_tokens = settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS)
+        max_bytes = settings.kv_max_bytes or _default_kv_bytes(model, on_gpu)
+        return assemble(
+            model,
+            loaded,
+            max_bytes=max_bytes,
+            max_batch=settings.max_batch,
+            prefill_tokens=most_tokens,
+            max_step_s=settings.max_step_s,
         )
+
+
+def assemble(
+    model: Any, loaded: LoadedModel, *, max_bytes: int, max_batch: int, prefill_tokens: int, max_step_s: float
+) -> "BlockPoolBatchEngine":
+    """An engine over `model` with `max_bytes` of KV memory."""
+    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+    from stoker_worker.engine.generator import BatchedRows, Generator
+    from stoker_worker.engine.lone_generator import LoneRow
+    from stoker_worker.engine.probe import can_be_batched
+
+    eos_ids = loaded.codec.eos_ids
+    make_generator: Callable[[], Generator] = partial(
+        BatchedRows, model, eos_ids=eos_ids, max_batch=max_batch, most_chunk_tokens=prefill_tokens
+    )
+    if not can_be_batched(model):
+        log.warning("mlx-lm cannot batch this model's cache: it runs one job at a time")
+        max_batch, make_generator = 1, partial(LoneRow, model, eos_ids=eos_ids)
+    pricing = BatchPricing(loaded.spec, prefill_tokens)
+    pool = BlockPool(max_bytes // pricing.block_bytes)
+    log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, pricing.block_bytes, max_bytes // 2**20)
+    return BlockPoolBatchEngine(
+        model,
+        loaded,
+        make_generator=make_generator,
+        pool=pool,
+        pricing=pricing,
+        pace=PrefillPace(max_step_s, prefill_tokens),
+        max_batch=max_batch,
+    )
 
 
 def _default_kv_bytes(model: Any, on_gpu: bool) -> int:

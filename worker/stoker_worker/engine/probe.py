@@ -56,7 +56,7 @@ def _layer(cache: Any, dtype: str) -> LayerSpec:
         )
     is_window = type(cache) is RotatingKVCache and cache.keep == 0
     if not is_window and type(cache) is not KVCache:
-        return _UNKNOWN
+        return _unknown(cache)
     if {_name(cache.keys.dtype), _name(cache.values.dtype)} != {dtype} or dtype not in ITEM_BYTES:
         return _UNKNOWN
     _, n_kv_heads, _, key_dim = cache.keys.shape
@@ -67,6 +67,19 @@ def _layer(cache: Any, dtype: str) -> LayerSpec:
         value_dim=cache.values.shape[3],
         window_tokens=cache.max_size if is_window else 0,
     )
+
+
+def _unknown(cache: Any) -> LayerSpec:
+    """Not stored; but where it looks like K/V, its memory is counted as if it were."""
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == values.ndim == 4):
+        return _UNKNOWN
+    return LayerSpec(LayerKind.UNKNOWN, n_kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3])
+
+
+def can_be_batched(model: Any) -> bool:
+    """Whether mlx-lm can put several rows of this model into one batch."""
+    return all(hasattr(cache, "merge") for cache in leaves(make_prompt_cache(model)))
 
 
 def _name(dtype: mx.Dtype) -> str:

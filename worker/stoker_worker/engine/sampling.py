@@ -1,18 +1,66 @@
-"""One row's sampler. Greedy rows have none: they share the batch's single argmax call. Engine thread."""
+"""One row's sampling: what happens between the model's logits and the row's next token. Engine thread.
+
+Nothing here raises into mlx-lm: an exception in the middle of a step leaves the cache of every row one token ahead of
+what was said. A row whose sampling fails goes on greedily for a step, and its error says that it must not.
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
 
 from stoker_shared.request import GenerationRequest
 
 Sampler = Callable[[mx.array], mx.array]
+"""From normalised log-probabilities (1, vocabulary) to a token id (1,)."""
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+"""From the row's tokens so far and its logits (1, vocabulary) to logits."""
 
 
-def row_sampler(request: GenerationRequest) -> Sampler | None:
+class RowSampling:
+    """The sampler and the processors of one row.
+
+    Attributes:
+        sampler: ``None`` for a greedy row: all of those share the batch's one argmax.
+        error: what went wrong in one of them.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
+        self.error: Exception | None = None
+        self.sampler: Sampler | None = None
+        self.processors: Sequence[LogitsProcessor] = ()
+        self.start(0)
+
+    def start(self, n_drawn: int) -> None:
+        """Make the callables for a row that has said `n_drawn` tokens."""
+        sampler = row_sampler(self._request, self._seed, n_drawn)
+        self.sampler = None if sampler is None else partial(self._sample, sampler)
+        self.processors = [partial(self._process, processor) for processor in row_processors(self._request)]
+
+    def _sample(self, sampler: Sampler, logprobs: mx.array) -> mx.array:
+        try:
+            if self.error is None:
+                return sampler(logprobs)
+        except Exception as error:
+            self.error = error
+        greedy: mx.array = mx.argmax(logprobs, axis=-1)
+        return greedy
+
+    def _process(self, processor: LogitsProcessor, tokens: mx.array, logits: mx.array) -> mx.array:
+        try:
+            if self.error is None:
+                return processor(tokens, logits)
+        except Exception as error:
+            self.error = error
+        return logits
+
+
+def row_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
     """A sampler for `request`, ``None`` for greedy decoding.
 
     Token i is drawn with a key made of (seed, i) and nothing else, so the same seed and prompt give the same text alone
@@ -28,19 +76,24 @@ def row_sampler(request: GenerationRequest) -> Sampler | None:
         filters.append(partial(apply_min_p, min_p=request.min_p))
     if request.top_k is not None:
         filters.append(partial(_top_k, k=request.top_k))
-    seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
     inverse_temperature = 1.0 / request.temperature
-    drawn = 0
 
     def sample(logprobs: mx.array) -> mx.array:
-        nonlocal drawn
+        nonlocal n_drawn
         for keep_likely in filters:
             logprobs = keep_likely(logprobs)
-        key = _key(seed, drawn)
-        drawn += 1
+        key = _key(seed, n_drawn)
+        n_drawn += 1
         return mx.random.categorical(logprobs * inverse_temperature, key=key)
 
     return sample
+
+
+def row_processors(request: GenerationRequest) -> list[LogitsProcessor]:
+    """mlx-lm's own repetition penalty, over its own default of the last 20 tokens, prompt included."""
+    if request.repetition_penalty in (None, 1.0):
+        return []
+    return [make_repetition_penalty(request.repetition_penalty)]
 
 
 def _key(seed: int, index: int) -> mx.array:
@@ -50,6 +103,6 @@ def _key(seed: int, index: int) -> mx.array:
 
 
 def _top_k(logprobs: mx.array, k: int) -> mx.array:
-    # mlx-lm raises for k >= vocabulary, and a sampler that raises breaks the whole batch.
+    # mlx-lm raises for k >= vocabulary.
     kept: mx.array = apply_top_k(logprobs, top_k=k) if k < logprobs.shape[-1] else logprobs
     return kept

@@ -1,0 +1,324 @@
+"""What the engine does when memory is short, a row is poisoned, a step breaks or somebody cancels. Tiny models."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from tests.worker.engine.layouts import Layout, random_ids, run, work
+
+from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
+from stoker_worker.engine import sampling
+from stoker_worker.engine.pricing import BatchPricing
+
+pytestmark = pytest.mark.mlx
+
+HYBRIDS = ("llama", "gemma3_text", "qwen3_next", "mamba2")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return Layout("llama")
+
+
+def works_of(rng, *shapes, **fields):
+    return [work(random_ids(rng, n), max_tokens, **fields) for n, max_tokens in shapes]
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_that_outgrow_the_pool_say_what_they_say_with_room_for_all(name):
+    layout = Layout(name, eos=False)
+    works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40))
+    plenty = run(layout.engine(), works)
+    pricing = BatchPricing(layout.spec, 64)
+    engine = layout.engine(blocks=max(pricing.row_blocks(540), 2 * pricing.row_blocks(350)))
+    most, set_aside = 0, 0
+    uids = [engine.submit(one) for one in works]
+    done = {}
+    while engine.in_flight:
+        before = {row.uid for row in engine._roster.in_batch()}
+        done |= {completion.uid: completion for completion in engine.step()}
+        now = {row.uid for row in engine._roster.in_batch()}
+        set_aside += len(before - now - set(done))
+        most = max(most, len(now))
+        assert engine.cache_bytes <= engine.kv_bytes <= engine._pool.total * engine._pricing.block_bytes
+    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plenty]
+    assert most > 1
+    assert set_aside or name == "mamba2"  # whose rows never grow
+    assert engine._pool.used == 0
+
+
+def test_three_rows_of_different_length_end_in_the_order_of_their_own_lengths():
+    layout = Layout("llama", eos=False)
+    works = works_of(random.Random(2), (20, 500), (20, 4000), (20, 1200))
+    engine = layout.engine(max_batch=3)
+    uids = [engine.submit(one) for one in works]
+    ended = []
+    while engine.in_flight:
+        ended += engine.step()
+    assert [completion.uid for completion in ended] == [uids[0], uids[2], uids[1]]
+    assert [len(completion.generated_ids) for completion in ended] == [500, 1200, 4000]
+    for completion in ended[:2]:
+        one = works[uids.index(completion.uid)]
+        assert list(completion.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+
+
+def test_a_job_that_could_never_fit_is_told_how_many_tokens_would(llama):
+    engine = llama.engine(blocks=4)
+    fits = engine._pricing.longest_row(4)
+    with pytest.raises(BlockPoolTooSmall, match=rf"is {fits + 1} tokens.*holds {fits} .*--kv-max-bytes"):
+        engine.submit(work([1] * (fits - 9), 10))
+    engine.submit(work([1] * (fits - 10), 10))
+    engine.close()
+
+
+def test_a_large_row_waits_without_blocking_small_ones_for_ever_or_waiting_for_ever(llama):
+    rng = random.Random(3)
+    blocks = BatchPricing(llama.spec, 64).row_blocks(900)
+    engine = llama.engine(blocks=blocks, max_batch=4)
+    first = engine.submit(work(random_ids(rng, 20), 40))
+    engine.step()
+    large = engine.submit(work(random_ids(rng, 860), 5))
+    ended, submitted = [], 0
+    while large not in ended:
+        if engine.in_flight < 4:
+            engine.submit(work(random_ids(rng, 10), 3))
+            submitted += 1
+        ended += [completion.uid for completion in engine.step()]
+        assert submitted < 200
+    assert first in ended
+    assert submitted > 10  # small ones went ahead of it
+    engine.close()
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("part", ["row_sampler", "row_processors"])
+def test_a_poisoned_row_fails_alone_and_the_others_do_not_notice(name, part, monkeypatch):
+    layout = Layout(name)
+    rng = random.Random(4)
+    shapes = [(rng.randint(1, 80), 12) for _ in range(8)]
+    works = works_of(rng, *shapes)
+    poisoned = 3
+    works[poisoned] = work(works[poisoned].prompt_ids, 12, temperature=1.0, seed=5, repetition_penalty=1.1)
+    plain = run(layout.engine(max_batch=8), [one for n, one in enumerate(works) if n != poisoned])
+    real = getattr(sampling, part)
+
+    def poison(*args):
+        made = real(*args)
+        if not made:
+            return made
+        calls = []
+
+        def fail_at_the_fifth(*values):
+            calls.append(1)
+            if len(calls) == 5:
+                raise RuntimeError("poisoned")
+            return made(*values) if callable(made) else made[0](*values)
+
+        return fail_at_the_fifth if callable(made) else [fail_at_the_fifth]
+
+    monkeypatch.setattr(sampling, part, poison)
+    done = run(layout.engine(max_batch=8), works)
+    failed = done.pop(poisoned)
+    assert failed.outcome == "failed"
+    assert isinstance(failed.error, EngineFailed)
+    assert "poisoned" in str(failed.error)
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+    for one, spec in zip(done, (w for n, w in enumerate(works) if n != poisoned), strict=True):
+        assert list(one.generated_ids) == layout.alone(spec.prompt_ids, 12)
+
+
+class Fragile:
+    """A model that breaks whenever a poisonous token is in what it is asked to run."""
+
+    def __init__(self, model, is_poison):
+        self._model, self._is_poison, self.breaks = model, is_poison, 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, tokens, cache=None):
+        if self._is_poison(tokens):
+            self.breaks += 1
+            raise RuntimeError("[malloc] unable to allocate")
+        return self._model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_row_that_breaks_every_step_is_found_and_failed_and_the_others_end_right(name):
+    layout = Layout(name)
+    rng = random.Random(5)
+    works = works_of(rng, *[(rng.randint(2, 120), 15) for _ in range(6)], temperature=1.0, seed=3)
+    plain = run(layout.engine(max_batch=6), works)
+    poison = work([*random_ids(rng, 30), *[94] * 40], 9)
+
+    def three_in_a_row(tokens):
+        flat = tokens.flatten().tolist() if tokens.shape[1] > 1 else []
+        return any(flat[n : n + 3] == [94] * 3 for n in range(len(flat)))
+
+    layout.model = Fragile(layout.model, three_in_a_row)
+    *done, failed = run(layout.engine(max_batch=7), [*works, poison])
+    assert failed.outcome == "failed"
+    assert "unable to allocate" in str(failed.error)
+    assert layout.model.breaks >= 3
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_step_that_breaks_once_costs_nobody_a_token(name):
+    layout = Layout(name)
+    rng = random.Random(6)
+    works = works_of(rng, *[(rng.randint(2, 120), 25) for _ in range(4)])
+    works += works_of(rng, (40, 25), temperature=0.9, seed=11, logprobs=True, stop=["<3>"])
+    plain = run(layout.engine(max_batch=5), works)
+    calls = []
+
+    def at_the_tenth(tokens):
+        calls.append(1)
+        return len(calls) in (10, 23)
+
+    layout.model = Fragile(layout.model, at_the_tenth)
+    done = run(layout.engine(max_batch=5), works)
+    assert layout.model.breaks == 2
+    assert [(one.generated_ids, one.ended_by, one.kept) for one in done] == [
+        (one.generated_ids, one.ended_by, one.kept) for one in plain
+    ]
+    assert len(done[-1].logprobs.content) == len(done[-1].generated_ids)
+    assert [[s.n_tokens for s in one.cache.snapshots] for one in done] == [
+        [s.n_tokens for s in one.cache.snapshots] for one in plain
+    ]
+
+
+def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, monkeypatch):
+    from stoker_worker.engine import batch_engine
+
+    works = works_of(random.Random(7), (20, 6), (30, 6), (25, 9))
+    plain = run(llama.engine(), works)
+    real, calls = batch_engine.slice_caches, []
+
+    def fail_once(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(*args)
+
+    monkeypatch.setattr(batch_engine, "slice_caches", fail_once)
+    done = run(llama.engine(), works)
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+    assert [one.cache.stop for one in done] == [one.cache.stop for one in plain]
+
+
+# --- cancel ---
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
+    layout = Layout(name, eos=False)
+    rng = random.Random(8)
+    keep = works_of(rng, (40, 30), (70, 30))
+    plain = run(layout.engine(), keep)
+    engine = layout.engine(max_batch=3)
+    uids = [engine.submit(one) for one in keep]
+    decoding = engine.submit(work(random_ids(rng, 5), 50))
+    waiting = engine.submit(work(random_ids(rng, 5), 50))
+    while engine.progress()[decoding] < 3:
+        engine.step()
+    assert engine.cancel(waiting).generated_ids == ()
+    said = engine.cancel(decoding)
+    assert (said.outcome, said.text) == ("cancelled", layout.loaded.codec.decode(said.generated_ids))
+    prefilling = engine.submit(work(random_ids(rng, 600), 50))
+    engine.step()
+    assert engine.cancel(prefilling).generated_ids == ()
+    assert engine.cancel(prefilling) is None
+    done = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plain]
+    assert engine._pool.used == 0
+    engine.close()
+
+
+# --- what a row says ---
+
+
+def test_a_seed_gives_the_same_text_alone_in_company_restored_and_set_aside(llama):
+    from tests.worker.engine.layouts import prefix_of
+
+    rng = random.Random(9)
+    ids = random_ids(rng, 300)
+    fields = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.2}
+    (alone,) = run(llama.engine(), [work(ids, 24, **fields)])
+    others = works_of(rng, (10, 9), (400, 12), temperature=1.0)
+    assert run(llama.engine(), [*others, work(ids, 24, **fields)])[-1].generated_ids == alone.generated_ids
+    (again,) = run(llama.engine(), [work(ids, 24, prefix_of(alone.cache, 280), **fields)])
+    assert again.generated_ids == alone.generated_ids
+    engine = llama.engine()
+    engine.submit(work(ids, 24, **fields))
+    ended = []
+    while engine.in_flight:
+        ended += engine.step()
+        for row in list(engine._roster.in_batch()):
+            ended += engine._set_aside(row)
+    assert ended[0].generated_ids == alone.generated_ids
+    (other,) = run(llama.engine(), [work(ids, 24, **{**fields, "seed": 8})])
+    assert other.generated_ids != alone.generated_ids
+
+
+def test_a_repetition_penalty_is_mlx_lms_own(llama):
+    from mlx_lm.generate import generate_step
+    from mlx_lm.sample_utils import make_logits_processors
+
+    ids = random_ids(random.Random(10), 40)
+    processors = make_logits_processors(repetition_penalty=1.5)
+    expected = [t for t, _ in generate_step(mx.array(ids), llama.model, max_tokens=20, logits_processors=processors)]
+    one = work(ids, 20, repetition_penalty=1.5)
+    done = run(llama.engine(), [work(random_ids(random.Random(11), 9), 20), one])[-1]
+    n = len(done.generated_ids)
+    assert list(done.generated_ids) == expected[:n]
+    assert expected != llama.alone(ids, 20)
+
+
+def test_logprobs_are_the_models_own_with_the_likeliest_beside_them(llama):
+    from mlx_lm.generate import generate_step
+
+    ids = random_ids(random.Random(12), 40)
+    (done,) = run(llama.engine(), [work(ids, 8, logprobs=True, top_logprobs=3)])
+    steps = generate_step(mx.array(ids), llama.model, max_tokens=8)
+    for entry, (token, logprobs) in zip(done.logprobs.content, steps, strict=False):
+        assert entry.token == f"<{token}>"
+        assert bytes(entry.bytes) == entry.token.encode()
+        assert entry.logprob == pytest.approx(logprobs[token].item(), abs=1e-4)
+        likeliest = mx.sort(logprobs)[-3:].tolist()[::-1]
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(likeliest, abs=1e-4)
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+    assert len(done.logprobs.content) == len(done.generated_ids)
+    (plain,) = run(llama.engine(), [work(ids, 8)])
+    assert plain.logprobs is None
+    assert plain.generated_ids == done.generated_ids
+
+
+# --- layouts that cannot be batched ---
+
+
+def test_a_cache_that_cannot_be_batched_runs_one_row_at_a_time(caplog):
+    layout = Layout("llama4")
+    assert not layout.spec.can_be_stored
+    rng = random.Random(13)
+    works = works_of(rng, (5, 6), (90, 6), (1, 1), (64, 9))
+    works += works_of(rng, (30, 12), temperature=1.0, seed=2, logprobs=True, repetition_penalty=1.2)
+    engine = layout.engine(max_batch=4)
+    assert "one job at a time" in caplog.text
+    cancelled = engine.submit(work(random_ids(rng, 200), 5))
+    engine.step()
+    engine.cancel(cancelled)
+    done = run(engine, works)
+    for one, said in zip(works[:4], done, strict=False):
+        assert list(said.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+        assert said.cache is None
+    assert len(done[4].logprobs.content) == len(done[4].generated_ids)
+    assert run(layout.engine(), works[4:])[0].generated_ids == done[4].generated_ids

@@ -1,0 +1,176 @@
+"""Which rows are in the batch, which wait for a place, and the memory they hold. Engine thread.
+
+Owns the way of a row from waiting into the batch. What rows say, and how they end, is the engine's business.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.engine.arrays import PrefixMover
+from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.engine.generator import PREFILL_ROWS, Generator
+from stoker_worker.engine.pace import PrefillPace
+from stoker_worker.engine.pricing import BatchPricing, RowPrices
+from stoker_worker.engine.row import Row
+from stoker_worker.engine.waiting_rows import WaitingRows
+
+_QUIET_STEPS: Final = 64
+"""Steps without a break after which twice as many rows may run together again."""
+
+
+class Roster:
+    """Every row of the engine.
+
+    Attributes:
+        waiting: those without a place.
+        prefilling, decoding: those in the batch, by the generator's uid.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelCacheSpec,
+        *,
+        pool: BlockPool,
+        pricing: BatchPricing,
+        pace: PrefillPace,
+        max_batch: int,
+    ) -> None:
+        """
+        Args:
+            pool: KV memory; the rows in the batch hold what `pricing` says.
+            max_batch: most rows in the batch.
+        """
+        self._model = model
+        self._spec = spec
+        self._pool = pool
+        self._pricing = pricing
+        self._pace = pace
+        self._max_batch = max_batch
+        self._width = max_batch  # how many may run together: less for a while after a step that broke
+        self._quiet_steps = 0
+        self._joining: Row | None = None  # on its way into the batch
+        self._mover: PrefixMover | None = None
+        self.waiting = WaitingRows()
+        self.prefilling: dict[int, Row] = {}
+        self.decoding: dict[int, Row] = {}
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from self.waiting
+        if self._joining is not None:
+            yield self._joining
+        yield from self.in_batch()
+
+    def in_batch(self) -> Iterator[Row]:
+        yield from self.prefilling.values()
+        yield from self.decoding.values()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._pool.used * self._pricing.block_bytes
+
+    # --- into the batch ---
+
+    def let_in(self, generator: Generator) -> None:
+        """Move waiting rows into the batch while there is a place and their blocks are free."""
+        while len(self.prefilling) < PREFILL_ROWS:
+            if self._joining is None:
+                if len(self.prefilling) + len(self.decoding) >= self._width:
+                    break
+                self._joining = self.waiting.take(self._fits)
+                if self._joining is None:
+                    break
+            row = self._joining
+            row.inserted_at = row.inserted_at or time.perf_counter()
+            if not self._has_moved_in(row):
+                break
+            row.join(generator)
+            assert row.generator_uid is not None
+            self.prefilling[row.generator_uid] = row
+            self._joining = None
+        self._hold()
+
+    def surplus(self) -> Row | None:
+        """The youngest row, while the next step of all rows in the batch does not fit. The last one always fits."""
+        if len(self.prefilling) + len(self.decoding) <= 1:
+            return None
+        prices = self._prices()
+        blocks = prices.decoding * len(self.decoding) + prices.prefilling * len(self.prefilling)
+        return max(self.in_batch(), key=lambda row: row.uid) if blocks > self._pool.total else None
+
+    def _fits(self, row: Row) -> bool:
+        """Whether `row` may join, with room for its next block."""
+        decoding = [other.n_tokens + 1 for other in self.decoding.values()]
+        prefilling = [other.n_tokens + 1 for other in self.prefilling.values()]
+        if not (decoding or prefilling):
+            return True
+        prices = self._pricing.of_batch(decoding, [*prefilling, row.n_tokens + min(BLOCK_TOKENS, row.n_left)])
+        return prices.decoding * len(decoding) + prices.prefilling * (len(prefilling) + 1) <= self._pool.total
+
+    def _has_moved_in(self, row: Row) -> bool:
+        """Whether the row's restored prefix, if any, is in MLX's arrays now.
+
+        A long one takes several steps: the rows that decode do not wait for all of it.
+        """
+        prefix = row.work.prefix
+        if prefix is None:
+            return True
+        self._mover = self._mover or PrefixMover(self._model, prefix, self._spec)
+        if not self._mover.move(self._pace.budget_s(decoding=len(self.decoding), prefilling=1)):
+            return False
+        row.take_prefix(self._mover.caches)
+        self._mover = None
+        return True
+
+    def _hold(self) -> None:
+        """Let the rows in the batch hold what their next step needs: first those that give back, then the others."""
+        prices = self._prices()
+        wanted = [(row.uid, prices.decoding) for row in self.decoding.values()]
+        wanted += [(row.uid, prices.prefilling) for row in self.prefilling.values()]
+        for uid, blocks in sorted(wanted, key=lambda want: want[1] - self._pool.held(want[0])):
+            self._pool.resize(uid, min(blocks, self._pool.total))
+
+    def _prices(self) -> RowPrices:
+        return self._pricing.of_batch(
+            [row.n_tokens + 1 for row in self.decoding.values()],
+            [row.n_tokens + 1 for row in self.prefilling.values()],
+        )
+
+    # --- out of it ---
+
+    def drop(self, row: Row) -> None:
+        """Forget a row wherever it is; the generator must have let go of it."""
+        if row.generator_uid is not None:
+            self.prefilling.pop(row.generator_uid, None)
+            self.decoding.pop(row.generator_uid, None)
+        elif row is self._joining:
+            self._joining = self._mover = None
+        else:
+            self.waiting.discard(row)
+        self._pool.release(row.uid)
+
+    def set_aside(self, row: Row) -> None:
+        """Let a row that was in the batch wait again."""
+        self.drop(row)
+        row.generator_uid = None
+        self.waiting.add(row)
+
+    # --- how many together ---
+
+    def narrow(self) -> list[Row]:
+        """After a step that broke: empty the batch, and let half as many rows into the next one."""
+        rows = list(self.in_batch())
+        if self._joining is not None:
+            rows.append(self._joining)
+        self._width, self._quiet_steps = max(1, min(self._width, len(rows)) // 2), 0
+        for row in rows:
+            self.drop(row)
+        return rows
+
+    def widen(self) -> None:
+        """After a step that did not: let more rows in again, once there were enough of those."""
+        self._quiet_steps += 1
+        if self._width < self._max_batch and self._quiet_steps >= _QUIET_STEPS:
+            self._width, self._quiet_steps = min(self._max_batch, 2 * self._width), 0
