@@ -138,10 +138,12 @@ def _without_password(error: Exception, redis_url: str) -> str:
 
 def _warn_if_forgetful(connection: Redis, shown: str) -> None:
     try:
-        config = connection.config_get("appendonly", "maxmemory-policy")
-    except RedisError:  # hosted servers forbid CONFIG
+        # Not by CONFIG, which needs a right to read it, passwords and all.
+        persistence, memory = connection.info("persistence"), connection.info("memory")
+    except RedisError:  # it went away just now; this is only advice
         return
-    if config.get("appendonly") == "no":
+    if not persistence.get("aof_enabled", 1):
         log.warning("%s keeps no append-only file: queued jobs are lost when it restarts", shown)
-    if config.get("maxmemory-policy", "noeviction") != "noeviction":
-        log.warning("%s may evict keys (%s): jobs can vanish", shown, config["maxmemory-policy"])
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        log.warning("%s may evict keys (%s): jobs can vanish", shown, policy)
