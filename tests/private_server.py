@@ -19,7 +19,7 @@ class ServerDidNotStart(RuntimeError):
 
 @contextmanager
 def private_server(
-    folder: Path, *options: str, port: int | None = None, program: Path | None = None
+    folder: Path, *options: str, port: int | None = None, password: str | None = None
 ) -> Iterator[Redis]:
     """Yields an administrator's connection, by unix socket: it works whatever `options` do to the network.
 
@@ -32,10 +32,10 @@ def private_server(
     local = ["--unixsocket", str(unix_socket), "--dir", str(folder), "--appendonly", "yes", "--save", ""]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [str(program or find_program()), *listening, *local, *options], stdout=log, stderr=subprocess.STDOUT
+            [str(find_program()), *listening, *local, *options], stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        with Redis(unix_socket_path=str(unix_socket)) as admin:
+        with Redis(unix_socket_path=str(unix_socket), password=password) as admin:
             _wait_until_it_answers(admin, process, folder / "server.log")
             yield admin
     finally:

@@ -208,7 +208,7 @@ def test_a_workers_script_has_no_more_rights_than_the_worker(shared_admin):
     port = shared_admin.config_get("port")["port"]
     with Redis.from_url(f"redis://stoker-worker:stoker-worker-pw@127.0.0.1:{port}") as connection:
         digest = connection.script_load("return redis.call('GET', 'other')")
-        with pytest.raises(ResponseError, match="(?i)permission|can't access"):
+        with pytest.raises(ResponseError, match=r"(?i)permission|can't access"):
             connection.evalsha(digest, 0)
 
 
