@@ -1,7 +1,10 @@
-"""The two users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
+"""The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from redis import Redis
@@ -14,6 +17,7 @@ from rq.command import send_shutdown_command, send_stop_execution_command
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
+from tests.dashboard_process import require_dashboard, running_dashboard
 from tests.private_server import acl_refusals, private_server
 from tests.server_fixture import require_server_program
 from tests.worker_process import running_worker
@@ -23,6 +27,7 @@ from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
 
+NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
 USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 SLOW = ("--scripted-steps-per-s", "50")
@@ -32,7 +37,7 @@ SLOW = ("--scripted-steps-per-s", "50")
 def admin(tmp_path):
     require_server_program()
     with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
-        for user in ("stoker-producer", "stoker-worker"):
+        for user in NAMES:
             admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
         yield admin
 
@@ -131,6 +136,35 @@ def test_a_standby_takes_over_and_recovers_what_a_killed_worker_left(admin, url,
     assert acl_refusals(admin) == []
 
 
+def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, producer, store, tmp_path):
+    require_dashboard()
+    address = url("stoker-operator")
+
+    def rq(*arguments):
+        command = [sys.executable, "-m", "rq.cli", *arguments, "--url", address]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with running_worker(url("stoker-worker"), store, *SLOW, "--grace-s", "0") as worker:
+        failed = producer.submit(agent_id="a", prompt="fail because", max_tokens=4)
+        ended_as(JobFailed, failed)
+        running = long_job(producer, "b")
+        worker.wait_for(runs(running))
+        assert "1 executing" in rq("info")
+        rq("suspend")
+        rq("requeue", "--queue", "generate", "--all", "--serializer", "json")
+        assert failed.status().state == "queued"
+        with running_dashboard(address, tmp_path / "dashboard.log") as page:
+            for path in ("/", "/0/data/queues.json", "/0/data/workers.json", f"/0/data/job/{running.job_id}.json"):
+                with urlopen(page + path, timeout=20) as answer:
+                    assert answer.status == 200
+            for path in (f"/job/{running.job_id}/delete", "/queue/generate/queued/empty"):
+                with urlopen(Request(page + path, method="POST"), timeout=20) as answer:
+                    assert answer.status == 200
+        rq("resume")
+        worker.wait_for(lambda: admin.zcard("rq:wip:generate") == 0)
+    assert acl_refusals(admin) == []
+
+
 FOREIGN = [
     ("GET", "other"),
     ("SET", "other", "1"),
@@ -168,8 +202,8 @@ WORKERS_ONLY = [
 
 @pytest.mark.parametrize(
     ("user", "command"),
-    [("stoker-producer", command) for command in FOREIGN + WORKERS_ONLY]
-    + [("stoker-worker", command) for command in FOREIGN],
+    [(user, command) for user in NAMES for command in FOREIGN]
+    + [("stoker-producer", command) for command in WORKERS_ONLY],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:2]),
 )
 def test_what_is_not_theirs_is_refused(shared_admin, user, command):
@@ -186,7 +220,7 @@ def shared_admin(tmp_path_factory):
     require_server_program()
     options = ("--aclfile", str(USERS), "--enable-debug-command", "yes")  # else DEBUG is refused to everybody
     with private_server(tmp_path_factory.mktemp("acl"), *options) as admin:
-        for user in ("stoker-producer", "stoker-worker"):
+        for user in NAMES:
             admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
         yield admin
 
@@ -195,7 +229,7 @@ def test_the_users_cannot_log_in_before_they_are_given_a_password(tmp_path):
     require_server_program()
     with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
         port = admin.config_get("port")["port"]
-        for user in ("stoker-producer", "stoker-worker"):
+        for user in NAMES:
             once = Retry(NoBackoff(), 0)
             with (
                 Redis(port=port, username=user, password="", retry=once) as connection,
