@@ -51,8 +51,10 @@ def free_port() -> int:
 
 
 def acl_refusals(admin: Redis) -> Sequence[str]:
-    """Who was refused what since the last `ACL LOG RESET`, for people."""
-    return [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in admin.acl_log()]
+    """Who was refused what, for people. Without CLIENT SETINFO, which redis-py sends to newer servers and does not
+    miss: a rule that grants it would not be loaded by older ones."""
+    entries = [entry for entry in admin.acl_log() if entry["object"] != "client|setinfo"]
+    return [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in entries]
 
 
 def _wait_until_it_answers(admin: Redis, process: "subprocess.Popen[bytes]", log: Path) -> None:
