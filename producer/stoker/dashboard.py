@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from stoker.connection import address, open_connection, redis_errors
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def serve_dashboard(
@@ -52,7 +52,7 @@ def serve_dashboard(
     with redis_errors(connection):
         connection.ping()
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line per request, every 2.5 s and open page
-    app = build_app(connection, trusted_hosts=[*LOOPBACK_NAMES, bind, *names])
+    app = build_app(connection, names={name.lower() for name in (*LOOPBACK_NAMES, bind, *names)})
     server = make_server(bind, port, app, threaded=True)
     say(f"queues of {address(connection)} at http://{_in_url(bind)}:{server.port}/")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container has no default of its own

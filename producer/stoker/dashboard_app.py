@@ -6,7 +6,7 @@ what is replaced is replaced in this process, which should be one of its own. Kn
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,11 +33,11 @@ _ESCAPE_ALL = r"""<script>_.templateSettings = {
 };</script>"""
 
 
-def build_app(connection: Redis, *, trusted_hosts: Sequence[str]) -> Flask:
+def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     """
     Args:
-        trusted_hosts: names a browser may call it by. Another name is refused: it could be a stranger's that was
-            pointed at our address to read us through the operator's browser.
+        names: hosts a browser may call it by, IPv6 without brackets. Another is refused: it could be a stranger's
+            that was pointed at our address, to read us through the operator's browser.
     """
     _never_unpickle()
     web.from_url = lambda *_, **__: (
@@ -48,13 +48,13 @@ def build_app(connection: Redis, *, trusted_hosts: Sequence[str]) -> Flask:
     app = Flask(web.__name__)
     app.debug = False  # whatever FLASK_DEBUG says
     app.config.update(
-        TRUSTED_HOSTS=list(trusted_hosts),
         RQ_DASHBOARD_REDIS_URL=[f"redis://{address(connection)}"],
         RQ_DASHBOARD_JSON_ENCODER=_ReadableEncoder,
     )
     app.register_blueprint(web.blueprint)
     web.setup_rq_connection(app)
     app.view_functions["rq_dashboard.list_workers"] = web.jsonify(lambda instance_number: _workers(connection))
+    app.before_request(lambda: _refuse_other_names(names))
     app.before_request(_refuse_other_sites)
     app.after_request(_contain)
     app.register_error_handler(RedisError, lambda error: _plain(in_our_words(connection, error), 503))
@@ -155,6 +155,11 @@ def _current_jobs(connection: Redis, state: str, job_ids: list[str]) -> dict[str
         "created_at": shown[0][1],
         "call_string": f"{state}, {jobs}: {descriptions}{more}",
     }
+
+
+def _refuse_other_names(names: Collection[str]) -> None:
+    if urlsplit(f"//{request.host}").hostname not in names:  # Flask's TRUSTED_HOSTS knows no IPv6
+        abort(400)
 
 
 def _refuse_other_sites() -> None:

@@ -184,6 +184,11 @@ FOREIGN = [
     ("EVAL", "return redis.call('GET', 'other')", "0"),
     ("PUBLISH", "other", "x"),
     ("SORT", "rq:queues"),
+    ("MOVE", "rq:queues", "1"),
+    ("COPY", "rq:queues", "rq:queue:x", "DB", "1"),
+    ("FUNCTION", "FLUSH"),
+    ("RANDOMKEY",),
+    ("DBSIZE",),
 ]
 WORKERS_ONLY = [
     ("EVAL", "return 1", "0"),

@@ -214,7 +214,7 @@ def test_when_asked_it_warns_and_answers_to_the_names_it_was_given(scene, tmp_pa
     options = ("--bind", "0.0.0.0", "--allow-remote", "--name", "mac-mini.local")
     with running_dashboard(scene.url, tmp_path / "log", *options) as page:
         port = urlsplit(page).port
-        for host, status in (("mac-mini.local", 200), ("127.0.0.1", 200), ("evil.example", 400)):
+        for host, status in (("Mac-mini.local", 200), ("127.0.0.1", 200), ("[::1]", 200), ("evil.example", 400)):
             connection = HTTPConnection("127.0.0.1", port, timeout=20)
             connection.request("GET", "/0/data/queues.json", headers={"Host": f"{host}:{port}"})
             assert connection.getresponse().status == status
