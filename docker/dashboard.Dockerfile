@@ -1,7 +1,9 @@
 FROM python:3.12-slim
-# rq-dashboard 0.9.0 imports six and does not say so.
-RUN pip install --no-cache-dir "rq-dashboard==0.9.0" "six==1.17.0" "rq==3.0.0"
-COPY dashboard.py /app/dashboard.py
+COPY pyproject.toml README.md LICENSE /src/
+COPY shared /src/shared
+COPY producer /src/producer
+COPY worker /src/worker
+RUN pip install --no-cache-dir "/src[dashboard]" "rq-dashboard==0.9.0" "rq==3.0.0" "flask==3.1.3"
 USER nobody
 # All interfaces of the container; compose.yaml publishes the port on loopback only.
-CMD ["python", "/app/dashboard.py", "--bind", "0.0.0.0", "--port", "9181", "--json", "--redis-url", "redis://queue:6379"]
+CMD ["stoker", "--redis", "redis://queue:6379", "dashboard", "--bind", "0.0.0.0", "--allow-remote"]

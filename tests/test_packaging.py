@@ -5,7 +5,20 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires
 
-HEAVY = {"mlx", "mlx-lm", "mlx-cpu", "mlx-metal", "transformers", "tokenizers", "numpy", "torch", "safetensors", "rich"}
+HEAVY = {
+    "mlx",
+    "mlx-lm",
+    "mlx-cpu",
+    "mlx-metal",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "torch",
+    "safetensors",
+    "rich",
+    "flask",
+    "rq-dashboard",
+}
 
 
 def core_dependencies(distribution: str, seen: set[str]) -> set[str]:

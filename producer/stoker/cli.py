@@ -1,4 +1,4 @@
-"""The `stoker` command: submit a job, read its result, ask where it stands, cancel it. Words only; no queue logic.
+"""The `stoker` command: submit a job, read its result, ask where it stands, cancel it; the dashboard. Words only.
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
 Without, stdout is the text or the id and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
@@ -121,6 +121,25 @@ def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
     with _producer(redis_url) as producer:
         canceled = _ticket(producer, job_id).cancel()
     _show(as_json, {"job_id": job_id, "canceled": canceled}, "canceled" if canceled else "it had already ended")
+
+
+@cli.command()
+@click.option("--bind", default="127.0.0.1", metavar="HOST", help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9181, help="0 for any free one.")
+@click.option("--allow-remote", is_flag=True, help="Let --bind be reached from other machines. There is no password.")
+@click.option("--name", "names", multiple=True, help="Host name or address it may be reached by; several are possible.")
+@_redis_option
+@click.pass_obj
+def dashboard(redis_url: str, /, **options: Any) -> None:
+    """Serve rq-dashboard: queues, jobs, results and workers in a browser."""
+    from stoker.dashboard import serve_dashboard
+
+    try:
+        _or_usage_error(lambda: serve_dashboard(redis_url, say=lambda line: click.echo(line, err=True), **options))
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the dashboard's packages are missing ({error.name}); install them with: pip install 'stoker[dashboard]'"
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

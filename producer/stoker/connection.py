@@ -76,10 +76,15 @@ def redis_errors(connection: Redis) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        lost = isinstance(error, tuple(_LOST)) and not isinstance(error, REFUSED)
-        what = "no Redis server answers at" if lost else "refused by the Redis server at"
         # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show that.
-        raise RedisUnavailable(f"{what} {address(connection)}: {_without_password(connection, error)}") from None
+        raise RedisUnavailable(in_our_words(connection, error)) from None
+
+
+def in_our_words(connection: Redis, error: RedisError) -> str:
+    """What went wrong and where, in one line without the password."""
+    lost = isinstance(error, tuple(_LOST)) and not isinstance(error, REFUSED)
+    what = "no Redis server answers at" if lost else "refused by the Redis server at"
+    return f"{what} {address(connection)}: {_without_password(connection, error)}"
 
 
 def _without_password(connection: Redis, error: RedisError) -> str:

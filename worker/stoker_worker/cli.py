@@ -92,6 +92,7 @@ def _settings(options: dict[str, Any]) -> "WorkerSettings":
 def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
     from stoker_worker.memory.store import AgentStore
     from stoker_worker.rq_worker.connect import open_queue
+    from stoker_worker.settings import EMBEDDED
     from stoker_worker.worker import Worker
 
     settings = _settings(options)
@@ -99,7 +100,7 @@ def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
     provider = _provider(settings)
     with ExitStack() as cleanup:
         redis_url = settings.redis_url
-        if redis_url == "embedded":
+        if redis_url == EMBEDDED:
             from stoker_worker.redis_server import EmbeddedServer
 
             server = EmbeddedServer(settings.store_folder / "redis", preferred_port=6379)

@@ -4,7 +4,6 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -13,6 +12,8 @@ from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.cache_spec import StoreDtype
 
 ENV_PREFIX = "STOKER_"
+EMBEDDED = "embedded"
+"""`redis_url` for a server of the worker's own."""
 
 
 class WorkerSettings(BaseSettings):
@@ -82,14 +83,8 @@ def read_settings(options: dict[str, Any]) -> WorkerSettings:
 
 
 def mask_password(url: str) -> str:
-    """The URL with its password, if any, replaced by stars."""
-    parts = urlsplit(url)
-    query = re.sub(r"(?i)(password=)[^&]*", r"\1***", parts.query)
-    netloc = parts.netloc
-    if parts.password is not None:
-        netloc = netloc.replace(f":{parts.password}@", ":***@", 1)
-    return (
-        url
-        if (netloc, query) == (parts.netloc, parts.query)
-        else urlunsplit(parts._replace(netloc=netloc, query=query))
-    )
+    """The URL with its passwords replaced by stars, also where an unquoted one breaks the URL in two."""
+    if "://" not in url and url != EMBEDDED:
+        return "***"
+    without_query = re.sub(r"(?i)(password=)[^&]*", r"\1***", url)
+    return re.sub(r"(?s)(://[^:/@]*):.*@", r"\1:***@", without_query)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -74,7 +73,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
     except RedisError as error:  # a replica, or an ACL that forbids what a worker does
         lease.release_quietly()
         shown = mask_password(redis_url)
-        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
     log.info("worker %s holds %s", name, settings.queues)
     try:
         yield OpenQueue(identity, RqQueue(connection, identity, lease))
@@ -118,30 +117,36 @@ def connect(redis_url: str) -> Redis:
         # No hidden second tries: a transaction whose reply was lost may have been carried out, and every caller here
         # looks at what is so before it tries again.
         connection = Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), **_SOCKET)
+    except (ValueError, TypeError):
+        # The parser's own text can quote a piece of the password.
+        raise RedisUnavailable(f"{shown} is not a Redis URL: redis://[[user]:password@]host[:port][/db]") from None
+    try:
         version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
     except (AuthenticationError, ResponseError) as error:
-        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
     except (RedisError, ValueError, OSError) as error:
-        raise RedisUnavailable(f"no Redis at {shown}: {_without_password(error, redis_url)}") from None
+        raise RedisUnavailable(f"no Redis at {shown}: {_without_password(error, connection)}") from None
     if version < _MIN_SERVER:
         raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
     _warn_if_forgetful(connection, shown)
     return connection
 
 
-def _without_password(error: Exception, redis_url: str) -> str:
+def _without_password(error: Exception, connection: Redis) -> str:
     """Old servers quote the command they did not understand, AUTH and its argument included."""
-    password = urlsplit(redis_url).password
+    password = connection.connection_pool.connection_kwargs.get("password")
     text = " ".join(str(error).split())
-    return text.replace(password, "***") if password else text
+    return text.replace(str(password), "***") if password else text
 
 
 def _warn_if_forgetful(connection: Redis, shown: str) -> None:
     try:
-        config = connection.config_get("appendonly", "maxmemory-policy")
-    except RedisError:  # hosted servers forbid CONFIG
+        # Not by CONFIG, which needs a right to read it, passwords and all.
+        persistence, memory = connection.info("persistence"), connection.info("memory")
+    except RedisError:  # it went away just now; this is only advice
         return
-    if config.get("appendonly") == "no":
+    if not persistence.get("aof_enabled", 1):
         log.warning("%s keeps no append-only file: queued jobs are lost when it restarts", shown)
-    if config.get("maxmemory-policy", "noeviction") != "noeviction":
-        log.warning("%s may evict keys (%s): jobs can vanish", shown, config["maxmemory-policy"])
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        log.warning("%s may evict keys (%s): jobs can vanish", shown, policy)

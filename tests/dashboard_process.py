@@ -1,0 +1,73 @@
+"""`stoker dashboard` as its operator starts it, and a headless Chromium to look at its pages."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+STOKER = [sys.executable, "-c", "from stoker.cli import main; main()"]
+
+
+@contextmanager
+def running_dashboard(redis_url: str, log: Path, *arguments: str) -> Iterator[str]:
+    """Yields its address, without a slash at the end."""
+    command = [*STOKER, "--redis", redis_url, "dashboard", "--port", "0", *arguments]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stderr=output)
+    try:
+        end = time.monotonic() + 60
+        while not (found := re.search(r"http://\S+(?=/\n)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+        yield found[0]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        returncode = process.wait(20)
+    assert returncode == 0, log.read_text()
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+class Browser:
+    def __init__(self, program: str, profile: Path) -> None:
+        self._command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        self._command += [f"--user-data-dir={profile}", "--window-size=1200,1000", "--virtual-time-budget=6000"]
+
+    def text(self, url: str) -> str:
+        """What stands in the page's tables and paragraphs once its scripts have run, tags and templates left out."""
+        page = re.sub(r"(?s)<script.*?</script>", "", self.dom(url))
+        return " ".join(re.sub(r"(?s)<[^>]*>", " ", page).split())
+
+    def dom(self, url: str) -> str:
+        done = subprocess.run(
+            [*self._command, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True
+        )
+        return done.stdout
+
+    def screenshot(self, url: str, path: Path) -> None:
+        subprocess.run([*self._command, f"--screenshot={path}", url], capture_output=True, timeout=120, check=True)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Browser:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium to look at the dashboard with")
+    return Browser(program, tmp_path / "chromium")
+
+
+def require_dashboard() -> None:
+    try:
+        import rq_dashboard  # noqa: F401
+    except ModuleNotFoundError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"{error}: pip install 'stoker[dashboard]'")
+        pytest.skip("no rq-dashboard: pip install 'stoker[dashboard]'")

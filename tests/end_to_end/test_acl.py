@@ -1,0 +1,264 @@
+"""The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.retry import Retry
+from rq import Queue
+from rq import Retry as JobRetry
+from rq.command import send_shutdown_command, send_stop_execution_command
+from rq.registry import StartedJobRegistry
+from rq.serializers import JSONSerializer
+from rq.worker_registration import get_keys
+from tests.dashboard_process import require_dashboard, running_dashboard
+from tests.private_server import acl_refusals, private_server
+from tests.server_fixture import require_server_program
+from tests.worker_process import running_worker
+
+from stoker import JobCanceled, JobFailed, Producer
+from stoker_shared.wire import TASK_PATH
+
+pytestmark = pytest.mark.server
+
+NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
+USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
+SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
+SLOW = ("--scripted-steps-per-s", "50")
+
+
+@pytest.fixture
+def admin(tmp_path):
+    require_server_program()
+    with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
+        for user in NAMES:
+            admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
+        yield admin
+
+
+@pytest.fixture
+def url(admin):
+    """By user, each with its own password."""
+    port = admin.config_get("port")["port"]
+    return lambda user: f"redis://{user}:{user}-pw@127.0.0.1:{port}"
+
+
+@pytest.fixture
+def producer(url):
+    with Producer(url("stoker-producer")) as producer:
+        yield producer
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def long_job(producer, agent_id):
+    return producer.submit(agent_id=agent_id, prompt="x", max_tokens=100_000)
+
+
+def runs(ticket):
+    return lambda: ticket.status().state == "started"
+
+
+def ended_as(error, ticket):
+    with pytest.raises(error):
+        ticket.result(timeout_s=30)
+
+
+def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_refusal(admin, url, producer, store):
+    producer.ping()
+    canceled = producer.submit(agent_id="a", prompt="x")
+    assert canceled.cancel()
+    requests = [{"agent_id": f"a{n}", "prompt": "x", "max_tokens": 4} for n in range(3)]
+    tickets = [*producer.submit_many(requests), producer.submit(agent_id="f", prompt="x", at_front=True, ttl_s=600)]
+    assert tickets[0].status().position == 1
+    with Redis.from_url(url("stoker-producer")) as connection:
+        queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+        stock = queue.enqueue(TASK_PATH, request={"agent_id": "s", "prompt": "x", "max_tokens": 4})
+        broken = {"agent_id": "b", "prompt": "fail because", "max_tokens": 4}
+        retried = queue.enqueue(TASK_PATH, request=broken, retry=JobRetry(max=1))
+        waits, never = (
+            queue.enqueue(TASK_PATH, request={"agent_id": name, "prompt": "x", "max_tokens": 4}, depends_on=stock)
+            for name in ("waits", "never")
+        )
+    assert producer.ticket(never.id).cancel()
+    tickets += [producer.ticket(stock.id), producer.ticket(waits.id)]
+    with running_worker(url("stoker-worker"), store, *SLOW, env=SHORT) as worker:
+        assert all(ticket.result(timeout_s=30).usage.completion_tokens for ticket in tickets)
+        ended_as(JobFailed, producer.ticket(retried.id))
+        ended_as(JobFailed, producer.submit(agent_id="t", prompt="x", max_tokens=100_000, job_timeout_s=1))
+        ended_as(JobCanceled, canceled)
+        running = long_job(producer, "a")
+        worker.wait_for(runs(running))
+        assert running.cancel()
+        ended_as(JobCanceled, running)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    assert admin.zcard("rq:wip:generate") == admin.llen("rq:queue:generate") == 0
+    assert acl_refusals(admin) == []
+
+
+def test_operators_commands_reach_the_worker_and_its_jobs_go_back_when_it_stops(admin, url, producer, store):
+    with running_worker(url("stoker-worker"), store, *SLOW, env=SHORT) as worker:
+        stopped, deleted, left = (long_job(producer, name) for name in ("stopped", "deleted", "left"))
+        worker.wait_for(lambda: all(runs(ticket)() for ticket in (stopped, deleted, left)))
+        registry = StartedJobRegistry("generate", connection=admin)
+        executions = dict(entry.decode().split(":") for entry in admin.zrange(registry.key, 0, -1))
+        send_stop_execution_command(admin, stopped.job_id, executions[stopped.job_id])
+        ended_as(JobCanceled, stopped)
+        admin.delete(f"rq:job:{deleted.job_id}")
+        worker.wait_for(lambda: admin.zcard(registry.key) == 1)
+        [name] = [key.rpartition(":")[2] for key in get_keys(connection=admin)]
+        send_shutdown_command(admin, name)
+        assert worker.wait() == 0
+    assert left.status().state == "queued"
+    assert acl_refusals(admin) == []
+
+
+def test_a_standby_takes_over_and_recovers_what_a_killed_worker_left(admin, url, producer, store):
+    address = url("stoker-worker")
+    with running_worker(address, store, "--scripted-steps-per-s", "2", env=SHORT) as worker:
+        ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100)
+        worker.wait_for(runs(ticket))
+        with running_worker(address, store, "--standby", "--burst", log_name="standby.log", env=SHORT) as standby:
+            standby.wait_for(lambda: "standing by" in standby.log)
+            worker.kill()
+            assert ticket.result(timeout_s=30).attempt == 2
+            assert standby.wait() == 0
+    assert acl_refusals(admin) == []
+
+
+def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, producer, store, tmp_path):
+    require_dashboard()
+    address = url("stoker-operator")
+
+    def rq(*arguments):
+        command = [sys.executable, "-m", "rq.cli", *arguments, "--url", address]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with running_worker(url("stoker-worker"), store, *SLOW, "--grace-s", "0") as worker:
+        failed = producer.submit(agent_id="a", prompt="fail because", max_tokens=4)
+        ended_as(JobFailed, failed)
+        running = long_job(producer, "b")
+        worker.wait_for(runs(running))
+        assert "1 executing" in rq("info")
+        rq("suspend")
+        rq("requeue", "--queue", "generate", "--all", "--serializer", "json")
+        assert failed.status().state == "queued"
+        with running_dashboard(address, tmp_path / "dashboard.log") as page:
+            for path in ("/", "/0/data/queues.json", "/0/data/workers.json", f"/0/data/job/{running.job_id}.json"):
+                with urlopen(page + path, timeout=20) as answer:
+                    assert answer.status == 200
+            for path in (f"/job/{running.job_id}/delete", "/queue/generate/queued/empty"):
+                with urlopen(Request(page + path, method="POST"), timeout=20) as answer:
+                    assert answer.status == 200
+        rq("resume")
+        worker.wait_for(lambda: admin.zcard("rq:wip:generate") == 0)
+    assert acl_refusals(admin) == []
+
+
+FOREIGN = [
+    ("GET", "other"),
+    ("SET", "other", "1"),
+    ("SELECT", "1"),
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "GET", "requirepass"),
+    ("CONFIG", "SET", "dir", "/"),
+    ("DEBUG", "SLEEP", "0"),
+    ("ACL", "LIST"),
+    ("MONITOR",),
+    ("SHUTDOWN",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("CLIENT", "LIST"),
+    ("KEYS", "*"),
+    ("EVAL", "return redis.call('GET', 'other')", "0"),
+    ("PUBLISH", "other", "x"),
+    ("SORT", "rq:queues"),
+    ("MOVE", "rq:queues", "1"),
+    ("COPY", "rq:queues", "rq:queue:x", "DB", "1"),
+    ("FUNCTION", "FLUSH"),
+    ("RANDOMKEY",),
+    ("DBSIZE",),
+]
+NOT_PRODUCERS = [
+    ("SCAN", "0"),
+    ("EVAL", "return 1", "0"),
+    ("EVALSHA", "0" * 40, "0"),
+    ("SCRIPT", "LOAD", "return 1"),
+    ("SET", "stoker:lease:generate", "mine"),
+    ("DEL", "rq:job:j"),
+    ("ZADD", "rq:finished:generate", "1", "j"),
+    ("ZADD", "rq:wip:generate", "1", "j:e"),
+    ("XADD", "rq:results:j", "*", "type", "1"),
+    ("EXPIRE", "rq:results:j", "1"),
+    ("SADD", "rq:workers", "rq:worker:w"),
+    ("SUBSCRIBE", "rq:pubsub:w"),
+]
+
+
+@pytest.mark.parametrize(
+    ("user", "command"),
+    [(user, command) for user in NAMES for command in FOREIGN]
+    + [("stoker-producer", command) for command in NOT_PRODUCERS]
+    + [("stoker-operator", ("SCAN", "0"))],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value[:2]),
+)
+def test_what_is_not_theirs_is_refused(shared_admin, user, command):
+    port = shared_admin.config_get("port")["port"]
+    with (
+        Redis.from_url(f"redis://{user}:{user}-pw@127.0.0.1:{port}") as connection,
+        pytest.raises(NoPermissionError),
+    ):
+        connection.execute_command(*command)
+
+
+@pytest.fixture(scope="module")
+def shared_admin(tmp_path_factory):
+    require_server_program()
+    options = ("--aclfile", str(USERS), "--enable-debug-command", "yes")  # else DEBUG is refused to everybody
+    with private_server(tmp_path_factory.mktemp("acl"), *options) as admin:
+        for user in NAMES:
+            admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
+        yield admin
+
+
+def test_the_users_cannot_log_in_before_they_are_given_a_password(tmp_path):
+    require_server_program()
+    with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
+        port = admin.config_get("port")["port"]
+        for user in NAMES:
+            once = Retry(NoBackoff(), 0)
+            with (
+                Redis(port=port, username=user, password="", retry=once) as connection,
+                pytest.raises(AuthenticationError),
+            ):
+                connection.ping()
+
+
+def test_a_workers_script_has_no_more_rights_than_the_worker(shared_admin):
+    port = shared_admin.config_get("port")["port"]
+    with Redis.from_url(f"redis://stoker-worker:stoker-worker-pw@127.0.0.1:{port}") as connection:
+        digest = connection.script_load("return redis.call('GET', 'other')")
+        with pytest.raises(ResponseError, match=r"(?i)permission|can't access"):
+            connection.evalsha(digest, 0)
+
+
+def test_the_worker_warns_of_a_forgetful_server_without_the_right_to_read_its_configuration(tmp_path):
+    require_server_program()
+    forgetful = ("--appendonly", "no", "--maxmemory-policy", "allkeys-lru", "--aclfile", str(USERS))
+    with private_server(tmp_path / "redis", *forgetful) as admin:
+        admin.execute_command("ACL", "SETUSER", "stoker-worker", ">pw")
+        url = f"redis://stoker-worker:pw@127.0.0.1:{admin.config_get('port')['port']}"
+        with running_worker(url, tmp_path / "store", "--burst") as worker:
+            assert worker.wait() == 0
+    assert "keeps no append-only file" in worker.log
+    assert "may evict keys (allkeys-lru)" in worker.log

@@ -1,0 +1,69 @@
+"""A server of one test's own, started with the options that test is about. Loopback only; stopped with the test."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from stoker_worker.server_program import find_program
+
+
+class ServerDidNotStart(RuntimeError):
+    """The server's own last words."""
+
+
+@contextmanager
+def private_server(
+    folder: Path, *options: str, port: int | None = None, password: str | None = None
+) -> Iterator[Redis]:
+    """Yields an administrator's connection, by unix socket: it works whatever `options` do to the network.
+
+    Raises:
+        ServerDidNotStart: the program refuses the options.
+    """
+    folder.mkdir(exist_ok=True)
+    unix_socket = folder / "admin.sock"
+    listening = ["--bind", "127.0.0.1", "--port", str(free_port() if port is None else port)]
+    local = ["--unixsocket", str(unix_socket), "--dir", str(folder), "--appendonly", "yes", "--save", ""]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(find_program()), *listening, *local, *options], stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        with Redis(unix_socket_path=str(unix_socket), password=password) as admin:
+            _wait_until_it_answers(admin, process, folder / "server.log")
+            yield admin
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def acl_refusals(admin: Redis) -> Sequence[str]:
+    """Who was refused what, for people. Without CLIENT SETINFO, which redis-py sends to newer servers and does not
+    miss: a rule that grants it would not be loaded by older ones."""
+    entries = [entry for entry in admin.acl_log() if entry["object"] != "client|setinfo"]
+    return [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in entries]
+
+
+def _wait_until_it_answers(admin: Redis, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    end = time.monotonic() + 20
+    while True:
+        with suppress(RedisError):
+            admin.ping()
+            return
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise ServerDidNotStart(log.read_text())
+        time.sleep(0.02)
