@@ -10,7 +10,7 @@ import numpy as np
 
 from stoker_shared.request import Message
 from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import empty_layers
+from stoker_worker.memory.cache_layout import empty_layers
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LayerKV, LoadedModel, Restored, Transcript, Turn

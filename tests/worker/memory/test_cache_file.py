@@ -9,7 +9,8 @@ import safetensors
 from safetensors.numpy import load_file
 
 from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import CachePiece, Fault, empty_layers, fits
+from stoker_worker.memory.cache_file import CachePiece, Fault
+from stoker_worker.memory.cache_layout import empty_layers, fits
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
 
 UNEVEN = (LayerSpec(LayerKind.FULL, 2, 3, 5), LayerSpec(LayerKind.FULL, 1, 4, 4))
@@ -34,10 +35,10 @@ def write(path: Path, piece: CachePiece, layers: tuple[LayerKV, ...], offset: in
 
 
 def load(path: Path, piece: CachePiece) -> tuple[Fault | None, tuple[LayerKV, ...]]:
-    buffer = np.zeros(piece.data_bytes, np.uint8)
-    fault = piece.load(path, buffer)
+    data = np.zeros(piece.layout.n_bytes, np.uint8)
+    fault = piece.load(path, [data.data])
     layers = empty_layers(piece.spec, len(piece.token_ids))
-    piece.copy(buffer, layers, 0, len(piece.token_ids))
+    piece.unpack(data, layers, 0, len(piece.token_ids))
     return fault, layers
 
 

@@ -20,17 +20,20 @@ from stoker_worker.ports import Delivery, EndedBy, Transcript
 class CachedPrefix:
     """Which cache an agent has on disk: the first `tokens` tokens of its transcript.
 
-    The full blocks of them are in the shared block folder, the rest (`tokens` modulo the block size) in its tail.
+    The full blocks of them are in the shared block folder, the rest (`tokens` modulo the block size) in its tail; the
+    state of window and recurrent layers is in its snapshots.
 
     Attributes:
         model: fingerprint of the model that made it.
         last_block: address of the last full block (the chain's root when there is none).
+        snapshots: after how many tokens each snapshot stands, ascending.
     """
 
     model: str
     salt: str | None
     tokens: int
     last_block: str
+    snapshots: tuple[int, ...] = ()
 
 
 class TurnRecord(BaseModel):

@@ -1,7 +1,8 @@
 """The longest cached prefix of a prompt, put together from verified pieces. Loader thread; writes nothing.
 
 Two sources: full blocks of the prompt's own chain, whoever wrote them; and, where those end, the agent's own next
-piece (its tail, or a full block from which the prompt turns away in the middle), as far as its tokens agree.
+piece (its tail, or a full block from which the prompt turns away in the middle), as far as its tokens agree. Of a model
+with window or recurrent layers a prefix has to end where one of the agent's snapshots stands.
 """
 
 from collections.abc import Callable
@@ -12,16 +13,22 @@ import numpy as np
 
 from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 from stoker_worker.memory.blocks import chain, chain_root, common_length
-from stoker_worker.memory.cache_file import CachePiece, Fault, PieceKind, empty_layers
-from stoker_worker.ports import Array, LayerKV
+from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
+from stoker_worker.memory.cache_layout import PieceKind, empty_layers, empty_states
+from stoker_worker.ports import Array, LayerKV, LayerState
 
 
 @dataclass(frozen=True)
 class OwnCache:
-    """The cached part of the agent's transcript, made with this model and salt."""
+    """The cached part of the agent's transcript, made with this model and salt.
+
+    Attributes:
+        snapshots: where they stand, ascending, and their files.
+    """
 
     token_ids: tuple[int, ...]
     tail: Path
+    snapshots: tuple[tuple[int, Path], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,62 @@ class Found:
     n_tokens: int = 0
     saved_blocks: int = 0
     layers: tuple[LayerKV, ...] = ()
+    states: tuple[LayerState, ...] = ()
     faults: list[FaultyPiece] = field(default_factory=list)
+
+    def cut(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens only."""
+        self.n_tokens = n_tokens
+        self.layers = tuple((_cut(keys, n_tokens), _cut(values, n_tokens)) for keys, values in self.layers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a prompt's cache may come from: this model's and salt's blocks, and the agent's own pieces."""
+
+    model: str
+    salt: str | None
+    spec: ModelCacheSpec
+    own: OwnCache | None
+    path_of: Callable[[str, str], Path]
+
+
+def find_prefix(prompt_ids: tuple[int, ...], source: Source) -> Found:
+    """The longest prefix of the prompt that the source has, less the last token, which the model has to see."""
+    limit = max(0, len(prompt_ids) - 1)
+    if not source.spec.snapshot_layers:
+        return BlockSearch(prompt_ids, limit, source).run()
+    return _find_snapshot(prompt_ids, limit, source)
+
+
+def _find_snapshot(prompt_ids: tuple[int, ...], limit: int, source: Source) -> Found:
+    """The agent's last snapshot on the prompt's way that is whole, and for which K/V is there."""
+    own, faults = source.own or OwnCache((), Path()), []
+    own_tokens = common_length(own.token_ids, prompt_ids[:limit])
+    blocks: Found | None = None
+    for n_tokens, path in reversed(own.snapshots):
+        if n_tokens > own_tokens or (blocks is not None and n_tokens > blocks.n_tokens):
+            continue
+        piece = CachePiece.snapshot(source.model, source.salt, source.spec, prompt_ids[:n_tokens])
+        states = empty_states(source.spec, n_tokens)
+        fault = piece.load(path, [bytes_of(array) for arrays in states for array in arrays])
+        if fault is not None:
+            faults.append(FaultyPiece(path, "snapshot", fault))
+            continue
+        if blocks is None:
+            blocks = _blocks_up_to(n_tokens, prompt_ids, source)
+            faults += blocks.faults
+        if blocks.n_tokens >= n_tokens:
+            if blocks.n_tokens > n_tokens:
+                blocks.cut(n_tokens)
+            return Found(n_tokens, blocks.saved_blocks, blocks.layers, states, faults)
+    return Found(saved_blocks=blocks.saved_blocks if blocks else 0, faults=faults)
+
+
+def _blocks_up_to(n_tokens: int, prompt_ids: tuple[int, ...], source: Source) -> Found:
+    if not source.spec.full_layers:
+        return Found(n_tokens)
+    return BlockSearch(prompt_ids, n_tokens, source).run()
 
 
 @dataclass(frozen=True)
@@ -50,48 +112,38 @@ class _Step:
     use_tokens: int
 
 
-class PrefixSearch:
-    """One search: looks which pieces should be there, makes the arrays once, then verifies and fills piece by piece."""
+class BlockSearch:
+    """One search for K/V: looks which pieces should be there, makes the arrays once, then fills them piece by piece."""
 
-    def __init__(
-        self,
-        prompt_ids: tuple[int, ...],
-        *,
-        model: str,
-        salt: str | None,
-        spec: ModelCacheSpec,
-        own: OwnCache | None,
-        path_of: Callable[[str, str], Path],
-    ) -> None:
+    def __init__(self, prompt_ids: tuple[int, ...], limit: int, source: Source) -> None:
+        """
+        Args:
+            limit: most tokens to find.
+        """
         self._prompt = prompt_ids
-        self._limit = max(0, len(prompt_ids) - 1)  # the model must see at least the last token
-        self._model = model
-        self._spec = spec
-        self._chain = chain(chain_root(model, salt), prompt_ids)
-        self._own = own if own is not None else OwnCache((), Path())
-        self._path_of = path_of
-        self.own_tokens = common_length(self._own.token_ids, prompt_ids[: self._limit])
-        """How much of the prompt the agent's own cache allows for."""
+        self._limit = limit
+        self._source = source
+        self._chain = chain(chain_root(source.model, source.salt), prompt_ids)
+        self._own = source.own or OwnCache((), Path())
+        self._own_tokens = common_length(self._own.token_ids, prompt_ids[:limit])
 
     def run(self) -> Found:
         blocks = self._block_steps()
         planned = [step for step in (*blocks, self._own_step(len(blocks))) if step is not None]
         planned_tokens = sum(step.use_tokens for step in planned)
-        found = Found(layers=empty_layers(self._spec, planned_tokens))
-        buffer = np.empty(self._spec.bytes_per_block, np.uint8)
+        found = Found(layers=empty_layers(self._source.spec, planned_tokens))
+        rows = _Rows(found.layers)
         for step in planned:
-            if self._take(step, found, buffer):
+            if self._take(step, found, rows):
                 found.saved_blocks += step.path == self._block_path(found.saved_blocks)
                 continue
             # The prompt's block failed; the agent's own piece at this place may be another file.
             other = self._own_step(found.n_tokens // BLOCK_TOKENS)
             if other is not None and other.path != step.path:
-                self._take(other, found, buffer)
+                self._take(other, found, rows)
             break
         if found.n_tokens < planned_tokens:
-            found.layers = tuple(
-                (_cut(keys, found.n_tokens), _cut(values, found.n_tokens)) for keys, values in found.layers
-            )
+            found.cut(found.n_tokens)
         return found
 
     def _block_steps(self) -> list[_Step]:
@@ -99,8 +151,8 @@ class PrefixSearch:
         steps: list[_Step] = []
         for index in range(len(self._chain) - 1):
             start = index * BLOCK_TOKENS
-            path = self._path_of(self._model, self._chain[index + 1])
-            is_own = self.own_tokens >= start + BLOCK_TOKENS
+            path = self._path(self._chain[index + 1])
+            is_own = self._own_tokens >= start + BLOCK_TOKENS
             if start >= self._limit or not (is_own or path.exists()):
                 break
             piece = self._piece("block", index, self._prompt[start : start + BLOCK_TOKENS])
@@ -110,30 +162,52 @@ class PrefixSearch:
     def _own_step(self, index: int) -> _Step | None:
         """The agent's own piece behind `index` full blocks, if the prompt goes on as it does."""
         start = index * BLOCK_TOKENS
-        use_tokens = min(self.own_tokens - start, BLOCK_TOKENS)
+        use_tokens = min(self._own_tokens - start, BLOCK_TOKENS)
         if use_tokens <= 0:
             return None
         token_ids = self._own.token_ids[start : start + BLOCK_TOKENS]
         if len(token_ids) < BLOCK_TOKENS:
             return _Step(self._piece("tail", index, token_ids), self._own.tail, use_tokens)
-        path = self._path_of(self._model, chain(self._chain[index], token_ids)[1])
+        path = self._path(chain(self._chain[index], token_ids)[1])
         return _Step(self._piece("block", index, token_ids), path, use_tokens)
 
-    def _take(self, step: _Step, found: Found, buffer: Array) -> bool:
+    def _take(self, step: _Step, found: Found, rows: "_Rows") -> bool:
         """Verify one piece and append it to what was found; false, with the fault noted, when it cannot be used."""
-        fault = step.piece.load(step.path, buffer)
+        piece, start = step.piece, found.n_tokens
+        if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
+            fault = piece.load(step.path, rows.between(start, start + step.use_tokens))
+        else:
+            data = np.empty(piece.layout.n_bytes, np.uint8)
+            fault = piece.load(step.path, [bytes_of(data)])
+            if fault is None:
+                piece.unpack(data, found.layers, start, step.use_tokens)
         if fault is not None:
-            found.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
+            found.faults.append(FaultyPiece(step.path, piece.kind, fault))
             return False
-        step.piece.copy(buffer, found.layers, found.n_tokens, step.use_tokens)
         found.n_tokens += step.use_tokens
         return True
 
     def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
-        return CachePiece(kind, self._model, self._spec, self._chain[index], token_ids)
+        return CachePiece(kind, self._source.model, self._source.spec, self._chain[index], token_ids)
 
     def _block_path(self, index: int) -> Path | None:
-        return self._path_of(self._model, self._chain[index + 1]) if index + 1 < len(self._chain) else None
+        return self._path(self._chain[index + 1]) if index + 1 < len(self._chain) else None
+
+    def _path(self, address: str) -> Path:
+        return self._source.path_of(self._source.model, address)
+
+
+class _Rows:
+    """The memory of K/V arrays, head by head as a cache file has it, so that files are read right into place."""
+
+    def __init__(self, layers: tuple[LayerKV, ...]) -> None:
+        self._heads = [
+            (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
+        ]
+
+    def between(self, start: int, stop: int) -> list[memoryview]:
+        """Tokens [start, stop) of every head."""
+        return [memory[start * n_bytes : stop * n_bytes] for memory, n_bytes in self._heads]
 
 
 def _cut(array: Array, n_tokens: int) -> Array:
