@@ -62,18 +62,19 @@ def dequantise(quantised: Quantised, bits: int, target: Array) -> None:
     heads, tokens, dim = target.shape
     if bits == 4:
         elements = _unpacked(elements, dim)
-    grouped = elements.reshape(heads, tokens, scales.shape[-1], -1)
+    wide = target if target.dtype == np.float32 else np.empty(target.shape, np.float32)
+    grouped = wide.reshape(heads, tokens, scales.shape[-1], -1)  # a view: only the last axis is split
+    elements = elements.reshape(grouped.shape)
     if scales.max(initial=0) < _WIDE:
-        wide = np.multiply(grouped, scales[..., None], dtype=np.float32)
-        wide += biases[..., None]
+        np.multiply(elements, scales[..., None], out=grouped)
+        grouped += biases[..., None]
     else:
         most = _MOST["float32"]
-        exact = grouped * scales[..., None].astype(np.float64) + biases[..., None]
-        wide = exact.clip(-most, most).astype(np.float32)
-    wide = wide.reshape(heads, tokens, dim)
+        exact = elements * scales[..., None].astype(np.float64) + biases[..., None]
+        np.copyto(grouped, exact.clip(-most, most), casting="same_kind")
     if target.dtype == np.uint16:
         target[:] = _to_bfloat16(wide)
-    else:
+    elif wide is not target:
         np.copyto(target, wide, casting="same_kind")
 
 

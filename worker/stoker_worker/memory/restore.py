@@ -5,9 +5,12 @@ piece (its tail, or a full block from which the prompt turns away in the middle)
 with window or recurrent layers a prefix has to end where one of the agent's snapshots stands.
 """
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +19,9 @@ from stoker_worker.memory.blocks import chain, chain_root, common_length
 from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers, empty_states
 from stoker_worker.ports import Array, LayerKV, LayerState
+
+_READERS: Final = min(4, os.cpu_count() or 1)
+"""Threads that read and verify while one restore lasts."""
 
 
 @dataclass(frozen=True)
@@ -128,19 +134,26 @@ class BlockSearch:
         self._own_tokens = common_length(self._own.token_ids, prompt_ids[:limit])
 
     def run(self) -> Found:
-        blocks = self._block_steps()
-        planned = [step for step in (*blocks, self._own_step(len(blocks))) if step is not None]
-        planned_tokens = sum(step.use_tokens for step in planned)
+        steps = self._block_steps()
+        steps += [step for step in [self._own_step(len(steps))] if step is not None]
+        starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
+        planned_tokens = sum(step.use_tokens for step in steps)
         found = Found(layers=empty_layers(self._source.spec, planned_tokens))
-        rows = _Rows(found.layers)
-        for step in planned:
-            if self._take(step, found, rows):
+        target = _Target(found.layers)
+        for step, fault in zip(steps, _load_all(steps, starts, target), strict=True):
+            if fault is None:
+                found.n_tokens += step.use_tokens
                 found.saved_blocks += step.path == self._block_path(found.saved_blocks)
                 continue
+            found.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
             # The prompt's block failed; the agent's own piece at this place may be another file.
             other = self._own_step(found.n_tokens // BLOCK_TOKENS)
             if other is not None and other.path != step.path:
-                self._take(other, found, rows)
+                fault = target.load(other, found.n_tokens)
+                if fault is None:
+                    found.n_tokens += other.use_tokens
+                else:
+                    found.faults.append(FaultyPiece(other.path, other.piece.kind, fault))
             break
         if found.n_tokens < planned_tokens:
             found.cut(found.n_tokens)
@@ -171,22 +184,6 @@ class BlockSearch:
         path = self._path(chain(self._chain[index], token_ids)[1])
         return _Step(self._piece("block", index, token_ids), path, use_tokens)
 
-    def _take(self, step: _Step, found: Found, rows: "_Rows") -> bool:
-        """Verify one piece and append it to what was found; false, with the fault noted, when it cannot be used."""
-        piece, start = step.piece, found.n_tokens
-        if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
-            fault = piece.load(step.path, rows.between(start, start + step.use_tokens))
-        else:
-            data = np.empty(piece.layout.n_bytes, np.uint8)
-            fault = piece.load(step.path, [bytes_of(data)])
-            if fault is None:
-                piece.unpack(data, found.layers, start, step.use_tokens)
-        if fault is not None:
-            found.faults.append(FaultyPiece(step.path, piece.kind, fault))
-            return False
-        found.n_tokens += step.use_tokens
-        return True
-
     def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
         return CachePiece(kind, self._source.model, self._source.spec, self._chain[index], token_ids)
 
@@ -197,17 +194,33 @@ class BlockSearch:
         return self._source.path_of(self._source.model, address)
 
 
-class _Rows:
-    """The memory of K/V arrays, head by head as a cache file has it, so that files are read right into place."""
+class _Target:
+    """K/V arrays that are being filled. Files are read right into place, head by head, as they have it."""
 
     def __init__(self, layers: tuple[LayerKV, ...]) -> None:
+        self._layers = layers
         self._heads = [
             (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
         ]
 
-    def between(self, start: int, stop: int) -> list[memoryview]:
-        """Tokens [start, stop) of every head."""
-        return [memory[start * n_bytes : stop * n_bytes] for memory, n_bytes in self._heads]
+    def load(self, step: _Step, start: int) -> Fault | None:
+        """Verify one piece and put what is used of it at `start`; after a fault anything may stand there."""
+        piece, stop = step.piece, start + step.use_tokens
+        if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
+            return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])
+        data = np.empty(piece.layout.n_bytes, np.uint8)
+        fault = piece.load(step.path, [bytes_of(data)])
+        if fault is None:
+            piece.unpack(data, self._layers, start, step.use_tokens)
+        return fault
+
+
+def _load_all(steps: list[_Step], starts: list[int], target: _Target) -> list[Fault | None]:
+    """Load every piece to its place: a few at a time, because one core alone does not use a memory's bandwidth."""
+    if len(steps) < _READERS:
+        return [target.load(step, start) for step, start in zip(steps, starts, strict=True)]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="loader") as readers:
+        return list(readers.map(target.load, steps, starts))
 
 
 def _cut(array: Array, n_tokens: int) -> Array:
