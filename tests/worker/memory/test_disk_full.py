@@ -4,29 +4,31 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, files_below, ids, open_store, reopen
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below, ids, make_model, open_store, reopen
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(900)
+HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
 @pytest.mark.parametrize("n_failures", [1, 3, 1000])
 @pytest.mark.parametrize("stored", [0, 400])
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
-    tmp_path: Path, stored: int, n_failures: int
+    tmp_path: Path, stored: int, n_failures: int, model: LoadedModel
 ) -> None:
     base = open_store(tmp_path / "base")
     if stored:
-        Agent(base).say(LONG[:stored])
+        Agent(base, model=model).say(LONG[:stored])
     base.close()
     for fail_at in range(1, 100):
         folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
         files = FullFiles()
-        agent = Agent(AgentStore(folder, files=files))
+        agent = Agent(AgentStore(folder, files=files), model=model)
         before = agent.open()
         turn = agent.turn(LONG[:700])
         files.arm(fail_at, n_failures)

@@ -6,11 +6,10 @@ without a HEAD are damage and never a turn that was merely cut short. Read on an
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,15 +17,12 @@ from typing import Any, Final
 
 from stoker_worker.memory.files import Chunk, DurableWriter, Files
 from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import CachedPrefix, TurnRecord, record_checksum, replay
+from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, TurnRecord, record_checksum, replay
 from stoker_worker.memory.sealed import Damaged
 from stoker_worker.ports import AgentVersion, Delivery
 
 _log = logging.getLogger(__name__)
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
-
-MOST_SNAPSHOTS: Final = 2
-"""Of one version: one before the prompt's last token, one at the end of the turn."""
 
 Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: their files and the bytes of them."""
@@ -228,12 +224,6 @@ class AgentFolder:
             self._files.flush(self.path)
         except OSError as error:
             _log.error("agent %r: could not mark its last turn as not saved: %s", self.agent_id, error)
-
-
-def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
-    """Whether a version's snapshots may stand after so many tokens each."""
-    positions = [0, *counts, most_tokens + 1]
-    return len(counts) <= MOST_SNAPSHOTS and all(x < y for x, y in itertools.pairwise(positions))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from stoker_worker.memory.agent_folder import MOST_SNAPSHOTS
 from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.record import MOST_SNAPSHOTS
 from stoker_worker.memory.sealed import Damaged
 
 PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState, are_snapshots
+from stoker_worker.memory.agent_folder import AgentFolder, AgentState
 from stoker_worker.memory.archive import PIECE_NAMES, list_members
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.blocks import chain, chain_root
@@ -23,7 +23,7 @@ from stoker_worker.memory.cache_file import is_intact, read_metadata
 from stoker_worker.memory.census import is_fingerprint, newest_blocks
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import TurnRecord, record_checksum
+from stoker_worker.memory.record import TurnRecord, are_snapshots, record_checksum
 from stoker_worker.memory.sealed import Damaged, unseal
 from stoker_worker.memory.verify import verify_blocks
 

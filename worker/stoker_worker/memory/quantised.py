@@ -5,7 +5,7 @@ further off than half a scale, beside the rounding of its own dtype. Groups neve
 came out of a block and go into another one come out the same again.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,7 @@ def _packed(elements: Array) -> Array:
 
 
 def _unpacked(packed: Array, dim: int) -> Array:
-    elements: Any = np.empty((*packed.shape[:-1], dim), np.uint8)
+    elements: Array = np.empty((*packed.shape[:-1], dim), np.uint8)
     elements[..., 0::2] = packed & 15
     elements[..., 1::2] = (packed >> 4)[..., : dim // 2]
     return elements

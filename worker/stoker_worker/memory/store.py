@@ -16,10 +16,11 @@ from typing import Any
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
 from stoker_worker.memory.block_folder import BlockFolder
+from stoker_worker.memory.block_search import Found, OwnCache, Source
 from stoker_worker.memory.files import Disk, Files
 from stoker_worker.memory.recent import RecentAgents
 from stoker_worker.memory.record import TurnRecord, delta, record_checksum
-from stoker_worker.memory.restore import Found, OwnCache, Source, find_prefix
+from stoker_worker.memory.restore import find_prefix
 from stoker_worker.memory.store_folder import StoreFolder
 from stoker_worker.memory.turn_cache import cached_prefix, own_pieces, run_of
 from stoker_worker.memory.verify import verify_agents, verify_blocks

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.agent_folder import MOST_SNAPSHOTS, AgentFolder, AgentState, Pieces, are_snapshots
+from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
 from stoker_worker.memory.blocks import chain, chain_root, common_length
 from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.cache_layout import fits, state_fits
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.record import CachedPrefix
+from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, are_snapshots
 from stoker_worker.ports import CacheSlice, Turn
 
 
