@@ -29,13 +29,15 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
         folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
         files = FullFiles()
         agent = Agent(AgentStore(folder, files=files), model=model)
-        before = agent.open()
+        before, pieces = agent.open(), pieces_in(folder)
         turn = agent.turn(LONG[:700])
         files.arm(fail_at, n_failures)
         try:
             agent.store.save(turn)
         except OSError:
             expect_unchanged_or_refused(agent, before.number)
+            if n_failures == 1:  # else taking it back may fail as well
+                assert pieces_in(folder) == pieces
         else:
             break
         assert files_below(folder / "tmp") == []
@@ -46,6 +48,10 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
     assert not files.has_failed
     assert fail_at > 10
     assert agent.open().number == before.number + 1
+
+
+def pieces_in(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in files_below(folder / "agents") if path.suffix == ".safetensors"]
 
 
 def expect_unchanged_or_refused(agent: Agent, number: int) -> None:

@@ -121,6 +121,14 @@ def test_the_largest_numbers_and_what_is_no_number_come_back_finite(dtype: str, 
     assert found[2] == -most
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_smallest_numbers_keep_their_order(bits: int) -> None:
+    least = 2.0**-149
+    for step in (1, 2, 6, 1000):
+        array = (np.arange(64) * step * least).astype(np.float32).reshape(1, 1, 64)
+        expect_close(array, "float32", bits)
+
+
 def test_bfloat16_is_rounded_to_nearest_even() -> None:
     wide = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8], np.float32).reshape(1, 1, 5)
     target = np.empty((1, 1, 5), np.uint16)

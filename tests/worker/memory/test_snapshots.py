@@ -32,6 +32,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.test_damage import DAMAGES
 
 from stoker_worker.cache_spec import LayerKind, LayerSpec
+from stoker_worker.memory.access import StoreAccess
 from stoker_worker.ports import CacheSlice
 
 LONG = ids(1000)
@@ -131,10 +132,19 @@ def test_names_alternate_and_the_previous_files_go(agent: Agent, tmp_path: Path)
 def test_a_turn_without_cache_drops_the_snapshots_and_the_next_one_with_cache_goes_on(hybrid: Agent) -> None:
     hybrid.store.save(make_turn(hybrid, 1, make_transcript((*HISTORY, 5)), None))
     assert snapshot_files(hybrid.store._folder.agents) == []
+    assert StoreAccess(hybrid.store._folder.agents.parent).readable("agent").cache is not None  # the blocks serve on
     restored = hybrid.restore((*HISTORY, 5, 6))
     assert (restored.prefix, restored.miss_reason) == (None, None)
     hybrid.say((*HISTORY, 5, 6))
     assert hybrid.cached((*HISTORY, 5, 6, 7)) == 762
+
+
+@pytest.mark.parametrize("name", ["window", "recurrent"])
+def test_without_blocks_nothing_is_left_of_a_cache_whose_snapshots_are_dropped(tmp_path: Path, name: str) -> None:
+    agent = Agent(open_store(tmp_path), model=model_of(name))
+    agent.say(LONG[:700])
+    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    assert StoreAccess(tmp_path).readable("agent").cache is None
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -205,8 +215,17 @@ def test_a_layout_nobody_knows_is_served_without_memory_and_without_complaint(tm
             None,
         )
     assert agent.tokens() == LONG[:310]
+    assert StoreAccess(tmp_path).readable("agent").cache is None
     assert list(tmp_path.rglob("*.safetensors")) == []
     assert agent.store.misses == {}
+
+
+def test_an_agent_that_moves_to_such_a_layout_has_not_missed_anything(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:300])
+    unknown = dataclasses.replace(SPEC, layers=(LayerSpec(LayerKind.UNKNOWN),))
+    restored = Agent(store, model=make_model("b", spec=unknown)).restore((*LONG[:300], 1))
+    assert (restored.prefix, restored.miss_reason) == (None, None)
 
 
 def test_records_of_full_attention_agents_are_as_they_were(tmp_path: Path) -> None:

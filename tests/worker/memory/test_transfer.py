@@ -19,6 +19,7 @@ from tests.worker.memory.agents import (
     make_model,
     make_transcript,
     open_store,
+    states_of,
 )
 
 from stoker_shared.errors import AgentMemoryError
@@ -371,6 +372,26 @@ def test_snapshots_that_are_not_the_records_are_refused(
         import_agent(away, pack(tmp_path / "forged.tar", files), with_blocks=True)
     assert content(away) == before
     assert list(away.temp.iterdir()) == []
+
+
+def test_a_snapshot_that_says_it_stands_elsewhere_is_refused(tmp_path: Path, away: StoreAccess) -> None:
+    model = make_model("s", spec=SNAPSHOT_SPECS["recurrent"])
+    store = open_store(tmp_path / "home")
+    Agent(store, "a", model=model).say(LONG[:300], (1,))
+    store.close()
+    with hold(tmp_path / "home") as home:
+        export_agent(home, "a", tmp_path / "a.tar")
+    files = members(tmp_path / "a.tar")
+    piece = CachePiece.snapshot(model.fingerprint, None, model.spec, LONG[:299])
+    for after_tokens, is_refused in ((299, False), (298, True)):
+        forged = dataclasses.replace(piece, after_tokens=after_tokens).encode_states(states_of(LONG[:299], model))
+        files["snapshot-0.safetensors"] = b"".join(bytes(chunk) for chunk in forged)
+        pack(tmp_path / "forged.tar", files)
+        if is_refused:
+            with pytest.raises(AgentMemoryError, match="its snapshot is another agent's"):
+                import_agent(away, tmp_path / "forged.tar", new_id="refused")
+        else:
+            import_agent(away, tmp_path / "forged.tar", new_id="taken")
 
 
 @pytest.mark.parametrize("counts", [[0], [5, 5], [9, 5], [10**9], [1, 2, 3]])

@@ -26,7 +26,7 @@ def _find_snapshot(prompt_ids: tuple[int, ...], limit: int, source: Source) -> F
     own_tokens = common_length(own.token_ids, prompt_ids[:limit])
     blocks: Found | None = None
     for n_tokens, path in reversed(own.snapshots):
-        if n_tokens > own_tokens or (blocks is not None and n_tokens > blocks.n_tokens):
+        if n_tokens > own_tokens:
             continue
         piece = CachePiece.snapshot(source.model, source.salt, source.spec, prompt_ids[:n_tokens])
         states = empty_states(source.spec, n_tokens)
