@@ -208,27 +208,42 @@ def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """The same memory in the same order, some of it at a time."""
     some: list[memoryview] = []
     room = _READ_BYTES
-    for target in targets:
-        for at in range(0, len(target), _READ_BYTES):
-            stretch = target[at : at + _READ_BYTES]
-            if some and (len(stretch) > room or len(some) == _MOST_TARGETS):
-                yield some
-                some, room = [], _READ_BYTES
-            some.append(stretch)
-            room -= len(stretch)
+    for stretch in _stretches(targets):
+        size = len(stretch)
+        if some and (size > room or len(some) == _MOST_TARGETS):
+            yield some
+            some, room = [], _READ_BYTES
+        some.append(stretch)
+        room -= size
     if some:
         yield some
 
 
-def _fill(file: FileIO, targets: Sequence[memoryview]) -> bool:
+def _stretches(targets: Sequence[memoryview]) -> Iterator[memoryview]:
+    for target in targets:
+        if len(target) <= _READ_BYTES:
+            yield target
+        else:
+            yield from (target[at : at + _READ_BYTES] for at in range(0, len(target), _READ_BYTES))
+
+
+def _fill(file: FileIO, targets: list[memoryview]) -> bool:
     """Read until `targets` are full; false when the file ends first."""
-    left = list(targets)
-    while left:
-        n_read = os.readv(file.fileno(), left)
+    missing = sum(map(len, targets))
+    while missing:
+        n_read = os.readv(file.fileno(), targets)
         if n_read == 0:
             return False
-        while left and n_read >= len(left[0]):
-            n_read -= len(left.pop(0))
-        if n_read:
-            left[0] = left[0][n_read:]
+        missing -= n_read
+        if missing:  # a signal, or a file system that reads less at once
+            targets = _behind(targets, n_read)
     return True
+
+
+def _behind(targets: list[memoryview], n_bytes: int) -> list[memoryview]:
+    """The memory behind the first `n_bytes`."""
+    for index, target in enumerate(targets):
+        if n_bytes < len(target):
+            return [target[n_bytes:], *targets[index + 1 :]]
+        n_bytes -= len(target)
+    return []
