@@ -72,7 +72,7 @@ class CacheLayout:
         return ",".join(entries)
 
 
-@lru_cache(maxsize=600)
+@lru_cache(maxsize=300)
 def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
     """What a block or tail of `n_tokens` tokens holds, or a snapshot after that many. Made once for all blocks."""
     parts: list[Tensor] = []
