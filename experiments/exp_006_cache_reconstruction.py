@@ -26,7 +26,7 @@ from exp_006_report import render
 from prompts import text_of
 
 from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import empty_layers
+from stoker_worker.memory.cache_layout import empty_layers
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import (
     AgentVersion,

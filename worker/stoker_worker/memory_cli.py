@@ -175,7 +175,7 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--with-blocks", is_flag=True, help="Also its cache, so that nothing has to be computed again.")
 def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool) -> None:
-    """Write AGENT into a new FILE: conversation, results, tail."""
+    """Write AGENT into a new FILE: conversation, results, tail, snapshots."""
     from stoker_worker.memory.access import hold
     from stoker_worker.memory.export import export_agent
 

@@ -24,6 +24,7 @@ def print_agents(agents: Sequence[AgentSummary]) -> None:
             _length(agent),
             decimal(agent.record_bytes),
             decimal(agent.tail_bytes),
+            decimal(agent.snapshot_bytes),
             decimal(agent.block_bytes),
             decimal(agent.shared_bytes),
             _time(agent.last_used),
@@ -31,7 +32,7 @@ def print_agents(agents: Sequence[AgentSummary]) -> None:
         )
         for agent in agents
     )
-    titles = "AGENT VERSION TURNS TOKENS CACHED LENGTH RECORDS TAIL BLOCKS (SHARED) USED STATE"
+    titles = "AGENT VERSION TURNS TOKENS CACHED LENGTH RECORDS TAIL SNAPSHOTS BLOCKS (SHARED) USED STATE"
     _print_table(titles.split(), rows)
 
 

@@ -9,14 +9,33 @@ from typing import Any
 import numpy as np
 
 from stoker_shared.request import Message
-from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import empty_layers
+from stoker_worker.cache_spec import BLOCK_TOKENS, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.memory.cache_layout import empty_layers, empty_states
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LayerKV, LoadedModel, Restored, Transcript, Turn
+from stoker_worker.ports import (
+    AgentVersion,
+    CacheSlice,
+    Delivery,
+    LayerKV,
+    LayerState,
+    LoadedModel,
+    Restored,
+    Snapshot,
+    Transcript,
+    Turn,
+)
 
 LAYER = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=4, value_dim=2)
 SPEC = ModelCacheSpec((LAYER, LAYER), "float32")
+WINDOW = LayerSpec(LayerKind.WINDOW, n_kv_heads=1, key_dim=4, value_dim=2, window_tokens=64)
+RECURRENT = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((3, 5), "float32"), ArraySpec((2,), "bfloat16")))
+SNAPSHOT_SPECS = {
+    "hybrid": ModelCacheSpec((WINDOW, LAYER, RECURRENT, LAYER), "bfloat16"),
+    "window": ModelCacheSpec((WINDOW, WINDOW), "float16"),
+    "recurrent": ModelCacheSpec((RECURRENT,), "float32"),
+}
+"""Models whose cache can only be taken up where a snapshot stands."""
 
 
 def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str = "tok") -> LoadedModel:
@@ -55,10 +74,7 @@ def ids(n: int, *, seed: int = 0) -> tuple[int, ...]:
 
 def cache_of(token_ids: Sequence[int], model: LoadedModel = MODEL) -> tuple[LayerKV, ...]:
     """A cache in which every token's entry depends on all tokens up to it, on the model, the layer and the head."""
-    sums, state = np.empty(len(token_ids), np.int64), int(model.fingerprint[:6], 16)
-    for position, token in enumerate(token_ids):
-        state = (state * 31 + token + 1) % 60_013
-        sums[position] = state
+    sums = _sums(token_ids, model)
     layers = empty_layers(model.spec, len(token_ids))
     for number, pair in enumerate(layers):
         for side, array in enumerate(pair):
@@ -66,6 +82,40 @@ def cache_of(token_ids: Sequence[int], model: LoadedModel = MODEL) -> tuple[Laye
             place = np.arange(heads)[:, None, None] * 64 + np.arange(dim)[None, None, :] + number * 7 + side * 3
             array[:] = (sums[None, :, None] + place) % 60_013 % 2048
     return layers
+
+
+def states_of(token_ids: Sequence[int], model: LoadedModel) -> tuple[LayerState, ...]:
+    """A snapshot after `token_ids`, every element of which depends on all of them."""
+    states = empty_states(model.spec, len(token_ids))
+    last = _sums(token_ids, model)[-1]
+    for number, arrays in enumerate(states):
+        for place, array in enumerate(arrays):
+            array[...] = ((last + np.arange(array.size) + number * 7 + place * 3) % 60_013 % 2048).reshape(array.shape)
+    return states
+
+
+def snapshots_of(token_ids: Sequence[int], counts: Sequence[int], model: LoadedModel) -> tuple[Snapshot, ...]:
+    return tuple(Snapshot(n, states_of(token_ids[:n], model)) for n in counts)
+
+
+def boundaries(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """Where the engine takes snapshots: before the prompt's last token, and at the end of the turn."""
+    return sorted({len(prompt) - 1, len(prompt) + len(answer)} - {0, -1})
+
+
+def _sums(token_ids: Sequence[int], model: LoadedModel) -> Any:
+    sums, state = np.empty(len(token_ids), np.int64), int(model.fingerprint[:6], 16)
+    for position, token in enumerate(token_ids):
+        state = (state * 31 + token + 1) % 60_013
+        sums[position] = state
+    return sums
+
+
+def equal(ours: Any, theirs: Any, model: LoadedModel) -> bool:
+    """Whether `theirs` is what was stored of `ours`: bit for bit, or as close as the stored precision allows."""
+    if model.spec.store_dtype == "native":
+        return np.array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+    return np.allclose(ours, theirs, rtol=0, atol=2048 / {"q8": 255, "q4": 15}[model.spec.store_dtype] / 2 + 0.01)
 
 
 def cut(layers: tuple[LayerKV, ...], start: int, stop: int) -> tuple[LayerKV, ...]:
@@ -94,9 +144,16 @@ class Agent:
         agent = self.open() if agent is None else agent
         restored = self.store.restore(prompt, agent=agent, model=self.model, salt=self.salt)
         if restored.prefix is not None:
-            wanted = cut(cache_of(prompt, self.model), 0, restored.prefix.n_tokens)
+            n_tokens = restored.prefix.n_tokens
+            wanted = cut(cache_of(prompt[:n_tokens], self.model), 0, n_tokens)
             for ours, theirs in zip(wanted, restored.prefix.layers, strict=True):
-                assert all(np.array_equal(a, b) and b.flags.c_contiguous for a, b in zip(ours, theirs, strict=True))
+                for a, b in zip(ours, theirs, strict=True):
+                    assert equal(a, b, self.model)
+                    assert b.flags.c_contiguous
+            for arrays, found in zip(states_of(prompt[:n_tokens], self.model), restored.prefix.states, strict=True):
+                for a, b in zip(arrays, found, strict=True):
+                    assert a.dtype == b.dtype
+                    assert np.array_equal(a, b)
         return restored
 
     def cached(self, prompt: Sequence[int]) -> int:
@@ -109,7 +166,10 @@ class Agent:
         start = self.restore(prompt, agent).saved_blocks * BLOCK_TOKENS
         stop = len(transcript.token_ids)
         layers = cut(cache_of(transcript.token_ids, self.model), start, stop)
-        return make_turn(self, agent.number, transcript, CacheSlice(start, stop, layers))
+        snapshots: tuple[Snapshot, ...] = ()
+        if self.model.spec.snapshot_layers:
+            snapshots = snapshots_of(transcript.token_ids, boundaries(prompt, answer), self.model)
+        return make_turn(self, agent.number, transcript, CacheSlice(start, stop, layers, snapshots))
 
     def say(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> int:
         return self.store.save(self.turn(prompt, answer, agent))[0]

@@ -1,5 +1,6 @@
 """Cache files: valid safetensors, exact in every dtype, and believed only when they are what was asked for."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import safetensors
 from safetensors.numpy import load_file
 
 from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import CachePiece, Fault, empty_layers, fits
+from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
+from stoker_worker.memory.cache_layout import empty_layers, fits
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
 
 UNEVEN = (LayerSpec(LayerKind.FULL, 2, 3, 5), LayerSpec(LayerKind.FULL, 1, 4, 4))
@@ -34,10 +36,10 @@ def write(path: Path, piece: CachePiece, layers: tuple[LayerKV, ...], offset: in
 
 
 def load(path: Path, piece: CachePiece) -> tuple[Fault | None, tuple[LayerKV, ...]]:
-    buffer = np.zeros(piece.data_bytes, np.uint8)
-    fault = piece.load(path, buffer)
+    data = np.zeros(piece.layout.n_bytes, np.uint8)
+    fault = piece.load(path, [data.data])
     layers = empty_layers(piece.spec, len(piece.token_ids))
-    piece.copy(buffer, layers, 0, len(piece.token_ids))
+    piece.unpack(data, layers, 0, len(piece.token_ids))
     return fault, layers
 
 
@@ -120,6 +122,27 @@ def test_a_whole_file_that_is_not_what_was_asked_for_is_foreign(tmp_path: Path, 
 def test_a_missing_and_an_unreadable_file_are_told_apart(tmp_path: Path) -> None:
     assert load(tmp_path / "nothing", PIECE)[0] == "missing"
     assert load(tmp_path, PIECE)[0] == "unreadable"
+
+
+def test_a_file_that_the_system_hands_over_in_bits_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = random_layers(PIECE.spec, 3)
+    path = write(tmp_path / "piece", PIECE, layers)
+    whole = os.readv
+    monkeypatch.setattr(os, "readv", lambda file, targets: whole(file, [memoryview(targets[0])[:7]]))
+    fault, loaded = load(path, PIECE)
+    assert fault is None
+    assert all(np.array_equal(a, b) for x, y in zip(layers, loaded, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_more_layers_than_one_system_call_can_fill_are_no_problem(tmp_path: Path) -> None:
+    spec = ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 1, 1),) * 600, "float32")
+    piece = replace(PIECE, spec=spec)
+    layers, loaded = random_layers(spec, 3), empty_layers(spec, 3)
+    path = write(tmp_path / "piece", piece, layers)
+    assert piece.load(path, [bytes_of(head) for pair in loaded for array in pair for head in array]) is None
+    assert all(np.array_equal(a, b) for x, y in zip(layers, loaded, strict=True) for a, b in zip(x, y, strict=True))
 
 
 def test_arrays_of_another_shape_or_dtype_do_not_fit() -> None:

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.worker.memory.agents import Agent, FastDisk, files_below, ids, make_transcript, make_turn, only, open_store
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    Agent,
+    FastDisk,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    only,
+    open_store,
+)
 
 from stoker_worker.cli import main
 from stoker_worker.memory import access
@@ -280,6 +291,65 @@ def test_a_fork_goes_on_token_for_token_and_on_its_own(command: Command, folder:
         assert agent("../b").cached((*agent("../b").tokens(), 9)) == tokens + 3
     assert json.loads(command("show", "../b", "--json").stdout)["versions"][0]["job_id"] is None
     command("verify")
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_a_fork_of_a_model_with_snapshots_takes_them_along(
+    command: Command, folder: Path, kind: str, versions: int
+) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS[kind])
+    store = open_store(folder)
+    for version in range(versions):
+        Agent(store, "a", model=model).say(LONG[: 600 + version], (1, 2))
+    store.close()
+    command("fork", "a", "b")
+    store = open_store(folder)
+    for name in "ab":
+        agent = Agent(store, name, model=model)
+        assert agent.cached((*LONG[: 599 + versions], 1, 2, 3)) == 601 + versions
+        assert agent.cached(LONG[: 599 + versions]) == 598 + versions
+    assert store.misses == {}
+    store.close()
+
+
+def test_a_fork_without_one_of_its_snapshots_still_has_the_other(command: Command, folder: Path) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS["hybrid"])
+    store = open_store(folder)
+    Agent(store, "a", model=model).say(LONG[:600], (1, 2))
+    store.close()
+    only(folder, "snapshot-1-0*").unlink()
+    command("fork", "a", "b")
+    store = open_store(folder)
+    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
+    assert Agent(store, "b", model=model).restore(LONG[:600]).miss_reason == "snapshot_missing"
+    store.close()
+
+
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_every_command_knows_agents_with_snapshots(command: Command, folder: Path, kind: str) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS[kind])
+    store = open_store(folder)
+    for name in "ab":
+        Agent(store, name, model=model).say(LONG[:600], (1, 2))
+    store.close()
+    a, _ = json.loads(command("ls", "--json").stdout)
+    assert a["snapshot_bytes"] == sum(
+        path.stat().st_size for path in access.look_at(folder).agent("a").path.glob("snap*")
+    )
+    assert (a["cached_tokens"], a["blocks"]) == (602, 2 if kind == "hybrid" else 0)
+    assert "SNAPSHOTS" in command("ls").stdout
+    command("show", "a")
+    before = content(folder)
+    assert json.loads(command("gc", "--json").stdout)["blocks"] == 0
+    assert content(folder) == before
+    command("verify")
+    command("rm", "a", "--yes")
+    store = open_store(folder)
+    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
+    store.close()
+    next(access.look_at(folder).agent("b").path.glob("snap*")).write_bytes(b"?")
+    assert "it is damaged" in command("verify", ok=False).output
 
 
 def test_fork_refuses_what_it_cannot_do_and_changes_nothing(command: Command, two_agents: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 
-from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.agent_folder import AgentState
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.recent import RecentAgents
@@ -41,6 +41,17 @@ def test_adding_64_tokens_to_4096_writes_64_tokens_and_at_most_a_block(tmp_path:
     agent.say(ids(stored))
     written = bytes_of(disk, agent, ids(stored), ids(64, seed=1))
     assert written < 1.25 * (64 + 256) * spec.bytes_per_token
+
+
+def test_a_hybrid_models_turn_writes_its_tokens_and_its_snapshots(tmp_path: Path) -> None:
+    full, window = LayerSpec(LayerKind.FULL, 2, 32, 32), LayerSpec(LayerKind.WINDOW, 2, 32, 32, window_tokens=128)
+    state = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((16, 64), "float32"),))
+    spec = ModelCacheSpec((full, window, state) * 2, "float32")
+    disk = CountingDisk()
+    agent = Agent(AgentStore(tmp_path, files=disk), model=make_model(spec=spec))
+    agent.say(ids(4096 + 200))
+    written = bytes_of(disk, agent, ids(4096 + 200), ids(64, seed=1))
+    assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + 2 * spec.snapshot_bytes(5000))
 
 
 def test_a_turns_record_does_not_grow_with_the_number_of_turns(tmp_path: Path) -> None:

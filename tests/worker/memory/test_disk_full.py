@@ -4,36 +4,40 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, files_below, ids, open_store, reopen
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below, ids, make_model, open_store, reopen
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(900)
+HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
 @pytest.mark.parametrize("n_failures", [1, 3, 1000])
 @pytest.mark.parametrize("stored", [0, 400])
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
-    tmp_path: Path, stored: int, n_failures: int
+    tmp_path: Path, stored: int, n_failures: int, model: LoadedModel
 ) -> None:
     base = open_store(tmp_path / "base")
     if stored:
-        Agent(base).say(LONG[:stored])
+        Agent(base, model=model).say(LONG[:stored])
     base.close()
     for fail_at in range(1, 100):
         folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
         files = FullFiles()
-        agent = Agent(AgentStore(folder, files=files))
-        before = agent.open()
+        agent = Agent(AgentStore(folder, files=files), model=model)
+        before, pieces = agent.open(), pieces_in(folder)
         turn = agent.turn(LONG[:700])
         files.arm(fail_at, n_failures)
         try:
             agent.store.save(turn)
         except OSError:
             expect_unchanged_or_refused(agent, before.number)
+            if n_failures == 1:  # else taking it back may fail as well
+                assert pieces_in(folder) == pieces
         else:
             break
         assert files_below(folder / "tmp") == []
@@ -44,6 +48,10 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
     assert not files.has_failed
     assert fail_at > 10
     assert agent.open().number == before.number + 1
+
+
+def pieces_in(folder: Path) -> list[Path]:
+    return [path.relative_to(folder) for path in files_below(folder / "agents") if path.suffix == ".safetensors"]
 
 
 def expect_unchanged_or_refused(agent: Agent, number: int) -> None:

@@ -1,15 +1,27 @@
 """The power may go at any instant: an agent is then at the version before the turn or at the one after it, whole."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, files_below, ids, make_transcript, make_turn, open_store
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    open_store,
+)
 from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import LoadedModel
 
 LONG = ids(900)
 
@@ -51,36 +63,41 @@ TURNS: dict[str, tuple[int, Callable[[Agent], None]]] = {
 }
 
 
-def state_of(folder: Path) -> tuple[object, ...]:
+HYBRID, RECURRENT = (make_model(name, spec=SNAPSHOT_SPECS[name]) for name in ("hybrid", "recurrent"))
+Q8 = make_model("q8", spec=dataclasses.replace(MODEL.spec, store_dtype="q8"))
+
+
+def state_of(folder: Path, model: LoadedModel = MODEL) -> tuple[object, ...]:
     """All that a user can see of the agent after a restart; the store must be clean."""
     store = open_store(folder)
     try:
         assert store.verify() == []
         assert files_below(folder / "tmp") == []
-        agent = Agent(store)
+        agent = Agent(store, model=model)
         version = agent.open()
-        cached = agent.cached((*agent.tokens(), 1))
+        cached = agent.cached((*agent.tokens(), 1)), agent.cached(agent.tokens())
         assert store.misses == {}
+        assert len([*folder.rglob("tail-*"), *folder.rglob("snapshot-*")]) <= 6  # of two versions, at the very most
         return version.number, version.transcript, dict(version.results), cached
     finally:
         store.close()
 
 
-def prepare(folder: Path, stored: int) -> Path:
+def prepare(folder: Path, stored: int, model: LoadedModel = MODEL) -> Path:
     store = open_store(folder)
     if stored:
-        Agent(store).say(LONG[: stored - 20])
-        Agent(store).say(LONG[:stored])
+        Agent(store, model=model).say(LONG[: stored - 20])
+        Agent(store, model=model).say(LONG[:stored])
     store.close()
     return folder
 
 
-def run(folder: Path, turn: Callable[[Agent], None], files: CutFiles, cut_at: int) -> bool:
+def run(folder: Path, turn: Callable[[Agent], None], files: CutFiles, cut_at: int, model: LoadedModel = MODEL) -> bool:
     """Take a turn in the store at `folder`; whether the power stayed on."""
     store = AgentStore(folder, files=files)
     files.arm(cut_at)
     try:
-        turn(Agent(store))
+        turn(Agent(store, model=model))
     except PowerCut:
         return False
     finally:
@@ -94,17 +111,32 @@ def test_a_power_cut_leaves_the_version_before_or_the_one_after(
     tmp_path: Path, name: str, survivors: Survivors
 ) -> None:
     stored, turn = TURNS[name]
-    base = prepare(tmp_path / "base", stored)
-    before, after = state_of(base), None
+    cut_everywhere(tmp_path, stored, turn, survivors, MODEL)
+
+
+@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
+@pytest.mark.parametrize("turn", [first_turn, turn_with_tail, turn_without_cache])
+@pytest.mark.parametrize("model", [HYBRID, RECURRENT, Q8], ids=lambda model: model.name)
+def test_the_same_holds_for_snapshots_and_for_quantised_blocks(
+    tmp_path: Path, model: LoadedModel, turn: Callable[[Agent], None], survivors: Survivors
+) -> None:
+    cut_everywhere(tmp_path, 0 if turn is first_turn else 400, turn, survivors, model)
+
+
+def cut_everywhere(
+    tmp_path: Path, stored: int, turn: Callable[[Agent], None], survivors: Survivors, model: LoadedModel
+) -> None:
+    base = prepare(tmp_path / "base", stored, model)
+    before, after = state_of(base, model), None
     found = []
     for cut_at in range(1, 200):
         folder = shutil.copytree(base, tmp_path / str(cut_at))
         files = CutFiles(survivors)
-        if run(folder, turn, files, cut_at):
+        if run(folder, turn, files, cut_at, model):
             files.cut()  # what `save` has returned for is there, whatever was not synced
-            after = state_of(folder)
+            after = state_of(folder, model)
             break
-        found.append((folder, state_of(folder)))
+        found.append((folder, state_of(folder, model)))
     assert after is not None
     assert after[0] == before[0] + 1  # type: ignore[operator]
     assert found[0][1] == before
@@ -112,8 +144,8 @@ def test_a_power_cut_leaves_the_version_before_or_the_one_after(
     for folder, state in found:
         assert state in (before, after), folder.name
         if state == before:
-            assert run(folder, turn, CutFiles(), 1000)
-            assert state_of(folder) == after
+            assert run(folder, turn, CutFiles(), 1000, model)
+            assert state_of(folder, model) == after
 
 
 @pytest.mark.parametrize("survivors", ["all", "none", "newest"])

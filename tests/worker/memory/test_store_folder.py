@@ -1,15 +1,21 @@
 """The store's folder: one process at a time, one known format, nobody else's eyes."""
 
+import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, ids, open_store
+from tests.worker.memory.agents import Agent, files_below, ids, make_model, make_transcript, open_store, reopen
+from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
 
 from stoker_shared.errors import StoreUnusable
+from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.memory.access import StoreAccess, hold, look_at
 from stoker_worker.memory.store import AgentStore
 
 
@@ -29,7 +35,9 @@ def test_a_dead_process_leaves_no_lock(tmp_path: Path) -> None:
     open_store(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"format": 2}', '{"format": "1"}', "{}", "[]", "", "\x00\xff", None])
+@pytest.mark.parametrize(
+    "content", ['{"format": 3}', '{"format": "1"}', '{"format": true}', "{}", "[]", "", "\x00\xff", None]
+)
 def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: str | None) -> None:
     store = open_store(tmp_path)
     Agent(store).say(ids(10))
@@ -38,10 +46,82 @@ def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: st
         (tmp_path / "store.json").unlink()
     else:
         (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(StoreUnusable, match=r"store.json says format .* reads format 1 only"):
+    with pytest.raises(StoreUnusable, match=r"store.json says format .* reads format 2 and older"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text('{"format": 1}')
     assert Agent(open_store(tmp_path)).tokens() == ids(10)
+
+
+@pytest.fixture
+def format_1(tmp_path: Path) -> Path:
+    """A store that the last version to write format 1 made: agent `a` at version 3, agent `b` (salt s) at version 2."""
+    with tarfile.open(Path(__file__).parent / "data" / "store-v1.tar") as tar:
+        tar.extractall(tmp_path / "v1", filter="data")
+    return tmp_path / "v1"
+
+
+V1_MODEL = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.FULL, 1, 4, 4),) * 2, "float32"))
+V1_AGENTS = {
+    "a": (3, (*ids(300), 7, 8, *ids(20, seed=3)), 3),
+    "b": (2, (*ids(260, seed=1), 5), 2),
+}
+"""Version, token ids, and how many results are remembered."""
+
+
+def test_a_store_of_format_1_is_read_whole_and_goes_on_as_format_2(format_1: Path) -> None:
+    before = {path: path.read_bytes() for path in files_below(format_1)}
+    assert StoreAccess(format_1).verify() == []
+    store = open_store(format_1)
+    assert json.loads((format_1 / "store.json").read_bytes()) == {"format": 2}
+    assert before == {path: path.read_bytes() for path in before} | {format_1 / "store.json": b'{"format": 1}\n'}
+    for name, (version, token_ids, n_results) in V1_AGENTS.items():
+        agent = Agent(store, name, model=V1_MODEL, salt="s" if name == "b" else None)
+        assert (agent.open().number, len(agent.open().results)) == (version, n_results)
+        assert agent.open().transcript == make_transcript(token_ids)
+        assert agent.cached((*token_ids, 1)) == len(token_ids)  # and it is the cache of these tokens
+        assert agent.say((*token_ids, 1, 2)) == version + 1
+    store = reopen(store, format_1)
+    for name, (_, token_ids, _) in V1_AGENTS.items():
+        agent = Agent(store, name, model=V1_MODEL, salt="s" if name == "b" else None)
+        assert agent.tokens() == (*token_ids, 1, 2)
+        assert agent.cached((*token_ids, 1, 2, 3)) == len(token_ids) + 2
+    assert store.misses == {}
+    assert store.verify() == []
+
+
+def test_a_store_of_format_1_is_only_looked_at_by_commands_that_change_nothing(format_1: Path) -> None:
+    before = {path: path.read_bytes() for path in files_below(format_1)}
+    assert look_at(format_1).readable("a").version.number == 3
+    with hold(format_1, clear=False) as access:
+        assert access.verify() == []
+    assert before.items() <= {path: path.read_bytes() for path in files_below(format_1)}.items()
+
+
+@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
+def test_a_power_cut_while_the_format_is_brought_up_leaves_one_that_opens(
+    format_1: Path, tmp_path: Path, survivors: Survivors
+) -> None:
+    for cut_at in range(1, 30):
+        folder, files = shutil.copytree(format_1, tmp_path / str(cut_at)), CutFiles(survivors)
+        files.arm(cut_at)
+        try:
+            AgentStore(folder, files=files).close()
+            break
+        except PowerCut:
+            assert json.loads((folder / "store.json").read_bytes())["format"] in (1, 2)
+            store = open_store(folder)
+            assert store.open_agent("a").number == 3
+            store.close()
+    assert cut_at > 4
+
+
+def test_a_store_of_a_newer_format_keeps_its_unfinished_files(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    (tmp_path / "store.json").write_text('{"format": 3}')
+    (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
+    with pytest.raises(StoreUnusable, match="says format 3, and this version of stoker reads format 2 and older"):
+        open_store(tmp_path)
+    assert (tmp_path / "tmp" / "0.tmp").exists()
 
 
 def test_a_folder_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 import threading
 from pathlib import Path
 
-from tests.worker.memory.agents import Agent, ids, open_store
+import pytest
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
+
+from stoker_worker.ports import LoadedModel
 
 ROUNDS = 25
 
 
-def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [MODEL, make_model("h", spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
+def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path, model: LoadedModel) -> None:
     store = open_store(tmp_path)
     shared = ids(700)
-    readers = [Agent(store, f"reader {number}") for number in range(3)]
+    readers = [Agent(store, f"reader {number}", model=model) for number in range(3)]
     for reader in readers:
         reader.say((*shared, 1))
     errors: list[BaseException] = []
@@ -34,7 +38,7 @@ def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path) 
         for number in range(ROUNDS):
             for path in list((tmp_path / "blocks").rglob("*.safetensors"))[: number % 3]:
                 path.unlink(missing_ok=True)
-            writer = Agent(store, f"writer {number % 5}")
+            writer = Agent(store, f"writer {number % 5}", model=model)
             writer.say((*shared[: 600 + number], *ids(50, seed=number)))
             assert writer.tokens()[:600] == shared[:600]
     finally:

@@ -8,7 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import MODEL, Agent, FastDisk, cache_of, files_below, ids, make_transcript, open_store
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    FastDisk,
+    cache_of,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    open_store,
+    states_of,
+)
 
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess, hold
@@ -21,7 +33,7 @@ from stoker_worker.memory.head import Head
 from stoker_worker.memory.importer import import_agent
 from stoker_worker.memory.record import CachedPrefix, TurnRecord, record_checksum
 from stoker_worker.memory.sealed import seal, unseal
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(1000)
 Members = dict[str, bytes]
@@ -293,3 +305,100 @@ def test_an_agent_whose_first_turn_never_was_is_no_agent(exported: Path, away: S
     import_agent(away, exported)
     assert away.readable("a").version.number == 3
     assert list(away.temp.iterdir()) == []
+
+
+# --- snapshots ---
+
+
+@pytest.fixture(params=SNAPSHOT_SPECS)
+def exported_snapshots(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, LoadedModel]:
+    """Agent `a` of a model with snapshots, after 699 and 702 tokens, in a file with its blocks."""
+    model = make_model("s", spec=SNAPSHOT_SPECS[request.param])
+    store = open_store(tmp_path / "home")
+    agent = Agent(store, "a", model=model)
+    agent.say(LONG[:300])
+    agent.say(LONG[:700], (1, 2))
+    store.close()
+    with hold(tmp_path / "home") as home:
+        export_agent(home, "a", tmp_path / "a.tar", with_blocks=True)
+    return tmp_path / "a.tar", model
+
+
+@pytest.mark.parametrize("new_id", [None, "b"])
+def test_snapshots_travel_with_their_agent(
+    exported_snapshots: tuple[Path, LoadedModel], away: StoreAccess, new_id: str | None
+) -> None:
+    archive, model = exported_snapshots
+    assert set(members(archive)) >= {"snapshot-0.safetensors", "snapshot-1.safetensors"}
+    import_agent(away, archive, new_id=new_id, with_blocks=True)
+    store = open_store(away.path)
+    agent = Agent(store, new_id or "a", model=model)
+    assert agent.cached((*LONG[:700], 1, 2, 3)) == 702
+    assert agent.cached(LONG[:700]) == 699
+    assert store.misses == {}
+    assert store.verify() == []
+    store.close()
+
+
+def _damaged(files: Members) -> None:
+    files["snapshot-1.safetensors"] = files["snapshot-1.safetensors"][:-1] + b"?"
+
+
+def _exchanged(files: Members) -> None:
+    first, second = files["snapshot-0.safetensors"], files["snapshot-1.safetensors"]
+    files["snapshot-0.safetensors"], files["snapshot-1.safetensors"] = second, first
+
+
+def _that_is_the_tail(files: Members) -> None:
+    files["snapshot-0.safetensors"] = files.get("tail.safetensors", files["snapshot-1.safetensors"])
+
+
+def _without_a_record_of_them(files: Members) -> None:
+    body = json.loads(unseal("stoker-record", files["00000002.json"]))
+    del body["cache"]["snapshots"]
+    files["00000002.json"] = seal("stoker-record", json.dumps(body).encode())
+    files["HEAD"] = Head(2, record_checksum(files["00000002.json"])).encode()
+
+
+@pytest.mark.parametrize("change", [_damaged, _exchanged, _that_is_the_tail, _without_a_record_of_them])
+def test_snapshots_that_are_not_the_records_are_refused(
+    exported_snapshots: tuple[Path, LoadedModel], away: StoreAccess, tmp_path: Path, change: Callable[[Members], None]
+) -> None:
+    archive, _ = exported_snapshots
+    files = members(archive)
+    change(files)
+    before = content(away)
+    with pytest.raises(AgentMemoryError, match=r"forged.tar is refused: its snapshot is "):
+        import_agent(away, pack(tmp_path / "forged.tar", files), with_blocks=True)
+    assert content(away) == before
+    assert list(away.temp.iterdir()) == []
+
+
+def test_a_snapshot_that_says_it_stands_elsewhere_is_refused(tmp_path: Path, away: StoreAccess) -> None:
+    model = make_model("s", spec=SNAPSHOT_SPECS["recurrent"])
+    store = open_store(tmp_path / "home")
+    Agent(store, "a", model=model).say(LONG[:300], (1,))
+    store.close()
+    with hold(tmp_path / "home") as home:
+        export_agent(home, "a", tmp_path / "a.tar")
+    files = members(tmp_path / "a.tar")
+    piece = CachePiece.snapshot(model.fingerprint, None, model.spec, LONG[:299])
+    for after_tokens, is_refused in ((299, False), (298, True)):
+        forged = dataclasses.replace(piece, after_tokens=after_tokens).encode_states(states_of(LONG[:299], model))
+        files["snapshot-0.safetensors"] = b"".join(bytes(chunk) for chunk in forged)
+        pack(tmp_path / "forged.tar", files)
+        if is_refused:
+            with pytest.raises(AgentMemoryError, match="its snapshot is another agent's"):
+                import_agent(away, tmp_path / "forged.tar", new_id="refused")
+        else:
+            import_agent(away, tmp_path / "forged.tar", new_id="taken")
+
+
+@pytest.mark.parametrize("counts", [[0], [5, 5], [9, 5], [10**9], [1, 2, 3]])
+def test_a_record_whose_snapshots_stand_nowhere_is_refused(
+    exported: Path, away: StoreAccess, tmp_path: Path, counts: list[int]
+) -> None:
+    files = members(exported)
+    _resealed(lambda record: record["cache"].update(snapshots=counts))(files)
+    with pytest.raises(AgentMemoryError, match="its snapshots stand where none can be"):
+        import_agent(away, pack(tmp_path / "forged.tar", files))

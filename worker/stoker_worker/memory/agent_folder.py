@@ -1,4 +1,4 @@
-"""One agent's folder: its records, HEAD and tail. Owns what a crash, a full disk or a damaged file may do to them.
+"""One agent's folder: its records, HEAD, tail and snapshots. Owns what crashes, full disks and damage may do to them.
 
 A turn is committed by the rename of HEAD and by nothing else. HEAD exists before the first record, so records
 without a HEAD are damage and never a turn that was merely cut short. Read on any thread, written by the finaliser.
@@ -17,12 +17,15 @@ from typing import Any, Final
 
 from stoker_worker.memory.files import Chunk, DurableWriter, Files
 from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import CachedPrefix, TurnRecord, record_checksum, replay
+from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, TurnRecord, record_checksum, replay
 from stoker_worker.memory.sealed import Damaged
 from stoker_worker.ports import AgentVersion, Delivery
 
 _log = logging.getLogger(__name__)
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
+
+Pieces = Mapping[Path, Iterable[Chunk]]
+"""The tail and the snapshots of a version: their files and the bytes of them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ class AgentFolder:
     def tail_path(self, version: int) -> Path:
         # Two names in turn: the newest version's tail is never the one being written, and a crash leaves no third.
         return self.path / f"tail-{version % 2}.safetensors"
+
+    def snapshot_path(self, version: int, index: int) -> Path:
+        return self.path / f"snapshot-{version % 2}-{index}.safetensors"
+
+    def piece_paths(self, version: int) -> list[Path]:
+        """Every name that a piece of cache of this version may have."""
+        return [self.tail_path(version), *(self.snapshot_path(version, index) for index in range(MOST_SNAPSHOTS))]
 
     # --- reading ---
 
@@ -152,8 +162,8 @@ class AgentFolder:
 
     # --- writing ---
 
-    def commit(self, state: AgentState, version: int, record: bytes, tail: Iterable[Chunk] | None) -> bytes:
-        """Make `version` the agent's newest: tail, record, then HEAD.
+    def commit(self, state: AgentState, version: int, record: bytes, pieces: Pieces) -> bytes:
+        """Make `version` the agent's newest: tail and snapshots, record, then HEAD.
 
         Returns:
             HEAD as written.
@@ -170,10 +180,11 @@ class AgentFolder:
             self._files.flush(self.path)
         staged: Path | None = None
         try:
-            if tail is None:
-                self._files.remove(self.tail_path(version))
-            else:
-                self._writer.put(self.tail_path(version), tail)
+            for path in self.piece_paths(version):
+                if path in pieces:
+                    self._writer.put(path, pieces[path])
+                else:  # perhaps left by a turn that a crash cut short
+                    self._files.remove(path)
             self._writer.put(self.record_path(version), [record])
             staged = self._writer.stage([head])
             self._files.flush(self.path)
@@ -186,8 +197,8 @@ class AgentFolder:
             self._take_back(before, version)
             raise
         with contextlib.suppress(OSError):  # committed: what is left over now does no harm
-            self._files.remove(self.tail_path(version + 1))
-            self._files.remove(self._unsaved)
+            for path in (*self.piece_paths(version + 1), self._unsaved):
+                self._files.remove(path)
         return head
 
     def _take_back(self, before: bytes, version: int) -> None:
@@ -199,8 +210,8 @@ class AgentFolder:
                 else:
                     self._files.remove(self._head)
                 self._files.flush(self.path)
-            self._files.remove(self.record_path(version))
-            self._files.remove(self.tail_path(version))
+            for path in (self.record_path(version), *self.piece_paths(version)):
+                self._files.remove(path)
         except OSError as error:
             _log.error("agent %r: could not take back version %d: %s", self.agent_id, version, error)
             if self.read_head() != before:

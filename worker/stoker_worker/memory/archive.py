@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO, Final
 
 from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.record import MOST_SNAPSHOTS
 from stoker_worker.memory.sealed import Damaged
 
-TAIL_NAME: Final = "tail.safetensors"
+PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
+"""In the order of `AgentFolder.piece_paths`; without a version, because an archive holds the newest one only."""
 _BLOCK: Final = re.compile(r"blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 _RECORD: Final = re.compile(r"(0\d{7}|[1-9]\d{7,11})\.json")
 
@@ -127,6 +129,6 @@ def _limit(member: Member) -> int:
         return MAX_HEAD_BYTES
     if member.version is not None:
         return MAX_RECORD_BYTES
-    if member.name == TAIL_NAME or _BLOCK.fullmatch(member.name):
+    if member.name in PIECE_NAMES or _BLOCK.fullmatch(member.name):
         return MAX_PIECE_BYTES
     raise Damaged(f"{member.name!r} does not belong in it")

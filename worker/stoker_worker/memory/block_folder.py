@@ -37,7 +37,8 @@ class BlockFolder:
         """
         addresses = chain(run.parent, run.token_ids)
         touched = set()
-        for index, address in enumerate(addresses[1:]):
+        # Without full-attention layers a model has nothing that could be cut into blocks.
+        for index, address in enumerate(addresses[1:] if run.spec.full_layers else ()):
             start = index * BLOCK_TOKENS
             ids = run.token_ids[start : start + BLOCK_TOKENS]
             piece = replace(run, kind="block", parent=addresses[index], token_ids=ids)
@@ -54,6 +55,6 @@ class BlockFolder:
 def _has_size(path: Path, piece: CachePiece) -> bool:
     """Whether the file is there, and not cut short. Its content is verified when it is loaded, not here."""
     try:
-        return path.stat().st_size == len(piece.header()) + piece.data_bytes
+        return path.stat().st_size == piece.n_bytes
     except FileNotFoundError:
         return False

@@ -2,27 +2,28 @@
 
 Owns the format and its check. A reader builds the header it expects (model, cache layout, parent, token ids) and
 compares bytes, so nothing of a file is believed that was not asked for. Writing streams the engine's arrays as they
-are; reading fills arrays that the caller made. Loader thread (reads) and finaliser thread (writes).
+are; reading fills memory that the caller names. Loader thread (reads) and finaliser thread (writes).
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from io import FileIO
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from xxhash import xxh3_128
 
-from stoker_worker.cache_spec import ITEM_BYTES, ModelCacheSpec
+from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.memory import blocks
+from stoker_worker.memory.cache_layout import CacheLayout, PieceKind, is_quantised, layout_of
 from stoker_worker.memory.files import Chunk
-from stoker_worker.ports import Array, LayerKV, as_uint16_if_bfloat16
-
-PieceKind = Literal["block", "tail"]
-"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial one."""
+from stoker_worker.memory.quantised import BITS, dequantise, quantise
+from stoker_worker.ports import Array, LayerKV, LayerState
 
 Fault = Literal["missing", "corrupt", "foreign", "unreadable"]
 """Why a file cannot be used. ``foreign``: whole, but not what belongs at this place. ``unreadable``: an I/O error."""
@@ -32,7 +33,9 @@ _ALIGNMENT: Final = 64
 _CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
 _ZEROS: Final = b"0" * 32
 _READ_BYTES: Final = 1 << 20
-_SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Read and hashed at a time: little enough that what was read is hashed out of the processor's cache."""
+_MOST_TARGETS: Final = 256
+"""Stretches of memory filled by one system call; every system takes at least 1024."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class CachePiece:
     Attributes:
         model: fingerprint of the model.
         parent: address of the block before it, or the chain's root.
-        token_ids: the tokens whose cache it holds.
+        token_ids: the tokens whose cache it holds; of a snapshot: those between `parent` and where it stands.
+        after_tokens: of a snapshot: how many tokens of the conversation it stands after.
     """
 
     kind: PieceKind
@@ -50,11 +54,26 @@ class CachePiece:
     spec: ModelCacheSpec
     parent: str
     token_ids: tuple[int, ...]
+    after_tokens: int = 0
+
+    @classmethod
+    def snapshot(cls, model: str, salt: str | None, spec: ModelCacheSpec, token_ids: tuple[int, ...]) -> Self:
+        """The snapshot after `token_ids`, which are all tokens of a conversation up to there."""
+        n_tokens = len(token_ids)
+        parent = blocks.chain(blocks.chain_root(model, salt), token_ids)[-1]
+        rest = token_ids[n_tokens // BLOCK_TOKENS * BLOCK_TOKENS :]
+        return cls("snapshot", model, spec, parent, rest, after_tokens=n_tokens)
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        n_tokens = self.after_tokens if self.kind == "snapshot" else len(self.token_ids)
+        return layout_of(self.spec, self.kind, n_tokens)
 
     @property
-    def data_bytes(self) -> int:
-        return self.spec.bytes_per_token * len(self.token_ids)
+    def is_quantised(self) -> bool:
+        return is_quantised(self.spec, self.kind)
 
+    @cached_property
     def header(self) -> bytes:
         """The file up to its data: 8-byte length and JSON, the checksum as zeros."""
         metadata = {
@@ -62,88 +81,96 @@ class CachePiece:
             "format": _FORMAT,
             "kind": self.kind,
             "model": self.model,
-            "cache": self.spec.describe(),
+            "cache": self.layout.cache,
             "parent": self.parent,
             "token_ids": ",".join(map(str, self.token_ids)),
         }
+        if self.kind == "snapshot":
+            metadata["after_tokens"] = str(self.after_tokens)
         about = json.dumps(metadata, separators=(",", ":"))
-        text = f'{{"__metadata__":{about},{_tensor_table(self.spec, len(self.token_ids))}}}'.encode()
+        text = f'{{"__metadata__":{about},{self.layout.table}}}'.encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
+    @property
+    def n_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + self.layout.n_bytes
+
     def encode(self, layers: tuple[LayerKV, ...], offset: int) -> Iterator[Chunk]:
-        """The file's bytes, given arrays in which this piece's tokens start at `offset`; their memory is not copied."""
-        rows = list(self._rows(layers, offset))
-        header = self.header()
+        """The bytes of a block or tail, given arrays in which its tokens start at `offset`.
+
+        Arrays that are stored as they are are not copied.
+        """
+        stop = offset + len(self.token_ids)
+        arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
+        if self.is_quantised:
+            bits = BITS[self.spec.store_dtype]
+            arrays = chain.from_iterable(quantise(array, bits) for array in arrays)
+        # Head by head: the longest stretches that are contiguous in the engine's arrays.
+        return self._encode([_bytes_of(head) for array in arrays for head in array])
+
+    def encode_states(self, states: tuple[LayerState, ...]) -> Iterator[Chunk]:
+        """The bytes of a snapshot."""
+        return self._encode([_bytes_of(array) for array in chain.from_iterable(states)])
+
+    def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
+        """Read the data of a file into `targets` (bytes, together `layout.n_bytes`) and verify all of the file.
+
+        After a fault the targets hold anything.
+        """
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return self._load(file, targets)
+        except FileNotFoundError:
+            return "missing"
+        except OSError:
+            return "unreadable"
+
+    def unpack(self, data: Array, layers: tuple[LayerKV, ...], start: int, n_tokens: int) -> None:
+        """Put the first `n_tokens` tokens of a block's or tail's loaded data (uint8) into `layers`, from `start` on."""
+        arrays = iter(self._views(data))
+        bits = BITS.get(self.spec.store_dtype, 0)
+        for target in chain.from_iterable(layers):
+            rows = target[:, start : start + n_tokens]
+            if self.is_quantised:
+                elements, scales, biases = (next(arrays)[:, :n_tokens] for _ in range(3))
+                dequantise((elements, scales, biases), bits, rows)
+            else:
+                rows[:] = next(arrays)[:, :n_tokens]
+
+    def _views(self, data: Array) -> Iterator[Array]:
+        """The tensors in loaded data."""
+        at = 0
+        for tensor in self.layout.tensors:
+            yield data[at : at + tensor.n_bytes].view(tensor.travel_dtype).reshape(tensor.shape)
+            at += tensor.n_bytes
+
+    def _encode(self, rows: Sequence[memoryview]) -> Iterator[Chunk]:
+        header = self.header
         digest = xxh3_128(header)
         for row in rows:
             digest.update(row)
         yield header[:_CHECKSUM_AT] + digest.hexdigest().encode() + header[_CHECKSUM_AT + 32 :]
         yield from rows
 
-    def load(self, path: Path, buffer: Array) -> Fault | None:
-        """Read the data of a file into `buffer` (uint8, at least `data_bytes` long) and verify all of the file."""
-        try:
-            with open(path, "rb", buffering=0) as file:
-                return self._load(file, buffer)
-        except FileNotFoundError:
-            return "missing"
-        except OSError:
-            return "unreadable"
-
-    def copy(self, buffer: Array, layers: tuple[LayerKV, ...], start: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` tokens of loaded data into `layers` (see `LayerKV`), from token `start` on."""
-        at, size = 0, len(self.token_ids)
-        dtype = as_uint16_if_bfloat16(self.spec.dtype)
-        for layer, pair in zip(self.spec.layers, layers, strict=True):
-            for dim, target in zip((layer.key_dim, layer.value_dim), pair, strict=True):
-                n_bytes = layer.n_kv_heads * size * dim * dtype.itemsize
-                source = buffer[at : at + n_bytes].view(dtype).reshape(layer.n_kv_heads, size, dim)
-                target[:, start : start + n_tokens] = source[:, :n_tokens]
-                at += n_bytes
-
-    def _rows(self, layers: tuple[LayerKV, ...], offset: int) -> Iterator[memoryview]:
-        """Each head's run of tokens: the longest stretch that is contiguous in the engine's array."""
-        for pair in layers:
-            for array in pair:
-                for head in array:
-                    run: Array = np.ascontiguousarray(head[offset : offset + len(self.token_ids)])
-                    yield run.reshape(-1).view(np.uint8).data
-
-    def _load(self, file: FileIO, buffer: Array) -> Fault | None:
-        expected = self.header()
-        if os.fstat(file.fileno()).st_size != len(expected) + self.data_bytes:
+    def _load(self, file: FileIO, targets: Sequence[memoryview]) -> Fault | None:
+        if os.fstat(file.fileno()).st_size != self.n_bytes:
             return "foreign" if is_intact(file) else "corrupt"
-        header, data = bytearray(len(expected)), memoryview(buffer[: self.data_bytes])  # type: ignore[arg-type]
-        if not (_fill(file, memoryview(header)) and _fill(file, data)):
+        header = bytearray(len(self.header))
+        if not _fill(file, [memoryview(header)]):
             return "corrupt"
         stored = bytes(header[_CHECKSUM_AT : _CHECKSUM_AT + 32])
         header[_CHECKSUM_AT : _CHECKSUM_AT + 32] = _ZEROS
         digest = xxh3_128(header)
-        digest.update(data)
+        for some in _batches(targets):
+            if not _fill(file, some):
+                return "corrupt"
+            for target in some:
+                digest.update(target)
         if digest.hexdigest().encode() != stored:
             return "corrupt"
-        return None if header == expected else "foreign"
-
-
-def empty_layers(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerKV, ...]:
-    """Uninitialised arrays for the cache of `n_tokens` tokens."""
-    dtype = as_uint16_if_bfloat16(spec.dtype)
-    return tuple(
-        (np.empty((x.n_kv_heads, n_tokens, x.key_dim), dtype), np.empty((x.n_kv_heads, n_tokens, x.value_dim), dtype))
-        for x in spec.layers
-    )
-
-
-def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
-    """Whether arrays that somebody else made are the cache of `n_tokens` tokens."""
-    dtype = as_uint16_if_bfloat16(spec.dtype)
-    return len(layers) == len(spec.layers) and all(
-        keys.shape == (layer.n_kv_heads, n_tokens, layer.key_dim)
-        and values.shape == (layer.n_kv_heads, n_tokens, layer.value_dim)
-        and keys.dtype == values.dtype == dtype
-        for layer, (keys, values) in zip(spec.layers, layers, strict=True)
-    )
+        return None if header == self.header else "foreign"
 
 
 def is_intact(file: FileIO) -> bool:
@@ -168,28 +195,55 @@ def read_metadata(file: FileIO) -> dict[str, Any]:
     return metadata
 
 
-@lru_cache(maxsize=600)
-def _tensor_table(spec: ModelCacheSpec, n_tokens: int) -> str:
-    """The tensors' part of the header: the same for every block, so made once."""
-    at, entries = 0, []
-    for index, layer in enumerate(spec.layers):
-        for name, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
-            end = at + layer.n_kv_heads * n_tokens * dim * ITEM_BYTES[spec.dtype]
-            about = {
-                "dtype": _SAFETENSORS_NAMES[spec.dtype],
-                "shape": [layer.n_kv_heads, n_tokens, dim],
-                "data_offsets": [at, end],
-            }
-            entries.append(f'"layer.{index}.{name}":{json.dumps(about, separators=(",", ":"))}')
-            at = end
-    return ",".join(entries)
+def bytes_of(array: Array) -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
-def _fill(file: FileIO, target: memoryview) -> bool:
-    """Read until `target` is full; false when the file ends first."""
-    while target:
-        n_read = file.readinto(target)
-        if not n_read:
+def _bytes_of(array: Array) -> memoryview:
+    return bytes_of(np.ascontiguousarray(array))
+
+
+def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same memory in the same order, some of it at a time."""
+    some: list[memoryview] = []
+    room = _READ_BYTES
+    for stretch in _stretches(targets):
+        size = len(stretch)
+        if some and (size > room or len(some) == _MOST_TARGETS):
+            yield some
+            some, room = [], _READ_BYTES
+        some.append(stretch)
+        room -= size
+    if some:
+        yield some
+
+
+def _stretches(targets: Sequence[memoryview]) -> Iterator[memoryview]:
+    for target in targets:
+        if len(target) <= _READ_BYTES:
+            yield target
+        else:
+            yield from (target[at : at + _READ_BYTES] for at in range(0, len(target), _READ_BYTES))
+
+
+def _fill(file: FileIO, targets: list[memoryview]) -> bool:
+    """Read until `targets` are full; false when the file ends first."""
+    missing = sum(map(len, targets))
+    while missing:
+        n_read = os.readv(file.fileno(), targets)
+        if n_read == 0:
             return False
-        target = target[n_read:]
+        missing -= n_read
+        if missing:  # a signal, or a file system that reads less at once
+            targets = _behind(targets, n_read)
     return True
+
+
+def _behind(targets: list[memoryview], n_bytes: int) -> list[memoryview]:
+    """The memory behind the first `n_bytes`."""
+    for index, target in enumerate(targets):
+        if n_bytes < len(target):
+            return [target[n_bytes:], *targets[index + 1 :]]
+        n_bytes -= len(target)
+    return []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.archive import TAIL_NAME, ArchiveWriter
+from stoker_worker.memory.archive import PIECE_NAMES, ArchiveWriter
 from stoker_worker.memory.census import newest_blocks
 
 
@@ -20,7 +20,7 @@ class Exported:
 
 
 def export_agent(store: StoreAccess, agent_id: str, target: Path, *, with_blocks: bool = False) -> Exported:
-    """Write the agent's records, HEAD and tail to a new file, mode 0600, and with `with_blocks` its blocks.
+    """Write the agent's records, HEAD, tail and snapshots to a new file, mode 0600, and with `with_blocks` its blocks.
 
     Raises:
         AgentMemoryError: there is no such agent, or `target` exists.
@@ -42,8 +42,9 @@ def export_agent(store: StoreAccess, agent_id: str, target: Path, *, with_blocks
             for number in (n for n in folder.read_records() if n <= version):
                 path = folder.record_path(number)
                 archive.add_file(path.name, path)
-            if folder.tail_path(version).exists():
-                archive.add_file(TAIL_NAME, folder.tail_path(version))
+            for name, path in zip(PIECE_NAMES, folder.piece_paths(version), strict=True):
+                if path.exists():
+                    archive.add_file(name, path)
             for path in blocks:
                 archive.add_file(path.relative_to(store.path).as_posix(), path)
             archive.close()

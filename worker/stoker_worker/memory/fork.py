@@ -1,7 +1,8 @@
 """Lets one agent begin where another stands. The store must be held.
 
-The new agent has the transcript, as one record of its own, a copy of the tail, and by their addresses the same blocks.
-It has none of the deliveries: those jobs were the other agent's, and answering one again is not this agent's business.
+The new agent has the transcript, as one record of its own, copies of the tail and the snapshots, and by their addresses
+the same blocks. It has none of the deliveries: those jobs were the other agent's, and answering one again is not this
+agent's business.
 """
 
 from typing import Final
@@ -36,6 +37,8 @@ def fork_agent(store: StoreAccess, source: str, target: str) -> AgentVersion:
         cache=state.cache,
         **delta(None, transcript),
     )
-    tail = store.agent(source).tail_path(state.version.number)
-    store.agent(target).commit(empty, 1, record.encode(), chunks_of(tail) if tail.exists() else None)
+    theirs = store.agent(source).piece_paths(state.version.number)
+    copies = zip(store.agent(target).piece_paths(1), theirs, strict=True)
+    pieces = {ours: chunks_of(path) for ours, path in copies if path.exists()}
+    store.agent(target).commit(empty, 1, record.encode(), pieces)
     return store.readable(target).version

@@ -4,9 +4,10 @@ A record is a delta, so that a turn's share on disk does not grow with the conve
 token ids, messages and text it keeps, and what is new. Owns the encoding and the replay; reads no files.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
@@ -15,22 +16,33 @@ from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.sealed import Damaged, checksum, seal, unseal
 from stoker_worker.ports import Delivery, EndedBy, Transcript
 
+MOST_SNAPSHOTS: Final = 2
+"""Of one version: one before the prompt's last token, one at the end of the turn."""
+
 
 @dataclass(frozen=True)
 class CachedPrefix:
     """Which cache an agent has on disk: the first `tokens` tokens of its transcript.
 
-    The full blocks of them are in the shared block folder, the rest (`tokens` modulo the block size) in its tail.
+    The full blocks of them are in the shared block folder, the rest (`tokens` modulo the block size) in its tail; the
+    state of window and recurrent layers is in its snapshots.
 
     Attributes:
         model: fingerprint of the model that made it.
         last_block: address of the last full block (the chain's root when there is none).
+        snapshots: after how many tokens each snapshot stands, ascending.
     """
 
     model: str
     salt: str | None
     tokens: int
     last_block: str
+    snapshots: tuple[int, ...] = ()
+
+
+def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
+    """Whether a version's snapshots may stand after so many tokens each."""
+    return len(counts) <= MOST_SNAPSHOTS and all(x < y for x, y in pairwise([0, *counts, most_tokens + 1]))
 
 
 class TurnRecord(BaseModel):

@@ -9,22 +9,20 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
 from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.blocks import chain, chain_root, common_length
-from stoker_worker.memory.cache_file import CachePiece, fits
+from stoker_worker.memory.block_search import Found, OwnCache, Source
 from stoker_worker.memory.files import Disk, Files
 from stoker_worker.memory.recent import RecentAgents
-from stoker_worker.memory.record import CachedPrefix, TurnRecord, delta, record_checksum
-from stoker_worker.memory.restore import Found, OwnCache, PrefixSearch
+from stoker_worker.memory.record import TurnRecord, delta, record_checksum
+from stoker_worker.memory.restore import find_prefix
 from stoker_worker.memory.store_folder import StoreFolder
+from stoker_worker.memory.turn_cache import cached_prefix, own_pieces, run_of
 from stoker_worker.memory.verify import verify_agents, verify_blocks
 from stoker_worker.ports import AgentVersion, LoadedModel, Restored, RestoredPrefix, Turn
 
@@ -61,15 +59,14 @@ class AgentStore:
         self, prompt_ids: Sequence[int], *, agent: AgentVersion, model: LoadedModel, salt: str | None
     ) -> Restored:
         """See `CacheStorePort.restore`."""
+        if not model.spec.can_be_stored:
+            return Restored(None, "none")
         prompt = tuple(prompt_ids)
         limit = max(0, len(prompt) - 1)
         own, other = self._own_cache(agent, model, salt)
-        search = PrefixSearch(
-            prompt, model=model.fingerprint, salt=salt, spec=model.spec, own=own, path_of=self._blocks.path_of
-        )
-        found = search.run()
+        found = find_prefix(prompt, Source(model.fingerprint, salt, model.spec, own, self._blocks.path_of))
         reason = self._report(agent.agent_id, found, other if found.n_tokens < limit else None)
-        prefix = RestoredPrefix(found.n_tokens, found.layers) if found.n_tokens else None
+        prefix = RestoredPrefix(found.n_tokens, found.layers, found.states) if found.n_tokens else None
         return Restored(prefix, "disk" if prefix else "none", saved_blocks=found.saved_blocks, miss_reason=reason)
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
@@ -83,7 +80,7 @@ class AgentStore:
             raise AgentVersionConflict(
                 f"agent {turn.agent_id!r} is at version {state.version.number}, the turn continues {turn.parent}"
             )
-        cached = _cached_prefix(turn, state)
+        cached = cached_prefix(turn, state)
         result = turn.result_of(turn.parent + 1)
         changes = delta(state.version.transcript, turn.transcript)
         kept = changes["keep_tokens"] or changes["keep_messages"] or changes["keep_text"]
@@ -149,8 +146,10 @@ class AgentStore:
             return None, "other_model"
         if cache.salt != salt:
             return None, "other_salt"
-        tail = self._agent(agent.agent_id).tail_path(agent.number)
-        return OwnCache(transcript.token_ids[: cache.tokens], tail), None
+        folder = self._agent(agent.agent_id)
+        snapshots = [(n, folder.snapshot_path(agent.number, index)) for index, n in enumerate(cache.snapshots)]
+        tail = folder.tail_path(agent.number)
+        return OwnCache(transcript.token_ids[: cache.tokens], tail, tuple(snapshots)), None
 
     def _report(self, agent_id: str, found: Found, other: str | None) -> str | None:
         """Remove what is damaged, so that the next save writes it anew; log, count and return the first reason."""
@@ -174,40 +173,9 @@ class AgentStore:
 
     def _write(self, turn: Turn, state: AgentState, record: bytes) -> bytes:
         """Blocks first, durable before the record that speaks of them; returns HEAD as written."""
-        tail = None
-        if turn.cache is not None:
-            model, token_ids = turn.model, turn.transcript.token_ids
-            before = chain(chain_root(model.fingerprint, turn.cache_salt), token_ids[: turn.cache.start])[-1]
-            piece = CachePiece(
-                "block", model.fingerprint, model.spec, before, token_ids[turn.cache.start : turn.cache.stop]
-            )
-            last = self._blocks.save(piece, turn.cache.layers)
-            n_full = len(piece.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-            if n_full < len(piece.token_ids):
-                rest = replace(piece, kind="tail", parent=last, token_ids=piece.token_ids[n_full:])
-                tail = rest.encode(turn.cache.layers, n_full)
-        return self._agent(turn.agent_id).commit(state, turn.parent + 1, record, tail)
-
-
-def _cached_prefix(turn: Turn, state: AgentState) -> CachedPrefix | None:
-    """Which cache the agent has after `turn`.
-
-    Raises:
-        ValueError: the turn's cache is not the cache of its transcript.
-    """
-    token_ids, cache, model = turn.transcript.token_ids, turn.cache, turn.model
-    if cache is not None:
-        n_tokens = cache.stop - cache.start
-        if cache.start % BLOCK_TOKENS or not n_tokens >= 0 or cache.stop > len(token_ids):
-            raise ValueError(f"cache of tokens {cache.start} to {cache.stop}, of a transcript of {len(token_ids)}")
-        if not fits(model.spec, cache.layers, n_tokens):
-            raise ValueError("the cache arrays are not of the shapes and dtype that the model's cache spec says")
-        tokens = cache.stop
-    elif state.cache is not None and (state.cache.model, state.cache.salt) == (model.fingerprint, turn.cache_salt):
-        # Saved without cache: the parent's blocks serve as far as its tokens were kept; its tail goes.
-        base = state.version.transcript.token_ids if state.version.transcript else ()
-        tokens = common_length(base[: state.cache.tokens], token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
-    else:
-        return None
-    last_block = chain(chain_root(model.fingerprint, turn.cache_salt), token_ids[:tokens])[-1]
-    return CachedPrefix(model.fingerprint, turn.cache_salt, tokens, last_block)
+        folder, cache = self._agent(turn.agent_id), turn.cache
+        pieces: Pieces = {}
+        if cache is not None and turn.model.spec.can_be_stored:
+            last_block = self._blocks.save(run_of(turn, cache), cache.layers)
+            pieces = own_pieces(turn, cache, folder, last_block)
+        return folder.commit(state, turn.parent + 1, record, pieces)

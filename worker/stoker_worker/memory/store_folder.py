@@ -11,7 +11,9 @@ from typing import Any, Final
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.files import DurableWriter, Files
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+_READABLE: Final = (1, FORMAT)
+"""Format 1 knew native blocks and tails only; all that is in such a store is valid in format 2."""
 
 
 class StoreFolder:
@@ -22,7 +24,7 @@ class StoreFolder:
     """
 
     def __init__(self, path: Path, files: Files, *, clear: bool = True) -> None:
-        """`clear` empties the temp folder, where a crash may have left something."""
+        """`clear` empties the temp folder, where a crash may have left something, and brings an old format up."""
         self.agents = path / "agents"
         self.blocks = path / "blocks"
         temp = path / "tmp"
@@ -33,10 +35,13 @@ class StoreFolder:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.writer.make_folder(path)
             self._lock = _locked(path / "lock")
+            written = self._known_format(path / "store.json")
             self.writer.make_folder(temp)
             if clear:
                 self.writer.clear()
-            self._check_format(path / "store.json", files)
+                if written != FORMAT:  # before anything is written that the format before did not know
+                    self.writer.put(path / "store.json", [json.dumps({"format": FORMAT}).encode() + b"\n"])
+                    files.flush(path)
             self.writer.make_folder(self.agents)
             self.writer.make_folder(self.blocks)
         except OSError as error:
@@ -52,21 +57,21 @@ class StoreFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _check_format(self, path: Path, files: Files) -> None:
-        if not path.exists() and not self.agents.exists():
-            self.writer.put(path, [json.dumps({"format": FORMAT}).encode() + b"\n"])
-            files.flush(path.parent)
-        check_format(path)
+    def _known_format(self, path: Path) -> int | None:
+        """What store.json says; ``None`` in a store that is about to be made."""
+        return check_format(path) if path.exists() or self.agents.exists() else None
 
 
-def check_format(path: Path) -> None:
-    """
+def check_format(path: Path) -> int:
+    """The format that `path` (store.json) says.
+
     Raises:
-        StoreUnusable: `path` (store.json) does not say the format that this code reads.
+        StoreUnusable: it is none that this code reads.
     """
     found = _format_of(path)
-    if found != FORMAT:
-        raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} only")
+    if type(found) is not int or found not in _READABLE:
+        raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} and older")
+    return found
 
 
 def _format_of(path: Path) -> Any:

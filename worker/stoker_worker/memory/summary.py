@@ -35,6 +35,7 @@ class AgentSummary:
     cached_tokens: int
     record_bytes: int
     tail_bytes: int
+    snapshot_bytes: int
     blocks: int
     block_bytes: int
     shared_bytes: int
@@ -58,6 +59,7 @@ class AgentSummary:
             cached_tokens=0 if state.cache is None else state.cache.tokens,
             record_bytes=size_of(entry.folder.glob("*.json")),
             tail_bytes=size_of(entry.folder.glob("tail-*")),
+            snapshot_bytes=size_of(entry.folder.glob("snapshot-*")),
             blocks=len(there),
             block_bytes=size_of(there),
             shared_bytes=size_of(path for path in there if users[path] > 1),

@@ -24,7 +24,7 @@ def verify_blocks(blocks: Path) -> Iterator[str]:
 
 
 def verify_agents(agents: Path, folder_of: Callable[[str], AgentFolder]) -> Iterator[str]:
-    """One line for each agent whose transcript cannot be read, and for each damaged tail."""
+    """One line for each agent whose transcript cannot be read, and for each damaged tail or snapshot."""
     for path in sorted(agents.glob("*/*")):
         agent_id = agent_id_in(path)
         if agent_id is not None:
@@ -33,10 +33,10 @@ def verify_agents(agents: Path, folder_of: Callable[[str], AgentFolder]) -> Iter
             problem = "no record can be read" if any(path.glob("*.json")) else None
         if problem is not None:
             yield f"{path}: {problem}"
-        for tail in sorted(path.glob("tail-*")):
-            problem = _problem_of(tail, None)
+        for piece in sorted(path.glob("*.safetensors")):
+            problem = _problem_of(piece, None)
             if problem is not None:
-                yield f"{tail}: {problem}"
+                yield f"{piece}: {problem}"
 
 
 def _problem_of(path: Path, address: str | None) -> str | None:

@@ -1,0 +1,297 @@
+"""Blocks in 8 or 4 bits: never further off than half a step, never NaN, and never a different answer twice."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from safetensors.numpy import load_file
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    Agent,
+    cache_of,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    only,
+    open_store,
+)
+from tests.worker.memory.test_damage import DAMAGES
+
+from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec, group_size
+from stoker_worker.memory.quantised import BITS, dequantise, packed_shapes, quantise
+from stoker_worker.ports import Array, CacheSlice
+
+LONG = ids(1000)
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def back(array: Array, bits: int) -> Array:
+    target = np.empty(array.shape, array.dtype)
+    dequantise(quantise(array, bits), bits, target)
+    return target
+
+
+def exact(array: Array) -> Array:
+    """In float64; uint16 stands for bfloat16."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def bfloat16(array: Array) -> Array:
+    return (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def rounding(array: Array, *, dtype: str) -> Array:
+    """Half the distance between neighbours of each element's size, in its dtype."""
+    bits, least = {"float32": (24, -149), "float16": (11, -24), "bfloat16": (8, -133)}[dtype]
+    exponent = np.frexp(np.abs(array))[1]
+    return np.exp2(np.maximum(exponent - bits, least)) / 2
+
+
+def expect_close(array: Array, dtype: str, bits: int) -> None:
+    found, scales = exact(back(array, bits)), quantise(array, bits)[1]
+    wanted = exact(array)
+    assert np.isfinite(found).all()
+    steps = np.repeat(scales.astype(np.float64), array.shape[-1] // scales.shape[-1], axis=-1)
+    # Beside half a step: what float32 arithmetic over the group's range loses, and the rounding of the result.
+    largest = np.abs(wanted).max(axis=-1, keepdims=True, initial=0)
+    slack = (
+        steps * 2**-14
+        + rounding(largest, dtype="float32") * 4
+        + rounding(np.maximum(np.abs(found), np.abs(wanted)), dtype=dtype)
+    )
+    assert (np.abs(found - wanted) <= steps / 2 + slack).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_element_is_further_off_than_half_a_step(dtype: str, bits: int) -> None:
+    rng = np.random.default_rng(0)
+    for scale, offset in ((1, 0), (1e-6, 0), (3, 100), (1e-3, -7), (1000, 0)):
+        array = rng.normal(offset, scale, (2, 5, 128))
+        expect_close(bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype]), dtype, bits)
+
+
+@given(
+    arrays(
+        np.float32,
+        array_shapes(min_dims=3, max_dims=3, min_side=1, max_side=9),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    ),
+    st.sampled_from([8, 4]),
+)
+def test_any_numbers_come_back_finite_and_close(array: Array, bits: int) -> None:
+    expect_close(array, "float32", bits)
+    expect_close(bfloat16(array), "bfloat16", bits)
+    expect_close(array.clip(-65504, 65504).astype(np.float16), "float16", bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_groups_and_the_ends_of_a_group_come_back_exactly(dtype: str, bits: int) -> None:
+    array = np.zeros((1, 3, 64), np.float32)
+    array[0, 0] = 1.5
+    array[0, 1] = -0.0078125
+    array[0, 2, :32], array[0, 2, 32:] = -2.0, 5.5
+    array = bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype])
+    assert np.array_equal(back(array, bits), array)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_numbers_and_what_is_no_number_come_back_finite(dtype: str, bits: int) -> None:
+    most = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}[
+        dtype
+    ]
+    array = np.tile(np.array([most, -most, 0, 1], np.float32), 16).reshape(1, 1, 64)
+    assert (
+        np.abs(exact(back(bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype]), bits))).max() <= most
+    )
+    broken = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32).reshape(1, 1, 4)
+    found = exact(back(bfloat16(broken) if dtype == "bfloat16" else broken.astype(DTYPES[dtype]), bits)).ravel()
+    assert np.isfinite(found).all()
+    assert found[1] == most
+    assert found[2] == -most
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_smallest_numbers_keep_their_order(bits: int) -> None:
+    least = 2.0**-149
+    for step in (1, 2, 6, 1000):
+        array = (np.arange(64) * step * least).astype(np.float32).reshape(1, 1, 64)
+        expect_close(array, "float32", bits)
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    wide = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8], np.float32).reshape(1, 1, 5)
+    target = np.empty((1, 1, 5), np.uint16)
+    zeros = np.zeros((1, 1, 5), np.uint8)
+    dequantise((zeros, np.zeros((1, 1, 5), np.float32), wide), 8, target)
+    assert exact(target).ravel().tolist() == [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_storing_again_what_came_out_of_a_block_changes_nothing_more(dtype: str, bits: int) -> None:
+    # An agent that turns away in mid-block stores what it had restored a second time.
+    array = np.random.default_rng(3).normal(0, 2, (2, 9, 64))
+    once = back(bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype]), bits)
+    again = once
+    for _ in range(10):
+        again = back(again, bits)
+    step = float(quantise(once, bits)[1].max())
+    assert np.abs(exact(again) - exact(once)).max() <= step * (0.01 if dtype == "float32" else 0.5)
+
+
+@pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 64), (80, 16), (96, 32), (3, 1), (5, 1), (1, 1)])
+def test_groups_never_reach_over_a_token(dim: int, group: int) -> None:
+    assert group_size(dim) == group
+    assert packed_shapes((2, 7, dim), 4) == ((2, 7, (dim + 1) // 2), (2, 7, dim // group))
+    rng = np.random.default_rng(dim)
+    array = rng.normal(0, 1, (2, 7, dim)).astype(np.float32)
+    other = array.copy()
+    other[:, 3:] = 1e6
+    for bits in (8, 4):
+        q, scales, biases = quantise(array, bits)
+        assert (q.shape, scales.shape, biases.shape) == (*packed_shapes((2, 7, dim), bits), scales.shape)
+        assert (q.dtype, scales.dtype, biases.dtype) == (np.uint8, np.float32, np.float32)
+        assert np.array_equal(back(array, bits)[:, :3], back(other, bits)[:, :3])
+
+
+def test_four_bits_are_packed_low_half_first() -> None:
+    levels = np.arange(16, dtype=np.float32).reshape(1, 1, 16)
+    q, scales, biases = quantise(levels, 4)
+    assert q.ravel().tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
+    assert (scales.ravel().tolist(), biases.ravel().tolist()) == ([1.0], [0.0])
+
+
+def test_a_strided_target_is_filled_and_nothing_beside_it() -> None:
+    array = np.random.default_rng(5).normal(0, 1, (2, 4, 64)).astype(np.float32)
+    target = np.full((2, 10, 64), 7, np.float32)
+    dequantise(quantise(array, 8), 8, target[:, 3:7])
+    assert np.array_equal(target[:, 3:7], back(array, 8))
+    assert (target[:, :3] == 7).all()
+    assert (target[:, 7:] == 7).all()
+
+
+# --- in the store ---
+
+
+LAYER = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=64, value_dim=32)
+
+
+def agent_of(folder: Path, store_dtype: str, dtype: str = "float32") -> Agent:
+    spec = ModelCacheSpec((LAYER, LAYER), dtype, store_dtype)  # type: ignore[arg-type]
+    return Agent(open_store(folder), model=make_model(store_dtype, spec=spec))
+
+
+@pytest.mark.parametrize("store_dtype", BITS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_conversation_goes_on_over_quantised_blocks(tmp_path: Path, store_dtype: str, dtype: str) -> None:
+    agent = agent_of(tmp_path, store_dtype, dtype)
+    agent.say(LONG[:600])
+    assert agent.cached((*LONG[:600], 1)) == 600
+    assert agent.cached((*LONG[:400], 1, 2)) == 400  # a block used in part
+    assert agent.cached((*LONG[:550], 1, 2)) == 550  # the tail used in part
+    agent.say((*LONG[:600], 1, 2))
+    assert agent.restore((*LONG[:600], 1, 2, 3)).saved_blocks == 2
+    assert agent.store.verify() == []
+    assert agent.store.misses == {}
+
+
+def test_bfloat16_blocks_come_back_as_bfloat16(tmp_path: Path) -> None:
+    agent = agent_of(tmp_path, "q8", "bfloat16")
+    values = np.random.default_rng(1).normal(0, 1, (2, 256, 96))
+    keys, values = bfloat16(values[..., :64]), bfloat16(values[..., 64:])
+    cache = CacheSlice(0, 256, ((keys, values), (keys, values)))
+    agent.store.save(make_turn(agent, 0, make_transcript(LONG[:256]), cache))
+    prefix = agent.store.restore(LONG[:300], agent=agent.open(), model=agent.model, salt=None).prefix
+    assert prefix is not None
+    for found, wanted in zip(prefix.layers[0], (keys, values), strict=True):
+        assert found.dtype == np.uint16
+        assert np.array_equal(found, back(wanted, 8))
+
+
+@pytest.mark.parametrize(("store_dtype", "at_most"), [("q8", 0.35), ("q4", 0.23)])
+def test_blocks_take_less_room_and_tails_stay_as_the_model_made_them(
+    tmp_path: Path, store_dtype: str, at_most: float
+) -> None:
+    sizes = {}
+    for name in ("native", store_dtype):
+        agent = agent_of(tmp_path / name, name)
+        agent.say(LONG[:300])
+        (block,) = files_below(tmp_path / name / "blocks")
+        sizes[name] = block.stat().st_size
+        tail = load_file(only(tmp_path / name, "tail-*"))
+        wanted = cache_of(LONG[:300], agent.model)[0][0][:, 256:]
+        assert np.array_equal(tail["layer.0.keys"], wanted)
+    assert sizes[store_dtype] < at_most * sizes["native"]
+
+
+@pytest.mark.parametrize("store_dtype", BITS)
+def test_quantised_blocks_are_valid_safetensors(tmp_path: Path, store_dtype: str) -> None:
+    agent = agent_of(tmp_path, store_dtype)
+    agent.say(LONG[:256])
+    tensors = load_file(files_below(tmp_path / "blocks")[0])
+    assert set(tensors) == {
+        f"layer.{i}.{side}.{part}" for i in (0, 1) for side in ("keys", "values") for part in ("q", "scales", "biases")
+    }
+    for index, pair in enumerate(cache_of(LONG[:256], agent.model)):
+        for side, array in zip(("keys", "values"), pair, strict=True):
+            parts = tuple(tensors[f"layer.{index}.{side}.{part}"] for part in ("q", "scales", "biases"))
+            for ours, theirs in zip(quantise(array, BITS[store_dtype]), parts, strict=True):
+                assert ours.dtype == theirs.dtype
+                assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("store_dtype", BITS)
+def test_a_damaged_quantised_block_is_a_named_miss(tmp_path: Path, store_dtype: str, damage: str) -> None:
+    agent = agent_of(tmp_path, store_dtype)
+    agent.say(LONG[:256])
+    before = set(files_below(tmp_path / "blocks"))
+    agent.say(LONG[:700])
+    (second,) = set(files_below(tmp_path / "blocks")) - before
+    DAMAGES[damage](second)
+    restored = agent.restore((*LONG[:700], 1))
+    assert restored.prefix is not None
+    assert (restored.prefix.n_tokens, restored.saved_blocks, restored.miss_reason) == (256, 1, "block_corrupt")
+    agent.say((*LONG[:700], 1))
+    assert agent.cached((*LONG[:700], 1, 2)) == 701
+
+
+def test_a_removed_or_exchanged_quantised_block_is_a_named_miss(tmp_path: Path) -> None:
+    agent = agent_of(tmp_path, "q8")
+    agent.say(LONG[:256])
+    (first,) = files_below(tmp_path / "blocks")
+    agent.say(LONG[:512])
+    (second,) = set(files_below(tmp_path / "blocks")) - {first}
+    second.write_bytes(first.read_bytes())
+    assert agent.restore((*LONG[:512], 1)).miss_reason == "block_foreign"
+    assert agent.restore((*LONG[:512], 1)).miss_reason == "block_missing"
+    assert agent.cached((*LONG[:512], 1)) == 256
+
+
+def test_a_block_of_another_precision_is_never_loaded(tmp_path: Path) -> None:
+    agent = agent_of(tmp_path, "q8")
+    agent.say(LONG[:256])
+    spec = dataclasses.replace(agent.model.spec, store_dtype="native")
+    # Even under the same fingerprint, which the engine never gives: the layout stands in the file.
+    other = dataclasses.replace(agent, model=dataclasses.replace(agent.model, spec=spec))
+    assert other.restore((*LONG[:256], 1)).miss_reason == "block_foreign"
+
+
+def test_a_hybrid_model_keeps_snapshots_as_they_are(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SNAPSHOT_SPECS["hybrid"], dtype="float32", store_dtype="q8")
+    agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
+    agent.say(LONG[:700], (1, 2))
+    assert agent.cached((*LONG[:700], 1, 2, 3)) == 702
+    assert agent.cached(LONG[:700]) == 699
+    assert agent.store.verify() == []

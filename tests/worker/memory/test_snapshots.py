@@ -1,0 +1,331 @@
+"""Models with window or recurrent layers: their cache is taken up exactly where a snapshot stands, or not at all."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    SPEC,
+    Agent,
+    cache_of,
+    cut,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    only,
+    open_store,
+    reopen,
+    snapshots_of,
+    states_of,
+)
+from tests.worker.memory.test_damage import DAMAGES
+
+from stoker_worker.cache_spec import LayerKind, LayerSpec
+from stoker_worker.memory.access import StoreAccess
+from stoker_worker.ports import CacheSlice
+
+LONG = ids(1000)
+ANSWER = ids(60, seed=1)
+
+
+def model_of(name: str):  # type: ignore[no-untyped-def]
+    return make_model(name, spec=SNAPSHOT_SPECS[name])
+
+
+@pytest.fixture(params=SNAPSHOT_SPECS)
+def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Agent:
+    """An agent of each kind of model, that has yet to take its first turn."""
+    return Agent(open_store(tmp_path), model=model_of(request.param))
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Agent:
+    """An agent with 760 tokens: two blocks and a tail, and snapshots after 699 and 760 tokens."""
+    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    agent.say(LONG[:700], ANSWER)
+    return agent
+
+
+HISTORY = (*LONG[:700], *ANSWER)
+"""What `hybrid` has said."""
+
+
+def snapshot_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("snapshot-*"))
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 63, 255, 256, 257, 512, 513, 700])
+@pytest.mark.parametrize("answer_tokens", [0, 1, 60, 256])
+def test_the_next_turn_prefills_only_what_is_new(agent: Agent, prompt_tokens: int, answer_tokens: int) -> None:
+    agent.say(LONG[:prompt_tokens], ids(answer_tokens, seed=1))
+    history = agent.tokens()
+    restored = agent.restore((*history, 1, 2))
+    assert restored.prefix is not None
+    assert (restored.prefix.n_tokens, restored.source, restored.miss_reason) == (len(history), "disk", None)
+    assert restored.saved_blocks == (len(history) // 256 if agent.model.spec.full_layers else 0)
+
+
+def test_a_prompt_that_comes_again_or_is_rendered_anew_starts_before_its_last_token(agent: Agent) -> None:
+    agent.say(LONG[:700], ANSWER)
+    assert agent.cached(LONG[:700]) == 699
+    assert agent.cached((*LONG[:700], *ids(20, seed=2))) == 699
+    assert agent.cached((*LONG[:700], *ANSWER[:30], 9)) == 699
+    assert agent.restore((*LONG[:700], 9)).miss_reason is None
+
+
+def test_between_snapshots_and_below_them_nothing_is_reused(agent: Agent) -> None:
+    agent.say(LONG[:700], ANSWER)
+    for prompt in (LONG[:699], LONG[:600], (*LONG[:698], 1, 2), LONG[:1]):
+        restored = agent.restore(prompt)
+        assert (restored.prefix, restored.miss_reason) == (None, None)
+
+
+def test_another_agents_blocks_are_of_no_use_without_a_snapshot(hybrid: Agent) -> None:
+    other = Agent(hybrid.store, "other", model=hybrid.model)
+    assert other.restore(HISTORY).prefix is None
+    other.say((*LONG[:700], 5))
+    assert len(files_below(hybrid.store._folder.blocks)) == 2  # shared all the same
+    assert other.cached((*LONG[:700], 5, 6)) == 701
+
+
+def test_models_without_full_attention_write_no_blocks_and_no_tail(tmp_path: Path) -> None:
+    for name in ("window", "recurrent"):
+        agent = Agent(open_store(tmp_path / name), model=model_of(name))
+        agent.say(LONG[:700], ANSWER)
+        assert files_below(tmp_path / name / "blocks") == []
+        assert not list((tmp_path / name).rglob("tail-*"))
+        assert snapshot_files(tmp_path / name) == ["snapshot-1-0.safetensors", "snapshot-1-1.safetensors"]
+
+
+def test_blocks_of_a_hybrid_model_hold_its_full_attention_layers_only(hybrid: Agent, tmp_path: Path) -> None:
+    full = {f"layer.{i}.{side}" for i in (1, 3) for side in ("keys", "values")}
+    for path in (*files_below(tmp_path / "blocks"), only(tmp_path, "tail-*")):
+        with safe_open(path, framework="numpy") as file:
+            assert set(file.keys()) == full
+    with safe_open(only(tmp_path, "snapshot-1-0*"), framework="numpy") as file:
+        assert set(file.keys()) == {"layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"}
+        assert np.array_equal(file.get_tensor("layer.2.state.0"), states_of(LONG[:699], hybrid.model)[1][0])
+        metadata = file.metadata()
+    assert (metadata["kind"], metadata["after_tokens"]) == ("snapshot", "699")
+    assert metadata["token_ids"] == ",".join(map(str, LONG[512:699]))
+
+
+def test_names_alternate_and_the_previous_files_go(agent: Agent, tmp_path: Path) -> None:
+    for version, length in enumerate((10, 300, 320), start=1):
+        agent.say(LONG[:length], (1, 2))
+        assert snapshot_files(tmp_path) == [f"snapshot-{version % 2}-{i}.safetensors" for i in (0, 1)]
+    agent.say(LONG[:1])  # nothing is before the only token: one snapshot
+    assert snapshot_files(tmp_path) == ["snapshot-0-0.safetensors"]
+
+
+def test_a_turn_without_cache_drops_the_snapshots_and_the_next_one_with_cache_goes_on(hybrid: Agent) -> None:
+    hybrid.store.save(make_turn(hybrid, 1, make_transcript((*HISTORY, 5)), None))
+    assert snapshot_files(hybrid.store._folder.agents) == []
+    assert StoreAccess(hybrid.store._folder.agents.parent).readable("agent").cache is not None  # the blocks serve on
+    restored = hybrid.restore((*HISTORY, 5, 6))
+    assert (restored.prefix, restored.miss_reason) == (None, None)
+    hybrid.say((*HISTORY, 5, 6))
+    assert hybrid.cached((*HISTORY, 5, 6, 7)) == 762
+
+
+@pytest.mark.parametrize("name", ["window", "recurrent"])
+def test_without_blocks_nothing_is_left_of_a_cache_whose_snapshots_are_dropped(tmp_path: Path, name: str) -> None:
+    agent = Agent(open_store(tmp_path), model=model_of(name))
+    agent.say(LONG[:700])
+    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    assert StoreAccess(tmp_path).readable("agent").cache is None
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(sorted(SNAPSHOT_SPECS)),
+    st.lists(st.tuples(st.integers(0, 700), st.integers(1, 400), st.integers(0, 60)), min_size=1, max_size=5),
+)
+def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
+    tmp_path: Path, name: str, turns: list[tuple[int, int, int]]
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    agent = Agent(open_store(folder), model=model_of(name))
+    stands: list[int] = []
+    for seed, (keep, new, answer) in enumerate(turns):
+        history = agent.tokens()
+        kept = min(keep, len(history))
+        prompt = (*history[:keep], *(50_000 + seed for _ in range(new)))
+        assert agent.cached(prompt) == max((n for n in stands if n <= min(kept, len(prompt) - 1)), default=0)
+        agent.say(prompt, ids(answer, seed=seed))
+        stands = [len(prompt) - 1, len(prompt) + answer]
+        agent.store = reopen(agent.store, folder)
+        assert agent.tokens() == (*prompt, *ids(answer, seed=seed))
+    assert agent.store.misses == {}
+    assert agent.store.verify() == []
+    agent.store.close()
+
+
+# --- what does not belong to the transcript or to the model ---
+
+
+def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    layers = cache_of(LONG[:300], agent.model)
+
+    def refuse(snapshots: object, match: str, stop: int = 300) -> None:
+        cache = CacheSlice(0, stop, cut(layers, 0, stop), snapshots)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=match):
+            agent.store.save(make_turn(agent, 0, make_transcript(LONG[:300]), cache))
+        assert files_below(tmp_path / "agents") == files_below(tmp_path / "blocks") == []
+
+    good = snapshots_of(LONG, [20, 30, 40], agent.model)
+    refuse(good, "at most 2")
+    refuse(good[1::-1], "in order")
+    refuse(good[:1] * 2, "in order")
+    refuse(good[1:2], "snapshots after", stop=20)
+    refuse([dataclasses.replace(good[0], n_tokens=0)], "snapshots after")
+    refuse([dataclasses.replace(good[0], n_tokens=21)], "shapes and dtypes")
+    refuse([dataclasses.replace(good[0], states=good[0].states[:1])], "shapes and dtypes")
+    keys, values = good[0].states[0]
+    for wrong in ((keys.astype(np.float32), values), (keys,), (values, keys)):
+        refuse([dataclasses.replace(good[0], states=(wrong, good[0].states[1]))], "shapes and dtypes")
+    full = Agent(agent.store, model=make_model())
+    cache = CacheSlice(0, 300, cache_of(LONG[:300]), good[:1])
+    with pytest.raises(ValueError, match="snapshots"):
+        full.store.save(make_turn(full, 0, make_transcript(LONG[:300]), cache))
+
+
+def test_a_layout_nobody_knows_is_served_without_memory_and_without_complaint(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, layers=(*SPEC.layers, LayerSpec(LayerKind.UNKNOWN)))
+    agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
+    for length in (300, 310):
+        agent.say(LONG[:length])
+        restored = agent.restore((*LONG[:length], 1))
+        assert (restored.prefix, restored.source, restored.saved_blocks, restored.miss_reason) == (
+            None,
+            "none",
+            0,
+            None,
+        )
+    assert agent.tokens() == LONG[:310]
+    assert StoreAccess(tmp_path).readable("agent").cache is None
+    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert agent.store.misses == {}
+
+
+def test_an_agent_that_moves_to_such_a_layout_has_not_missed_anything(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:300])
+    unknown = dataclasses.replace(SPEC, layers=(LayerSpec(LayerKind.UNKNOWN),))
+    restored = Agent(store, model=make_model("b", spec=unknown)).restore((*LONG[:300], 1))
+    assert (restored.prefix, restored.miss_reason) == (None, None)
+
+
+def test_records_of_full_attention_agents_are_as_they_were(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:10])
+    record = json.loads(only(tmp_path, "00000001.json").read_bytes().partition(b"\n")[2])
+    assert set(record["cache"]) == {"model", "salt", "tokens", "last_block"}
+    Agent(store, "hybrid", model=model_of("hybrid")).say(LONG[:10])
+    (other,) = (x for x in tmp_path.rglob("00000001.json") if b'"hybrid"' in x.read_bytes())
+    assert json.loads(other.read_bytes().partition(b"\n")[2])["cache"]["snapshots"] == [9, 10]
+
+
+# --- damage ---
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def exchange(path: Path) -> None:
+    """Put a whole file of the same shape in its place: the same agent's snapshot of another conversation."""
+    folder = path.parents[3] / "elsewhere"
+    other = Agent(open_store(folder), model=model_of("hybrid"))
+    other.say((*ids(700, seed=9),), ANSWER)
+    shutil.copy(next(folder.rglob(path.name)), path)
+    other.store.close()
+    shutil.rmtree(folder)
+
+
+SNAPSHOT_DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    **{name: (damage, "snapshot_corrupt") for name, damage in DAMAGES.items()},
+    "removed": (remove, "snapshot_missing"),
+    "another's": (exchange, "snapshot_foreign"),
+}
+
+
+@pytest.mark.parametrize("how", SNAPSHOT_DAMAGES)
+def test_a_damaged_snapshot_is_a_named_miss_and_the_one_before_it_serves(
+    hybrid: Agent, tmp_path: Path, how: str
+) -> None:
+    damage, reason = SNAPSHOT_DAMAGES[how]
+    damage(only(tmp_path, "snapshot-1-1*"))
+    restored = hybrid.restore((*HISTORY, 1))
+    assert restored.prefix is not None
+    assert (restored.prefix.n_tokens, restored.miss_reason) == (699, reason)
+    assert hybrid.store.misses == {reason: 1}
+    damage(only(tmp_path, "snapshot-1-0*"))
+    restored = hybrid.restore((*HISTORY, 1))
+    assert (restored.prefix, restored.source, restored.saved_blocks) == (None, "none", 0)
+    assert restored.miss_reason == "snapshot_missing"  # what is damaged is removed when it is met
+    hybrid.say((*HISTORY, 1))
+    assert hybrid.cached((*HISTORY, 1, 2)) == 761
+    assert hybrid.store.verify() == []
+
+
+def test_a_changed_byte_anywhere_in_a_snapshot_is_noticed(hybrid: Agent, tmp_path: Path) -> None:
+    path = only(tmp_path, "snapshot-1-1*")
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 41):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
+        assert hybrid.restore((*HISTORY, 1)).miss_reason == "snapshot_corrupt", position
+    path.write_bytes(whole)
+    assert hybrid.cached((*HISTORY, 1)) == 760
+
+
+def test_one_snapshot_in_the_others_place_is_foreign(hybrid: Agent, tmp_path: Path) -> None:
+    shutil.copy(only(tmp_path, "snapshot-1-0*"), only(tmp_path, "snapshot-1-1*"))
+    assert hybrid.restore((*HISTORY, 1)).miss_reason == "snapshot_foreign"
+    assert hybrid.cached((*HISTORY, 1)) == 699
+
+
+@pytest.mark.parametrize(("version", "left"), [(1, 699), (2, 0)])
+def test_a_snapshot_serves_only_with_all_the_kv_before_it(tmp_path: Path, version: int, left: int) -> None:
+    agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
+    # Snapshots after 699 and 900 tokens. The block behind 768 is damaged first, then the one before 512.
+    layers, snapshots = cache_of(LONG[:900], agent.model), snapshots_of(LONG, [699, 900], agent.model)
+    agent.store.save(make_turn(agent, 0, make_transcript(LONG[:900]), CacheSlice(0, 900, layers, snapshots)))
+    assert agent.cached((*LONG[:900], 1)) == 900
+    paths = (only(tmp_path, "tail-*"), next(x for x in files_below(tmp_path / "blocks") if block_of(x, 1)))
+    for path in paths[:version]:
+        DAMAGES["data"](path)
+    restored = agent.restore((*LONG[:900], 1))
+    assert (restored.prefix.n_tokens if restored.prefix else 0) == left
+    assert restored.miss_reason == ("tail_corrupt" if version == 1 else "block_corrupt")
+    assert restored.saved_blocks == (3 if version == 1 else 1)
+
+
+def block_of(path: Path, index: int) -> bool:
+    return ",".join(map(str, LONG[256 * index : 256 * (index + 1)])).encode() in path.read_bytes()
+
+
+def test_what_is_left_of_a_turn_that_was_cut_short_goes_with_the_next(hybrid: Agent, tmp_path: Path) -> None:
+    folder = only(tmp_path, "snapshot-1-0*").parent
+    for index in (0, 1):
+        (folder / f"snapshot-0-{index}.safetensors").write_bytes(b"half")
+    hybrid.store.save(make_turn(hybrid, 1, make_transcript((*HISTORY, 5)), None))
+    assert snapshot_files(tmp_path) == []
+
+
+def test_verify_names_a_damaged_snapshot(hybrid: Agent, tmp_path: Path) -> None:
+    path = only(tmp_path, "snapshot-1-0*")
+    DAMAGES["last byte"](path)
+    assert hybrid.store.verify() == [f"{path}: it is damaged"]

@@ -1,0 +1,153 @@
+"""Which tensors a cache file holds, in which order and shape. Pure: no I/O, any thread.
+
+Blocks and tails hold the K/V of the full-attention layers, snapshots the whole state of the others. Layers are
+numbered as the model has them, so the files of a hybrid model leave numbers out.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from stoker_worker.cache_spec import ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.memory.quantised import BITS, packed_shapes
+from stoker_worker.ports import LayerKV, LayerState, as_uint16_if_bfloat16
+
+PieceKind = Literal["block", "tail", "snapshot"]
+"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial one. ``snapshot``: the
+window and recurrent layers of an agent after some tokens."""
+
+_SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file; `dtype` is a cache dtype, or ``uint8`` for quantised elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * (1 if self.dtype == "uint8" else ITEM_BYTES[self.dtype])
+
+    @property
+    def travel_dtype(self) -> "np.dtype[Any]":
+        return as_uint16_if_bfloat16(self.dtype)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The data of one file.
+
+    Attributes:
+        cache: the model's `ModelCacheSpec.describe()`.
+        tensors: one after the other, without gaps.
+    """
+
+    cache: str
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def n_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    @cached_property
+    def table(self) -> str:
+        """The tensors' part of the safetensors header, as JSON without the outer braces."""
+        at, entries = 0, []
+        for tensor in self.tensors:
+            end = at + tensor.n_bytes
+            about = {
+                "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
+            entries.append(f'"{tensor.name}":{json.dumps(about, separators=(",", ":"))}')
+            at = end
+        return ",".join(entries)
+
+
+@lru_cache(maxsize=300)
+def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
+    """What a block or tail of `n_tokens` tokens holds, or a snapshot after that many. Made once for all blocks."""
+    parts: list[Tensor] = []
+    for index, layer in enumerate(spec.layers):
+        if (layer.kind == LayerKind.FULL) == (kind == "snapshot"):
+            continue
+        name = f"layer.{index}"
+        if kind == "snapshot":
+            parts += _state_tensors(name, layer, n_tokens, spec.dtype)
+        else:
+            for side, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
+                shape = (layer.n_kv_heads, n_tokens, dim)
+                if is_quantised(spec, kind):
+                    parts += _quantised_tensors(f"{name}.{side}", shape, BITS[spec.store_dtype])
+                else:
+                    parts.append(Tensor(f"{name}.{side}", spec.dtype, shape))
+    return CacheLayout(spec.describe(), tuple(parts))
+
+
+def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
+    """Only blocks are: a tail and a snapshot are small, and replaced every turn."""
+    return kind == "block" and spec.store_dtype != "native"
+
+
+def empty_layers(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerKV, ...]:
+    """Uninitialised arrays for the full-attention layers' cache of `n_tokens` tokens."""
+    # One array a side and a layer, from malloc: the C library hands the last restore's memory out again, where pages
+    # fresh from the system would first have to be zeroed.
+    dtype = as_uint16_if_bfloat16(spec.dtype)
+    return tuple(
+        (np.empty((x.n_kv_heads, n_tokens, x.key_dim), dtype), np.empty((x.n_kv_heads, n_tokens, x.value_dim), dtype))
+        for x in spec.full_layers
+    )
+
+
+def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
+    """Uninitialised arrays for a snapshot after `n_tokens` tokens."""
+    return tuple(
+        tuple(np.empty(x.shape, as_uint16_if_bfloat16(x.dtype)) for x in layer.snapshot_arrays(n_tokens, spec.dtype))
+        for layer in spec.snapshot_layers
+    )
+
+
+def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
+    """Whether arrays that somebody else made are the full-attention layers' cache of `n_tokens` tokens."""
+    dtype = as_uint16_if_bfloat16(spec.dtype)
+    return len(layers) == len(spec.full_layers) and all(
+        keys.shape == (layer.n_kv_heads, n_tokens, layer.key_dim)
+        and values.shape == (layer.n_kv_heads, n_tokens, layer.value_dim)
+        and keys.dtype == values.dtype == dtype
+        for layer, (keys, values) in zip(spec.full_layers, layers, strict=True)
+    )
+
+
+def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
+    """Whether arrays that somebody else made are a snapshot after `n_tokens` tokens."""
+    if len(states) != len(spec.snapshot_layers):
+        return False
+    for layer, arrays in zip(spec.snapshot_layers, states, strict=True):
+        wanted = [(x.shape, as_uint16_if_bfloat16(x.dtype)) for x in layer.snapshot_arrays(n_tokens, spec.dtype)]
+        if [(array.shape, array.dtype) for array in arrays] != wanted:
+            return False
+    return True
+
+
+def _state_tensors(name: str, layer: LayerSpec, n_tokens: int, dtype: str) -> list[Tensor]:
+    arrays = layer.snapshot_arrays(n_tokens, dtype)
+    names = ("keys", "values") if layer.kind == LayerKind.WINDOW else [f"state.{i}" for i in range(len(arrays))]
+    return [Tensor(f"{name}.{part}", array.dtype, array.shape) for part, array in zip(names, arrays, strict=True)]
+
+
+def _quantised_tensors(name: str, shape: tuple[int, int, int], bits: int) -> list[Tensor]:
+    packed, groups = packed_shapes(shape, bits)
+    return [
+        Tensor(f"{name}.q", "uint8", packed),
+        Tensor(f"{name}.scales", "float32", groups),
+        Tensor(f"{name}.biases", "float32", groups),
+    ]
