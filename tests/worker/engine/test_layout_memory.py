@@ -1,0 +1,120 @@
+"""Engine and store together, for every cache layout: what comes back from disk goes on exactly where it stopped."""
+
+import hashlib
+import random
+from dataclasses import replace
+
+import pytest
+from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.tiny_models import CONFIGS
+
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import AgentVersion, Delivery, LoadedModel, Transcript, Turn
+
+pytestmark = pytest.mark.mlx
+
+
+class Conversation:
+    """One agent's turns, each as the worker makes them: restore, generate, save."""
+
+    def __init__(self, layout, folder, agent_id="agent"):
+        self.layout, self.folder, self.agent_id = layout, folder, agent_id
+        fingerprint = hashlib.sha256(layout.spec.describe().encode()).hexdigest()
+        self.model = LoadedModel("tiny", fingerprint, "t", 8192, layout.spec, layout.loaded.codec)
+        self.said = []
+
+    def turn(self, ids, max_tokens=6, **fields):
+        """Run `ids` as the whole prompt, in a fresh store; returns how many of them were cached, and the answer."""
+        store = AgentStore(self.folder)
+        try:
+            agent = store.open_agent(self.agent_id)
+            restored = store.restore(ids, agent=agent, model=self.model, salt=None)
+            one = work(ids, max_tokens, restored.prefix, restored.saved_blocks * 256, **fields)
+            beside = work(random_ids(random.Random(len(ids)), 33), 9)
+            done, _ = run(self.layout.engine(), [one, beside])
+            kept = done.generated_ids[: done.kept]
+            transcript = Transcript((*ids, *kept), "t", None, "", done.ended_by, done.carry_text)
+            delivery = Delivery(f"job-{len(self.said)}", "now")
+            turn = Turn(
+                self.agent_id, agent.number, delivery, transcript, self.model, None, done.cache, lambda n: {"v": n}
+            )
+            store.save(turn)
+            assert store.verify() == []
+        finally:
+            store.close()
+        self.said.append(transcript.token_ids)
+        if not fields:
+            assert list(done.generated_ids) == self.layout.alone(ids, max_tokens)
+        return (restored.prefix.n_tokens if restored.prefix else 0), restored.miss_reason
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_turns_are_taken_up_from_disk_and_say_what_they_say_uncached(name, tmp_path):
+    rng = random.Random(name)
+    layout = Layout(name)
+    conversation = Conversation(layout, tmp_path)
+    first = tuple(random_ids(rng, 300))
+    assert conversation.turn(first) == (0, None)
+    for n_new in (1, 40, 230, 7):  # over block borders, and with tails of every kind
+        before = conversation.said[-1]
+        cached, missed = conversation.turn((*before, *random_ids(rng, n_new)))
+        assert (cached, missed) == (len(before), None)
+    # The same prompt again, as a full conversation: all but its last token.
+    last = conversation.said[-1]
+    prompt = (*last, 5, 6)
+    conversation.turn(prompt)
+    assert conversation.turn(prompt)[0] == len(prompt) - 1
+    assert conversation.turn(prompt)[0] == len(prompt) - 1
+    # A template that drops what was thought: it turns away after the prompt.
+    cached, _ = conversation.turn((*prompt, 1, 2, 3))
+    assert cached >= len(prompt) - 1
+    # Half of the conversation: full attention is cut anywhere, the others have no snapshot there.
+    cached, _ = conversation.turn((*first[:200], 7, 7))
+    assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
+def test_after_a_stop_string_the_next_turn_goes_on_from_the_prompt(name, tmp_path):
+    layout = Layout(name, eos=False)
+    conversation = Conversation(layout, tmp_path)
+    ids = tuple(random_ids(random.Random(3), 120))
+    said = layout.alone(ids, 8)
+    conversation.turn(ids, 8, stop=[f"<{said[4]}>"])
+    (transcript,) = conversation.said
+    assert len(transcript) < 128
+    cached, _ = conversation.turn((*transcript, 9, 9, 9))
+    assert cached == (119 if layout.spec.snapshot_layers else len(transcript))
+
+
+def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_says_nothing_is_cached(tmp_path):
+    layout = Layout("llama4")
+    conversation = Conversation(layout, tmp_path)
+    conversation.turn(tuple(random_ids(random.Random(4), 40)))
+    assert conversation.turn((*conversation.said[-1], 3)) == (0, None)
+    store = AgentStore(tmp_path)
+    agent = store.open_agent("agent")
+    store.close()
+    assert isinstance(agent, AgentVersion)
+    assert agent.transcript.token_ids == conversation.said[-1]
+    assert not list(tmp_path.glob("blocks/**/*.safetensors"))
+
+
+@pytest.mark.parametrize("store_dtype", ["q8", "q4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_quantised_blocks_are_another_cache_and_serve_their_own(name, store_dtype, tmp_path):
+    layout = Layout(name)
+    native = Conversation(layout, tmp_path)
+    ids = tuple(random_ids(random.Random(5), 600))
+    native.turn(ids)
+    before = sum(path.stat().st_size for path in tmp_path.glob("blocks/**/*.safetensors"))
+    layout.spec = replace(layout.spec, store_dtype=store_dtype)
+    layout.loaded = replace(layout.loaded, spec=layout.spec)
+    quantised = Conversation(layout, tmp_path)
+    ids = native.said[-1]
+    assert quantised.turn(ids, seed=1) == (0, "other_model")
+    size = sum(path.stat().st_size for path in tmp_path.glob("blocks/**/*.safetensors")) - before
+    assert size < before * (
+        0.7 if store_dtype == "q8" else 0.55
+    )  # small heads: the scales weigh more than in real ones
+    cached, missed = quantised.turn((*quantised.said[-1], 4), seed=1)
+    assert (cached, missed) == (len(quantised.said[-2]), None)
