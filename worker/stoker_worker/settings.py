@@ -27,6 +27,8 @@ class WorkerSettings(BaseSettings):
     dtype: Literal["auto", "native", "float32"] = "auto"
     max_batch: Annotated[int, Field(ge=1, le=256)] = 16
     share_prefixes: bool = True
+    store_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    memory_max_bytes: Annotated[int, Field(ge=0)] | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0

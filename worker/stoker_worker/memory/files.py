@@ -1,7 +1,7 @@
 """The file operations that can fail or be cut short, each on its own. Owns durability; knows no format.
 
-`Disk` is the real thing; tests put an object in its place that stops after every single step. Writes run on the
-finaliser thread only; the loader thread reads, and removes what it found damaged.
+`Disk` is the real thing; tests put an object in its place that stops after every single step. Finaliser threads write
+and remove; the loader thread reads, and removes what it found damaged.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
@@ -109,13 +110,18 @@ class DurableWriter:
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
         """Write a synced temp file; the caller renames it."""
-        path = self._temp_folder / f"{next(self._numbers)}.tmp"
+        path = self._temp_folder / f"{threading.get_ident()}-{next(self._numbers)}.tmp"
         self._files.write(path, chunks)
         return path
 
     def put(self, path: Path, chunks: Iterable[Chunk]) -> None:
         """Write a file whole; its name is durable after the next sync of its folder."""
         self._files.rename(self.stage(chunks), path)
+
+    def discard_own(self) -> None:
+        """Remove what this thread staged and did not rename; other threads' saves go on."""
+        for path in list(self._temp_folder.glob(f"{threading.get_ident()}-*.tmp")):
+            self._files.remove(path)
 
     def clear(self) -> None:
         """Remove what a crash or a full disk left in the temp folder."""

@@ -10,17 +10,21 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.blocks import chain, chain_root, common_length
+from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget, cached_blocks, chain_paths
 from stoker_worker.memory.cache_file import CachePiece, fits
 from stoker_worker.memory.files import Disk, Files
+from stoker_worker.memory.hot import HotMemory
 from stoker_worker.memory.recent import RecentAgents
 from stoker_worker.memory.record import CachedPrefix, TurnRecord, delta, record_checksum
 from stoker_worker.memory.restore import Found, OwnCache, PrefixSearch
@@ -36,18 +40,36 @@ class AgentStore:
 
     Attributes:
         misses: how often less was reused than an agent's history allowed, by reason.
+        budget: what is on disk, and how much may be.
+        hot: what is in RAM, and how much may be.
 
     Raises:
         StoreUnusable: the folder is locked, of an unknown format, or cannot be written.
     """
 
-    def __init__(self, folder: Path, *, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        files: Files | None = None,
+        max_bytes: int | None = None,
+        memory_max_bytes: int = 0,
+        keep_unused_s: float = KEEP_UNUSED_S,
+    ) -> None:
+        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `HotMemory`."""
         self.misses: Counter[str] = Counter()
         self._files = Disk() if files is None else files
         self._folder = StoreFolder(folder, self._files)
         self._blocks = BlockFolder(self._folder.blocks, files=self._files, writer=self._folder.writer)
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()
+        self.hot = HotMemory(memory_max_bytes)
+        self.budget = DiskBudget(
+            StoreAccess(folder, self._files),
+            max_bytes=max_bytes,
+            keep_unused_s=keep_unused_s,
+            on_evicted=self.hot.drop,
+        )
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         """See `CacheStorePort.open_agent`."""
@@ -62,14 +84,58 @@ class AgentStore:
     ) -> Restored:
         """See `CacheStorePort.restore`."""
         prompt = tuple(prompt_ids)
-        limit = max(0, len(prompt) - 1)
         own, other = self._own_cache(agent, model, salt)
+        blocks = chain_paths(model.fingerprint, salt, prompt, self._blocks.path_of)
+        with self.budget.using(agent.agent_id, blocks):
+            if other is None and agent.agent_id in self.hot:
+                restored = self._from_memory(prompt, blocks, agent=agent, model=model, salt=salt, own=own)
+                if restored is not None:
+                    return restored
+            return self._from_disk(prompt, agent=agent, model=model, salt=salt, own=own, other=other)
+
+    def _from_memory(
+        self,
+        prompt: tuple[int, ...],
+        blocks: Sequence[Path],
+        *,
+        agent: AgentVersion,
+        model: LoadedModel,
+        salt: str | None,
+        own: OwnCache | None,
+    ) -> Restored | None:
+        """What the agent's hot cache gives; ``None`` when the disk may give more. `blocks` are the prompt's."""
+        limit = max(0, len(prompt) - 1)
+        saved_blocks = sum(1 for _ in takewhile(Path.exists, blocks))
+        disk_tokens = common_length(own.token_ids, prompt[:limit]) if own else 0
+        if not model.spec.snapshot_layers:
+            disk_tokens = max(disk_tokens, min(limit, saved_blocks * BLOCK_TOKENS))
+        prefix = self.hot.restore(prompt, agent=agent, model=model, salt=salt, disk_tokens=disk_tokens)
+        if prefix is None:
+            return None
+        # A prompt of whole blocks leaves out one token, and its last block needs no second write all the same.
+        saved_blocks = min(saved_blocks, (prefix.n_tokens + 1) // BLOCK_TOKENS)
+        return Restored(prefix, "memory", saved_blocks=saved_blocks)
+
+    def _from_disk(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        agent: AgentVersion,
+        model: LoadedModel,
+        salt: str | None,
+        own: OwnCache | None,
+        other: str | None,
+    ) -> Restored:
+        limit = max(0, len(prompt) - 1)
         search = PrefixSearch(
             prompt, model=model.fingerprint, salt=salt, spec=model.spec, own=own, path_of=self._blocks.path_of
         )
         found = search.run()
         reason = self._report(agent.agent_id, found, other if found.n_tokens < limit else None)
         prefix = RestoredPrefix(found.n_tokens, found.layers) if found.n_tokens else None
+        if prefix is not None:
+            has_all = prefix.n_tokens >= (len(own.token_ids) if own else 0)
+            self.hot.loaded(prefix, prompt, agent=agent, model=model, salt=salt, has_all=has_all)
         return Restored(prefix, "disk" if prefix else "none", saved_blocks=found.saved_blocks, miss_reason=reason)
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
@@ -96,11 +162,18 @@ class AgentStore:
             cache=cached,
             **changes,
         ).encode()
-        try:
-            head = self._write(turn, state, record)
-        except OSError:
-            self._after_failure(turn)
-            raise
+        blocks = cached_blocks(cached, turn.transcript.token_ids, self._blocks.path_of)
+        written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
+        with self.budget.using(turn.agent_id, blocks):
+            try:
+                head = self._write(turn, state, record)
+            except OSError:
+                self._after_failure(turn)
+                self.budget.look_again(turn.agent_id, written)
+                raise
+            self.budget.saved(turn.agent_id, blocks, written)
+        self.hot.saved(turn)
+        self.budget.make_room()
         self._unsaved.discard(turn.agent_id)
         results = MappingProxyType({**state.version.results, turn.delivery: result})
         version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
@@ -113,6 +186,12 @@ class AgentStore:
         self._unsaved.add(agent_id)
         self._recent.drop(agent_id)
         self._agent(agent_id).mark_unsaved()
+        self.budget.look_again(agent_id)
+
+    def protect(self, agents: frozenset[str]) -> None:
+        """See `CacheStorePort.protect`."""
+        self.budget.protect(agents)
+        self.hot.protect(agents)
 
     def verify(self) -> list[str]:
         """One line for everything in the store that is not as it was written; reads all of it."""
@@ -158,7 +237,13 @@ class AgentStore:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):
                     self._files.remove(faulty.path)
-        reasons = [f"{faulty.kind}_{faulty.fault}" for faulty in found.faults] or ([other] if other else [])
+        if found.faults:
+            blocks = (faulty.path for faulty in found.faults if faulty.kind == "block")
+            self.budget.look_again(agent_id, blocks)
+        gone = "evicted" if self.budget.was_evicted(agent_id) else None
+        reasons = [
+            (gone if faulty.fault == "missing" else None) or f"{faulty.kind}_{faulty.fault}" for faulty in found.faults
+        ] or ([other] if other else [])
         if not reasons:
             return None
         where = f": {found.faults[0].path}" if found.faults else ""
@@ -170,7 +255,7 @@ class AgentStore:
         """Leave nothing half-written; if the turn could not even be taken back, `append` refuses from now on."""
         self._recent.drop(turn.agent_id)
         with contextlib.suppress(OSError):
-            self._folder.writer.clear()
+            self._folder.writer.discard_own()
         if self._state(turn.agent_id).version.number != turn.parent:
             self._unsaved.add(turn.agent_id)
 
