@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.blocks import chain, chain_root
-from stoker_worker.memory.census import PathOf, is_fingerprint, take_census
-from stoker_worker.memory.disk_usage import STORE_FOLDERS, agent_use, allocated_bytes, pieces_in, store_parts
+from stoker_worker.memory.disk_usage import STORE_FOLDERS, agent_use, allocated_bytes, pieces_in
 from stoker_worker.memory.eviction import Plan, plan_eviction
 from stoker_worker.memory.ledger import Ledger
-from stoker_worker.memory.record import CachedPrefix
+from stoker_worker.memory.stock import take_stock
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class DiskBudget:
         self._evicted: set[str] = set()
         self._warned = False
         started = time.monotonic()
-        self._fill()
+        take_stock(store, self._ledger)
         self.max_bytes = self._default_bytes() if max_bytes is None else max_bytes
         self._settle(unused_before=float("inf"))
         self._remove_empty_folders()
@@ -125,24 +123,7 @@ class DiskBudget:
         """Evict if there is too much, and collect what nobody has used for long. Never raises."""
         self._settle(unused_before=self._clock() - self._keep_unused_s)
 
-    # --- filling ---
-
-    def _fill(self) -> None:
-        store, ledger = self._store, self._ledger
-        for path in store_parts(store.path):
-            if path.parent.parent == store.agents and path.is_dir():
-                ledger.set_agent(path, None, agent_use(path))
-            elif path.suffix == ".safetensors" and path.is_file():
-                ledger.set_block(path, allocated_bytes(path))
-            else:
-                ledger.set_other(path, allocated_bytes(path))
-        entries = take_census(store)
-        for entry in sorted(entries, key=lambda entry: _last_saved(entry.folder)):
-            state = entry.state
-            token_ids = state.version.transcript.token_ids if state.version.transcript else ()
-            ledger.set_agent(entry.folder, entry.agent_id, agent_use(entry.folder))
-            ledger.set_blocks_of(entry.folder, cached_blocks(state.cache, token_ids, store.blocks.path_of))
-            ledger.touch(entry.folder, entry.agent_id)
+    # --- counting ---
 
     def _default_bytes(self) -> int:
         free = shutil.disk_usage(self._store.path).free
@@ -233,26 +214,6 @@ class DiskBudget:
                 self.max_bytes / 1e9,
             )
         self._warned = is_over
-
-
-def cached_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...], path_of: PathOf) -> tuple[Path, ...]:
-    """Files of the blocks of an agent's cache, in the order of its tokens."""
-    if cache is None or not is_fingerprint(cache.model):
-        return ()
-    return chain_paths(cache.model, cache.salt, token_ids[: cache.tokens], path_of)
-
-
-def chain_paths(model: str, salt: str | None, token_ids: tuple[int, ...], path_of: PathOf) -> tuple[Path, ...]:
-    """Files of all full blocks of `token_ids`."""
-    return tuple(path_of(model, address) for address in chain(chain_root(model, salt), token_ids)[1:])
-
-
-def _last_saved(folder: Path) -> float:
-    """Unix time at which the agent's newest version was saved."""
-    for name in ("HEAD", "HEAD.unsaved"):
-        with suppress(OSError):
-            return (folder / name).stat().st_mtime
-    return 0.0
 
 
 @contextmanager

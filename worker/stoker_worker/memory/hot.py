@@ -17,7 +17,6 @@ import numpy as np
 from stoker_worker.memory.blocks import common_length
 from stoker_worker.ports import AgentVersion, Array, LayerKV, LoadedModel, RestoredPrefix, Snapshot, Turn
 
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_SHARE: Final = 1 / 16

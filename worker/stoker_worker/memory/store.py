@@ -20,8 +20,9 @@ from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState
 from stoker_worker.memory.block_folder import BlockFolder
+from stoker_worker.memory.block_paths import cached_blocks, chain_paths
 from stoker_worker.memory.blocks import chain, chain_root, common_length
-from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget, cached_blocks, chain_paths
+from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.cache_file import CachePiece, fits
 from stoker_worker.memory.files import Disk, Files
 from stoker_worker.memory.hot import HotMemory
