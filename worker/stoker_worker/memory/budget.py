@@ -205,15 +205,15 @@ class DiskBudget:
             self._ledger.set_other(folder, allocated_bytes(folder))
 
     def _warn_if_over(self) -> None:
-        is_over = self._ledger.total_bytes > self.max_bytes
-        if is_over and not self._warned:
-            _log.warning(
-                "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and "
-                "cache of agents with work",
-                self._ledger.total_bytes / 1e9,
-                self.max_bytes / 1e9,
-            )
-        self._warned = is_over
+        if self._warned or self._ledger.total_bytes <= self.max_bytes:
+            return
+        self._warned = True
+        _log.warning(
+            "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and cache "
+            "of agents with work",
+            self._ledger.total_bytes / 1e9,
+            self.max_bytes / 1e9,
+        )
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Ledger:
         self.agents[folder] = replace(agent, blocks=blocks)
         self._users.update(blocks)
         self._users.subtract(agent.blocks)
-        for path in {*agent.blocks, *blocks}:
+        for path in dict.fromkeys((*reversed(agent.blocks), *blocks)):  # a chain is of use from its start only
             self._note_unused(path)
             if not self._users[path]:
                 del self._users[path]

@@ -248,7 +248,8 @@ class AgentStore:
         if not reasons:
             return None
         where = f": {found.faults[0].path}" if found.faults else ""
-        _log.warning("agent %r: cache missed after %d tokens: %s%s", agent_id, found.n_tokens, reasons[0], where)
+        level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
+        _log.log(level, "agent %r: cache missed after %d tokens: %s%s", agent_id, found.n_tokens, reasons[0], where)
         self.misses[reasons[0]] += 1
         return reasons[0]
 
