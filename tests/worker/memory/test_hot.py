@@ -1,6 +1,7 @@
 """Caches in RAM: the same answers as the disk gives, within a limit, and never a wrong one."""
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from stoker_worker.memory.hot import HotCache, HotMemory, Segment
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import (
     AgentVersion,
+    Array,
     CacheSlice,
     Delivery,
     LayerState,
@@ -193,6 +195,33 @@ def test_joining_segments_lets_go_of_what_they_were_cut_from(tmp_path: Path) -> 
     assert agent.store.hot.n_bytes > 650 * TOKEN_BYTES
     assert source_of(agent, LONG[:700]) == ("memory", 650)
     assert agent.store.hot.n_bytes == 650 * TOKEN_BYTES
+
+
+def test_joining_never_holds_a_second_copy_of_it_all() -> None:
+    model = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 32, 32),) * 20, "float32"))
+    hot, n_bytes = HotMemory(PLENTY), 1000 * model.spec.bytes_per_token
+    tracemalloc.start()
+    try:
+        for parent, start, stop in ((0, 0, 600), (1, 512, 1000)):
+            layers = tuple((ones(stop - start), ones(stop - start)) for _ in range(20))
+            turn = turn_of(ONLY_STATES, parent, start, stop, ())
+            hot.saved(dataclasses.replace(turn, model=model, cache=CacheSlice(start, stop, layers)))
+        del layers, turn
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        prefix = take(hot, model, 2, LONG[:1100], disk=1000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert before > n_bytes
+    assert peak - before < 0.2 * n_bytes
+    assert prefix is not None
+    assert prefix.layers[19][1].shape == (2, 1000, 32)
+    assert hot.n_bytes == n_bytes
+
+
+def ones(n_tokens: int) -> Array:
+    return np.ones((2, n_tokens, 32), np.float32)
 
 
 def test_memory_is_not_changed_by_a_caller_that_gives_up(tmp_path: Path) -> None:

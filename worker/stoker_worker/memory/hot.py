@@ -72,13 +72,7 @@ class HotCache:
         first = self.segments[0]
         if all(_is_exactly(array, n_tokens) for pair in first.layers for array in pair):
             return first.layers
-        joined = tuple((_longer(keys, n_tokens), _longer(values, n_tokens)) for keys, values in first.layers)
-        for segment in self.segments:
-            stop = min(segment.stop, n_tokens)
-            for targets, sources in zip(joined, segment.layers, strict=True):
-                for target, source in zip(targets, sources, strict=True):
-                    target[:, segment.start : stop] = source[:, : max(0, stop - segment.start)]
-        return joined
+        return _joined([_Part(x.start, x.stop, list(x.layers)) for x in self.up_to(n_tokens)], n_tokens)
 
     def up_to(self, n_tokens: int) -> tuple[Segment, ...]:
         """The segments as far as token `n_tokens`, as views of the same memory."""
@@ -129,9 +123,13 @@ class HotMemory:
             n_tokens, states = last.n_tokens, last.states
         if not n_tokens or (n_tokens < disk_tokens and not (cache.has_all and model.spec.snapshot_layers)):
             return None
-        layers = cache.layers_of(n_tokens)
-        if n_tokens == len(cache.token_ids) and len(cache.segments) > 1:
-            self._replace(agent.agent_id, cache, replace(cache, segments=(Segment(0, n_tokens, layers),)))
+        if n_tokens < len(cache.token_ids) or len(cache.segments) == 1:
+            return RestoredPrefix(n_tokens, cache.layers_of(n_tokens), states)
+        rest, parts = replace(cache, segments=()), [_Part(x.start, x.stop, list(x.layers)) for x in cache.segments]
+        self.drop(agent.agent_id)
+        del cache  # joining frees each layer's parts as it goes: there is never a second copy of them all
+        layers = _joined(parts, n_tokens)
+        self._put(agent.agent_id, replace(rest, segments=(Segment(0, n_tokens, layers),)))
         return RestoredPrefix(n_tokens, layers, states)
 
     def loaded(
@@ -201,13 +199,6 @@ class HotMemory:
             self._caches[agent_id] = cache
             self._n_bytes += cache.n_bytes
 
-    def _replace(self, agent_id: str, old: HotCache, new: HotCache) -> None:
-        """Unless something else has become of `old` meanwhile."""
-        with self._lock:
-            if self._caches.get(agent_id) is old:
-                self._caches[agent_id] = new
-                self._n_bytes += new.n_bytes - old.n_bytes
-
     def _drop(self, agent_id: str) -> None:
         cache = self._caches.pop(agent_id, None)
         if cache is not None:
@@ -218,8 +209,34 @@ def _is_exactly(array: Array, n_tokens: int) -> bool:
     return array.shape[1] == n_tokens and array.flags.c_contiguous
 
 
-def _longer(array: Array, n_tokens: int) -> Array:
-    return np.empty((array.shape[0], n_tokens, array.shape[2]), array.dtype)
+@dataclass
+class _Part:
+    """A segment whose layers are let go of one by one."""
+
+    start: int
+    stop: int
+    layers: list[LayerKV | None]
+
+
+def _joined(parts: list[_Part], n_tokens: int) -> tuple[LayerKV, ...]:
+    """Contiguous arrays of all parts; empties them."""
+    joined: list[LayerKV] = []
+    for index in range(len(parts[0].layers)):
+        target: LayerKV | None = None
+        for part in parts:
+            source, part.layers[index] = part.layers[index], None
+            assert source is not None
+            if target is None:
+                target = _empty(source[0], n_tokens), _empty(source[1], n_tokens)
+            target[0][:, part.start : part.stop] = source[0]
+            target[1][:, part.start : part.stop] = source[1]
+        assert target is not None
+        joined.append(target)
+    return tuple(joined)
+
+
+def _empty(like: Array, n_tokens: int) -> Array:
+    return np.empty((like.shape[0], n_tokens, like.shape[2]), like.dtype)
 
 
 def _cut(segment: Segment, stop: int) -> Segment:
