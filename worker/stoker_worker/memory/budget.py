@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.disk_usage import STORE_FOLDERS, agent_use, allocated_bytes, pieces_in
+from stoker_worker.memory.disk_usage import STORE_PARTS, agent_use, allocated_bytes, pieces_in
 from stoker_worker.memory.eviction import Plan, plan_eviction
 from stoker_worker.memory.ledger import Ledger
 from stoker_worker.memory.stock import take_stock
@@ -106,18 +106,20 @@ class DiskBudget:
 
     def look_again(self, agent_id: str, blocks: Iterable[Path] = ()) -> None:
         """Something of the agent's, or these blocks, may have changed on disk. Never raises."""
-        with self._lock, _said("the bytes of agent %r are not known", agent_id):
-            self._look_again(agent_id, blocks)
+        try:
+            with self._lock:
+                self._look_again(agent_id, blocks)
+        except OSError as error:
+            _log.warning("the bytes of agent %r are not known: %s", agent_id, error)
 
-    def saved(self, agent_id: str, blocks: tuple[Path, ...], written: Iterable[Path]) -> None:
-        """A version of the agent is committed, it uses `blocks`, of which `written` may be new. Never raises."""
+    def saved(self, agent_id: str, blocks: tuple[Path, ...]) -> None:
+        """A version of the agent is committed that uses `blocks`."""
         folder = self._store.agent(agent_id).path
-        with self._lock, _said("the bytes of agent %r are not known", agent_id):
+        with self._lock:
             self._ledger.set_blocks_of(folder, blocks)
             self._ledger.touch(folder, agent_id)
             self._held.pop(agent_id, None)
             self._evicted.discard(agent_id)
-            self._look_again(agent_id, written)
 
     def make_room(self) -> None:
         """Evict if there is too much, and collect what nobody has used for long. Never raises."""
@@ -135,7 +137,7 @@ class DiskBudget:
 
     def _look_again(self, agent_id: str, blocks: Iterable[Path]) -> None:
         folder = self._store.agent(agent_id).path
-        touched = {self._store.path, folder.parent, *(self._store.path / name for name in STORE_FOLDERS)}
+        touched = {self._store.path, folder.parent, *(self._store.path / name for name in STORE_PARTS)}
         self._ledger.set_agent(folder, agent_id, agent_use(folder))
         for path in blocks:
             self._ledger.set_block(path, allocated_bytes(path))
@@ -158,6 +160,7 @@ class DiskBudget:
                     self._carry_out(plan)
         except OSError as error:
             _log.warning("not all that should go could be evicted: %s", error)
+            return
         self._warn_if_over()
 
     def _plan(self, need_bytes: int, unused_before: float) -> Plan:
@@ -214,11 +217,3 @@ class DiskBudget:
             self._ledger.total_bytes / 1e9,
             self.max_bytes / 1e9,
         )
-
-
-@contextmanager
-def _said(message: str, agent_id: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        _log.warning(message, agent_id, exc_info=True)

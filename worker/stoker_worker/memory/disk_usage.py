@@ -1,7 +1,7 @@
 """How much disk a store's files and folders take, asked of the file system. Reads only; any thread.
 
-Allocated bytes, as `du` counts them. The store is what `StoreFolder` made: anything else in its folder (``redis/``),
-and files that are just being written, are not counted.
+Allocated bytes, as `du` counts them. What is not part of the store's format (``redis/``), and files that are just being
+written, are not counted.
 """
 
 import os
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_STORE_FILES: Final = ("lock", "store.json")
-STORE_FOLDERS: Final = ("agents", "blocks", "tmp")
+STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "agents", "blocks", "tmp")
 _PIECES: Final = ("tail-", "snapshot-")
 
 
@@ -62,7 +61,7 @@ def pieces_in(folder: Path) -> list[Path]:
 def store_parts(store: Path) -> Iterator[Path]:
     """Every file and folder of a store, the agents' folders for all that is in them (see `agent_use`)."""
     yield store
-    yield from (store / name for name in (*_STORE_FILES, *STORE_FOLDERS))
+    yield from (store / name for name in STORE_PARTS)
     yield from _below(store / "blocks")
     for entry in _entries(store / "agents"):
         yield Path(entry.path)

@@ -1,7 +1,7 @@
 """`AgentStore`: agent memory on disk, as the worker sees it (`CacheStorePort`).
 
 Owns the order of a save and what a restore says about what it missed; the files are in the modules beside it.
-`open_agent` and `restore` run on the loader thread, `save` and `mark_unsaved` on the finaliser thread, at the same
+`open_agent` and `restore` run on the loader thread, `save` and `mark_unsaved` on the finaliser threads, at the same
 time, for different agents.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState
@@ -65,12 +65,16 @@ class AgentStore:
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()
         self.hot = HotMemory(memory_max_bytes)
-        self.budget = DiskBudget(
-            StoreAccess(folder, self._files),
-            max_bytes=max_bytes,
-            keep_unused_s=keep_unused_s,
-            on_evicted=self.hot.drop,
-        )
+        try:
+            self.budget = DiskBudget(
+                StoreAccess(folder, self._files),
+                max_bytes=max_bytes,
+                keep_unused_s=keep_unused_s,
+                on_evicted=self.hot.drop,
+            )
+        except OSError as error:
+            self._folder.close()
+            raise StoreUnusable(f"the store folder {folder} cannot be read: {error}") from error
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         """See `CacheStorePort.open_agent`."""
@@ -170,16 +174,17 @@ class AgentStore:
                 head = self._write(turn, state, record)
             except OSError:
                 self._after_failure(turn)
-                self.budget.look_again(turn.agent_id, written)
                 raise
-            self.budget.saved(turn.agent_id, blocks, written)
-        self.hot.saved(turn)
-        self.budget.make_room()
+            finally:
+                self.budget.look_again(turn.agent_id, written)
+            self.budget.saved(turn.agent_id, blocks)
         self._unsaved.discard(turn.agent_id)
         results = MappingProxyType({**state.version.results, turn.delivery: result})
         version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
         size = state.record_bytes + len(record)
         self._recent.put(AgentState(version, record_checksum(record), cached, head, record_bytes=size))
+        self.hot.saved(turn)
+        self.budget.make_room()
         return version.number, result
 
     def mark_unsaved(self, agent_id: str) -> None:
