@@ -15,7 +15,7 @@ test: .venv/dev
 
 # The random tests of the memory budget, many times as long as in `make test`.
 deep: .venv/dev
-	DEEP=1 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py
+	DEEP=500 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

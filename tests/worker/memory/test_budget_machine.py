@@ -21,8 +21,10 @@ from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.removal import remove_agent
 from stoker_worker.memory.store import AgentStore
 
-DEEP = bool(os.environ.get("DEEP"))
-EXAMPLES, STEPS, OPERATIONS = (500, 100, 20_000) if DEEP else (32, 50, 1000)
+DEEP = int(os.environ.get("DEEP", 0))
+"""How many runs of up to 100 operations, instead of what the suite does."""
+
+EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (32, 50, 1000)
 PHASES = tuple(Phase) if DEEP else (Phase.generate,)  # finding the shortest mix that fails takes minutes
 NAMES = st.sampled_from("abcd")
 BASES = [ids(1500, seed=seed) for seed in range(2)]

@@ -138,7 +138,7 @@ class DiskBudget:
     def _look_again(self, agent_id: str, blocks: Iterable[Path]) -> None:
         folder = self._store.agent(agent_id).path
         touched = {self._store.path, folder.parent, *(self._store.path / name for name in STORE_PARTS)}
-        self._ledger.set_agent(folder, agent_id, agent_use(folder))
+        self._ledger.set_agent(folder, agent_id, agent_use(folder, self._ledger.folder_use(folder)))
         for path in blocks:
             self._ledger.set_block(path, allocated_bytes(path))
             touched |= {path.parent, path.parent.parent}
@@ -187,7 +187,7 @@ class DiskBudget:
                 for path in pieces_in(folder):
                     files.remove(path)
             finally:
-                ledger.set_agent(folder, agent_id, agent_use(folder))
+                ledger.set_agent(folder, agent_id, agent_use(folder, ledger.folder_use(folder)))
         for path in plan.blocks:
             try:
                 files.remove(path)

@@ -5,6 +5,7 @@ written, are not counted.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Final
 
 STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "agents", "blocks", "tmp")
 _PIECES: Final = ("tail-", "snapshot-")
+_RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,13 @@ class FolderUse:
     Attributes:
         kept_bytes: the folder itself, records, HEAD: never evicted.
         piece_bytes: tail and snapshots: may go at any time.
+        settled: records up to this version never change any more; `settled_bytes` of `kept_bytes` are theirs.
     """
 
     kept_bytes: int
     piece_bytes: int
+    settled: int = 0
+    settled_bytes: int = 0
 
 
 NOTHING: Final = FolderUse(0, 0)
@@ -39,18 +44,27 @@ def allocated_bytes(path: Path | os.DirEntry[str]) -> int | None:
     return found.st_blocks * 512
 
 
-def agent_use(folder: Path) -> FolderUse | None:
-    """Of an agent's folder; ``None`` when it is not there."""
+def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
+    """Of an agent's folder; ``None`` when it is not there. Records that `before` calls settled are not asked again."""
     kept, pieces = allocated_bytes(folder), 0
     if kept is None:
         return None
+    records = {}
     for entry in _entries(folder):
+        version = int(entry.name[:-5]) if _RECORD_NAME.fullmatch(entry.name) else None
+        if version is not None and version <= before.settled:
+            continue
         n_bytes = allocated_bytes(entry) or 0
-        if entry.name.startswith(_PIECES):
+        if version is not None:
+            records[version] = n_bytes
+        elif entry.name.startswith(_PIECES):
             pieces += n_bytes
         else:
             kept += n_bytes
-    return FolderUse(kept, pieces)
+    newest = max(records, default=0)  # the next save may replace it: it may not have been committed
+    settled_bytes = before.settled_bytes + sum(n_bytes for version, n_bytes in records.items() if version < newest)
+    kept += before.settled_bytes + sum(records.values())
+    return FolderUse(kept, pieces, max(before.settled, newest - 1), settled_bytes)
 
 
 def pieces_in(folder: Path) -> list[Path]:

@@ -84,6 +84,9 @@ class Ledger:
         if (agent := self.agents.get(folder)) is not None:
             self.agents[folder] = replace(agent, agent_id=agent_id, last_use=next(self._uses))
 
+    def folder_use(self, folder: Path) -> FolderUse:
+        return self.agents[folder].folder if folder in self.agents else NOTHING
+
     def n_users(self, block: Path) -> int:
         return self._users[block]
 
