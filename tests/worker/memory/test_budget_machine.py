@@ -21,7 +21,7 @@ from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.removal import remove_agent
 from stoker_worker.memory.store import AgentStore
 
-DEEP = int(os.environ.get("DEEP", 0))
+DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""
 
 EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (32, 50, 1000)
