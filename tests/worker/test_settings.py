@@ -28,6 +28,16 @@ def test_options_win_over_the_environment_and_the_environment_over_defaults(monk
     assert (settings.max_batch, settings.grace_s, settings.poll_s) == (5, 7.0, 0.05)
 
 
+def test_limits_of_disk_and_memory_may_be_left_to_the_machine(monkeypatch):
+    settings = read_settings({})
+    assert (settings.store_max_bytes, settings.memory_max_bytes) == (None, None)
+    monkeypatch.setenv("STOKER_STORE_MAX_BYTES", "1000000")
+    assert read_settings({"memory_max_bytes": 0}).store_max_bytes == 1_000_000
+    for wrong in ({"store_max_bytes": 0}, {"memory_max_bytes": -1}):
+        with pytest.raises(ValueError, match="max_bytes"):
+            read_settings(wrong)
+
+
 def test_an_unknown_name_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BACTH", "3")
     with pytest.raises(ValueError, match="STOKER_MAX_BACTH"):

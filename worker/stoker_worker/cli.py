@@ -41,6 +41,8 @@ main.add_command(memory)
 @click.option("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
 @click.option("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
 @click.option("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
+@click.option("--store-max-bytes", type=int, help="Disk the store may take.  [80 % of what it has and what is free]")
+@click.option("--memory-max-bytes", type=int, help="RAM for caches of recent agents; 0: none.  [1/16 of all]")
 @click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
 @click.option("--max-step-s", type=float, help="Seconds of prefill between two decode steps, at most.  [0.5]")
 @click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps, at most.")
@@ -90,6 +92,7 @@ def _settings(options: dict[str, Any]) -> "WorkerSettings":
 
 
 def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
+    from stoker_worker.memory.hot import default_memory_bytes
     from stoker_worker.memory.store import AgentStore
     from stoker_worker.rq_worker.connect import open_queue
     from stoker_worker.settings import EMBEDDED
@@ -108,7 +111,11 @@ def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
             log.info("own Redis server at %s", redis_url)
         queue = cleanup.enter_context(open_queue(settings, redis_url, standby=standby))
         # After the queue: the worker that a standby waits for has the store until it is gone.
-        store = AgentStore(settings.store_folder)
+        store = AgentStore(
+            settings.store_folder,
+            max_bytes=settings.store_max_bytes,
+            memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
+        )
         cleanup.callback(store.close)
         worker = Worker(settings, queue.rq_queue, store, provider, burst=burst)
         queue.identity.on_shutdown = worker.request_stop

@@ -27,6 +27,7 @@ class Inbox(threading.Thread):
         admission: Admission,
         *,
         to_loader: Callable[[ClaimedJob], None],
+        protect: Callable[[frozenset[str]], None],
         progress: Callable[[], Mapping[str, int]],
         poll_s: float,
         recover_s: float,
@@ -34,6 +35,7 @@ class Inbox(threading.Thread):
     ) -> None:
         """
         Args:
+            protect: told the agents with work queued or running, whenever they change.
             progress: tokens generated so far, by job id.
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two looks for what dead workers left.
@@ -43,6 +45,8 @@ class Inbox(threading.Thread):
         self._queue = queue
         self._admission = admission
         self._to_loader = to_loader
+        self._protect = protect
+        self._at_work = (frozenset[str](), frozenset[str]())
         self._progress = progress
         self._poll_s = poll_s
         self._recover = _Every(recover_s)
@@ -75,6 +79,7 @@ class Inbox(threading.Thread):
                 self._recover_orphans()
             claimed = self._queue.claim(self._admission.room, self._admission.busy_agents)
             self._admission.admit(claimed)
+            self._protect_agents()
             for job in claimed:
                 self._to_loader(job)
         self._stop_what_must_not_go_on()
@@ -106,6 +111,13 @@ class Inbox(threading.Thread):
     def _recover_orphans(self) -> None:
         if recovered := self._queue.recover():
             log.warning("%d jobs of a dead worker are back in the queue", recovered)
+
+    def _protect_agents(self) -> None:
+        """Before the loader has a job: nothing of what it reads may be evicted until the job has ended."""
+        at_work = (self._admission.busy_agents, self._queue.waiting_agents())
+        if at_work != self._at_work:
+            self._at_work = at_work
+            self._protect(at_work[0] | at_work[1])
 
     def _stop_what_must_not_go_on(self) -> None:
         now = time.monotonic()

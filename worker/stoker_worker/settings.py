@@ -30,6 +30,8 @@ class WorkerSettings(BaseSettings):
     max_batch: Annotated[int, Field(ge=1, le=256)] = 16
     share_prefixes: bool = True
     store_dtype: StoreDtype = "native"
+    store_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    memory_max_bytes: Annotated[int, Field(ge=0)] | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None

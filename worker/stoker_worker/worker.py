@@ -103,6 +103,7 @@ class Worker:
             self._queue,
             Admission(self._settings.max_batch),
             to_loader=loader.put,
+            protect=self._store.protect,
             progress=self._engine.progress,
             poll_s=self._settings.poll_s,
             recover_s=self._settings.recover_s,

@@ -95,3 +95,28 @@ def test_a_job_lost_twice_waits_until_nothing_runs_and_is_then_claimed_alone(con
     assert claim(backlog, nothing_runs=False) == []
     assert claim(backlog, nothing_runs=True) == [suspect]
     assert claim(backlog) == [behind]
+
+
+def test_the_agents_of_waiting_jobs_are_known_without_asking(connection, backlog, submit):
+    assert backlog.agents() == frozenset()
+    _, _, _, c1 = submit("a", "a", "b", "c")
+    connection.rpush("rq:queue:generate", "no-hash")
+    claim(backlog, busy=["b"], limit=1)
+    claim(backlog, busy=["a", "b", "c"])
+    before = backlog.agents()
+    assert before == {"a", "b", "c"}
+    claim(backlog, busy=["a", "b", "c"])
+    assert backlog.agents() is before
+    assert claim(backlog, busy=["a", "b"]) == [c1]
+    assert backlog.agents() == {"a", "b"}
+
+
+def test_jobs_that_left_the_queue_otherwise_are_forgotten_when_a_look_ends(connection, backlog, submit):
+    _, b1 = submit("a", "b")
+    claim(backlog, busy=["a", "b"])
+    connection.lrem("rq:queue:generate", 1, b1)
+    claim(backlog, busy=["a", "b"])
+    assert backlog.agents() == {"a"}
+    connection.delete("rq:queue:generate")
+    assert claim(backlog) == []
+    assert backlog.agents() == frozenset()

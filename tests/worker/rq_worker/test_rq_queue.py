@@ -252,3 +252,18 @@ def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, r
     failed = Job.fetch(job_id, connection, JSONSerializer)
     assert failed.meta["partial"] == "so far"
     assert failed.latest_result().exc_string == "GenerationTimedOut: late"
+
+
+def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer):
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        queue = opened.rq_queue
+        submit(producer, "a", "b", "a")
+        Producer(redis_url, queue="high").submit(agent_id="c", prompt="x")
+        assert queue.waiting_agents() == frozenset()
+        assert [job.request.agent_id for job in claim(queue)] == ["c", "a", "b"]
+        assert queue.waiting_agents() == {"a"}
+        assert queue.waiting_agents() is queue.waiting_agents()
+        Producer(redis_url, queue="high").submit(agent_id="d", prompt="x")
+        queue.claim(8, frozenset({"a", "d"}))
+        assert queue.waiting_agents() == {"a", "d"}

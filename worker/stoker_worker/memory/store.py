@@ -1,51 +1,78 @@
 """`AgentStore`: agent memory on disk, as the worker sees it (`CacheStorePort`).
 
-Owns the order of a save and what a restore says about what it missed; the files are in the modules beside it.
-`open_agent` and `restore` run on the loader thread, `save` and `mark_unsaved` on the finaliser thread, at the same
-time, for different agents.
+Owns the order of a save, and what is known of each agent; what a prompt gets of it is `recall`'s, the files are in the
+modules beside it. `open_agent` and `restore` run on the loader thread, `save` and `mark_unsaved` on finaliser threads,
+at the same time, for different agents.
 """
 
-import contextlib
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
+from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
 from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.block_search import Found, OwnCache, Source
+from stoker_worker.memory.block_paths import cached_blocks
+from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk, Files
+from stoker_worker.memory.hot import HotMemory
+from stoker_worker.memory.recall import Question, Recall
 from stoker_worker.memory.recent import RecentAgents
 from stoker_worker.memory.record import TurnRecord, delta, record_checksum
-from stoker_worker.memory.restore import find_prefix
 from stoker_worker.memory.store_folder import StoreFolder
 from stoker_worker.memory.turn_cache import cached_prefix, own_pieces, run_of
 from stoker_worker.memory.verify import verify_agents, verify_blocks
-from stoker_worker.ports import AgentVersion, LoadedModel, Restored, RestoredPrefix, Turn
-
-_log = logging.getLogger(__name__)
+from stoker_worker.ports import AgentVersion, LoadedModel, Restored, Turn
 
 
 class AgentStore:
     """Agent memory in one folder.
 
     Attributes:
-        misses: how often less was reused than an agent's history allowed, by reason.
+        budget: what is on disk, and how much may be.
+        hot: what is in RAM, and how much may be.
 
     Raises:
         StoreUnusable: the folder is locked, of an unknown format, or cannot be written.
     """
 
-    def __init__(self, folder: Path, *, files: Files | None = None) -> None:
-        self.misses: Counter[str] = Counter()
-        self._files = Disk() if files is None else files
-        self._folder = StoreFolder(folder, self._files)
-        self._blocks = BlockFolder(self._folder.blocks, files=self._files, writer=self._folder.writer)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        files: Files | None = None,
+        max_bytes: int | None = None,
+        memory_max_bytes: int = 0,
+        keep_unused_s: float = KEEP_UNUSED_S,
+    ) -> None:
+        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `HotMemory`."""
+        files = Disk() if files is None else files
+        self._files = files
+        self._folder = StoreFolder(folder, files)
+        self._blocks = BlockFolder(self._folder.blocks, files=files, writer=self._folder.writer)
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()
+        self.hot = HotMemory(memory_max_bytes)
+        try:
+            self.budget = DiskBudget(
+                StoreAccess(folder, files),
+                max_bytes=max_bytes,
+                keep_unused_s=keep_unused_s,
+                on_evicted=self.hot.drop,
+            )
+        except OSError as error:
+            self._folder.close()
+            raise StoreUnusable(f"the store folder {folder} cannot be read: {error}") from error
+        self._recall = Recall(files, self._blocks, self.budget, self.hot, folder_of=self._agent, state_of=self._state)
+
+    @property
+    def misses(self) -> Counter[str]:
+        """How often less was reused than an agent's history allowed, by reason."""
+        return self._recall.misses
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         """See `CacheStorePort.open_agent`."""
@@ -61,13 +88,7 @@ class AgentStore:
         """See `CacheStorePort.restore`."""
         if not model.spec.can_be_stored:
             return Restored(None, "none")
-        prompt = tuple(prompt_ids)
-        limit = max(0, len(prompt) - 1)
-        own, other = self._own_cache(agent, model, salt)
-        found = find_prefix(prompt, Source(model.fingerprint, salt, model.spec, own, self._blocks.path_of))
-        reason = self._report(agent.agent_id, found, other if found.n_tokens < limit else None)
-        prefix = RestoredPrefix(found.n_tokens, found.layers, found.states) if found.n_tokens else None
-        return Restored(prefix, "disk" if prefix else "none", saved_blocks=found.saved_blocks, miss_reason=reason)
+        return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt))
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
         """See `CacheStorePort.save`.
@@ -93,16 +114,24 @@ class AgentStore:
             cache=cached,
             **changes,
         ).encode()
-        try:
-            head = self._write(turn, state, record)
-        except OSError:
-            self._after_failure(turn)
-            raise
+        blocks = cached_blocks(cached, turn.transcript.token_ids, self._blocks.path_of)
+        written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
+        with self.budget.using(turn.agent_id, blocks):
+            try:
+                head = self._write(turn, state, record)
+            except OSError:
+                self._after_failure(turn)
+                raise
+            finally:
+                self.budget.look_again(turn.agent_id, written)
+            self.budget.saved(turn.agent_id, blocks)
         self._unsaved.discard(turn.agent_id)
         results = MappingProxyType({**state.version.results, turn.delivery: result})
         version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
         size = state.record_bytes + len(record)
         self._recent.put(AgentState(version, record_checksum(record), cached, head, record_bytes=size))
+        self.hot.saved(turn)
+        self.budget.make_room()
         return version.number, result
 
     def mark_unsaved(self, agent_id: str) -> None:
@@ -110,6 +139,12 @@ class AgentStore:
         self._unsaved.add(agent_id)
         self._recent.drop(agent_id)
         self._agent(agent_id).mark_unsaved()
+        self.budget.look_again(agent_id)
+
+    def protect(self, agents: frozenset[str]) -> None:
+        """See `CacheStorePort.protect`."""
+        self.budget.protect(agents)
+        self.hot.protect(agents)
 
     def verify(self) -> list[str]:
         """One line for everything in the store that is not as it was written; reads all of it."""
@@ -132,41 +167,8 @@ class AgentStore:
             self._recent.put(state)
         return state
 
-    def _own_cache(
-        self, agent: AgentVersion, model: LoadedModel, salt: str | None
-    ) -> tuple[OwnCache | None, str | None]:
-        """The agent's own cache as far as `model` and `salt` may use it, else why they may not."""
-        state, transcript = self._state(agent.agent_id), agent.transcript
-        cache = state.cache if state.version.number == agent.number else None
-        if cache is None or transcript is None:
-            return None, None
-        if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
-            return None, "other_tokenizer"
-        if cache.model != model.fingerprint:
-            return None, "other_model"
-        if cache.salt != salt:
-            return None, "other_salt"
-        folder = self._agent(agent.agent_id)
-        snapshots = [(n, folder.snapshot_path(agent.number, index)) for index, n in enumerate(cache.snapshots)]
-        tail = folder.tail_path(agent.number)
-        return OwnCache(transcript.token_ids[: cache.tokens], tail, tuple(snapshots)), None
-
-    def _report(self, agent_id: str, found: Found, other: str | None) -> str | None:
-        """Remove what is damaged, so that the next save writes it anew; log, count and return the first reason."""
-        for faulty in found.faults:
-            if faulty.fault != "missing":
-                with contextlib.suppress(OSError):
-                    self._files.remove(faulty.path)
-        reasons = [f"{faulty.kind}_{faulty.fault}" for faulty in found.faults] or ([other] if other else [])
-        if not reasons:
-            return None
-        where = f": {found.faults[0].path}" if found.faults else ""
-        _log.warning("agent %r: cache missed after %d tokens: %s%s", agent_id, found.n_tokens, reasons[0], where)
-        self.misses[reasons[0]] += 1
-        return reasons[0]
-
     def _after_failure(self, turn: Turn) -> None:
-        """Leave nothing half-written; if the turn could not even be taken back, `append` refuses from now on."""
+        """If the turn could not even be taken back, `append` refuses from now on."""
         self._recent.drop(turn.agent_id)
         if self._state(turn.agent_id).version.number != turn.parent:
             self._unsaved.add(turn.agent_id)

@@ -82,7 +82,7 @@ class Turn:
 
 
 class CacheStorePort(Protocol):
-    """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finaliser thread."""
+    """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finaliser threads."""
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         """The agent's newest version.
@@ -113,6 +113,10 @@ class CacheStorePort(Protocol):
 
     def mark_unsaved(self, agent_id: str) -> None:
         """Remember that a finished turn of this agent is not in its transcript: `append` must refuse from now on."""
+        ...
+
+    def protect(self, agents: frozenset[str]) -> None:
+        """Which agents have work queued or running, as of now: they lose no cache. Any thread, waits for nobody."""
         ...
 
     def close(self) -> None: ...

@@ -57,6 +57,10 @@ class QueuePort(Protocol):
         """Take up to `limit` waiting jobs, in order, at most one per agent and none of a busy one."""
         ...
 
+    def waiting_agents(self) -> frozenset[str]:
+        """Agents of waiting jobs, as far as `claim` has looked; asks nobody. The same object while nothing changes."""
+        ...
+
     def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
         """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress` (tokens by job id)."""
         ...

@@ -61,6 +61,7 @@ class Backlog:
         self._claim = connection.register_script(_CLAIM)
         self._suspect_after = suspect_after
         self._known: dict[str, _Waiting] = {}
+        self._agents: frozenset[str] | None = None
         self.waits_for_quiet = False
 
     def claim(self, limit: int, busy_agents: frozenset[str], lease_value: str, *, nothing_runs: bool) -> list[str]:
@@ -70,7 +71,7 @@ class Backlog:
         Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
         """
         if len(self._known) > _MAX_REMEMBERED:
-            self._known.clear()  # jobs that others took from the list are never forgotten one by one
+            self._forget(list(self._known))  # jobs that others took out are forgotten only where a look ends
         self.waits_for_quiet = False
         chosen: list[str] = []
         taken = set(busy_agents)
@@ -92,23 +93,40 @@ class Backlog:
             return []
         keys = [self._key, self._intermediate_key, LEASE_KEY.format(queue=self._name)]
         claimed = [_text(job_id) for job_id in self._claim(keys=keys, args=[lease_value, *map(_raw, chosen)])]
-        for job_id in claimed:
-            self._known.pop(job_id, None)
+        self._forget(claimed)
         return claimed
+
+    def agents(self) -> frozenset[str]:
+        """The agents of the waiting jobs that the last looks came across."""
+        if self._agents is None:
+            agents = (waiting.agent_id for waiting in self._known.values())
+            self._agents = frozenset(agent_id for agent_id in agents if agent_id is not None)
+        return self._agents
 
     def _waiting(self) -> Iterator[str]:
         """Job ids from the head on, page by page, each with its agent looked up."""
+        seen: set[str] = set()
         for start in range(0, _MAX_LOOK, _PAGE):
             page = cast(list[bytes], self._connection.lrange(self._key, start, start + _PAGE - 1))
             ids = [_text(job_id) for job_id in page]
             unknown = [job_id for job_id in ids if job_id not in self._known]
             for at in range(0, len(unknown), _READ_AT_ONCE):
                 self._learn(unknown[at : at + _READ_AT_ONCE])
+            seen.update(ids)
             yield from ids
             if len(ids) < _PAGE:
+                if len(seen) < len(self._known):  # this was all: others took the rest
+                    self._forget([job_id for job_id in self._known if job_id not in seen])
                 return
 
+    def _forget(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            self._known.pop(job_id, None)
+        if job_ids:
+            self._agents = None
+
     def _learn(self, job_ids: list[str]) -> None:
+        self._agents = None if job_ids else self._agents
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hmget(_raw(Job.key_for(job_id)), "data", FIELD_ATTEMPTS)

@@ -92,6 +92,10 @@ class RqQueue:
             claimed.append(job)
             busy |= {job.request.agent_id}
 
+    def waiting_agents(self) -> frozenset[str]:
+        waiting = [agents for backlog in self._backlogs.values() if (agents := backlog.agents())]
+        return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
+
     def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job in jobs:

@@ -1,0 +1,62 @@
+"""A worker with little room: right answers, recent agents from RAM, and a store that does not grow without end.
+
+The scripted engine fails a job whose restored cache is not that of its prompt.
+"""
+
+import pytest
+from tests.worker_process import running_worker
+
+from stoker import Producer
+
+pytestmark = pytest.mark.server
+
+WORDS = "a sentence of some length that fills a block. " * 24
+
+
+def turns(producer, number):
+    return [
+        producer.submit(agent_id=f"agent {n}", context="append", prompt=f"{n} {number} {WORDS}", max_tokens=8)
+        for n in range(8)
+    ]
+
+
+def results(tickets):
+    return [ticket.result(timeout_s=60) for ticket in tickets]
+
+
+def cache_bytes(store):
+    return sum(path.stat().st_blocks * 512 for path in store.rglob("*.safetensors"))
+
+
+def test_the_second_turn_comes_from_memory_and_after_a_restart_from_disk(redis_url, tmp_path):
+    producer, store = Producer(redis_url), tmp_path / "store"
+    with running_worker(redis_url, store):
+        first = results(turns(producer, 1))
+        second = results(turns(producer, 2))
+    with running_worker(redis_url, store, "--memory-max-bytes", "0"):
+        third = results(turns(producer, 3))
+        fourth = results(turns(producer, 4))
+    assert [{result.cache.source for result in round} for round in (first, second, third, fourth)] == [
+        {"none"},
+        {"memory"},
+        {"disk"},
+        {"disk"},
+    ]
+    for before, after in ((first, second), (second, third), (third, fourth)):
+        for one, two in zip(before, after, strict=True):
+            assert two.usage.cached_tokens == one.usage.prompt_tokens + one.usage.completion_tokens
+
+
+def test_a_store_over_its_limit_loses_cache_of_idle_agents_and_no_conversation(redis_url, tmp_path):
+    producer, store = Producer(redis_url), tmp_path / "store"
+    limits = ("--store-max-bytes", "400000", "--memory-max-bytes", "20000", "--max-batch", "2")
+    with running_worker(redis_url, store, *limits) as worker:
+        for number in range(1, 6):
+            first = results(turns(producer, number))
+        assert "evicted" in worker.log
+    assert cache_bytes(store) < 300_000
+    with running_worker(redis_url, store):
+        second = results(turns(producer, 6))
+    for one, two in zip(first, second, strict=True):
+        assert two.usage.prompt_tokens > one.usage.prompt_tokens + one.usage.completion_tokens
+        assert two.cache.agent_version == one.cache.agent_version + 1

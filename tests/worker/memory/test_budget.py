@@ -1,0 +1,338 @@
+"""The disk budget in a living store: what goes, what stays, and that the books say so."""
+
+import dataclasses
+import logging
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.worker.memory.agents import Agent, FastDisk, files_below, ids, make_transcript, make_turn
+
+from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.store import AgentStore
+
+LONG = ids(1300)
+NOBODY = frozenset[str]()
+
+
+def open_store(folder: Path, **options: Any) -> AgentStore:
+    return AgentStore(folder, files=FastDisk(), **options)
+
+
+def blocks_in(folder: Path) -> list[Path]:
+    return files_below(folder / "blocks")
+
+
+def squeeze(store: AgentStore, max_bytes: int = 1) -> None:
+    """Evict as after a save, with a limit of `max_bytes` for this once."""
+    was, store.budget.max_bytes = store.budget.max_bytes, max_bytes
+    store.budget.make_room()
+    store.budget.max_bytes = was
+
+
+def test_the_books_say_what_du_says(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for name, length in (("a", 700), ("b", 900), ("a", 1300)):
+        Agent(store, name).say(ids(length, seed=ord(name)))
+    said = subprocess.run(["du", "-sk", tmp_path], capture_output=True, check=True, text=True)
+    on_disk = 1024 * int(said.stdout.split()[0])
+    assert store.budget.total_bytes == on_disk
+    store.close()
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "dump").write_bytes(bytes(100_000))
+    assert open_store(tmp_path).budget.total_bytes == on_disk
+
+
+def test_without_a_limit_it_is_80_percent_of_what_is_free(tmp_path: Path) -> None:
+    limit = open_store(tmp_path).budget.max_bytes
+    assert limit == pytest.approx(0.8 * shutil.disk_usage(tmp_path).free, rel=0.05)
+
+
+def test_a_store_stays_within_its_limit_and_keeps_the_agents_used_last(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_bytes=1_000_000)
+    for number in range(20):
+        Agent(store, f"agent {number}").say(ids(600, seed=number), ids(30, seed=100 + number))
+        assert store.budget.total_bytes <= 1_000_000
+    for number in range(20):
+        assert Agent(store, f"agent {number}").tokens() == ids(600, seed=number) + ids(30, seed=100 + number)
+    assert Agent(store, "agent 19").cached((*ids(600, seed=19), *ids(30, seed=119), 1)) == 630
+    assert Agent(store, "agent 0").restore((*ids(600), *ids(30, seed=100), 1)).miss_reason == "evicted"
+    assert store.misses["evicted"] == 1
+    assert store.verify() == []
+
+
+def test_an_evicted_agent_goes_on_and_its_next_turn_is_cached_again(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path, memory_max_bytes=1 << 30))
+    agent.say(LONG[:700])
+    squeeze(agent.store)
+    assert blocks_in(tmp_path) == []
+    assert not list(tmp_path.rglob("tail-*"))
+    restored = agent.restore(LONG[:800])
+    assert (restored.prefix, restored.saved_blocks, restored.miss_reason) == (None, 0, "evicted")
+    agent.say(LONG[:800])
+    assert agent.restore(LONG[:900]).miss_reason is None
+    agent.store.close()
+    agent.store = open_store(tmp_path)
+    assert agent.cached(LONG[:900]) == 800
+    assert agent.open().number == 2
+
+
+def test_what_is_left_of_a_chain_is_its_start(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:1100])
+    squeeze(agent.store, agent.store.budget.total_bytes - 1)
+    restored = agent.restore(LONG[:1200])
+    assert restored.prefix is not None
+    assert restored.prefix.n_tokens % 256 == 0
+    assert 0 < restored.prefix.n_tokens < 1100
+
+
+def test_eviction_goes_on_to_the_low_water_mark(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(12):
+        Agent(store, str(number)).say(ids(600, seed=number))
+    total = store.budget.total_bytes
+    squeeze(store, total - 1)
+    assert 0.8 * total < store.budget.total_bytes <= 0.9 * total
+
+
+def test_an_agent_with_work_keeps_its_cache_and_what_it_shares(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "idle").say(LONG[:700])
+    Agent(store, "busy").say((*LONG[:600], 1))
+    store.protect(frozenset({"busy"}))
+    squeeze(store)
+    assert Agent(store, "busy").restore((*LONG[:600], 1, 2)).miss_reason is None
+    assert Agent(store, "idle").cached(LONG[:700]) == 512
+    store.protect(NOBODY)
+    squeeze(store)
+    assert blocks_in(tmp_path) == []
+
+
+def test_blocks_that_a_running_job_was_restored_from_stay_until_its_turn_is_saved(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "other").say(LONG[:700])
+    store.protect(frozenset({"new"}))
+    new = Agent(store, "new")
+    turn = new.turn(LONG[:600])
+    assert turn.cache is not None
+    assert turn.cache.start == 512
+    squeeze(store)
+    assert len(blocks_in(tmp_path)) == 2
+    store.save(turn)
+    store.protect(frozenset({"somebody else"}))
+    assert new.cached((*LONG[:600], 1)) == 600
+
+
+def test_a_job_that_ended_unsaved_holds_nothing_any_more(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "other").say(LONG[:700])
+    store.protect(frozenset({"new"}))
+    Agent(store, "new").restore(LONG[:600])
+    store.protect(NOBODY)
+    squeeze(store)
+    assert blocks_in(tmp_path) == []
+
+
+def test_replaced_blocks_are_collected_while_the_store_is_open(tmp_path: Path) -> None:
+    clock = [0.0]
+    agent = Agent(open_store(tmp_path))
+    agent.store.budget._clock = agent.store.budget._ledger._clock = lambda: clock[0]
+    agent.say(LONG[:700])
+    first = blocks_in(tmp_path)
+    agent.say(ids(600, seed=1))
+    assert set(first) <= set(blocks_in(tmp_path))  # it may come back
+    clock[0] = 3601.0
+    agent.say((*ids(600, seed=1), 1))
+    assert not set(first) & set(blocks_in(tmp_path))
+    assert agent.cached((*ids(600, seed=1), 1, 2)) == 601
+
+
+def test_opening_collects_what_nobody_uses(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(LONG[:700])
+    Agent(store).say(ids(600, seed=1))
+    store.close()
+    stray = tmp_path / "blocks" / "fedcba9876543210" / "00"
+    stray.mkdir(parents=True)
+    (stray / "left.safetensors").write_bytes(b"x")
+    store = open_store(tmp_path)
+    assert len(blocks_in(tmp_path)) == 2
+    assert not stray.parent.exists()
+    assert Agent(store).cached((*ids(600, seed=1), 1)) == 600
+
+
+def test_opening_evicts_down_to_the_limit_the_agents_saved_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for name in "zya":
+        Agent(store, name).say(ids(600, seed=ord(name)))
+    total = store.budget.total_bytes
+    store.close()
+    store = open_store(tmp_path, max_bytes=int(0.95 * total))
+    left = [Agent(store, name).cached((*ids(600, seed=ord(name)), 1)) for name in "zya"]
+    assert left[0] < 600
+    assert left[1:] == [600, 600]
+
+
+def test_a_budget_that_transcripts_alone_exceed_costs_all_cache_no_turn_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Agent(open_store(tmp_path, max_bytes=10_000))
+    with caplog.at_level(logging.WARNING, logger="stoker_worker.memory.budget"):
+        for length in (300, 600, 900):
+            agent.say(LONG[:length])
+            assert agent.tokens() == LONG[:length]
+    assert blocks_in(tmp_path) == []
+    said = [record.getMessage() for record in caplog.records if record.name.endswith(".budget")]
+    assert len(said) == 1
+    assert "nothing more can be evicted" in said[0]
+
+
+def test_the_blocks_of_a_save_that_failed_are_counted_and_collected(tmp_path: Path) -> None:
+    class NoRecords(FastDisk):
+        failing = False
+
+        def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+            data = [bytes(chunk) for chunk in chunks]
+            if self.failing and data[0].startswith(b"stoker-record"):
+                raise OSError("no")
+            super().write(path, data)
+
+    disk = NoRecords()
+    store = AgentStore(tmp_path, files=disk, keep_unused_s=0)
+    disk.failing = True
+    with pytest.raises(OSError, match="no"):
+        Agent(store).say(LONG[:700])
+    assert len(blocks_in(tmp_path)) == 2
+    disk.failing = False
+    assert store.budget.total_bytes == sum(x.lstat().st_blocks * 512 for x in (tmp_path, *tmp_path.rglob("*")))
+    Agent(store, "other").say((1,))
+    assert blocks_in(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_removed_costs_a_warning_and_no_turn(tmp_path: Path) -> None:
+    class Sticky(FastDisk):
+        def remove(self, path: Path) -> None:
+            if path.suffix == ".safetensors" and path.parent.parent.parent.name == "blocks":
+                raise OSError("not allowed")
+            super().remove(path)
+
+    agent = Agent(AgentStore(tmp_path, files=Sticky(), max_bytes=50_000))
+    for length in (300, 600):
+        agent.say(LONG[:length])
+    assert agent.tokens() == LONG[:600]
+    assert len(blocks_in(tmp_path)) == 2
+
+
+def test_a_block_another_agent_is_about_to_rely_on_is_not_evicted(tmp_path: Path) -> None:
+    """Agent `late` saves a turn whose first block is there; while it writes, eviction finds that nobody uses it."""
+    entered, evicted = threading.Event(), threading.Event()
+
+    class SlowTail(FastDisk):
+        def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+            data = [bytes(chunk) for chunk in chunks]
+            if threading.current_thread().name == "late" and b'"kind":"tail"' in data[0]:
+                entered.set()
+                assert evicted.wait(20)
+            super().write(path, data)
+
+    store = AgentStore(tmp_path, files=SlowTail())
+    first = Agent(store, "first")
+    first.say(LONG[:300])
+    late = Agent(store, "late")
+    turn = late.turn(LONG[:290])
+    first.say((1, 2, 3))  # its block has no user any more
+    thread = threading.Thread(target=store.save, args=(turn,), name="late")
+    thread.start()
+    assert entered.wait(20)
+    squeeze(store)
+    evicted.set()
+    thread.join()
+    assert late.cached((*LONG[:290], 1)) == 290
+
+
+def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_true_books(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_bytes=700_000, memory_max_bytes=200_000, keep_unused_s=0)
+    readers = [Agent(store, f"reader {number}") for number in range(3)]  # no agent has two jobs at once
+    for reader in readers:
+        reader.say((*LONG[:600], 1))
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def work(name: str) -> None:
+        try:
+            agent = Agent(store, name)
+            for number in range(25):
+                prompt = (*LONG[: 300 + 20 * number], *ids(200, seed=number % 5))
+                agent.say(prompt)
+                assert agent.tokens() == prompt
+        except BaseException as error:
+            errors.append(error)
+
+    def load() -> None:
+        try:
+            while not done.is_set():
+                for reader in readers:
+                    assert reader.tokens() == (*LONG[:600], 1)
+                    reader.restore((*LONG[:600], 1, 2))
+        except BaseException as error:
+            errors.append(error)
+
+    savers = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    loader = threading.Thread(target=load)
+    for thread in (*savers, loader):
+        thread.start()
+    for thread in savers:
+        thread.join()
+    done.set()
+    loader.join()
+    store.budget.make_room()  # what was in use during the last save is in use no more
+    assert errors == []
+    assert store.verify() == []
+    assert store.budget.total_bytes == sum(x.lstat().st_blocks * 512 for x in (tmp_path, *tmp_path.rglob("*")))
+    assert store.budget.total_bytes <= 700_000
+
+
+def test_a_failed_save_leaves_the_other_threads_files_alone(tmp_path: Path) -> None:
+    """Agent `slow` has staged its block when the save of `failing` breaks off and tidies up behind itself."""
+    staged, failed = threading.Event(), threading.Event()
+
+    class Meeting(FastDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            if threading.current_thread().name == "slow" and target.suffix == ".safetensors":
+                staged.set()
+                assert failed.wait(20)
+            elif threading.current_thread().name == "failing" and target.suffix == ".safetensors":
+                raise OSError("no")
+            super().rename(source, target)
+
+    store = AgentStore(tmp_path, files=Meeting())
+    slow = make_turn(Agent(store, "slow"), 0, make_transcript(LONG[:10]), None)
+    slow = dataclasses.replace(slow, cache=Agent(store, "x").turn(LONG[:10]).cache)
+    failing = make_turn(Agent(store, "failing"), 0, make_transcript(LONG[:20]), None)
+    failing = dataclasses.replace(failing, cache=Agent(store, "x").turn(LONG[:20]).cache)
+    errors: list[OSError] = []
+
+    def fail() -> None:
+        try:
+            store.save(failing)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=store.save, args=(slow,), name="slow"),
+        threading.Thread(target=fail, name="failing"),
+    ]
+    threads[0].start()
+    assert staged.wait(20)
+    threads[1].start()
+    threads[1].join()
+    failed.set()
+    threads[0].join()
+    assert len(errors) == 1
+    assert Agent(store, "slow").tokens() == LONG[:10]
+    assert files_below(tmp_path / "tmp") == []

@@ -1,0 +1,96 @@
+"""How much disk a store's files and folders take, asked of the file system. Reads only; any thread.
+
+Allocated bytes, as `du` counts them. What is not part of the store's format (``redis/``), and files that are just being
+written, are not counted.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "agents", "blocks", "tmp")
+_PIECES: Final = ("tail-", "snapshot-")
+_RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
+
+
+@dataclass(frozen=True)
+class FolderUse:
+    """One agent's folder, in allocated bytes.
+
+    Attributes:
+        kept_bytes: the folder itself, records, HEAD: never evicted.
+        piece_bytes: tail and snapshots: may go at any time.
+        settled: records up to this version never change any more; `settled_bytes` of `kept_bytes` are theirs.
+    """
+
+    kept_bytes: int
+    piece_bytes: int
+    settled: int = 0
+    settled_bytes: int = 0
+
+
+NOTHING: Final = FolderUse(0, 0)
+
+
+def allocated_bytes(path: Path | os.DirEntry[str]) -> int | None:
+    """Of one file or folder, without what is in it; ``None`` when it is not there."""
+    try:
+        found = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_blocks * 512
+
+
+def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
+    """Of an agent's folder; ``None`` when it is not there. Records that `before` calls settled are not asked again."""
+    kept, pieces = allocated_bytes(folder), 0
+    if kept is None:
+        return None
+    records = {}
+    for entry in _entries(folder):
+        version = int(entry.name[:-5]) if _RECORD_NAME.fullmatch(entry.name) else None
+        if version is not None and version <= before.settled:
+            continue
+        n_bytes = allocated_bytes(entry) or 0
+        if version is not None:
+            records[version] = n_bytes
+        elif entry.name.startswith(_PIECES):
+            pieces += n_bytes
+        else:
+            kept += n_bytes
+    newest = max(records, default=0)  # the next save may replace it: it may not have been committed
+    settled_bytes = before.settled_bytes + sum(n_bytes for version, n_bytes in records.items() if version < newest)
+    kept += before.settled_bytes + sum(records.values())
+    return FolderUse(kept, pieces, max(before.settled, newest - 1), settled_bytes)
+
+
+def pieces_in(folder: Path) -> list[Path]:
+    """The tail and the snapshots in an agent's folder."""
+    return [Path(entry.path) for entry in _entries(folder) if entry.name.startswith(_PIECES)]
+
+
+def store_parts(store: Path) -> Iterator[Path]:
+    """Every file and folder of a store, the agents' folders for all that is in them (see `agent_use`)."""
+    yield store
+    yield from (store / name for name in STORE_PARTS)
+    yield from _below(store / "blocks")
+    for entry in _entries(store / "agents"):
+        yield Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from (Path(agent.path) for agent in _entries(Path(entry.path)))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path, folders, names in os.walk(folder):  # follows no links
+        yield from (Path(path, name) for name in (*folders, *names))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

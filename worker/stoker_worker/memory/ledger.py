@@ -1,0 +1,109 @@
+"""What is in a store and who uses it: bytes, and last use. Pure bookkeeping: no I/O.
+
+`DiskBudget` keeps it true and guards it with its lock.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stoker_worker.memory.disk_usage import NOTHING, FolderUse
+
+
+@dataclass(frozen=True)
+class AgentUse:
+    """What one agent takes, and what it uses.
+
+    Attributes:
+        agent_id: ``None`` while none of its records has said it.
+        folder: bytes of its own folder.
+        blocks: files of its newest version's blocks in order of the chain, whether they are there or not.
+        last_use: the larger, the later.
+    """
+
+    agent_id: str | None = None
+    folder: FolderUse = NOTHING
+    blocks: tuple[Path, ...] = ()
+    last_use: int = 0
+
+
+class Ledger:
+    """All sizes are bytes allocated on disk; ``None`` stands for what is not there (any more).
+
+    Attributes:
+        total_bytes: of everything entered.
+        agents: by their folder.
+        blocks: bytes of each block file that is there.
+        unused_since: when each block that is there lost its last user, or came without one; the oldest first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_bytes = 0
+        self.agents: dict[Path, AgentUse] = {}
+        self.blocks: dict[Path, int] = {}
+        self.unused_since: dict[Path, float] = {}
+        self._users: Counter[Path] = Counter()
+        self._others: dict[Path, int] = {}
+        self._uses = itertools.count(1)
+        self._clock = clock
+
+    def set_block(self, path: Path, n_bytes: int | None) -> None:
+        self._set(self.blocks, path, n_bytes)
+        self._note_unused(path)
+
+    def set_other(self, path: Path, n_bytes: int | None) -> None:
+        """Anything that is neither a block nor in an agent's folder."""
+        self._set(self._others, path, n_bytes)
+
+    def set_agent(self, folder: Path, agent_id: str | None, use: FolderUse | None) -> None:
+        """An agent's folder; the blocks it uses stay as they are."""
+        agent = self.agents.get(folder, AgentUse())
+        if use is None:
+            self.set_blocks_of(folder, ())
+            self.agents.pop(folder, None)
+        else:
+            self.agents[folder] = replace(agent, agent_id=agent_id or agent.agent_id, folder=use)
+        self.total_bytes += _bytes_of(use) - _bytes_of(agent.folder)
+
+    def set_blocks_of(self, folder: Path, blocks: tuple[Path, ...]) -> None:
+        """Which blocks an agent uses from now on."""
+        agent = self.agents.get(folder, AgentUse())
+        self.agents[folder] = replace(agent, blocks=blocks)
+        self._users.update(blocks)
+        self._users.subtract(agent.blocks)
+        for path in dict.fromkeys((*reversed(agent.blocks), *blocks)):  # a chain is of use from its start only
+            self._note_unused(path)
+            if not self._users[path]:
+                del self._users[path]
+
+    def touch(self, folder: Path, agent_id: str | None) -> None:
+        """The agent is used now."""
+        if (agent := self.agents.get(folder)) is not None:
+            self.agents[folder] = replace(agent, agent_id=agent_id, last_use=next(self._uses))
+
+    def folder_use(self, folder: Path) -> FolderUse:
+        return self.agents[folder].folder if folder in self.agents else NOTHING
+
+    def n_users(self, block: Path) -> int:
+        return self._users[block]
+
+    def least_recently_used(self) -> Iterator[tuple[Path, AgentUse]]:
+        yield from sorted(self.agents.items(), key=lambda item: item[1].last_use)
+
+    def _set(self, sizes: dict[Path, int], path: Path, n_bytes: int | None) -> None:
+        self.total_bytes += (n_bytes or 0) - sizes.pop(path, 0)
+        if n_bytes is not None:
+            sizes[path] = n_bytes
+
+    def _note_unused(self, path: Path) -> None:
+        if self._users[path] or path not in self.blocks:
+            self.unused_since.pop(path, None)
+        else:
+            self.unused_since.setdefault(path, self._clock())
+
+
+def _bytes_of(use: FolderUse | None) -> int:
+    return use.kept_bytes + use.piece_bytes if use else 0
