@@ -184,7 +184,8 @@ class _Target:
 def _load_all(steps: list[_Step], starts: list[int], target: _Target) -> list[Fault | None]:
     """Load every piece to its place: a few at a time, because one core alone does not use a memory's bandwidth."""
     n_readers = min(_READERS, len(steps))
-    if n_readers < 2:
+    # Dequantising is many short calls: there several threads wait for the interpreter's lock longer than they gain.
+    if n_readers < 2 or any(step.piece.is_quantised for step in steps):
         return list(map(target.load, steps, starts))
     with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
         return list(readers.map(target.load, steps, starts))
