@@ -27,21 +27,24 @@ class Conversation:
         """Run `ids` as the whole prompt, in a fresh store; returns how many of them were cached, and the answer."""
         store = AgentStore(self.folder)
         try:
-            agent = store.open_agent(self.agent_id)
-            restored = store.restore(ids, agent=agent, model=self.model, salt=None)
-            one = work(ids, max_tokens, restored.prefix, restored.saved_blocks * 256, **fields)
-            beside = work(random_ids(random.Random(len(ids)), 33), 9)
-            done, _ = run(self.layout.engine(), [one, beside])
-            kept = done.generated_ids[: done.kept]
-            transcript = Transcript((*ids, *kept), "t", None, "", done.ended_by, done.carry_text)
-            delivery = Delivery(f"job-{len(self.said)}", "now")
-            turn = Turn(
-                self.agent_id, agent.number, delivery, transcript, self.model, None, done.cache, lambda n: {"v": n}
-            )
-            store.save(turn)
-            assert store.verify() == []
+            return self.turn_in(store, ids, max_tokens, **fields)
         finally:
             store.close()
+
+    def turn_in(self, store, ids, max_tokens=6, **fields):
+        """The same in a store that is open."""
+        agent = store.open_agent(self.agent_id)
+        restored = store.restore(ids, agent=agent, model=self.model, salt=None)
+        self.source = restored.source
+        one = work(ids, max_tokens, restored.prefix, restored.saved_blocks * 256, **fields)
+        beside = work(random_ids(random.Random(len(ids)), 33), 9)
+        done, _ = run(self.layout.engine(), [one, beside])
+        kept = done.generated_ids[: done.kept]
+        transcript = Transcript((*ids, *kept), "t", None, "", done.ended_by, done.carry_text)
+        delivery = Delivery(f"job-{len(self.said)}", "now")
+        turn = Turn(self.agent_id, agent.number, delivery, transcript, self.model, None, done.cache, lambda n: {"v": n})
+        store.save(turn)
+        assert store.verify() == []
         self.said.append(transcript.token_ids)
         if not fields:
             assert list(done.generated_ids) == self.layout.alone(ids, max_tokens)
@@ -71,6 +74,25 @@ def test_turns_are_taken_up_from_disk_and_say_what_they_say_uncached(name, tmp_p
     # Half of the conversation: full attention is cut anywhere, the others have no snapshot there.
     cached, _ = conversation.turn((*first[:200], 7, 7))
     assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hot_memory_gives_what_the_disk_gives(name, tmp_path):
+    rng = random.Random(name)
+    layout = Layout(name)
+    store = AgentStore(tmp_path / "hot", memory_max_bytes=2**30)
+    hot, cold = Conversation(layout, tmp_path / "hot"), Conversation(layout, tmp_path / "cold")
+    prompt = tuple(random_ids(rng, 270))
+    for n_new in (9, 250, 3, 1):
+        in_memory = hot.turn_in(store, prompt)
+        assert in_memory == cold.turn(prompt)
+        assert hot.said == cold.said
+        assert hot.source == ("memory" if len(hot.said) > 1 else "none")
+        prompt = (*hot.said[-1], *random_ids(rng, n_new))
+    last = hot.said[-1]
+    assert hot.turn_in(store, last) == cold.turn(last)
+    assert hot.source == "memory"
+    store.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
