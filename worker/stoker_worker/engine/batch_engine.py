@@ -122,16 +122,22 @@ class BlockPoolBatchEngine:
         decoding, prefilling = len(roster.decoding), len(roster.prefilling)
         if not decoding and not prefilling:
             return
-        chunk = self._pace.chunk_tokens(decoding=decoding, prefilling=prefilling, waiting=len(roster.waiting))
+        chunk = self._pace.chunk_tokens(decoding=decoding, prefilling=prefilling) if prefilling else 0
         began = time.perf_counter()
         prefilled, said = self._generator.next(chunk)
-        step_s = time.perf_counter() - began
-        moved = [x.n_tokens - roster.prefilling[x.uid].n_prefilled for x in prefilled if not x.at_prompt_end]
-        if moved or not prefilled:  # a row that only changes over costs time that is neither's
-            self._pace.note(step_s, decoding=decoding, prefill_tokens=len(moved) * max(moved, default=0))
+        self._note(time.perf_counter() - began, decoding, prefilled)
         yield from self._look_at_prefill(prefilled)
         yield from self._advance(said)
         roster.widen()
+
+    def _note(self, step_s: float, decoding: int, prefilled: list[Prefilled]) -> None:
+        """Let the pace learn from a step; not from one where a row only changed over."""
+        roster = self._roster
+        moved = [x.n_tokens - roster.prefilling[x.uid].n_prefilled for x in prefilled if not x.at_prompt_end]
+        widest = max(moved, default=0)
+        if widest or len(moved) == len(prefilled):
+            wanting = len(roster.prefilling) + len(roster.waiting)
+            self._pace.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=len(moved) * widest)
 
     def _look_at_prefill(self, prefilled: Iterable[Prefilled]) -> Iterator[Completion]:
         """Take a snapshot of each row that stands just before its last prompt token.

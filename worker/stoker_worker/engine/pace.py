@@ -1,18 +1,22 @@
-"""How much prefill goes into one step. Pure; engine thread.
+"""How much prefill goes into one step, and which steps have none. Pure; engine thread.
 
 Bounded in seconds, because tokens say nothing of a machine: the same 512 tokens take 10 ms on one and 4 s on another,
-and every row that decodes waits for them, as does a cancel.
+and every row that decodes waits for them, as does a cancel. A pass over the weights has a price of its own, however few
+tokens it takes along, so rows that decode are not spared by small chunks but by steps without any.
 """
 
 from typing import Final
 
 _FIRST_TOKENS: Final = 64
 _LEAST_TOKENS: Final = 16
+_MOST_GROWTH: Final = 4
+"""A chunk is at most so many times as large as the largest one measured: prices of small ones say little of it."""
+
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""
 
-_SHARE: Final = 0.8
-"""Of a decode step's time, so that rows keep half their speed also when a chunk takes longer than the last one."""
+_MARGIN: Final = 1.2
+"""Decoding gets this much more than its half, because steps are never as long as the last ones were."""
 
 
 class PrefillPace:
@@ -28,33 +32,43 @@ class PrefillPace:
         self._most_tokens = most_tokens
         self._decode_s: float | None = None
         self._token_s: float | None = None
+        self._largest = 0
+        self._owed_s = 0.0  # to the rows that decode
 
-    def chunk_tokens(self, *, decoding: int, prefilling: int, waiting: int) -> int:
-        """Tokens of each row in prefill for the next step, with `waiting` rows still to come."""
+    def chunk_tokens(self, *, decoding: int, prefilling: int) -> int:
+        """Tokens of each row in prefill for the next step; 0 for a step that only decodes."""
+        if decoding and self._owed_s > 0:
+            return 0
         if self._token_s is None:
             return min(_FIRST_TOKENS, self._most_tokens)
-        budget_s = self.budget_s(decoding=decoding, prefilling=prefilling + waiting)
-        tokens = budget_s / (self._token_s * max(1, prefilling))
+        tokens = min(self._max_step_s / self._token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
-    def budget_s(self, *, decoding: int, prefilling: int) -> float:
-        """Seconds of prefill for the next step: about as much as decoding has, more when more rows need it."""
-        if decoding == 0 or self._decode_s is None:
+    def move_s(self, *, decoding: int) -> float:
+        """Seconds that may be spent in the next step on moving a restored prefix."""
+        if not decoding or self._decode_s is None:
             return self._max_step_s
-        return min(self._max_step_s, _SHARE * self._decode_s * max(1.0, prefilling / decoding))
+        return min(self._max_step_s, self._decode_s / 2)
 
-    def note(self, step_s: float, *, decoding: int, prefill_tokens: int) -> None:
+    def note(self, step_s: float, *, decoding: int, wanting: int, prefill_tokens: int) -> None:
         """Learn from a step.
 
         Args:
+            decoding: rows that decoded in it.
+            wanting: rows in prefill, and those that wait for a place.
             prefill_tokens: rows times the longest chunk: what the model went through, padding included.
         """
         if prefill_tokens == 0:
             self._decode_s = _average(self._decode_s, step_s)
+            self._owed_s = max(0.0, self._owed_s - step_s)
             return
         # The step's decode and prefill run in one queue and are only seen together.
-        prefill_s = max(step_s - (self._decode_s or 0.0 if decoding else 0.0), 0.1 * step_s)
+        decode_s = min(self._decode_s or 0.0, step_s) if decoding else 0.0
+        prefill_s = max(step_s - decode_s, 0.1 * step_s)
         self._token_s = _average(self._token_s, prefill_s / prefill_tokens)
+        self._largest = max(self._largest, prefill_tokens)
+        # Half of the time for decoding, less when more rows wait for prefill than decode.
+        self._owed_s = max(0.0, _MARGIN * prefill_s * min(1.0, decoding / max(1, wanting)) - decode_s)
 
 
 def _average(old: float | None, new: float) -> float:

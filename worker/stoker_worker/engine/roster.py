@@ -118,7 +118,7 @@ class Roster:
         if prefix is None:
             return True
         self._mover = self._mover or PrefixMover(self._model, prefix, self._spec)
-        if not self._mover.move(self._pace.budget_s(decoding=len(self.decoding), prefilling=1)):
+        if not self._mover.move(self._pace.move_s(decoding=len(self.decoding))):
             return False
         row.take_prefix(self._mover.caches)
         self._mover = None
