@@ -1,12 +1,11 @@
 """The queue adapter: one end for each job, and none that is not ours to write."""
 
 import pytest
-from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from tests.worker.rq_worker.looking import places, taken_over
 
-from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.rq_worker.connect import open_queue
@@ -17,41 +16,12 @@ pytestmark = pytest.mark.server
 RESULT = {"text": "done"}
 
 
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    return Producer(redis_url)
-
-
-@pytest.fixture
-def queue(redis_url):
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
-        yield opened.rq_queue
-
-
 def submit(producer, *agents):
     return [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
 
 
 def claim(queue, limit=8):
     return queue.claim(limit, frozenset())
-
-
-def places(connection, job_id):
-    """Every list and registry of RQ's in which the id stands."""
-    lists = {name: connection.lrange(f"rq:queue:{name}", 0, -1) for name in ("generate", "generate:intermediate")}
-    sets = {name: connection.zrange(f"rq:{name}:generate", 0, -1) for name in ("wip", "finished", "failed", "canceled")}
-    entries = {name: [entry.decode().split(":")[0] for entry in found] for name, found in (lists | sets).items()}
-    return [name for name, ids in entries.items() for found in ids if found == job_id]
-
-
-def taken_over(connection):
-    connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
 
 
 def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):

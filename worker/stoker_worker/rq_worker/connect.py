@@ -76,10 +76,12 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         shown = mask_password(redis_url)
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, redis_url)}") from None
     log.info("worker %s holds %s", name, settings.queues)
+    rq_queue = RqQueue(connection, identity, lease)
     try:
-        yield OpenQueue(identity, RqQueue(connection, identity, lease))
+        yield OpenQueue(identity, rq_queue)
     finally:
         try:
+            rq_queue.sign_off()
             identity.teardown()
             lease.release()
         except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself

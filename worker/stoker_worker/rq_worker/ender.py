@@ -62,12 +62,17 @@ class JobEnder:
         self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
         rq_job._result = dict(result)
         rq_job._status = JobStatus.FINISHED
-        self._identity.handle_job_success(
-            job=rq_job,
-            queue=queue,
-            started_job_registry=queue.started_job_registry,
-            execution=handle.execution,
-        )
+        repeat = rq_job.repeats_left, rq_job.repeat_intervals
+        try:
+            self._identity.handle_job_success(
+                job=rq_job,
+                queue=queue,
+                started_job_registry=queue.started_job_registry,
+                execution=handle.execution,
+            )
+        except BaseException:  # RQ counts a repeat before it has written it; the next try must not count it twice
+            rq_job.repeats_left, rq_job.repeat_intervals = repeat
+            raise
         self._forget_counters(handle)
 
     def fail(
@@ -126,13 +131,17 @@ class JobEnder:
         rq_job = handle.job
         rq_job._status = JobStatus.FAILED
         self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
-        self._identity.handle_job_failure(
-            job=rq_job,
-            queue=queue,
-            started_job_registry=queue.started_job_registry,
-            exc_string=reason,
-            execution=handle.execution,
-        )
+        retries_left = rq_job.retries_left
+        try:
+            self._identity.handle_job_failure(
+                job=rq_job,
+                queue=queue,
+                started_job_registry=queue.started_job_registry,
+                exc_string=reason,
+                execution=handle.execution,
+            )
+        finally:  # as with repeats
+            rq_job.retries_left = retries_left
         # RQ logs and swallows a failure of its own transaction; the job would stay "started" under a live worker.
         entry = self._connection.zscore(queue.started_job_registry.key, handle.execution.composite_key)
         if entry is not None:

@@ -4,7 +4,8 @@ import json
 import zlib
 from typing import Any
 
-from rq.job import Job
+from redis.client import Pipeline
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
@@ -35,6 +36,23 @@ class JsonJob(Job):
             raw_data = {**raw_data, b"data": b"[]"}
         super().restore(raw_data)
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
+
+    def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
+        """What RQ writes back, without the payload: that is megabytes at times, and never ours to change."""
+        fields: dict[str, Any] = super().to_dict(include_meta, include_result)
+        del fields["data"]
+        return fields
+
+    def set_status(self, status: JobStatus, pipeline: Pipeline | None = None) -> None:
+        """RQ's retry says `scheduled` before its transaction puts the job into the registry; a worker that dies in
+        between would leave it nowhere. The transaction says it again, and that is the one that counts."""
+        if pipeline is None and status == JobStatus.SCHEDULED:
+            self._status = status
+        else:
+            super().set_status(status, pipeline)
+
+    def send_webhooks(self, status: str | JobStatus, *, exc_string: str | None = None) -> None:
+        """Nothing: jobs with webhooks are refused, and a refusal must not send one to an address the job names."""
 
     def _deserialize_data(self) -> None:
         try:

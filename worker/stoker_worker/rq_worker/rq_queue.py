@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis import Redis
+from rq.group import Group
 from rq.job import JobStatus
 from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
+from rq.serializers import JSONSerializer
 from rq.suspension import is_suspended
 
 from stoker_shared.errors import RequestError
 from stoker_shared.wire import FIELD_TOKENS, MAX_ATTEMPTS
+from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.ender import JobEnder
@@ -27,9 +31,12 @@ from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
+from stoker_worker.rq_worker.scheduler import Scheduler
 from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
+
+_GROUPS_EVERY_S = 899  # as RQ's own workers
 
 # HSET alone would bring a deleted job back to life as a hash with one field.
 _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
@@ -48,6 +55,8 @@ class RqQueue:
         self._ender = JobEnder(connection, identity, lease)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
+        self._scheduler = Scheduler(connection, self._queues, lease, name=identity.name)
+        self._clean = Every(60.0)
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
@@ -124,10 +133,20 @@ class RqQueue:
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> None:
-        """Drop expired entries of RQ's registries, as RQ's own workers do now and then."""
-        for name in self._queues:
-            for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
-                registry(name, connection=self._connection, job_class=JsonJob).cleanup()
+        """What RQ's own workers do besides running jobs: its scheduler, and now and then expired registry entries."""
+        self._scheduler.enqueue_due()
+        if self._clean.is_due():
+            for name in self._queues:
+                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+                    registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer).cleanup()
+            for limit in RateLimitRegistry.all(self._connection):
+                limit.cleanup()
+            if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
+                Group.clean_registries(self._connection)
+
+    def sign_off(self) -> None:
+        """The last word to Redis. Main thread, after all others."""
+        self._scheduler.sign_off()
 
     # --- heartbeat thread ---
 
