@@ -36,7 +36,7 @@ from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
 
-_GROUPS_EVERY_S = 899  # as RQ's own workers
+_GROUPS_EVERY_S = 600  # as RQ's own workers
 
 # HSET alone would bring a deleted job back to life as a hash with one field.
 _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
