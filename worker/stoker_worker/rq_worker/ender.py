@@ -91,13 +91,14 @@ class JobEnder:
             rq_job.retries_left = 0  # the same request fails the same way
         self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
 
-    def stop(self, handle: RqHandle) -> None:
-        """End a job that was stopped on request, canceled or deleted."""
-        if self.owns(handle):
-            self._identity._stopped_job_id = handle.job.id
-            self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
-        else:
+    def stop(self, handle: RqHandle) -> bool:
+        """End a job that was stopped on request, canceled or deleted; ``True`` for one that was stopped."""
+        if not self.owns(handle):
             self.clean_up(handle)
+            return False
+        self._identity._stopped_job_id = handle.job.id
+        self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
+        return True
 
     def clean_up(self, handle: RqHandle) -> None:
         """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Container
 from typing import Any
 
 from redis.client import Pipeline
@@ -64,11 +65,14 @@ class JsonJob(Job):
             )
             self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
 
-    def generation_request(self) -> GenerationRequest:
+    def generation_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest:
         """The request this job carries.
 
+        Args:
+            callbacks: paths of the functions it may name.
+
         Raises:
-            PayloadRefused: it is not a JSON generation job, or has callbacks or webhooks.
+            PayloadRefused: it is not a JSON generation job, or has webhooks, or callbacks that are not allowed.
             RequestError: its request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
@@ -76,14 +80,17 @@ class JsonJob(Job):
             raise self.payload_error
         if func_name != TASK_PATH:
             raise PayloadRefused(f"this worker runs only {TASK_PATH}, not {str(func_name)[:200]!r}")
-        for name, value in (
+        for name, path in (
             ("on_success", self._success_callback_name),
             ("on_failure", self._failure_callback_name),
             ("on_stopped", self._stopped_callback_name),
-            ("webhooks", self.webhooks),
         ):
-            if value:
-                raise PayloadRefused(f"this worker runs no callbacks, and the job has {name}")
+            if path and path not in callbacks:
+                raise PayloadRefused(
+                    f"the job's {name}, {path[:200]!r}, is no function of a module in --allow-callbacks"
+                )
+        if self.webhooks:
+            raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
         if args or not isinstance(request, dict) or len(kwargs) != 1:
             raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")

@@ -24,6 +24,7 @@ from stoker_shared.wire import FIELD_TOKENS, MAX_ATTEMPTS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.rq_worker.backlog import Backlog
+from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
@@ -45,13 +46,14 @@ _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[
 class RqQueue:
     """Every job this worker has taken out of its queues."""
 
-    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease) -> None:
+    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks) -> None:
         self._connection = connection
         self._identity = identity
         self._lease = lease
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name, suspect_after=MAX_ATTEMPTS - 1) for name in self._queues}
-        self._starter = JobStarter(connection, identity, refuse=self._refuse)
+        self._callbacks = callbacks
+        self._starter = JobStarter(connection, identity, callbacks=callbacks, refuse=self._refuse)
         self._ender = JobEnder(connection, identity, lease)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
@@ -170,6 +172,7 @@ class RqQueue:
         with self._ending:
             self._ender.finish(job.handle, result)
             self._forget(job)
+        self._callbacks.succeeded(job.handle.job, result)
 
     def fail(
         self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
@@ -177,11 +180,14 @@ class RqQueue:
         with self._ending:
             self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
             self._forget(job)
+        self._callbacks.failed(job.handle.job, error)
 
     def stopped(self, job: ClaimedJob) -> None:
         with self._ending:
-            self._ender.stop(job.handle)
+            was_stopped = self._ender.stop(job.handle)
             self._forget(job)
+        if was_stopped:
+            self._callbacks.stopped(job.handle.job)
 
     def drop(self, job: ClaimedJob) -> None:
         with self._ending:
@@ -206,6 +212,7 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         with self._ending:
             self._ender.fail(handle, error)
+        self._callbacks.failed(handle.job, error)
 
     def _suspect_runs(self) -> bool:
         return any(job.attempt >= MAX_ATTEMPTS for job in list(self._in_flight.values()))

@@ -6,7 +6,7 @@ Owns nothing between two calls. Whatever a stranger wrote into Redis costs that 
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, cast
 
 from redis import Redis
@@ -34,12 +34,19 @@ class JobStarter:
     """Starts jobs in RQ's terms: execution, registry entry, status."""
 
     def __init__(
-        self, connection: Redis, identity: RqIdentity, *, refuse: Callable[[RqHandle, RequestError], None]
+        self,
+        connection: Redis,
+        identity: RqIdentity,
+        *,
+        callbacks: Container[str],
+        refuse: Callable[[RqHandle, RequestError], None],
     ) -> None:
         """
         Args:
+            callbacks: paths of the functions a job may name.
             refuse: ends a started job that cannot be run.
         """
+        self._callbacks = callbacks
         self._connection = connection
         self._identity = identity
         self._refuse = refuse
@@ -66,7 +73,7 @@ class JobStarter:
             if broken is not None:
                 raise broken
             deaths = as_count(cast(bytes | None, self._connection.hget(rq_job.key, FIELD_ATTEMPTS)))
-            return _claimed(handle, rq_job.generation_request(), attempt=deaths + 1)
+            return _claimed(handle, rq_job.generation_request(callbacks=self._callbacks), attempt=deaths + 1)
         except RequestError as error:
             log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
             self._refuse(handle, error)
