@@ -23,6 +23,7 @@ from stoker_shared.errors import RequestError
 from stoker_shared.wire import FIELD_TOKENS, MAX_ATTEMPTS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
+from stoker_worker.rq_worker.audit import Audit
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
@@ -58,6 +59,7 @@ class RqQueue:
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
         self._scheduler = Scheduler(connection, self._queues, lease, name=identity.name)
+        self._audit = Audit(connection, self._queues, lease)
         self._clean = Every(60.0)
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
@@ -135,8 +137,8 @@ class RqQueue:
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> None:
-        """What RQ's own workers do besides running jobs: its scheduler, and now and then expired registry entries."""
         self._scheduler.enqueue_due()
+        self._audit.step(self._in_flight)
         if self._clean.is_due():
             for name in self._queues:
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
