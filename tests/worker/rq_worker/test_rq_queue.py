@@ -6,6 +6,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
+from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.rq_worker.connect import open_queue
@@ -222,3 +223,21 @@ def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, r
     failed = Job.fetch(job_id, connection, JSONSerializer)
     assert failed.meta["partial"] == "so far"
     assert failed.latest_result().exc_string == "GenerationTimedOut: late"
+
+
+def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, connection):
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    low, high = (Producer(redis_url, queue=name) for name in ("generate", "high"))
+    jobs = [submit(producer, agent)[0] for producer, agent in ((low, "a"), (high, "b"), (low, "c"), (high, "d"))]
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue, limit=3)] == [jobs[1], jobs[3], jobs[0]]
+        high_again = submit(high, "e")
+        assert [job.job_id for job in claim(opened.rq_queue)] == [*high_again, jobs[2]]
+
+
+def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_one_waits(redis_url, connection):
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    submit(Producer(redis_url), "a")
+    (urgent,) = submit(Producer(redis_url, queue="high"), "a")
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue)] == [urgent]
