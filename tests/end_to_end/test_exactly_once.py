@@ -28,7 +28,8 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def producer(redis_url):
-    return Producer(redis_url)
+    with Producer(redis_url) as producer:
+        yield producer
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ def connection(redis_url):
 
 @pytest.fixture
 def producer(redis_url):
-    return Producer(redis_url)
+    with Producer(redis_url) as producer:
+        yield producer
 
 
 @pytest.fixture

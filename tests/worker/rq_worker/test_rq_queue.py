@@ -6,7 +6,6 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
-from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.rq_worker.connect import open_queue
@@ -225,19 +224,23 @@ def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, r
     assert failed.latest_result().exc_string == "GenerationTimedOut: late"
 
 
-def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, connection):
+def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, producer):
+    def enqueue(agent_id, queue):
+        return producer.submit(agent_id=agent_id, prompt="x", queue=queue).job_id
+
+    low, high, low_too, high_too = (
+        enqueue(agent_id, queue) for agent_id, queue in zip("abcd", ("generate", "high") * 2, strict=True)
+    )
     settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
-    low, high = (Producer(redis_url, queue=name) for name in ("generate", "high"))
-    jobs = [submit(producer, agent)[0] for producer, agent in ((low, "a"), (high, "b"), (low, "c"), (high, "d"))]
     with open_queue(settings, redis_url) as opened:
-        assert [job.job_id for job in claim(opened.rq_queue, limit=3)] == [jobs[1], jobs[3], jobs[0]]
-        high_again = submit(high, "e")
-        assert [job.job_id for job in claim(opened.rq_queue)] == [*high_again, jobs[2]]
+        assert [job.job_id for job in claim(opened.rq_queue, limit=3)] == [high, high_too, low]
+        late = enqueue("e", "high")
+        assert [job.job_id for job in claim(opened.rq_queue)] == [late, low_too]
 
 
-def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_one_waits(redis_url, connection):
+def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_one_waits(redis_url, producer):
+    producer.submit(agent_id="a", prompt="x")
+    urgent = producer.submit(agent_id="a", prompt="x", queue="high")
     settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
-    submit(Producer(redis_url), "a")
-    (urgent,) = submit(Producer(redis_url, queue="high"), "a")
     with open_queue(settings, redis_url) as opened:
-        assert [job.job_id for job in claim(opened.rq_queue)] == [urgent]
+        assert [job.job_id for job in claim(opened.rq_queue)] == [urgent.job_id]

@@ -90,6 +90,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself
             log.warning("not signed off: %s", type(error).__name__)
         callbacks.finish(settings.grace_s)
+        connection.close()
 
 
 def _acquire(lease: Lease, *, standby: bool) -> None:
