@@ -11,6 +11,7 @@ from stoker_worker.rq_worker.backlog import Backlog
 pytestmark = pytest.mark.server
 
 LEASE = "mine"
+SIDES = ("before", "behind")
 
 
 @pytest.fixture
@@ -103,10 +104,15 @@ def test_a_job_lost_twice_waits_until_nothing_runs_and_is_then_claimed_alone(con
 def test_what_comes_in_at_either_end_after_the_first_look_is_claimed_in_its_place(connection, backlog, submit):
     a, b = submit("a", "b")
     assert claim(backlog, busy=["a", "b"]) == []
-    c, d = submit("c", "d")
-    connection.lrem("rq:queue:generate", 1, d)
-    connection.lpush("rq:queue:generate", d)
-    assert claim(backlog) == [d, a, b, c]
+    behind, before = [], []
+    for n in range(3):
+        behind += submit(f"behind {n}")
+        before = submit(f"before {n}") + before
+        connection.lmove("rq:queue:generate", "rq:queue:generate", "RIGHT", "LEFT")
+        assert (
+            claim(backlog, busy=["a", "b", *(f"{side} {m}" for side in ("before", "behind") for m in range(3))]) == []
+        )
+    assert claim(backlog) == [*before, a, b, *behind]
 
 
 def test_a_job_that_moved_to_the_end_has_lost_its_place(connection, backlog, submit):
@@ -116,15 +122,21 @@ def test_a_job_that_moved_to_the_end_has_lost_its_place(connection, backlog, sub
     assert claim(backlog) == [b, a]
 
 
+@pytest.mark.parametrize("page", [1000, 3])
 @pytest.mark.parametrize("count", [1, 3, 5, 9])
 @pytest.mark.parametrize("side", ["LPOP", "RPOP"])
-def test_jobs_that_a_stock_worker_or_an_operator_took_away_are_not_claimed(connection, backlog, submit, side, count):
+def test_jobs_that_somebody_else_took_away_are_not_claimed(connection, backlog, submit, monkeypatch, side, count, page):
+    monkeypatch.setattr("stoker_worker.rq_worker.backlog._PAGE", page)
     ids = submit(*(f"a{n}" for n in range(10)))
-    assert claim(backlog, busy=[f"a{n}" for n in range(10)]) == []
+    for _ in range(4):
+        assert claim(backlog, busy=[f"a{n}" for n in range(10)]) == []
     connection.execute_command(side, "rq:queue:generate", count)
     (new,) = submit("new")
     left = ids[count:] if side == "LPOP" else ids[:-count]
-    assert claim_soon(backlog, limit=20) == [*left, new]
+    claimed = []
+    while found := claim_soon(backlog, limit=2):
+        claimed += found
+    assert claimed == [*left, new]
 
 
 def test_a_queue_that_was_emptied_and_filled_again_is_read_anew(connection, backlog, submit):

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from redis import Redis
+from redis.client import Pipeline
 from rq.command import parse_payload
 from rq.executions import Execution
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_TOKENS
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,11 @@ class RqIdentity(BaseWorker):
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
+
+    def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
+        """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
+        super().cleanup_execution(job, pipeline, execution)
 
     def procline(self, message: str) -> None:
         """The process title stays the operator's own: one job's name would say nothing about sixteen."""

@@ -18,11 +18,11 @@ from rq.queue import Queue
 
 from stoker_shared.errors import PayloadRefused, RequestError
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, FIELD_ATTEMPTS
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.ports import ClaimedJob, Delivery
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import JsonJob, as_count
+from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,7 @@ class JobStarter:
         try:
             if broken is not None:
                 raise broken
-            deaths = as_count(cast(bytes | None, self._connection.hget(rq_job.key, FIELD_ATTEMPTS)))
-            return _claimed(handle, rq_job.generation_request(callbacks=self._callbacks), attempt=deaths + 1)
+            return _claimed(handle, rq_job.generation_request(callbacks=self._callbacks), attempt=rq_job.deaths + 1)
         except RequestError as error:
             log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
             self._refuse(handle, error)
