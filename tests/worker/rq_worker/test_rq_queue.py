@@ -90,13 +90,12 @@ def test_a_lease_that_ran_out_while_redis_was_away_is_still_ours(connection, pro
     assert places(connection, job_id) == ["finished"]
 
 
-@pytest.mark.parametrize("step", ["prepare_execution", "prepare_job_execution"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_claim_broken_off_half_way_is_found_again_and_costs_no_attempt(
-    connection, producer, queue, monkeypatch, step, when
+    connection, producer, queue, monkeypatch, when
 ):
     ids = submit(producer, "a", "b", "c")
-    real, calls = getattr(queue._identity, step), []
+    real, calls = queue._identity.begin, []
 
     def breaking(*args, **options):
         calls.append(args)
@@ -107,7 +106,7 @@ def test_a_claim_broken_off_half_way_is_found_again_and_costs_no_attempt(
             raise RedisConnectionError("gone")
         return done
 
-    monkeypatch.setattr(queue._identity, step, breaking)
+    monkeypatch.setattr(queue._identity, "begin", breaking)
     (first,) = claim(queue)
     monkeypatch.undo()
     assert first.job_id == ids[0]
@@ -151,13 +150,14 @@ def test_a_failed_job_that_an_operator_requeues_begins_anew(connection, producer
 
 def test_a_stop_that_comes_while_its_job_is_being_started_is_not_lost(producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
-    real = queue._identity.prepare_job_execution
+    real = queue._identity.begin
 
-    def start_and_stop(*args, **options):
-        real(*args, **options)
+    def start_and_stop(job):
+        execution = real(job)
         queue._ask_stop(job_id)
+        return execution
 
-    monkeypatch.setattr(queue._identity, "prepare_job_execution", start_and_stop)
+    monkeypatch.setattr(queue._identity, "begin", start_and_stop)
     (job,) = claim(queue)
     assert queue.withdrawn([job], {}) == [job]
 

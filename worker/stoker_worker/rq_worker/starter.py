@@ -67,8 +67,7 @@ class JobStarter:
             self.drop_id(queue_name, job_id)
             return None
         rq_job.origin = queue_name
-        handle = RqHandle(rq_job, self._identity.prepare_execution(rq_job))
-        self._identity.prepare_job_execution(rq_job, remove_from_intermediate_queue=True)
+        handle = RqHandle(rq_job, self._identity.begin(rq_job))
         try:
             if broken is not None:
                 raise broken
