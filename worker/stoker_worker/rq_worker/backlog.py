@@ -54,8 +54,8 @@ return {length, 1, before, redis.call('LRANGE', queue, back + 1, back + page)}
 _PAGE: Final = 1000
 _KNOWN_ENDS: Final = 4
 _READ_AT_ONCE: Final = 20  # payloads; each may be megabytes
-_LEARN_S: Final = 0.002
-_LEARN_WHEN_IDLE_S: Final = 0.02
+_LEARN_S: Final = 0.002  # time for reading on, in a claim that has found something
+_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has not
 _MAX_REMEMBERED: Final = 100_000
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
@@ -91,11 +91,12 @@ class Backlog:
         Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
         """
         self._look()
-        chosen: list[str] = []
-        for budget_s in (_LEARN_S, _LEARN_WHEN_IDLE_S):
-            self._learn(budget_s)
+        begin = time.perf_counter()
+        while True:
             chosen, self.waits_for_quiet = self._lineup.choose(limit, busy_agents, nothing_runs=nothing_runs)
-            if chosen or self.waits_for_quiet:
+            budget_s = _LEARN_S if chosen else _LEARN_WHEN_IDLE_S
+            enough = len(chosen) == limit or self.waits_for_quiet or time.perf_counter() > begin + budget_s
+            if enough or not self._learn():
                 break
         if not chosen:
             return []
@@ -124,16 +125,14 @@ class Backlog:
                 return
             self._lineup.clear()
 
-    def _learn(self, budget_s: float) -> None:
-        """Find out whose the next jobs are, for about `budget_s`: reading thousands of requests takes a while."""
-        end = time.perf_counter() + budget_s
-        while job_ids := self._lineup.unlearned(_READ_AT_ONCE):
-            self._read([job_id for job_id in job_ids if job_id not in self._learned])
-            for job_id in job_ids:
-                agent_id, suspect = self._learned[job_id]
-                self._lineup.learn(job_id, agent_id, suspect=suspect)
-            if time.perf_counter() > end:
-                break
+    def _learn(self) -> bool:
+        """Find out whose some of the next jobs are; ``False`` when that is known of all."""
+        job_ids = self._lineup.unlearned(_READ_AT_ONCE)
+        self._read([job_id for job_id in job_ids if job_id not in self._learned])
+        for job_id in job_ids:
+            agent_id, suspect = self._learned[job_id]
+            self._lineup.learn(job_id, agent_id, suspect=suspect)
+        return bool(job_ids)
 
     def _read(self, job_ids: list[str]) -> None:
         if not job_ids:
