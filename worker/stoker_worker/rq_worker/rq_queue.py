@@ -61,6 +61,8 @@ class RqQueue:
         self._scheduler = Scheduler(connection, self._queues, lease, name=identity.name)
         self._audit = Audit(connection, self._queues, lease)
         self._clean = Every(60.0)
+        self._look_if_suspended = Every(0.25)
+        self._suspended = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
@@ -71,7 +73,9 @@ class RqQueue:
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
         self._identity.settle_state()
-        if limit <= 0 or self._suspect_runs() or is_suspended(self._connection):
+        if self._look_if_suspended.is_due():
+            self._suspended = is_suspended(self._connection)
+        if limit <= 0 or self._suspect_runs() or self._suspended:
             return []
         claimed: list[ClaimedJob] = []
         try:
