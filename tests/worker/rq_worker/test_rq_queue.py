@@ -2,12 +2,13 @@
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -205,12 +206,7 @@ def test_ids_that_rq_does_not_allow_are_dropped_and_hold_up_nothing(connection, 
     assert [job.job_id for job in claim(queue)] == [job_id]
 
 
-def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, redis_url, queue):
-    from rq import Queue, Retry
-
-    from stoker_shared.wire import TASK_PATH
-
-    plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, plain, queue):
     request = {"agent_id": "a", "prompt": "x"}
     job_id = plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id
     (job,) = claim(queue)
@@ -244,3 +240,21 @@ def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_one_waits(redi
     settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
     with open_queue(settings, redis_url) as opened:
         assert [job.job_id for job in claim(opened.rq_queue)] == [urgent.job_id]
+
+
+def test_a_job_that_is_retried_at_once_comes_before_its_agents_next_one(plain, queue):
+    request = {"agent_id": "a", "prompt": "x"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id for _ in range(2))
+    for job_id in (first, first, second):
+        (job,) = claim(queue)
+        assert job.job_id == job_id
+        queue.fail(job, GenerationTimedOut("late"))
+
+
+def test_a_failed_turn_does_not_keep_the_next_one_waiting(plain, queue):
+    request = {"agent_id": "a", "prompt": "x", "context": "append"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1, interval=60)).id for _ in range(2))
+    (job,) = claim(queue)
+    assert job.job_id == first
+    queue.fail(job, GenerationTimedOut("late"))
+    assert [job.job_id for job in claim(queue)] == [second]

@@ -38,6 +38,13 @@ class OwnedQueue(Queue):
     """
 
     check: Callable[[Pipeline], None]
+    retries_in_place = False
+
+    def _enqueue_job(
+        self, job: Job, pipeline: Pipeline | None = None, at_front: bool = False, unique: bool = False
+    ) -> Job:
+        """RQ puts a job that is retried at once behind all others, also behind its own agent's next one."""
+        return super()._enqueue_job(job, pipeline, at_front or self.retries_in_place, unique)
 
     def move_dependents_to_ready(
         self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
@@ -138,11 +145,12 @@ class JobEnder:
         if not self.owns(handle):
             raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
 
-    def _write_failure(self, handle: RqHandle, queue: Queue, reason: str) -> None:
+    def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
         rq_job = handle.job
         rq_job._status = JobStatus.FAILED
         rq_job.ended_at = rq_job.last_heartbeat = now()
         retries_left = rq_job.retries_left
+        queue.retries_in_place = True
         try:
             self._identity.handle_job_failure(
                 job=rq_job,
