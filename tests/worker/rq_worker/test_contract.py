@@ -57,7 +57,7 @@ def a_job_without_a_time_to_keep_its_result(player):
 
 @story
 def a_result_that_is_kept_for_ever(player):
-    player.enqueue("say hello", result_ttl=-1)
+    player.enqueue("say hello", result_ttl=-1, ttl=3600)
     player.work()
 
 

@@ -258,3 +258,13 @@ def test_a_failed_turn_does_not_keep_the_next_one_waiting(plain, queue):
     assert job.job_id == first
     queue.fail(job, GenerationTimedOut("late"))
     assert [job.job_id for job in claim(queue)] == [second]
+
+
+def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    with pytest.raises(OwnershipLost):
+        queue.finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
+    assert "finished" not in places(connection, job_id)
