@@ -27,6 +27,7 @@
     ├── QueueError
     │   ├── RedisUnavailable            no server at the URL, or it refused us
     │   ├── QueueHeld                   another live worker holds this queue
+    │   ├── CallbacksNotLoadable        a module of `--allow-callbacks` cannot be imported
     │   └── OwnershipLost               the execution is no longer ours: the result is dropped
     ├── JobError                        what a waiting producer gets
     │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
@@ -84,7 +85,7 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """The RQ job is not a JSON generation job: a pickle, another function, or one with callbacks."""
+    """Not a JSON generation job of ours: a pickle, another function, or it has webhooks or callbacks not allowed."""
 
 
 class AgentMemoryError(StokerError):
@@ -145,6 +146,10 @@ class RedisUnavailable(QueueError):
 
 class QueueHeld(QueueError):
     """Another live worker holds this queue; the message names its host and pid."""
+
+
+class CallbacksNotLoadable(QueueError):
+    """A module of `--allow-callbacks` cannot be imported; the message says which, and why."""
 
 
 class OwnershipLost(QueueError):

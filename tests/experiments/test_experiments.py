@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server_fixture import require_server_program
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
@@ -42,7 +43,17 @@ BENCHMARKS = {
 }
 """Experiments whose verdict depends on the machine's speed."""
 
-ALL = SCRIPTS | BENCHMARKS
+BUSY = "one busy agent's"
+QUEUE_COSTS = {
+    "exp_013_queue_costs.py": {
+        "a_claim_takes_under_5_ms",
+        "the_queues_length_stays_true",
+        "half_as_many_jobs_again_as_simple_worker",
+        "steps_delayed_at_most_5_ms_at_p99",
+    },
+}
+
+ALL = SCRIPTS | BENCHMARKS | QUEUE_COSTS
 
 
 def run(script: str, *options: str) -> None:
@@ -86,6 +97,19 @@ def test_a_quick_benchmark_restores_exactly_and_writes_results_report_and_plot(
     assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("script", QUEUE_COSTS)
+def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
+    require_server_program()
+    run(script, "--quick", "--out", str(tmp_path))
+    content = json.loads(results_file(tmp_path, script).read_text())
+    assert set(content["verdict"]) == QUEUE_COSTS[script] | {"passed"}
+    assert content["verdict"]["the_queues_length_stays_true"]
+    assert content["steps"]["busy_ms"]["n"] > 100
+    assert "queue costs" in report_file(tmp_path, script).read_text().splitlines()[0]
+    assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
+
+
 @pytest.mark.parametrize("script", ALL)
 def test_the_reports_figures_are_those_of_the_results(script: str, tmp_path: Path) -> None:
     kept = results_file(EXPERIMENTS, script)
@@ -115,6 +139,12 @@ def test_the_index_has_every_report() -> None:
     [
         ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
         ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
+        (
+            "exp_013_queue_costs.py",
+            lambda content: (
+                f"{content['claims'][BUSY]['claim_ms']['p50']} ms; {content['rates']['ratio']['median']} times the jobs"
+            ),
+        ),
         (
             "exp_006_cache_reconstruction.py",
             lambda content: (

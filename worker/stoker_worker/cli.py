@@ -50,6 +50,9 @@ main.add_command(memory)
     "--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]"
 )
 @click.option("--scripted-steps-per-s", type=float, help="Speed of the scripted engine.  [200]")
+@click.option(
+    "--allow-callbacks", metavar="MODULE[,MODULE]", help="Modules whose functions jobs may name as callbacks.  [none]"
+)
 @click.option("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
 @click.option("--burst", is_flag=True, help="Leave when the queues are empty.")
 @click.option("--standby", is_flag=True, help="Wait while another worker holds the queue, then take over.")

@@ -40,6 +40,7 @@ class WorkerSettings(BaseSettings):
     lease_ttl_s: Annotated[float, Field(gt=0)] = 15.0
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
+    allow_callbacks: str = ""
     grace_s: Annotated[float, Field(ge=0)] = 60.0
 
     @field_validator("queues")
@@ -59,6 +60,10 @@ class WorkerSettings(BaseSettings):
     @property
     def queue_names(self) -> list[str]:
         return self.queues.split(",")
+
+    @property
+    def callback_modules(self) -> list[str]:
+        return [name.strip() for name in self.allow_callbacks.split(",") if name.strip()]
 
     @property
     def store_folder(self) -> Path:

@@ -5,13 +5,13 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker import Producer
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.rq_worker.backlog import Backlog
 
 pytestmark = pytest.mark.server
 
 LEASE = "mine"
+SIDES = ("before", "behind")
 
 
 @pytest.fixture
@@ -27,8 +27,7 @@ def backlog(connection):
 
 
 @pytest.fixture
-def submit(redis_url, connection):
-    producer = Producer(redis_url)
+def submit(producer, connection):
     return lambda *agents: [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
 
 
@@ -42,6 +41,11 @@ def claimed(connection):
 
 def claim(backlog, limit=10, busy=(), lease=LEASE, nothing_runs=False):
     return backlog.claim(limit, frozenset(busy), lease, nothing_runs=nothing_runs)
+
+
+def claim_soon(backlog, **options):
+    """Reading what thousands of jobs are takes more than one look."""
+    return next((found for _ in range(100) if (found := claim(backlog, **options))), [])
 
 
 def test_the_oldest_job_of_each_free_agent_is_claimed_in_queue_order(connection, backlog, submit):
@@ -58,10 +62,10 @@ def test_no_more_than_the_limit_is_claimed(backlog, submit):
     assert claim(backlog, limit=2) == ids[2:]
 
 
-def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, redis_url, backlog, submit):
-    Producer(redis_url).submit_many([{"agent_id": "greedy", "prompt": "x"}] * 1500)
+def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, producer, backlog, submit):
+    producer.submit_many([{"agent_id": "greedy", "prompt": "x"}] * 1500)
     (other,) = submit("other")
-    assert claim(backlog, busy=["greedy"]) == [other]
+    assert claim_soon(backlog, busy=["greedy"]) == [other]
     assert len(waiting(connection)) == 1500
 
 
@@ -111,12 +115,74 @@ def test_the_agents_of_waiting_jobs_are_known_without_asking(connection, backlog
     assert backlog.agents() == {"a", "b"}
 
 
-def test_jobs_that_left_the_queue_otherwise_are_forgotten_when_a_look_ends(connection, backlog, submit):
-    _, b1 = submit("a", "b")
+def test_the_agents_of_an_emptied_queue_are_forgotten(connection, backlog, submit):
+    submit("a", "b")
     claim(backlog, busy=["a", "b"])
-    connection.lrem("rq:queue:generate", 1, b1)
-    claim(backlog, busy=["a", "b"])
-    assert backlog.agents() == {"a"}
     connection.delete("rq:queue:generate")
     assert claim(backlog) == []
     assert backlog.agents() == frozenset()
+
+
+def test_what_comes_in_at_either_end_after_the_first_look_is_claimed_in_its_place(connection, backlog, submit):
+    a, b = submit("a", "b")
+    assert claim(backlog, busy=["a", "b"]) == []
+    behind, before = [], []
+    for n in range(3):
+        behind += submit(f"behind {n}")
+        before = submit(f"before {n}") + before
+        connection.lmove("rq:queue:generate", "rq:queue:generate", "RIGHT", "LEFT")
+        assert (
+            claim(backlog, busy=["a", "b", *(f"{side} {m}" for side in ("before", "behind") for m in range(3))]) == []
+        )
+    assert claim(backlog) == [*before, a, b, *behind]
+
+
+def test_a_job_that_moved_to_the_end_has_lost_its_place(connection, backlog, submit):
+    a, b = submit("a", "b")
+    assert claim(backlog, busy=["a", "b"]) == []
+    connection.lmove("rq:queue:generate", "rq:queue:generate", "LEFT", "RIGHT")
+    assert claim(backlog) == [b, a]
+
+
+@pytest.mark.parametrize("page", [1000, 3])
+@pytest.mark.parametrize("count", [1, 3, 5, 9])
+@pytest.mark.parametrize("side", ["LPOP", "RPOP"])
+def test_jobs_that_somebody_else_took_away_are_not_claimed(connection, backlog, submit, monkeypatch, side, count, page):
+    monkeypatch.setattr("stoker_worker.rq_worker.backlog._PAGE", page)
+    ids = submit(*(f"a{n}" for n in range(10)))
+    for _ in range(4):
+        assert claim(backlog, busy=[f"a{n}" for n in range(10)]) == []
+    connection.execute_command(side, "rq:queue:generate", count)
+    (new,) = submit("new")
+    left = ids[count:] if side == "LPOP" else ids[:-count]
+    claimed = []
+    while found := claim_soon(backlog, limit=2):
+        claimed += found
+    assert claimed == [*left, new]
+
+
+def test_a_queue_that_was_emptied_and_filled_again_is_read_anew(connection, backlog, submit):
+    submit(*(f"a{n}" for n in range(50)))
+    assert claim(backlog, limit=1)
+    connection.delete("rq:queue:generate")
+    ids = submit("x", "y")
+    assert claim_soon(backlog) == ids
+
+
+def test_many_jobs_canceled_in_the_middle_do_not_hold_up_what_is_left(connection, backlog, submit):
+    ids = submit(*(f"a{n}" for n in range(300)))
+    assert claim(backlog, busy=[f"a{n}" for n in range(300)]) == []
+    for job_id in ids[1:-1]:
+        connection.lrem("rq:queue:generate", 1, job_id)
+    assert claim(backlog) == [ids[0], ids[-1]]
+
+
+def test_a_job_that_became_a_suspect_since_it_was_read_is_read_again(connection, backlog, submit):
+    first, second = submit("a", "b")
+    assert claim(backlog, limit=1) == [first]
+    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 2)
+    connection.lrem("rq:queue:generate:intermediate", 1, first)
+    connection.lpush("rq:queue:generate", first)
+    assert claim(backlog, nothing_runs=False) == []
+    assert claim(backlog, nothing_runs=True) == [first]
+    assert claim(backlog) == [second]

@@ -1,14 +1,14 @@
 """The queue adapter: one end for each job, and none that is not ours to write."""
 
 import pytest
-from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from tests.worker.rq_worker.looking import places, taken_over
 
-from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -17,41 +17,12 @@ pytestmark = pytest.mark.server
 RESULT = {"text": "done"}
 
 
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    return Producer(redis_url)
-
-
-@pytest.fixture
-def queue(redis_url):
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
-        yield opened.rq_queue
-
-
 def submit(producer, *agents):
     return [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
 
 
 def claim(queue, limit=8):
     return queue.claim(limit, frozenset())
-
-
-def places(connection, job_id):
-    """Every list and registry of RQ's in which the id stands."""
-    lists = {name: connection.lrange(f"rq:queue:{name}", 0, -1) for name in ("generate", "generate:intermediate")}
-    sets = {name: connection.zrange(f"rq:{name}:generate", 0, -1) for name in ("wip", "finished", "failed", "canceled")}
-    entries = {name: [entry.decode().split(":")[0] for entry in found] for name, found in (lists | sets).items()}
-    return [name for name, ids in entries.items() for found in ids if found == job_id]
-
-
-def taken_over(connection):
-    connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
 
 
 def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):
@@ -120,13 +91,12 @@ def test_a_lease_that_ran_out_while_redis_was_away_is_still_ours(connection, pro
     assert places(connection, job_id) == ["finished"]
 
 
-@pytest.mark.parametrize("step", ["prepare_execution", "prepare_job_execution"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_claim_broken_off_half_way_is_found_again_and_costs_no_attempt(
-    connection, producer, queue, monkeypatch, step, when
+    connection, producer, queue, monkeypatch, when
 ):
     ids = submit(producer, "a", "b", "c")
-    real, calls = getattr(queue._identity, step), []
+    real, calls = queue._identity.begin, []
 
     def breaking(*args, **options):
         calls.append(args)
@@ -137,7 +107,7 @@ def test_a_claim_broken_off_half_way_is_found_again_and_costs_no_attempt(
             raise RedisConnectionError("gone")
         return done
 
-    monkeypatch.setattr(queue._identity, step, breaking)
+    monkeypatch.setattr(queue._identity, "begin", breaking)
     (first,) = claim(queue)
     monkeypatch.undo()
     assert first.job_id == ids[0]
@@ -181,13 +151,14 @@ def test_a_failed_job_that_an_operator_requeues_begins_anew(connection, producer
 
 def test_a_stop_that_comes_while_its_job_is_being_started_is_not_lost(producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
-    real = queue._identity.prepare_job_execution
+    real = queue._identity.begin
 
-    def start_and_stop(*args, **options):
-        real(*args, **options)
+    def start_and_stop(job):
+        execution = real(job)
         queue._ask_stop(job_id)
+        return execution
 
-    monkeypatch.setattr(queue._identity, "prepare_job_execution", start_and_stop)
+    monkeypatch.setattr(queue._identity, "begin", start_and_stop)
     (job,) = claim(queue)
     assert queue.withdrawn([job], {}) == [job]
 
@@ -235,12 +206,7 @@ def test_ids_that_rq_does_not_allow_are_dropped_and_hold_up_nothing(connection, 
     assert [job.job_id for job in claim(queue)] == [job_id]
 
 
-def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, redis_url, queue):
-    from rq import Queue, Retry
-
-    from stoker_shared.wire import TASK_PATH
-
-    plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, plain, queue):
     request = {"agent_id": "a", "prompt": "x"}
     job_id = plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id
     (job,) = claim(queue)
@@ -259,11 +225,61 @@ def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer)
     with open_queue(settings, redis_url) as opened:
         queue = opened.rq_queue
         submit(producer, "a", "b", "a")
-        Producer(redis_url, queue="high").submit(agent_id="c", prompt="x")
+        producer.submit(agent_id="c", prompt="x", queue="high")
         assert queue.waiting_agents() == frozenset()
         assert [job.request.agent_id for job in claim(queue)] == ["c", "a", "b"]
         assert queue.waiting_agents() == {"a"}
         assert queue.waiting_agents() is queue.waiting_agents()
-        Producer(redis_url, queue="high").submit(agent_id="d", prompt="x")
+        producer.submit(agent_id="d", prompt="x", queue="high")
         queue.claim(8, frozenset({"a", "d"}))
         assert queue.waiting_agents() == {"a", "d"}
+
+
+def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, producer):
+    def enqueue(agent_id, queue):
+        return producer.submit(agent_id=agent_id, prompt="x", queue=queue).job_id
+
+    low, high, low_too, high_too = (
+        enqueue(agent_id, queue) for agent_id, queue in zip("abcd", ("generate", "high") * 2, strict=True)
+    )
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue, limit=3)] == [high, high_too, low]
+        late = enqueue("e", "high")
+        assert [job.job_id for job in claim(opened.rq_queue)] == [late, low_too]
+
+
+def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_one_waits(redis_url, producer):
+    producer.submit(agent_id="a", prompt="x")
+    urgent = producer.submit(agent_id="a", prompt="x", queue="high")
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue)] == [urgent.job_id]
+
+
+def test_a_job_that_is_retried_at_once_comes_before_its_agents_next_one(plain, queue):
+    request = {"agent_id": "a", "prompt": "x"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id for _ in range(2))
+    for job_id in (first, first, second):
+        (job,) = claim(queue)
+        assert job.job_id == job_id
+        queue.fail(job, GenerationTimedOut("late"))
+
+
+def test_a_failed_turn_does_not_keep_the_next_one_waiting(plain, queue):
+    request = {"agent_id": "a", "prompt": "x", "context": "append"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1, interval=60)).id for _ in range(2))
+    (job,) = claim(queue)
+    assert job.job_id == first
+    queue.fail(job, GenerationTimedOut("late"))
+    assert [job.job_id for job in claim(queue)] == [second]
+
+
+def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    with pytest.raises(OwnershipLost):
+        queue.finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
+    assert "finished" not in places(connection, job_id)

@@ -103,7 +103,7 @@ class QueuePort(Protocol):
         ...
 
     def tidy(self) -> None:
-        """Housekeeping that no job waits for."""
+        """One small step of housekeeping, about once a second: what is due by the clock, got lost or expired."""
         ...
 
     def is_empty(self) -> bool:

@@ -1,13 +1,12 @@
-"""Looks ahead in a queue and claims chosen jobs. Owns the memory of which waiting job is which agent's; inbox thread.
+"""Looks ahead in a queue and claims chosen jobs. Owns what is known of the waiting jobs; inbox thread.
 
 RQ's own dequeue takes the head whatever it is. An agent's jobs must run one at a time and in order, without holding up
-other agents, so claiming walks the list from its head and passes by agents that are busy. The list itself is not
-touched until a job is claimed: its length stays true for operators.
+other agents, so claiming passes by jobs of agents that are busy. The list itself is not touched until a job is claimed:
+its length stays true for operators. It is read once; after that each look asks only for what came in at either end.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+import time
+from typing import Final, cast
 
 from redis import Redis
 from rq.intermediate_queue import IntermediateQueue
@@ -15,11 +14,13 @@ from rq.job import Job
 from rq.queue import Queue
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_worker.every import Every
 from stoker_worker.rq_worker.json_job import agent_in, as_count
+from stoker_worker.rq_worker.lineup import Lineup
 
 # All or nothing for each id: after a crash it is in the queue or in the intermediate list, never nowhere.
 _CLAIM = """
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return {} end
+if redis.call('GET', KEYS[3]) ~= ARGV[1] then return false end
 local claimed = {}
 for i = 2, #ARGV do
   if redis.call('LREM', KEYS[1], 1, ARGV[i]) == 1 then
@@ -30,16 +31,33 @@ end
 return claimed
 """
 
-_PAGE = 100
-_READ_AT_ONCE = 20  # payloads; each may be megabytes
-_MAX_LOOK = 20_000
-_MAX_REMEMBERED = 100_000
+# ARGV: page, number of known first ids, those (first one first), known last ids (last one first). A known id that is
+# gone was taken by somebody else; the next known one serves as well.
+_LOOK = """
+local queue, page, firsts = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+local function find(from, to, rank)
+  for i = from, to do
+    local at = redis.call('LPOS', queue, ARGV[i], 'RANK', rank)
+    if at then return at end
+  end
+  return -1
+end
+local length = redis.call('LLEN', queue)
+local front, back = find(3, 2 + firsts, 1), find(3 + firsts, #ARGV, -1)
+if front < 0 or back < 0 or front > page then
+  return {length, 0, {}, redis.call('LRANGE', queue, 0, page - 1)}
+end
+local before = front > 0 and redis.call('LRANGE', queue, 0, front - 1) or {}
+return {length, 1, before, redis.call('LRANGE', queue, back + 1, back + page)}
+"""
 
-
-@dataclass(frozen=True)
-class _Waiting:
-    agent_id: str | None
-    suspect: bool
+_PAGE: Final = 1000
+_KNOWN_ENDS: Final = 4
+_READ_AT_ONCE: Final = 20  # payloads; each may be megabytes
+_LEARN_S: Final = 0.002  # time for reading on, in a claim that has found something
+_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has not
+_MAX_REMEMBERED: Final = 100_000
+_MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
 
 class Backlog:
@@ -55,13 +73,15 @@ class Backlog:
             suspect_after: deaths with a job in flight that make it a suspect.
         """
         self._connection = connection
-        self._name = queue_name
         self._key = Queue(queue_name, connection=connection).key
-        self._intermediate_key = IntermediateQueue.get_intermediate_queue_key(self._key)
+        intermediate_key = IntermediateQueue.get_intermediate_queue_key(self._key)
+        self._claim_keys = [self._key, intermediate_key, LEASE_KEY.format(queue=queue_name)]
         self._claim = connection.register_script(_CLAIM)
+        self._look_at = connection.register_script(_LOOK)
         self._suspect_after = suspect_after
-        self._known: dict[str, _Waiting] = {}
-        self._agents: frozenset[str] | None = None
+        self._lineup = Lineup()
+        self._learned: dict[str, tuple[str | None, bool]] = {}  # outlives the lineup, which is read anew at times
+        self._may_start_over = Every(5.0)
         self.waits_for_quiet = False
 
     def claim(self, limit: int, busy_agents: frozenset[str], lease_value: str, *, nothing_runs: bool) -> list[str]:
@@ -70,70 +90,66 @@ class Backlog:
         Looking stops at a suspect, which is claimed when `nothing_runs`; else `waits_for_quiet` says that it waits.
         Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
         """
-        if len(self._known) > _MAX_REMEMBERED:
-            self._forget(list(self._known))  # jobs that others took out are forgotten only where a look ends
-        self.waits_for_quiet = False
-        chosen: list[str] = []
-        taken = set(busy_agents)
-        for job_id in self._waiting():
-            waiting = self._known[job_id]
-            agent_id = waiting.agent_id
-            if waiting.suspect:
-                self.waits_for_quiet = bool(chosen) or not nothing_runs
-                if not self.waits_for_quiet:
-                    chosen.append(job_id)
-                break
-            if agent_id is None or agent_id not in taken:
-                chosen.append(job_id)
-                if agent_id is not None:
-                    taken.add(agent_id)
-            if len(chosen) == limit:
+        self._look()
+        begin = time.perf_counter()
+        while True:
+            chosen, self.waits_for_quiet = self._lineup.choose(limit, busy_agents, nothing_runs=nothing_runs)
+            budget_s = _LEARN_S if chosen else _LEARN_WHEN_IDLE_S
+            enough = len(chosen) == limit or self.waits_for_quiet or time.perf_counter() > begin + budget_s
+            if enough or not self._learn():
                 break
         if not chosen:
             return []
-        keys = [self._key, self._intermediate_key, LEASE_KEY.format(queue=self._name)]
-        claimed = [_text(job_id) for job_id in self._claim(keys=keys, args=[lease_value, *map(_raw, chosen)])]
-        self._forget(claimed)
-        return claimed
+        found = self._claim(keys=self._claim_keys, args=[lease_value, *map(_raw, chosen)])
+        if found is None:
+            return []
+        for job_id in chosen:  # one that was not claimed was taken from the list by somebody else
+            self._lineup.discard(job_id)
+            self._learned.pop(job_id, None)
+        return [_text(job_id) for job_id in found]
 
     def agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that the last looks came across."""
-        if self._agents is None:
-            agents = (waiting.agent_id for waiting in self._known.values())
-            self._agents = frozenset(agent_id for agent_id in agents if agent_id is not None)
-        return self._agents
+        return self._lineup.agents()
 
-    def _waiting(self) -> Iterator[str]:
-        """Job ids from the head on, page by page, each with its agent looked up."""
-        seen: set[str] = set()
-        for start in range(0, _MAX_LOOK, _PAGE):
-            page = cast(list[bytes], self._connection.lrange(self._key, start, start + _PAGE - 1))
-            ids = [_text(job_id) for job_id in page]
-            unknown = [job_id for job_id in ids if job_id not in self._known]
-            for at in range(0, len(unknown), _READ_AT_ONCE):
-                self._learn(unknown[at : at + _READ_AT_ONCE])
-            seen.update(ids)
-            yield from ids
-            if len(ids) < _PAGE:
-                if len(seen) < len(self._known):  # this was all: others took the rest
-                    self._forget([job_id for job_id in self._known if job_id not in seen])
+    def _look(self) -> None:
+        """Take in what came in at either end since the last look, a page at a time."""
+        for _ in range(2):
+            first, last = self._lineup.first(_KNOWN_ENDS), self._lineup.last(_KNOWN_ENDS)
+            args: list[str | bytes | int] = [_PAGE, len(first), *map(_raw, first), *map(_raw, last)]
+            length, goes_on, before, behind = self._look_at(keys=[self._key], args=args)
+            if not goes_on:
+                self._lineup.clear()
+            self._lineup.prepend(map(_text, before))
+            self._lineup.append(map(_text, behind))
+            unknown = length - len(self._lineup)
+            is_whole = len(behind) < _PAGE
+            # Somebody removed many, or put some where nobody does: an id that stands there twice looks like that too.
+            if not is_whole or (unknown >= -_MAX_GONE and not (unknown > 0 and self._may_start_over.is_due())):
                 return
+            self._lineup.clear()
 
-    def _forget(self, job_ids: list[str]) -> None:
+    def _learn(self) -> bool:
+        """Find out whose some of the next jobs are; ``False`` when that is known of all."""
+        job_ids = self._lineup.unlearned(_READ_AT_ONCE)
+        self._read([job_id for job_id in job_ids if job_id not in self._learned])
         for job_id in job_ids:
-            self._known.pop(job_id, None)
-        if job_ids:
-            self._agents = None
+            agent_id, suspect = self._learned[job_id]
+            self._lineup.learn(job_id, agent_id, suspect=suspect)
+        return bool(job_ids)
 
-    def _learn(self, job_ids: list[str]) -> None:
-        self._agents = None if job_ids else self._agents
+    def _read(self, job_ids: list[str]) -> None:
+        if not job_ids:
+            return
+        if len(self._learned) > _MAX_REMEMBERED:
+            self._learned.clear()  # jobs that others took from the list are never forgotten one by one
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.hmget(_raw(Job.key_for(job_id)), "data", FIELD_ATTEMPTS)
             # A key that is no hash is one unreadable job, not a failure of the look.
             for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
-                data, deaths = (None, None) if isinstance(reply, Exception) else reply
-                self._known[job_id] = _Waiting(agent_in(data), suspect=as_count(deaths) >= self._suspect_after)
+                data, deaths = (None, None) if isinstance(reply, Exception) else cast(list[bytes | None], reply)
+                self._learned[job_id] = agent_in(data), as_count(deaths) >= self._suspect_after
 
 
 def _text(job_id: bytes) -> str:

@@ -17,6 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from stoker_shared.errors import QueueHeld, RedisUnavailable
+from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.identity import NAME_PREFIX, RqIdentity
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.rq_queue import RqQueue
@@ -53,8 +54,10 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker holds one of the queues.
+        CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     connection = connect(redis_url)
+    callbacks = Callbacks(connection, settings.callback_modules)
     name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
     identity = RqIdentity(
         settings.queue_names,
@@ -75,14 +78,18 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         shown = mask_password(redis_url)
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
     log.info("worker %s holds %s", name, settings.queues)
+    rq_queue = RqQueue(connection, identity, lease, callbacks)
     try:
-        yield OpenQueue(identity, RqQueue(connection, identity, lease))
+        yield OpenQueue(identity, rq_queue)
     finally:
         try:
+            rq_queue.sign_off()
             identity.teardown()
             lease.release()
         except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself
             log.warning("not signed off: %s", type(error).__name__)
+        callbacks.finish(settings.grace_s)
+        connection.close()
 
 
 def _acquire(lease: Lease, *, standby: bool) -> None:

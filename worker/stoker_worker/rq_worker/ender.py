@@ -12,13 +12,23 @@ from redis.client import Pipeline
 from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
+from rq.utils import now
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
-from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_TOKENS, LEASE_KEY, META_PARTIAL
+from stoker_shared.wire import LEASE_KEY, META_PARTIAL
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.lease import Lease
+
+# The execution's hash goes with its entry in the registry of started jobs, in one transaction, whoever ends it.
+_OWNS = """
+local lease = redis.call('GET', KEYS[3])
+if lease and lease ~= ARGV[1] then return 0 end
+if not lease then redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2]) end
+if redis.call('HGET', KEYS[1], 'status') ~= 'started' then return 0 end
+return redis.call('EXISTS', KEYS[2])
+"""
 
 
 class OwnedQueue(Queue):
@@ -28,6 +38,13 @@ class OwnedQueue(Queue):
     """
 
     check: Callable[[Pipeline], None]
+    retries_in_place = False
+
+    def _enqueue_job(
+        self, job: Job, pipeline: Pipeline | None = None, at_front: bool = False, unique: bool = False
+    ) -> Job:
+        """RQ puts a job that is retried at once behind all others, also behind its own agent's next one."""
+        return super()._enqueue_job(job, pipeline, at_front or self.retries_in_place, unique)
 
     def move_dependents_to_ready(
         self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
@@ -44,31 +61,35 @@ class JobEnder:
         self._connection = connection
         self._identity = identity
         self._lease = lease
+        self._owns = connection.register_script(_OWNS)
 
     def owns(self, handle: RqHandle) -> bool:
-        with self._connection.pipeline(transaction=False) as pipeline:
-            pipeline.zscore(handle.job.started_job_registry.key, handle.execution.composite_key)
-            pipeline.hget(handle.job.key, "status")
-            entry, status = pipeline.execute()
-        held = entry is not None and status == JobStatus.STARTED.value.encode()
-        return held and self._lease.is_ours(handle.job.origin)
+        """Also takes a lease up again that ran out while Redis was away: only another holder's value deposes us."""
+        queue = handle.job.origin
+        keys = [handle.job.key, handle.execution.key, LEASE_KEY.format(queue=queue)]
+        held: int = self._owns(keys=keys, args=[self._lease.held_value(queue), self._lease.ttl_ms])
+        return held == 1
 
     def finish(self, handle: RqHandle, result: Mapping[str, Any]) -> None:
         """
         Raises:
             OwnershipLost: the execution is not ours (any more), or it is finished already.
         """
-        rq_job, queue = handle.job, self._opened(handle)
-        self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
+        rq_job, queue = handle.job, self._queue_of(handle)
+        rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
         rq_job._result = dict(result)
         rq_job._status = JobStatus.FINISHED
-        self._identity.handle_job_success(
-            job=rq_job,
-            queue=queue,
-            started_job_registry=queue.started_job_registry,
-            execution=handle.execution,
-        )
-        self._forget_counters(handle)
+        repeat = rq_job.repeats_left, rq_job.repeat_intervals
+        try:
+            self._identity.handle_job_success(
+                job=rq_job,
+                queue=queue,
+                started_job_registry=queue.started_job_registry,
+                execution=handle.execution,
+            )
+        except BaseException:  # RQ counts a repeat before it has written it; the next try must not count it twice
+            rq_job.repeats_left, rq_job.repeat_intervals = repeat
+            raise
 
     def fail(
         self, handle: RqHandle, error: Exception, *, partial_text: str | None = None, may_retry: bool = True
@@ -86,13 +107,14 @@ class JobEnder:
             rq_job.retries_left = 0  # the same request fails the same way
         self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
 
-    def stop(self, handle: RqHandle) -> None:
-        """End a job that was stopped on request, canceled or deleted."""
-        if self.owns(handle):
-            self._identity._stopped_job_id = handle.job.id
-            self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
-        else:
+    def stop(self, handle: RqHandle) -> bool:
+        """End a job that was stopped on request, canceled or deleted; ``True`` for one that was stopped."""
+        if not self.owns(handle):
             self.clean_up(handle)
+            return False
+        self._identity._stopped_job_id = handle.job.id
+        self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
+        return True
 
     def clean_up(self, handle: RqHandle) -> None:
         """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.
@@ -108,37 +130,38 @@ class JobEnder:
     def _opened(self, handle: RqHandle) -> OwnedQueue:
         if not self.owns(handle):
             raise OwnershipLost(f"job {handle.job.id} is no longer this worker's")
+        return self._queue_of(handle)
+
+    def _queue_of(self, handle: RqHandle) -> OwnedQueue:
         queue = OwnedQueue(handle.job.origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
         queue.check = lambda pipeline: self._check(pipeline, handle)
         return queue
 
     def _check(self, pipeline: Pipeline, handle: RqHandle) -> None:
         """Watch what says that the execution is ours, then look: a change from here on undoes the transaction."""
-        lease_key = LEASE_KEY.format(queue=handle.job.origin)
-        pipeline.watch(lease_key, handle.execution.key, handle.job.key)  # type: ignore[no-untyped-call]
-        started = pipeline.hget(handle.job.key, "status") == JobStatus.STARTED.value.encode()
-        there = pipeline.exists(handle.execution.key)
-        mine = pipeline.get(lease_key) == self._lease.held_value(handle.job.origin).encode()
-        if not (started and there and mine):
+        pipeline.watch(  # type: ignore[no-untyped-call]
+            LEASE_KEY.format(queue=handle.job.origin), handle.execution.key, handle.job.key
+        )
+        if not self.owns(handle):
             raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
 
-    def _write_failure(self, handle: RqHandle, queue: Queue, reason: str) -> None:
+    def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
         rq_job = handle.job
         rq_job._status = JobStatus.FAILED
-        self._identity.handle_execution_ended(rq_job, queue, self._identity.get_heartbeat_ttl(rq_job))
-        self._identity.handle_job_failure(
-            job=rq_job,
-            queue=queue,
-            started_job_registry=queue.started_job_registry,
-            exc_string=reason,
-            execution=handle.execution,
-        )
+        rq_job.ended_at = rq_job.last_heartbeat = now()
+        retries_left = rq_job.retries_left
+        queue.retries_in_place = True
+        try:
+            self._identity.handle_job_failure(
+                job=rq_job,
+                queue=queue,
+                started_job_registry=queue.started_job_registry,
+                exc_string=reason,
+                execution=handle.execution,
+            )
+        finally:  # as with repeats
+            rq_job.retries_left = retries_left
         # RQ logs and swallows a failure of its own transaction; the job would stay "started" under a live worker.
-        entry = self._connection.zscore(queue.started_job_registry.key, handle.execution.composite_key)
-        if entry is not None:
+        still_there = self._connection.exists(handle.execution.key)
+        if still_there:
             raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written")
-        self._forget_counters(handle)
-
-    def _forget_counters(self, handle: RqHandle) -> None:
-        """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
-        self._connection.hdel(handle.job.key, FIELD_ATTEMPTS, FIELD_TOKENS)

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from redis import Redis
+from redis.client import Pipeline
 from rq.command import parse_payload
 from rq.executions import Execution
 from rq.job import Job
+from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
+from rq.worker.base import WorkerStatus
 
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_TOKENS
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -58,8 +61,26 @@ class RqIdentity(BaseWorker):
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
 
-    def procline(self, message: str) -> None:
-        """The process title stays the operator's own: one job's name would say nothing about sixteen."""
+    def begin(self, job: Job) -> Execution:
+        """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
+
+        The worker's own heartbeat, which RQ sends along with each job, has a thread here.
+        """
+        with self.connection.pipeline() as pipeline:
+            execution = Execution.create(job, self._execution_lease_s, pipeline=pipeline, worker_name=self.name)
+            job.prepare_for_execution(self.name, pipeline=pipeline)
+            pipeline.persist(job.key)
+            pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
+            if self.get_state() != WorkerStatus.BUSY:
+                self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
+            self.executions[execution.id] = execution
+            pipeline.execute()
+        return execution
+
+    def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
+        """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
+        super().cleanup_execution(job, pipeline, execution)
 
     def handle_payload(self, message: Any) -> None:
         """A command from RQ's pubsub thread. Stock handlers know one current job; here there are many."""

@@ -2,14 +2,16 @@
 
 import json
 import zlib
+from collections.abc import Container
 from typing import Any
 
-from rq.job import Job
+from redis.client import Pipeline
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.request import GenerationRequest, build_request
-from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import FIELD_ATTEMPTS, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
 _UNREADABLE = "<unreadable>"
@@ -23,6 +25,8 @@ class JsonJob(Job):
     """
 
     payload_error: Exception | None = None
+    deaths: int = 0
+    """Workers that died with this job in flight."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
 
     def restore(self, raw_data: Any) -> Any:
@@ -34,7 +38,25 @@ class JsonJob(Job):
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             raw_data = {**raw_data, b"data": b"[]"}
         super().restore(raw_data)
+        self.deaths = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
+
+    def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
+        """What RQ writes back, without the payload: that is megabytes at times, and never ours to change."""
+        fields: dict[str, Any] = super().to_dict(include_meta, include_result)
+        del fields["data"]
+        return fields
+
+    def set_status(self, status: JobStatus, pipeline: Pipeline | None = None) -> None:
+        """RQ's retry says `scheduled` before its transaction puts the job into the registry; a worker that dies in
+        between would leave it nowhere. The transaction says it again, and that is the one that counts."""
+        if pipeline is None and status == JobStatus.SCHEDULED:
+            self._status = status
+        else:
+            super().set_status(status, pipeline)
+
+    def send_webhooks(self, status: str | JobStatus, *, exc_string: str | None = None) -> None:
+        """Nothing: jobs with webhooks are refused, and a refusal must not send one to an address the job names."""
 
     def _deserialize_data(self) -> None:
         try:
@@ -46,11 +68,14 @@ class JsonJob(Job):
             )
             self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
 
-    def generation_request(self) -> GenerationRequest:
+    def generation_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest:
         """The request this job carries.
 
+        Args:
+            callbacks: paths of the functions it may name.
+
         Raises:
-            PayloadRefused: it is not a JSON generation job, or has callbacks or webhooks.
+            PayloadRefused: it is not a JSON generation job, or has webhooks, or callbacks that are not allowed.
             RequestError: its request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
@@ -58,14 +83,17 @@ class JsonJob(Job):
             raise self.payload_error
         if func_name != TASK_PATH:
             raise PayloadRefused(f"this worker runs only {TASK_PATH}, not {str(func_name)[:200]!r}")
-        for name, value in (
+        for name, path in (
             ("on_success", self._success_callback_name),
             ("on_failure", self._failure_callback_name),
             ("on_stopped", self._stopped_callback_name),
-            ("webhooks", self.webhooks),
         ):
-            if value:
-                raise PayloadRefused(f"this worker runs no callbacks, and the job has {name}")
+            if path and path not in callbacks:
+                raise PayloadRefused(
+                    f"the job's {name}, {path[:200]!r}, is no function of a module in --allow-callbacks"
+                )
+        if self.webhooks:
+            raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
         if args or not isinstance(request, dict) or len(kwargs) != 1:
             raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")

@@ -37,7 +37,7 @@ class Lease:
 
     def __init__(self, connection: Redis, queues: list[str], *, worker_name: str, ttl_s: float) -> None:
         self._queues = queues
-        self._ttl_ms = max(1, int(ttl_s * 1000))
+        self.ttl_ms = max(1, int(ttl_s * 1000))
         self._worker_name = worker_name
         self._connection = connection
         self._take = connection.register_script(_TAKE)
@@ -82,7 +82,7 @@ class Lease:
         return self._held[queue]
 
     def _renew_one(self, queue: str, value: str) -> bool:
-        renewed: int = self._renew(keys=[LEASE_KEY.format(queue=queue)], args=[value, self._ttl_ms])
+        renewed: int = self._renew(keys=[LEASE_KEY.format(queue=queue)], args=[value, self.ttl_ms])
         return renewed == 1
 
     def _acquire_one(self, queue: str) -> None:
@@ -91,7 +91,7 @@ class Lease:
         mine = json.dumps({"worker": self._worker_name, "fence": fence, **identity}, sort_keys=True)
         believed = ""
         for _ in range(2):
-            held = self._take(keys=[LEASE_KEY.format(queue=queue)], args=[believed, mine, self._ttl_ms])
+            held = self._take(keys=[LEASE_KEY.format(queue=queue)], args=[believed, mine, self.ttl_ms])
             if held is None:
                 self._held[queue] = mine
                 return
@@ -101,7 +101,7 @@ class Lease:
                 break
         raise QueueHeld(
             f"queue {queue!r} is held by worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}; "
-            f"if that worker is gone, its lease runs out in {self._ttl_ms / 1000:g} s"
+            f"if that worker is gone, its lease runs out in {self.ttl_ms / 1000:g} s"
         )
 
 

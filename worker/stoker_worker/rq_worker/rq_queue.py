@@ -11,15 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis import Redis
+from rq.group import Group
 from rq.job import JobStatus
 from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
+from rq.serializers import JSONSerializer
 from rq.suspension import is_suspended
 
 from stoker_shared.errors import RequestError
 from stoker_shared.wire import FIELD_TOKENS, MAX_ATTEMPTS
+from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
+from stoker_worker.rq_worker.audit import Audit
 from stoker_worker.rq_worker.backlog import Backlog
+from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
@@ -27,9 +33,12 @@ from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
+from stoker_worker.rq_worker.scheduler import Scheduler
 from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
+
+_GROUPS_EVERY_S = 600  # as RQ's own workers
 
 # HSET alone would bring a deleted job back to life as a hash with one field.
 _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
@@ -38,16 +47,22 @@ _PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[
 class RqQueue:
     """Every job this worker has taken out of its queues."""
 
-    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease) -> None:
+    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks) -> None:
         self._connection = connection
         self._identity = identity
         self._lease = lease
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name, suspect_after=MAX_ATTEMPTS - 1) for name in self._queues}
-        self._starter = JobStarter(connection, identity, refuse=self._refuse)
+        self._callbacks = callbacks
+        self._starter = JobStarter(connection, identity, callbacks=callbacks, refuse=self._refuse)
         self._ender = JobEnder(connection, identity, lease)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
+        self._scheduler = Scheduler(connection, self._queues, lease, name=identity.name)
+        self._audit = Audit(connection, self._queues, lease)
+        self._clean = Every(60.0)
+        self._look_if_suspended = Every(0.25)
+        self._suspended = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
@@ -58,7 +73,9 @@ class RqQueue:
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
         self._identity.settle_state()
-        if limit <= 0 or self._suspect_runs() or is_suspended(self._connection):
+        if self._look_if_suspended.is_due():
+            self._suspended = is_suspended(self._connection)
+        if limit <= 0 or self._suspect_runs() or self._suspended:
             return []
         claimed: list[ClaimedJob] = []
         try:
@@ -128,10 +145,20 @@ class RqQueue:
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> None:
-        """Drop expired entries of RQ's registries, as RQ's own workers do now and then."""
-        for name in self._queues:
-            for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
-                registry(name, connection=self._connection, job_class=JsonJob).cleanup()
+        self._scheduler.enqueue_due()
+        self._audit.step(self._in_flight)
+        if self._clean.is_due():
+            for name in self._queues:
+                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+                    registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer).cleanup()
+            for limit in RateLimitRegistry.all(self._connection):
+                limit.cleanup()
+            if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
+                Group.clean_registries(self._connection)
+
+    def sign_off(self) -> None:
+        """The last word to Redis. Main thread, after all others."""
+        self._scheduler.sign_off()
 
     # --- heartbeat thread ---
 
@@ -155,6 +182,7 @@ class RqQueue:
         with self._ending:
             self._ender.finish(job.handle, result)
             self._forget(job)
+        self._callbacks.succeeded(job.handle.job, result)
 
     def fail(
         self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
@@ -162,11 +190,14 @@ class RqQueue:
         with self._ending:
             self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
             self._forget(job)
+        self._callbacks.failed(job.handle.job, error)
 
     def stopped(self, job: ClaimedJob) -> None:
         with self._ending:
-            self._ender.stop(job.handle)
+            was_stopped = self._ender.stop(job.handle)
             self._forget(job)
+        if was_stopped:
+            self._callbacks.stopped(job.handle.job)
 
     def drop(self, job: ClaimedJob) -> None:
         with self._ending:
@@ -191,6 +222,7 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         with self._ending:
             self._ender.fail(handle, error)
+        self._callbacks.failed(handle.job, error)
 
     def _suspect_runs(self) -> bool:
         return any(job.attempt >= MAX_ATTEMPTS for job in list(self._in_flight.values()))

@@ -6,7 +6,7 @@ Owns nothing between two calls. Whatever a stranger wrote into Redis costs that 
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, cast
 
 from redis import Redis
@@ -18,11 +18,11 @@ from rq.queue import Queue
 
 from stoker_shared.errors import PayloadRefused, RequestError
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, FIELD_ATTEMPTS
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.ports import ClaimedJob, Delivery
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import JsonJob, as_count
+from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,19 @@ class JobStarter:
     """Starts jobs in RQ's terms: execution, registry entry, status."""
 
     def __init__(
-        self, connection: Redis, identity: RqIdentity, *, refuse: Callable[[RqHandle, RequestError], None]
+        self,
+        connection: Redis,
+        identity: RqIdentity,
+        *,
+        callbacks: Container[str],
+        refuse: Callable[[RqHandle, RequestError], None],
     ) -> None:
         """
         Args:
+            callbacks: paths of the functions a job may name.
             refuse: ends a started job that cannot be run.
         """
+        self._callbacks = callbacks
         self._connection = connection
         self._identity = identity
         self._refuse = refuse
@@ -60,13 +67,11 @@ class JobStarter:
             self.drop_id(queue_name, job_id)
             return None
         rq_job.origin = queue_name
-        handle = RqHandle(rq_job, self._identity.prepare_execution(rq_job))
-        self._identity.prepare_job_execution(rq_job, remove_from_intermediate_queue=True)
+        handle = RqHandle(rq_job, self._identity.begin(rq_job))
         try:
             if broken is not None:
                 raise broken
-            deaths = as_count(cast(bytes | None, self._connection.hget(rq_job.key, FIELD_ATTEMPTS)))
-            return _claimed(handle, rq_job.generation_request(), attempt=deaths + 1)
+            return _claimed(handle, rq_job.generation_request(callbacks=self._callbacks), attempt=rq_job.deaths + 1)
         except RequestError as error:
             log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
             self._refuse(handle, error)

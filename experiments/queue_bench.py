@@ -1,0 +1,179 @@
+"""The worker with the scripted engine, in this process, and RQ's SimpleWorker beside it. Experiments only; no MLX."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from rq import Queue, SimpleWorker
+from rq.serializers import JSONSerializer
+
+from stoker import Producer
+from stoker_worker.engine.scripted import ScriptedEngine, ScriptedProvider
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import Completion, GenerationWork, LoadedModel
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+from stoker_worker.worker import Worker
+
+RESULT = {"text": "hello"}
+
+
+def no_op(request: dict[str, Any]) -> dict[str, Any]:
+    """What RQ's worker runs: nothing."""
+    return RESULT
+
+
+@dataclass
+class TimedEngine:
+    """The scripted engine, with the time at which each step ended."""
+
+    engine: ScriptedEngine
+    ends: list[float] = field(default_factory=list)
+
+    @property
+    def in_flight(self) -> int:
+        return self.engine.in_flight
+
+    def progress(self) -> dict[int, int]:
+        return self.engine.progress()
+
+    def submit(self, work: GenerationWork) -> int:
+        return self.engine.submit(work)
+
+    def step(self) -> list[Completion]:
+        ended = self.engine.step()
+        self.ends.append(time.perf_counter())
+        return ended
+
+    def cancel(self, uid: int) -> Completion | None:
+        return self.engine.cancel(uid)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class TimedProvider:
+    def __init__(self, *, max_batch: int, steps_per_s: float) -> None:
+        self._provider = ScriptedProvider(max_batch=max_batch, steps_per_s=steps_per_s)
+        self.engine: TimedEngine | None = None
+
+    def load(self) -> tuple[TimedEngine, LoadedModel]:
+        engine, loaded = self._provider.load()
+        self.engine = TimedEngine(engine)
+        return self.engine, loaded
+
+    def leave_thread(self) -> None:
+        """Nothing here belongs to a thread."""
+
+
+@contextmanager
+def our_worker(url: str, folder: Path, provider: Any, *, max_batch: int, burst: bool) -> Iterator[threading.Thread]:
+    """The worker's thread, running; told to stop at once when the context is left."""
+    settings = read_settings({"redis_url": url, "max_batch": max_batch, "grace_s": 0.0})
+    with open_queue(settings, url) as opened:
+        store = AgentStore(folder)
+        worker = Worker(settings, opened.rq_queue, store, provider, burst=burst)
+        thread = threading.Thread(target=worker.run, name="worker")
+        thread.start()
+        try:
+            yield thread
+        finally:
+            if not burst:
+                worker.request_stop()
+                worker.request_stop()
+            thread.join()
+            store.close()
+
+
+def jobs_per_s(connection: Redis, job_ids: list[str]) -> float:
+    """From the start of the first to the end of the last, by the jobs' own times."""
+    from rq.job import Job
+
+    jobs = Job.fetch_many(job_ids, connection, JSONSerializer)
+    times = [(job.started_at, job.ended_at) for job in jobs if job is not None]
+    if len(times) != len(job_ids) or any(None in pair for pair in times):
+        raise RuntimeError("not all jobs have run")
+    took = max(end for _, end in times) - min(start for start, _ in times)  # type: ignore[type-var,operator]
+    return len(job_ids) / took.total_seconds()
+
+
+def ours(url: str, folder: Path, count: int) -> float:
+    with Redis.from_url(url) as connection, Producer(connection) as producer:
+        request = {"prompt": "say ", "max_tokens": 1, "cache": "off"}
+        tickets = producer.submit_many([{"agent_id": f"agent {n}", **request} for n in range(count)])
+        provider = ScriptedProvider(max_batch=16, steps_per_s=100_000)
+        with our_worker(url, folder, provider, max_batch=16, burst=True) as thread:
+            thread.join()
+        return jobs_per_s(connection, [ticket.job_id for ticket in tickets])
+
+
+def stock(url: str, count: int) -> float:
+    """RQ's SimpleWorker without its log lines; it has to run on the main thread."""
+    with Redis.from_url(url) as connection:
+        queue = Queue("stock", connection=connection, serializer=JSONSerializer)
+        request = {"agent_id": "agent", "prompt": "say ", "max_tokens": 1, "cache": "off"}
+        data = [
+            Queue.prepare_data("queue_bench.no_op", kwargs={"request": request}, description="-", result_ttl=600)
+            for _ in range(count)
+        ]
+        jobs = queue.enqueue_many(data)
+        for name in ("rq.worker", "rq.queue", "rq.job"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        worker = SimpleWorker([queue], connection=connection, serializer=JSONSerializer)
+        worker.work(burst=True, logging_level="CRITICAL")
+        return jobs_per_s(connection, [job.id for job in jobs])
+
+
+class Feeder:
+    """Another process that submits jobs at a steady rate, so that enqueueing takes nothing from the worker."""
+
+    def __init__(self, url: str) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), url]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def feed(self, count: int, per_s: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([count, per_s]) + "\n")
+        self._process.stdin.flush()
+        self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ok\n":
+            raise RuntimeError("the feeder has died")
+
+
+def _feed(url: str, chunk: int = 5) -> None:
+    producer = Producer(url)
+    producer.ping()
+    print("ok", flush=True)
+    for line in sys.stdin:
+        count, per_s = json.loads(line)
+        start = time.perf_counter()
+        for done in range(0, count, chunk):
+            time.sleep(max(0.0, start + done / per_s - time.perf_counter()))
+            request = {"prompt": "x", "max_tokens": 5, "cache": "off"}
+            producer.submit_many([{"agent_id": f"agent {done + n}", **request} for n in range(chunk)])
+        print("ok", flush=True)
+    producer.close()
+
+
+if __name__ == "__main__":
+    _feed(sys.argv[1])

@@ -1,0 +1,150 @@
+"""A delivery takes effect once, whoever delivers it again; what is a new delivery takes effect again."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import pytest
+from redis import Redis
+from rq import Queue, Repeat
+from rq.job import Job
+from rq.registry import StartedJobRegistry
+from rq.serializers import JSONSerializer
+from tests.worker_process import running_worker
+
+from stoker import Producer
+from stoker_shared.wire import LEASE_KEY, TASK_PATH
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+from stoker_worker.worker import Worker
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+def burst(redis_url, store, *options, log_name="burst.log"):
+    with running_worker(redis_url, store, "--burst", *options, log_name=log_name) as worker:
+        assert worker.wait() == 0, worker.log
+    return worker.log
+
+
+def version_of(store, agent_id):
+    opened = AgentStore(store)
+    try:
+        return opened.open_agent(agent_id).number
+    finally:
+        opened.close()
+
+
+def as_if_the_worker_died_after_saving(connection, job_id, expires_at):
+    """The keys of a job whose turn is saved and whose end is not written."""
+    execution = uuid.uuid4().hex
+    connection.zrem("rq:finished:generate", job_id)
+    connection.delete(f"rq:results:{job_id}")
+    connection.hset(f"rq:job:{job_id}", mapping={"status": "started", "worker_name": "stoker-gone"})
+    connection.persist(f"rq:job:{job_id}")
+    connection.zadd("rq:wip:generate", {f"{job_id}:{execution}": expires_at})
+    connection.hset(f"rq:execution:{job_id}:{execution}", mapping={"worker_name": "stoker-gone", "created_at": 1})
+
+
+@pytest.mark.parametrize("context", ["full", "append"])
+def test_a_job_that_rqs_reaper_failed_after_its_save_and_an_operator_requeued_is_not_generated_again(
+    producer, redis_url, connection, store, context
+):
+    ticket = producer.submit(agent_id="a", prompt="x", context=context, max_tokens=5)
+    burst(redis_url, store)
+    first = ticket.result(timeout_s=1)
+    as_if_the_worker_died_after_saving(connection, ticket.job_id, expires_at=time.time() - 1)
+    StartedJobRegistry("generate", connection=connection, serializer=JSONSerializer).cleanup()
+    assert ticket.status().state == "failed"
+    requeue = [sys.executable, "-m", "rq.cli", "requeue", "-u", redis_url, "-S", "json", "--queue", "generate", "--all"]
+    subprocess.run(requeue, check=True, capture_output=True)
+    log = burst(redis_url, store, log_name="second.log")
+    assert "answered from the agent's history" in log
+    assert ticket.result(timeout_s=1) == first
+    assert version_of(store, "a") == 1
+
+
+def test_rqs_repeat_is_a_new_delivery_each_time(redis_url, connection, store):
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    request = {"agent_id": "a", "prompt": "x", "context": "append", "max_tokens": 4}
+    job = queue.enqueue(TASK_PATH, request=request, repeat=Repeat(times=2), result_ttl=600)
+    log = burst(redis_url, store)
+    assert "answered from the agent's history" not in log
+    assert version_of(store, "a") == 3
+    versions = [result.return_value["cache"]["agent_version"] for result in job.results()]
+    assert sorted(versions) == [1, 2, 3]
+
+
+def test_an_id_that_is_used_again_is_a_new_delivery(redis_url, connection, store):
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    request = {"agent_id": "a", "prompt": "x", "context": "append", "max_tokens": 4}
+    for version in (1, 2):
+        queue.enqueue(TASK_PATH, request=request, job_id="mine", unique=True)
+        burst(redis_url, store, log_name=f"{version}.log")
+        job = Job.fetch("mine", connection, JSONSerializer)
+        assert job.return_value()["cache"]["agent_version"] == version
+        job.delete()
+
+
+def test_a_worker_that_slept_past_its_lease_writes_neither_version_nor_result(
+    producer, redis_url, connection, tmp_path
+):
+    patience = {"STOKER_HEARTBEAT_S": "0.5", "STOKER_LEASE_TTL_S": "2", "STOKER_RECOVER_S": "0.2"}
+    ticket = producer.submit(agent_id="a", prompt="x", context="append", max_tokens=60)
+    steps = ("--scripted-steps-per-s", "100")
+    with running_worker(redis_url, tmp_path / "sleeper", *steps, env=patience) as sleeper:
+        sleeper.wait_for(lambda: ticket.status().state == "started")
+        sleeper.signal(signal.SIGSTOP)
+        with running_worker(redis_url, tmp_path / "other", "--standby", env=patience) as other:
+            other.wait_for(lambda: ticket.status().state == "finished")
+            sleeper.signal(signal.SIGCONT)
+            assert sleeper.wait() == 1
+    assert "QueueHeld" in sleeper.log
+    assert version_of(tmp_path / "sleeper", "a") == 0
+    assert version_of(tmp_path / "other", "a") == 1
+    assert ticket.result(timeout_s=1).attempt == 2
+    assert connection.xlen(f"rq:results:{ticket.job_id}") == 1
+
+
+def test_a_worker_whose_lease_was_taken_while_it_generated_saves_no_version(producer, redis_url, connection, store):
+    """Between two heartbeats nobody tells it: it looks before it saves."""
+    settings = read_settings({"redis_url": redis_url, "heartbeat_s": 60, "lease_ttl_s": 120})
+    ticket = producer.submit(agent_id="a", prompt="x", context="append", max_tokens=100)
+
+    def take_over():
+        while ticket.status().state != "started":
+            time.sleep(0.01)
+        connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
+
+    taker = threading.Thread(target=take_over)
+    with open_queue(settings, redis_url) as opened:
+        opened_store = AgentStore(store)
+        taker.start()
+        provider = ScriptedProvider(max_batch=1, steps_per_s=100)
+        Worker(settings, opened.rq_queue, opened_store, provider, burst=True).run()
+        taker.join()
+        opened_store.close()
+    assert version_of(store, "a") == 0
+    assert ticket.status().state == "started"  # the other worker's to put back

@@ -1,0 +1,34 @@
+"""A queue adapter that holds the queue `generate`, on a server of the session's own."""
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
+
+from stoker import Producer
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+@pytest.fixture
+def plain(connection):
+    """The queue as any RQ producer uses it."""
+    return Queue("generate", connection=connection, serializer=JSONSerializer)
+
+
+@pytest.fixture
+def queue(redis_url):
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+        yield opened.rq_queue

@@ -1,0 +1,172 @@
+"""Who waits in which order, and who is next. Pure policy, no I/O; inbox thread.
+
+Owns the order of one queue as last seen, and each waiting job's agent. Finding the next jobs to run costs the number of
+busy agents, not of waiting jobs: every agent's jobs stand in a line of their own, and a heap knows the lines' heads.
+Removed jobs leave stale entries behind, which are skipped when they come to light.
+"""
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+
+class _Entry(NamedTuple):
+    place: int
+    job_id: str
+
+
+Line = tuple[int, str]
+"""(0, agent id), or (1, job id) for a job whose agent nobody can read: it waits for none."""
+
+
+class Lineup:
+    """The waiting jobs of one queue."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def clear(self) -> None:
+        self._places: dict[str, int] = {}
+        self._order: deque[_Entry] = deque()
+        self._unlearned: deque[_Entry] = deque()
+        self._lines: dict[Line, deque[_Entry]] = {}
+        self._heads: list[tuple[_Entry, Line]] = []
+        self._suspects: dict[str, int] = {}
+        self._agent_of: dict[str, str] = {}
+        self._jobs_of: Counter[str] = Counter()
+        self._agents: frozenset[str] | None = None
+        self._front, self._back = 0, 0
+
+    def append(self, job_ids: Iterable[str]) -> None:
+        """Jobs that came in at the end; one that is here already has moved there."""
+        for job_id in job_ids:
+            self.discard(job_id)
+            self._places[job_id] = self._back
+            entry = _Entry(self._back, job_id)
+            self._order.append(entry)
+            self._unlearned.append(entry)
+            self._back += 1
+
+    def prepend(self, job_ids: Iterable[str]) -> None:
+        """Jobs that came in at the front, in queue order."""
+        for job_id in reversed(list(job_ids)):
+            self.discard(job_id)
+            self._front -= 1
+            self._places[job_id] = self._front
+            entry = _Entry(self._front, job_id)
+            self._order.appendleft(entry)
+            self._unlearned.appendleft(entry)
+
+    def discard(self, job_id: str) -> None:
+        self._places.pop(job_id, None)
+        self._suspects.pop(job_id, None)
+        agent_id = self._agent_of.pop(job_id, None)
+        if agent_id is not None:
+            self._jobs_of[agent_id] -= 1
+            if not self._jobs_of[agent_id]:
+                del self._jobs_of[agent_id]
+                self._agents = None
+
+    def agents(self) -> frozenset[str]:
+        """The agents of all jobs that were learned; the same object until that changes."""
+        if self._agents is None:
+            self._agents = frozenset(self._jobs_of)
+        return self._agents
+
+    def first(self, count: int) -> list[str]:
+        """The first `count` jobs, in order."""
+        while self._order and self._is_stale(self._order[0]):
+            self._order.popleft()
+        return [entry.job_id for entry in islice(self._order, 2 * count) if not self._is_stale(entry)][:count]
+
+    def last(self, count: int) -> list[str]:
+        """The last `count` jobs, the very last one first."""
+        while self._order and self._is_stale(self._order[-1]):
+            self._order.pop()
+        return [entry.job_id for entry in islice(reversed(self._order), 2 * count) if not self._is_stale(entry)][:count]
+
+    def unlearned(self, count: int) -> list[str]:
+        """The first `count` jobs whose agent is not known yet. Nothing behind them is ever chosen."""
+        self._next_unlearned()
+        return [entry.job_id for entry in islice(self._unlearned, count) if not self._is_stale(entry)]
+
+    def learn(self, job_id: str, agent_id: str | None, *, suspect: bool) -> None:
+        """Say whose job it is; in the order of `unlearned`."""
+        while (entry := self._next_unlearned()) is not None and entry.job_id != job_id:
+            self._unlearned.popleft()
+        if entry is None:
+            return
+        self._unlearned.popleft()
+        if agent_id is not None:
+            self._agent_of[job_id] = agent_id
+            self._agents = self._agents if self._jobs_of[agent_id] else None
+            self._jobs_of[agent_id] += 1
+        if suspect:
+            self._suspects[job_id] = entry.place
+        key = (0, agent_id) if agent_id is not None else (1, job_id)
+        line = self._lines.setdefault(key, deque())
+        if not line or entry < line[0]:
+            line.appendleft(entry)
+            heappush(self._heads, (entry, key))
+        elif entry > line[-1]:
+            line.append(entry)
+        else:
+            insort(line, entry)
+
+    def choose(self, limit: int, busy_agents: Iterable[str], *, nothing_runs: bool) -> tuple[list[str], bool]:
+        """The next jobs: at most `limit`, the oldest of each agent that is not busy. They stay in the lineup.
+
+        Nothing behind a suspect is chosen before it, and it only alone.
+
+        Returns:
+            the jobs in order, and whether a suspect waits until nothing runs.
+        """
+        barrier = min(self._suspects.values(), default=inf)
+        unread = self._next_unlearned()
+        end = barrier if unread is None else min(barrier, unread.place)
+        taken = {(0, agent_id) for agent_id in busy_agents}
+        chosen: list[str] = []
+        looked_at: list[tuple[_Entry, Line]] = []
+        while self._heads and len(chosen) < limit and self._heads[0][0].place < end:
+            entry, key = heappop(self._heads)
+            head = self._head(key)
+            if head is None or head.place < entry.place:  # the head has an entry of its own
+                continue
+            if head.place > entry.place:
+                heappush(self._heads, (head, key))
+                continue
+            looked_at.append((entry, key))
+            if key not in taken:
+                taken.add(key)
+                chosen.append(entry.job_id)
+        for item in looked_at:
+            heappush(self._heads, item)
+        if end != barrier or barrier == inf or len(chosen) == limit:
+            return chosen, False
+        if chosen or not nothing_runs:
+            return chosen, True
+        return [job_id for job_id, place in self._suspects.items() if place == barrier], False
+
+    def _next_unlearned(self) -> _Entry | None:
+        while self._unlearned and self._is_stale(self._unlearned[0]):
+            self._unlearned.popleft()
+        return self._unlearned[0] if self._unlearned else None
+
+    def _head(self, key: Line) -> _Entry | None:
+        line = self._lines.get(key)
+        while line and self._is_stale(line[0]):
+            line.popleft()
+        if line:
+            return line[0]
+        self._lines.pop(key, None)
+        return None
+
+    def _is_stale(self, entry: _Entry) -> bool:
+        return self._places.get(entry.job_id) != entry.place
