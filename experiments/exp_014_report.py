@@ -35,8 +35,8 @@ def _summary(content: Json) -> str:
         f"A round of {found['agents']} agents, {found['tokens_at_first']} to {found['tokens_at_last']} tokens each, "
         f"took {found['ratio']['median']} times as long after a restart as from RAM (median of {found['ratio']['n']} "
         f"pairs, {found['ratio']['min']} to {found['ratio']['max']}; at most 1.15 was asked for). Of the stored tokens "
-        f"at most {found['stored_tokens_prefilled_again']} was computed again. While {steps['mb']} MB were read and verified "
-        f"({steps['read_s']['median']} s), {steps['rows']} rows went on; their longest step took "
+        f"at most {found['stored_tokens_prefilled_again']} was computed again. While {steps['mb']} MB were read and "
+        f"verified ({steps['read_s']['median']} s), {steps['rows']} rows went on; their longest step took "
         f"{steps['longest_over_quiet']['reading']} times a quiet one (at most 2 was asked for)."
     )
 
@@ -58,10 +58,8 @@ def plot(content: Json, path: Path) -> None:
         (right, steps, "ms per step"),
     ):
         medians = [one["median"] for one in taken.values()]
-        spans = [
-            [one["median"] - one["min"] for one in taken.values()],
-            [one["max"] - one["median"] for one in taken.values()],
-        ]
+        below = [one["median"] - one["min"] for one in taken.values()]
+        above = [one["max"] - one["median"] for one in taken.values()]
         axes.bar(range(len(taken)), medians, yerr=[below, above], capsize=4, color="tab:blue")
         axes.set_xticks(range(len(taken)), list(taken))
         axes.set_ylabel(unit)

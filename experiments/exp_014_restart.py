@@ -2,7 +2,7 @@
 
 A: eight agents take turn after turn, through Redis and a worker process. Before every other turn the worker is stopped
 and started again, so that its agents' caches come from disk; before the others it stays, and they come from RAM.
-B: rows decode while another agent's 32 blocks are read and verified, then moved in. Run: ``python experiments/exp_014_*.py``.
+B: rows decode while another agent's 32 blocks are read and verified, then moved in.
 """
 
 import signal
@@ -130,7 +130,8 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
             reader = _Reader(lambda: store.restore(prompt, agent=agent, model=bench.model, salt=None))
             while reader.is_alive():
                 taken["reading"].append(_timed(engine.step))
-            assert reader.restored is not None and reader.restored.prefix is not None
+            assert reader.restored is not None
+            assert reader.restored.prefix is not None
             reads.append(reader.seconds)
             work = GenerationWork(_request(4), prompt, reader.restored.prefix, None)
             reader.restored = None
@@ -206,23 +207,19 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
-    sizes = (
-        {"n_tokens": 120, "max_tokens": 4, "pairs": 1} if quick else {"n_tokens": 1000, "max_tokens": 32, "pairs": 6}
-    )
-    step = steps(bench, folder / "steps", **({"blocks": 2, "rows": 2, "repeats": 1} if quick else
-                 {"blocks": 32, "rows": 7, "repeats": 8}))  # fmt: skip
-    found = rounds(bench, model, folder, **sizes)
+    if quick:
+        step = steps(bench, folder / "steps", blocks=2, rows=2, repeats=1)
+        found = rounds(bench, model, folder, n_tokens=120, max_tokens=4, pairs=1)
+    else:
+        step = steps(bench, folder / "steps", blocks=32, rows=7, repeats=8)
+        found = rounds(bench, model, folder, n_tokens=1000, max_tokens=32, pairs=6)
     checks = {
         "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram": found["ratio"]["median"] <= MOST_RATIO,
         "no_stored_token_is_prefilled_again_but_the_last": found["stored_tokens_prefilled_again"] <= 1,
         "no_step_takes_twice_its_time_while_a_memory_is_read": step["longest_over_quiet"]["reading"] <= MOST_STEP,
     }
-    return {
-        "machine": machine(bench),
-        "verdict": {"passed": all(checks.values()), **checks},
-        "rounds": found,
-        "steps": step,
-    }
+    verdict = {"passed": all(checks.values()), **checks}
+    return {"machine": machine(bench), "verdict": verdict, "rounds": found, "steps": step}
 
 
 def main() -> None:
