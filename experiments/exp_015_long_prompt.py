@@ -1,0 +1,121 @@
+"""EXP-015: what seven rows that decode notice of a 4,000-token prompt that arrives among them, and how soon it can go.
+
+The product's engine at its own settings. Seven rows decode; then a long prompt is submitted, and their speed while it
+is prefilled is compared with their speed before. A second long prompt is cancelled in the middle of its prefill.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bench import Bench, smollm2
+from common import Json, arguments, finish, machine, note, spread
+from exp_015_report import render
+from prompts import text_of
+
+from stoker_shared import build_request
+from stoker_worker.engine.build import assemble
+from stoker_worker.ports import GenerationWork
+
+REPORT = "EXP-015-long-prompt.md"
+MAX_STEP_S = 0.5
+LEAST_SPEED = 0.5
+MOST_CANCEL_S = 2.0
+
+
+def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
+    engine = assemble(bench.network, replace(bench.model, codec=_Endless(bench.model.codec)), max_bytes=6 << 30,
+                      max_batch=16, prefill_tokens=1024 if bench.on_gpu else 256, max_step_s=MAX_STEP_S)  # fmt: skip
+    decoding = [engine.submit(_work(bench.encode(f"Tell me about the number {n}."), 3000)) for n in range(rows)]
+    while min(engine.progress().values()) < 8:
+        engine.step()
+    quiet = _watch(engine, decoding, lambda seconds: seconds < quiet_s)
+    long_ids = bench.encode(text_of(bench.encode, "English", n_tokens))
+    uid = engine.submit(_work(long_ids, 8))
+    during = _watch(engine, decoding, lambda _: engine.progress().get(uid, 1) == 0)
+    while uid in engine.progress():
+        engine.step()
+    beside = _watch(engine, decoding, lambda seconds: seconds < quiet_s / 2)
+    other = engine.submit(_work([*long_ids[1:], 7], 8))
+    for _ in range(3):
+        engine.step()
+    begin = time.perf_counter()
+    engine.step()  # a cancel that comes while a step runs waits for its end
+    engine.cancel(other)
+    cancel_s = time.perf_counter() - begin
+    engine.close()
+    return {
+        "speed": during["tokens_per_s"] / quiet["tokens_per_s"],
+        "quiet_tokens_per_s": quiet["tokens_per_s"],
+        "prefill_s": during["s"],
+        "longest_step_s": during["longest_step_s"],
+        "speed_afterwards": beside["tokens_per_s"] / quiet["tokens_per_s"],
+        "cancel_s": cancel_s,
+        "long_prompt": len(long_ids),
+    }
+
+
+def _watch(engine: Any, uids: list[int], go_on: Callable[[float], bool]) -> Json:
+    """Step while `go_on(seconds so far)`, and see how many tokens the rows say."""
+    before, begin, longest = engine.progress(), time.perf_counter(), 0.0
+    while go_on(time.perf_counter() - begin):
+        started = time.perf_counter()
+        engine.step()
+        longest = max(longest, time.perf_counter() - started)
+    seconds, after = time.perf_counter() - begin, engine.progress()
+    said = sum(after[uid] - before[uid] for uid in uids)
+    return {"tokens_per_s": said / seconds, "s": seconds, "longest_step_s": longest}
+
+
+def _work(ids: list[int], max_tokens: int) -> GenerationWork:
+    return GenerationWork(
+        build_request({"agent_id": "x", "prompt": "x", "max_tokens": max_tokens}), tuple(ids), None, None
+    )
+
+
+class _Endless:
+    """The model's codec without an end of sequence: rows must not leave while they are watched."""
+
+    def __init__(self, codec: Any) -> None:
+        self._codec = codec
+        self.eos_ids: frozenset[int] = frozenset()
+
+    def fork(self) -> "_Endless":
+        return _Endless(self._codec.fork())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+
+def run(bench: Bench, *, quick: bool) -> Json:
+    runs = []
+    repeats = 1 if quick else 3
+    for n in range(repeats):
+        note(f"run {n + 1} of {repeats}")
+        sizes = (
+            {"rows": 2, "n_tokens": 300, "quiet_s": 1.0} if quick else {"rows": 7, "n_tokens": 4000, "quiet_s": 10.0}
+        )
+        runs.append(one_run(bench, **sizes))
+    found = {name: spread([one[name] for one in runs]) for name in runs[0]}
+    checks = {
+        "rows_keep_half_their_speed": found["speed"]["median"] >= LEAST_SPEED,
+        "a_cancel_takes_effect_within_2_s": found["cancel_s"]["max"] <= MOST_CANCEL_S,
+    }
+    verdict = {"passed": all(checks.values()), **checks}
+    return {"machine": machine(bench), "verdict": verdict, "max_step_s": MAX_STEP_S, "found": found}
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    finish(
+        args,
+        "015",
+        REPORT,
+        lambda: run(Bench.load(args.model or str(smollm2()), args.dtype), quick=args.quick),
+        render,
+    )
+
+
+if __name__ == "__main__":
+    main()
