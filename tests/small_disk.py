@@ -45,8 +45,8 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Small
         pytest.skip("may not mount a file system")
     try:
         yield SmallDisk(folder)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    finally:  # lazily: a test that failed may still have a file open
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def _has_written(descriptor: int, size: int) -> bool:
