@@ -1,5 +1,6 @@
 """A full disk costs a turn, never a conversation, and leaves nothing lying about."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -142,4 +143,19 @@ def test_on_a_disk_that_is_really_full_nothing_tears_and_the_books_are_right(
     for agent in (failed, agents[0]):
         agent.store = store
         assert agent.cached((*said[agent.name], 1)) == len(said[agent.name])
+    store.close()
+
+
+@pytest.mark.parametrize("small_disk", [400_000], indirect=True)
+def test_what_a_failed_turn_wrote_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
+    store = AgentStore(small_disk.path / "store", max_bytes=1 << 30)
+    small, large = Agent(store, "small"), Agent(store, "large")
+    small.say(LONG[:10])
+    small_disk.fill()
+    os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 60_000)
+    store.protect(frozenset({"small", "large"}))
+    with pytest.raises(OSError, match="No space left"):
+        large.say(LONG[:800])  # its first two blocks fit
+    small.say(LONG[:11])
+    assert small.tokens() == LONG[:11]
     store.close()
