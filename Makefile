@@ -19,7 +19,7 @@ fuzz: .venv/dev
 
 # The random tests of the memory budget, many times as long as in `make test`.
 deep: .venv/dev
-	DEEP=500 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py
+	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/end_to_end/test_random_kills.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

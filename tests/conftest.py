@@ -6,3 +6,4 @@ preload_openblas()
 
 from tests.model_fixture import smollm2  # noqa: E402, F401
 from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
+from tests.small_disk import small_disk  # noqa: E402, F401

@@ -176,3 +176,9 @@ def test_the_readmes_figures_are_those_of_the_committed_results() -> None:
     assert len(shown) == 3
     assert set(shown) <= rows
     assert f"{len(content['rows'])} of {len(content['rows'])} prompts" in readme
+
+
+def test_hot_memory_can_be_measured_against_the_disk() -> None:
+    command = [sys.executable, str(EXPERIMENTS / "hot_against_disk.py"), "--rounds", "1", "--blocks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    assert {"disk_ms", "hot_one_segment_ms", "hot_two_segments_ms"} < set(json.loads(done.stdout))

@@ -1,6 +1,7 @@
 """Any mix of operations on a store with a budget: the books are right, nothing true is lost, nothing wrong is given.
 
-1,000 operations in the suite, the same each time; `make deep` runs many more, and shortens what fails.
+Over 1,000 operations in the suite, the same each time; `make deep` runs many more, and shortens what fails. Half are on
+a model of full attention, half on one with window and recurrent layers too; hot memory comes and goes with reopening.
 """
 
 import os
@@ -10,25 +11,32 @@ from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from tests.worker.memory.agents import MODEL, Agent, FastDisk, files_below, ids
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, boundaries, files_below, ids, make_model
+from tests.worker.memory.faulty_files import FullFiles
 
+from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import hold
 from stoker_worker.memory.block_paths import chain_paths
+from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.removal import remove_agent
 from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import LoadedModel
 
 DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""
 
-EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (32, 50, 1000)
+EXAMPLES, STEPS, OPERATIONS = (DEEP, 100, 30 * DEEP) if DEEP else (14, 50, 500)
 PHASES = tuple(Phase) if DEEP else (Phase.generate,)  # finding the shortest mix that fails takes minutes
 NAMES = st.sampled_from("abcd")
 BASES = [ids(1500, seed=seed) for seed in range(2)]
 PAGE = 4096
+MEMORY_BYTES = 150_000
+MODELS = {"full attention": MODEL, "hybrid": make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])}
 
 
 def disk_bytes(store: Path) -> int:
@@ -41,18 +49,26 @@ class Budget(RuleBasedStateMachine):
     done: ClassVar[Counter[str]] = Counter()
     """How often each operation ran, in all examples together."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         super().__init__()
+        self.model = model
         self.folder = Path(tempfile.mkdtemp(prefix="budget-"))
+        self.files = FullFiles()
         self.transcripts: dict[str, tuple[int, ...]] = {}
+        self.boundaries: dict[str, list[int]] = {}
         self.damaged: set[Path] = set()
         self.protected: frozenset[str] = frozenset()
         self.max_bytes: int | None = None
+        self.memory_max_bytes = MEMORY_BYTES
         self.open()
 
     def open(self) -> None:
         self.store = AgentStore(
-            self.folder, files=FastDisk(), max_bytes=self.max_bytes, memory_max_bytes=150_000, keep_unused_s=0
+            self.folder,
+            files=self.files,
+            max_bytes=self.max_bytes,
+            memory_max_bytes=self.memory_max_bytes,
+            keep_unused_s=0,
         )
         self.store.protect(self.protected)
 
@@ -61,15 +77,20 @@ class Budget(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def agent(self, name: str) -> Agent:
-        return Agent(self.store, name)
+        return Agent(self.store, name, self.model)
+
+    def all_pieces(self, name: str) -> set[Path]:
+        """The cache files of an agent that nothing has happened to."""
+        token_ids, state = self.transcripts.get(name, ()), self.store._state(name)
+        folder = self.store._agent(name)
+        tail, *snapshots = folder.piece_paths(state.version.number)
+        found = set(chain_paths(self.model.fingerprint, None, token_ids, self.store._blocks.path_of))
+        found.update([tail] if len(token_ids) % BLOCK_TOKENS else [])
+        return found.union(snapshots[: len(self.boundaries.get(name, ()))])
 
     def pieces(self, names: frozenset[str]) -> set[Path]:
         """Cache files of these agents that are there and whole."""
-        found: set[Path] = set()
-        for name in names:
-            path_of = self.store._blocks.path_of
-            found.update(chain_paths(MODEL.fingerprint, None, self.transcripts.get(name, ()), path_of))
-            found.update(self.store._agent(name).path.glob("tail-*"))
+        found: set[Path] = set().union(*map(self.all_pieces, names))
         return {path for path in found if path.exists()} - self.damaged
 
     def say(self, name: str, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
@@ -77,7 +98,18 @@ class Budget(RuleBasedStateMachine):
         kept = self.pieces(others)
         self.agent(name).say(prompt, answer)
         self.transcripts[name] = (*prompt, *answer)
+        self.boundaries[name] = self.boundaries_of(prompt, answer)
         assert kept <= self.pieces(others)
+
+    def boundaries_of(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[int]:
+        return boundaries(prompt, answer) if self.model.spec.snapshot_layers else []
+
+    def due(self, name: str, prompt: tuple[int, ...]) -> int:
+        """How many tokens of `prompt` the agent's own cache must give when all of it is there."""
+        shared = common_length(self.transcripts[name], prompt[:-1])
+        if not self.model.spec.snapshot_layers:
+            return shared
+        return max((n for n in self.boundaries[name] if n <= shared), default=0)
 
     @rule(name=NAMES, new=st.integers(1, 400), answer=st.integers(0, 60))
     def append(self, name: str, new: int, answer: int) -> None:
@@ -90,13 +122,31 @@ class Budget(RuleBasedStateMachine):
         self.done["replace"] += 1
         self.say(name, base[:keep], ids(new, seed=keep))
 
+    @rule(name=NAMES, new=st.integers(1, 700), fail_at=st.integers(1, 25))
+    def run_out_of_space(self, name: str, new: int, fail_at: int) -> None:
+        self.done["run_out_of_space"] += 1
+        turn = self.agent(name).turn((*self.transcripts.get(name, ()), *ids(new, seed=new)))
+        self.files.arm(fail_at, 1)
+        try:
+            self.store.save(turn)
+        except OSError:
+            self.done["unsaved"] += 1
+        else:
+            token_ids = turn.transcript.token_ids
+            self.transcripts[name], self.boundaries[name] = token_ids, self.boundaries_of(token_ids, ())
+        self.files.arm(0, 0)
+
     @precondition(lambda self: self.transcripts)
     @rule(pick=st.integers(0, 1000), keep=st.integers(0, 1500), new=st.integers(1, 100))
     def load(self, pick: int, keep: int, new: int) -> None:
         self.done["load"] += 1
         name = sorted(self.transcripts)[pick % len(self.transcripts)]
         prompt = self.transcripts[name][:keep] + ids(new, seed=3)
-        self.done[self.agent(name).restore(prompt).source] += 1
+        is_whole = self.all_pieces(name) <= self.pieces(frozenset([name]))
+        restored = self.agent(name).restore(prompt)
+        self.done[restored.source] += 1
+        self.done["whole"] += is_whole
+        assert not is_whole or (restored.prefix.n_tokens if restored.prefix else 0) >= self.due(name, prompt)
 
     @rule(names=st.frozensets(NAMES, max_size=3))
     def protect(self, names: frozenset[str]) -> None:
@@ -121,18 +171,18 @@ class Budget(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000), at=st.integers(0, 10_000))
     def corrupt(self, pick: int, at: int) -> None:
         self.done["corrupt"] += 1
-        pieces = [*files_below(self.folder / "blocks"), *sorted(self.folder.rglob("tail-*"))]
+        pieces = sorted(self.folder.rglob("*.safetensors"))
         path = pieces[pick % len(pieces)]
         data = bytearray(path.read_bytes())
         data[at % len(data)] ^= 1
         path.write_bytes(data)
         self.damaged.add(path)
 
-    @rule(limit=st.sampled_from([None, 60_000, 200_000]))
-    def reopen(self, limit: int | None) -> None:
+    @rule(limit=st.sampled_from([None, 60_000, 200_000]), memory=st.sampled_from([0, MEMORY_BYTES]))
+    def reopen(self, limit: int | None, memory: int) -> None:
         self.done["reopen"] += 1
         self.store.close()
-        self.max_bytes = limit
+        self.max_bytes, self.memory_max_bytes = limit, memory
         self.open()
 
     @precondition(lambda self: self.transcripts)
@@ -142,15 +192,13 @@ class Budget(RuleBasedStateMachine):
         if to in self.transcripts:
             return
         self.done["fork"] += 1
+        version = self.agent(source).open().number
         self.store.close()
         with hold(self.folder) as access:
             fork_agent(access, source, to)
-        self.transcripts[to] = self.transcripts[source]
-        self.damaged |= {
-            copy
-            for tail in self.damaged & set(access.agent(source).path.glob("tail-*"))
-            if tail.exists() and (copy := access.agent(to).tail_path(1)).exists()
-        }
+        self.transcripts[to], self.boundaries[to] = self.transcripts[source], self.boundaries[source]
+        ours, theirs = access.agent(to).piece_paths(1), access.agent(source).piece_paths(version)
+        self.damaged |= {copy for copy, piece in zip(ours, theirs, strict=True) if piece in self.damaged}
         self.open()
 
     @precondition(lambda self: self.transcripts)
@@ -161,7 +209,7 @@ class Budget(RuleBasedStateMachine):
         self.store.close()
         with hold(self.folder) as access:
             remove_agent(access, name)
-        del self.transcripts[name]
+        del self.transcripts[name], self.boundaries[name]
         self.open()
 
     @invariant()
@@ -171,9 +219,9 @@ class Budget(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_damaged_that_was_not_damaged_here(self) -> None:
-        self.damaged = {path for path in self.damaged if path.exists()}
         found = {Path(line.partition(": ")[0]) for line in self.store.verify()}
         assert found <= self.damaged
+        self.damaged = found  # the rest is gone, or was written anew
 
     @invariant()
     def transcripts_are_as_they_were_made(self) -> None:
@@ -185,10 +233,11 @@ class Budget(RuleBasedStateMachine):
         assert self.store.hot.n_bytes <= self.store.hot.max_bytes
 
 
-def test_a_thousand_random_operations() -> None:
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_hundreds_of_random_operations(model: LoadedModel) -> None:
     Budget.done.clear()
     run_state_machine_as_test(
-        Budget,
+        lambda: Budget(model),
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=STEPS,
@@ -198,6 +247,6 @@ def test_a_thousand_random_operations() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    names = ("append", "replace", "load", "protect", "evict", "corrupt", "reopen", "fork", "remove")
+    names = ("append", "replace", "load", "protect", "evict", "corrupt", "run_out_of_space", "reopen", "fork", "remove")
     assert sum(Budget.done[name] for name in names) >= OPERATIONS
-    assert all(Budget.done[name] > 0 for name in (*names, "evicted", "memory", "disk"))
+    assert all(Budget.done[name] > 0 for name in (*names, "evicted", "unsaved", "memory", "disk", "whole"))

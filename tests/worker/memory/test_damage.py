@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
     Agent,
     files_below,
     ids,
@@ -18,7 +20,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(900)
 NEXT = (*LONG[:700], 1, 2, 3)
@@ -292,6 +294,21 @@ def test_verify_names_what_is_damaged(agent: Agent, tmp_path: Path) -> None:
     assert len(problems) == 4
     for path in (block, other, tail, record.parent):
         assert any(problem.startswith(f"{path}: ") for problem in problems)
+
+
+@pytest.mark.parametrize("model", [MODEL, make_model("h", spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
+def test_verify_names_a_whole_piece_that_is_another_agents(tmp_path: Path, model: LoadedModel) -> None:
+    store = open_store(tmp_path)
+    ours, theirs = Agent(store, "ours", model), Agent(store, "theirs", model)
+    ours.say(LONG[:700], (1, 2))
+    theirs.say(ids(700, seed=9), (1, 2))
+    pieces = sorted(folder_of("ours", tmp_path).glob("*.safetensors"))
+    assert len(pieces) == (3 if model.spec.snapshot_layers else 1)
+    for path in pieces:
+        shutil.copy(folder_of("theirs", tmp_path) / path.name, path)
+    assert store.verify() == [f"{path}: it is another agent's or version's" for path in pieces]
+    ours.say((*LONG[:702], 3))
+    assert store.verify() == []
 
 
 # --- turns that were not saved ---

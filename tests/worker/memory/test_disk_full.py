@@ -1,9 +1,11 @@
 """A full disk costs a turn, never a conversation, and leaves nothing lying about."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from tests.small_disk import SmallDisk
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below, ids, make_model, open_store, reopen
 from tests.worker.memory.faulty_files import FullFiles
 
@@ -102,3 +104,58 @@ def test_a_turn_that_was_not_saved_can_be_marked_on_a_full_disk(tmp_path: Path, 
         agent.store = reopen(agent.store, tmp_path)
         with pytest.raises(AgentTranscriptUnreadable):
             agent.open()
+
+
+@pytest.mark.parametrize("small_disk", [600_000], indirect=True)
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
+def test_on_a_disk_that_is_really_full_nothing_tears_and_the_books_are_right(
+    small_disk: SmallDisk, model: LoadedModel
+) -> None:
+    folder = small_disk.path / "store"
+    store = AgentStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
+    said: dict[str, tuple[int, ...]] = {}
+    small_disk.ballast.write_bytes(bytes(300_000))
+
+    def say(agent: Agent, new: int) -> bool:
+        prompt = said.get(agent.name, ()) + ids(new, seed=len(said))
+        try:
+            agent.say(prompt)
+        except OSError:
+            return False
+        finally:
+            assert store.budget.total_bytes == sum(x.lstat().st_blocks * 512 for x in (folder, *folder.rglob("*")))
+        said[agent.name] = prompt
+        return True
+
+    agents = [Agent(store, str(number), model) for number in range(40)]
+    assert say(agents[0], 700)
+    saved = [say(agent, 700) for agent in agents]
+    assert not all(saved)
+    assert files_below(folder / "tmp") == []
+    for agent in agents:
+        assert agent.tokens() == said.get(agent.name, ())
+    assert store.verify() == []
+    small_disk.free()
+    failed = next(agent for agent, was_saved in zip(agents, saved, strict=True) if not was_saved)
+    assert say(failed, 700)
+    assert say(agents[0], 300)
+    store = reopen(store, folder)
+    for agent in (failed, agents[0]):
+        agent.store = store
+        assert agent.cached((*said[agent.name], 1)) == len(said[agent.name])
+    store.close()
+
+
+@pytest.mark.parametrize("small_disk", [400_000], indirect=True)
+def test_what_a_failed_turn_wrote_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
+    store = AgentStore(small_disk.path / "store", max_bytes=1 << 30)
+    small, large = Agent(store, "small"), Agent(store, "large")
+    small.say(LONG[:10])
+    small_disk.fill()
+    os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 60_000)
+    store.protect(frozenset({"small", "large"}))
+    with pytest.raises(OSError, match="No space left"):
+        large.say(LONG[:800])  # its first two blocks fit
+    small.say(LONG[:11])
+    assert small.tokens() == LONG[:11]
+    store.close()

@@ -277,7 +277,7 @@ def test_a_hostile_archive_is_refused_by_its_list_alone(
 
 def test_a_records_model_never_becomes_a_path_out_of_the_store() -> None:
     state = AgentState(AgentVersion("a", 1, make_transcript(LONG)), cache=CachedPrefix("../..", None, 1000, ""))
-    assert newest_blocks(state, Path) == frozenset()
+    assert newest_blocks(state, Path) == ()
 
 
 @pytest.mark.parametrize("keep", [0, 100, 512, 1024, 5000, -1500])

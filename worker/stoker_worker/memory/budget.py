@@ -121,6 +121,12 @@ class DiskBudget:
             self._held.pop(agent_id, None)
             self._evicted.discard(agent_id)
 
+    def not_saved(self, agent_id: str) -> None:
+        """A save failed, as on a full disk: what nobody uses goes at once, or the next turn finds no space either."""
+        with self._lock:
+            self._held.pop(agent_id, None)
+        self._settle(unused_before=float("inf"))
+
     def make_room(self) -> None:
         """Evict if there is too much, and collect what nobody has used for long. Never raises."""
         self._settle(unused_before=self._clock() - self._keep_unused_s)

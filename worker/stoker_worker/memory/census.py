@@ -6,25 +6,20 @@ not known: blocks only save time, so not knowing is never wrong.
 
 import hashlib
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState
-from stoker_worker.memory.blocks import chain, chain_root
+from stoker_worker.memory.block_paths import PathOf, cached_blocks
 from stoker_worker.memory.record import CachedPrefix, TurnRecord
 from stoker_worker.ports import AgentVersion
 
 if TYPE_CHECKING:
     from stoker_worker.memory.access import StoreAccess
 
-PathOf = Callable[[str, str], Path]
-"""From a model's fingerprint and an address to the block's file."""
-
-_FINGERPRINT: Final = re.compile(r"[0-9a-f]+")
 _MOST_READS: Final = 5
 
 
@@ -36,13 +31,13 @@ class AgentEntry:
         folder: where it is.
         agent_id: ``None`` when none of its records says it.
         state: as read; `state.problem` says why it cannot be sure of its transcript.
-        blocks: files of its newest version's full blocks, whether they are there or not.
+        blocks: files of its newest version's full blocks in order of the chain, whether they are there or not.
     """
 
     folder: Path
     agent_id: str | None
     state: AgentState
-    blocks: frozenset[Path]
+    blocks: tuple[Path, ...]
 
     @property
     def is_unsaved(self) -> bool:
@@ -74,11 +69,10 @@ def users_of(entries: Iterable[AgentEntry]) -> Counter[Path]:
     return Counter(path for entry in entries for path in entry.blocks)
 
 
-def newest_blocks(state: AgentState, path_of: PathOf) -> frozenset[Path]:
-    """The blocks of an agent's newest version."""
-    if state.cache is None or state.version.transcript is None:
-        return frozenset()
-    return _blocks(state.cache, state.version.transcript.token_ids, path_of)
+def newest_blocks(state: AgentState, path_of: PathOf) -> tuple[Path, ...]:
+    """The blocks of an agent's newest version, in order of the chain."""
+    transcript = state.version.transcript
+    return cached_blocks(state.cache, transcript.token_ids, path_of) if transcript else ()
 
 
 def history_blocks(records: Iterable[TurnRecord], path_of: PathOf) -> frozenset[Path]:
@@ -91,7 +85,7 @@ def history_blocks(records: Iterable[TurnRecord], path_of: PathOf) -> frozenset[
         follows = record.keeps_nothing or (record.version == last + 1 and record.keep_tokens <= len(tokens))
         if not follows or record.keep_tokens < len(tokens):
             # Hashed once for each run of versions that only grew, not once for each version.
-            found.update(path for cache in caches.values() for path in _blocks(cache, tokens, path_of))
+            found.update(path for cache in caches.values() for path in cached_blocks(cache, tuple(tokens), path_of))
             caches.clear()
         if not follows:
             continue
@@ -101,13 +95,8 @@ def history_blocks(records: Iterable[TurnRecord], path_of: PathOf) -> frozenset[
             key = record.cache.model, record.cache.salt
             if key not in caches or caches[key].tokens < record.cache.tokens:
                 caches[key] = record.cache
-    found.update(path for cache in caches.values() for path in _blocks(cache, tokens, path_of))
+    found.update(path for cache in caches.values() for path in cached_blocks(cache, tuple(tokens), path_of))
     return frozenset(found)
-
-
-def is_fingerprint(model: str) -> bool:
-    """Whether a record's model may become part of a path."""
-    return _FINGERPRINT.fullmatch(model) is not None
 
 
 def read_settled(folder: AgentFolder) -> AgentState:
@@ -130,10 +119,3 @@ def agent_id_in(folder: Path) -> str | None:
         if isinstance(agent_id, str) and hashlib.sha256(agent_id.encode()).hexdigest() == folder.name:
             return agent_id
     return None
-
-
-def _blocks(cache: CachedPrefix, token_ids: Iterable[int], path_of: PathOf) -> frozenset[Path]:
-    if not is_fingerprint(cache.model):
-        return frozenset()
-    addresses = chain(chain_root(cache.model, cache.salt), tuple(token_ids)[: cache.tokens])
-    return frozenset(path_of(cache.model, address) for address in addresses[1:])

@@ -13,19 +13,18 @@ from typing import IO
 from pydantic import ValidationError
 
 from stoker_shared.errors import AgentMemoryError
-from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState
 from stoker_worker.memory.archive import PIECE_NAMES, list_members
 from stoker_worker.memory.block_folder import BlockFolder
+from stoker_worker.memory.block_paths import is_fingerprint
 from stoker_worker.memory.blocks import chain, chain_root
-from stoker_worker.memory.cache_file import is_intact, read_metadata
-from stoker_worker.memory.census import is_fingerprint, newest_blocks
+from stoker_worker.memory.census import newest_blocks
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.head import Head
 from stoker_worker.memory.record import TurnRecord, are_snapshots, record_checksum
 from stoker_worker.memory.sealed import Damaged, unseal
-from stoker_worker.memory.verify import verify_blocks
+from stoker_worker.memory.verify import verify_blocks, verify_pieces
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class _Import:
         for name, path in zip(PIECE_NAMES, folder.piece_paths(head.version), strict=True):
             if name in self._members:
                 self._write(path, self._members[name].chunks(self._archive))
-                _check_piece(path, name, state)
+        for path, problem in verify_pieces(folder, state):
+            raise Damaged(f"its {path.name.partition('-')[0]} {problem}")
         blocks = self._stage_blocks(state) if self._with_blocks else []
         self._reveal(folder, blocks)
         return Imported(agent_id, head.version, len(blocks), len(self._blocks) - len(blocks))
@@ -178,24 +178,3 @@ def _check_cache(state: AgentState) -> None:
         raise Damaged("its snapshots stand where none can be")
     if chain(chain_root(cache.model, cache.salt), transcript.token_ids[: cache.tokens])[-1] != cache.last_block:
         raise Damaged("its cache is not that of its tokens")
-
-
-def _check_piece(path: Path, name: str, state: AgentState) -> None:
-    """Raises `Damaged` unless the file is the tail or the snapshot that the newest record speaks of."""
-    kind, _, index = name.removesuffix(".safetensors").partition("-")
-    with open(path, "rb", buffering=0) as file:
-        if not is_intact(file):
-            raise Damaged(f"its {kind} is damaged")
-        metadata = read_metadata(file)
-    cache, transcript = state.cache, state.version.transcript
-    if cache is None or transcript is None or (index and int(index) >= len(cache.snapshots)):
-        raise Damaged(f"its {kind} is nobody's")
-    n_tokens = cache.snapshots[int(index)] if index else cache.tokens
-    token_ids = transcript.token_ids[:n_tokens]
-    parent = chain(chain_root(cache.model, cache.salt), token_ids)[-1]
-    rest = ",".join(map(str, token_ids[n_tokens // BLOCK_TOKENS * BLOCK_TOKENS :]))
-    expected = {"kind": kind, "model": cache.model, "parent": parent, "token_ids": rest}
-    if index:
-        expected["after_tokens"] = str(n_tokens)
-    if {field: metadata.get(field) for field in expected} != expected:
-        raise Damaged(f"its {kind} is another agent's")

@@ -28,7 +28,7 @@ def remove_agent(store: StoreAccess, agent_id: str) -> Removed:
     if not folder.path.is_dir():
         raise AgentMemoryError(f"there is no agent {agent_id!r}")
     path_of = store.blocks.path_of
-    used = history_blocks(folder.read_records().values(), path_of) | newest_blocks(folder.read(), path_of)
+    used = history_blocks(folder.read_records().values(), path_of).union(newest_blocks(folder.read(), path_of))
     others = {path for entry in take_census(store) if entry.folder != folder.path for path in entry.blocks}
     store.discard(folder.path)
     return Removed(*remove_blocks(store, used - others), len(used & others))

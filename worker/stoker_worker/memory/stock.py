@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.block_paths import cached_blocks
 from stoker_worker.memory.census import take_census
 from stoker_worker.memory.disk_usage import agent_use, allocated_bytes, store_parts
 from stoker_worker.memory.ledger import Ledger
@@ -19,11 +18,8 @@ def take_stock(store: StoreAccess, ledger: Ledger) -> None:
             ledger.set_block(path, allocated_bytes(path))
         else:
             ledger.set_other(path, allocated_bytes(path))
-    path_of = store.blocks.path_of
     for entry in sorted(take_census(store), key=lambda entry: _last_saved(entry.folder)):
-        transcript = entry.state.version.transcript
-        blocks = cached_blocks(entry.state.cache, transcript.token_ids, path_of) if transcript else ()
-        ledger.set_blocks_of(entry.folder, blocks)
+        ledger.set_blocks_of(entry.folder, entry.blocks)
         ledger.touch(entry.folder, entry.agent_id)
 
 

@@ -116,15 +116,16 @@ class AgentStore:
         ).encode()
         blocks = cached_blocks(cached, turn.transcript.token_ids, self._blocks.path_of)
         written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
-        with self.budget.using(turn.agent_id, blocks):
-            try:
-                head = self._write(turn, state, record)
-            except OSError:
-                self._after_failure(turn)
-                raise
-            finally:
-                self.budget.look_again(turn.agent_id, written)
-            self.budget.saved(turn.agent_id, blocks)
+        try:
+            with self.budget.using(turn.agent_id, blocks):
+                try:
+                    head = self._write(turn, state, record)
+                finally:
+                    self.budget.look_again(turn.agent_id, written)
+                self.budget.saved(turn.agent_id, blocks)
+        except OSError:
+            self._after_failure(turn)
+            raise
         self._unsaved.discard(turn.agent_id)
         results = MappingProxyType({**state.version.results, turn.delivery: result})
         version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
@@ -168,10 +169,11 @@ class AgentStore:
         return state
 
     def _after_failure(self, turn: Turn) -> None:
-        """If the turn could not even be taken back, `append` refuses from now on."""
+        """If the turn could not even be taken back, `append` refuses from now on. Its blocks are of no use."""
         self._recent.drop(turn.agent_id)
         if self._state(turn.agent_id).version.number != turn.parent:
             self._unsaved.add(turn.agent_id)
+        self.budget.not_saved(turn.agent_id)
 
     def _write(self, turn: Turn, state: AgentState, record: bytes) -> bytes:
         """Blocks first, durable before the record that speaks of them; returns HEAD as written."""

@@ -57,7 +57,7 @@ class Restored:
     prefix: RestoredPrefix | None
     source: Literal["memory", "disk", "none"]
     saved_blocks: int = 0
-    """Full blocks of the prompt's chain that are on disk and verified: they need no second write."""
+    """Full blocks of the prompt's chain that are on disk: they need no second write. Verified when read from there."""
     miss_reason: str | None = None
 
 

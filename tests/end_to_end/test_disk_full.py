@@ -1,0 +1,69 @@
+"""A real disk that is full: answers still come, conversations do not tear, and saving goes on when there is space."""
+
+import pytest
+from tests.worker_process import running_worker
+
+from stoker import Producer
+from stoker_shared.errors import JobFailed
+from stoker_worker.memory.access import look_at
+
+pytestmark = pytest.mark.server
+
+WORDS = "a sentence of some length that fills a block. " * 24
+
+
+def test_on_a_full_disk_full_jobs_finish_append_jobs_say_why_and_saving_resumes(redis_url, small_disk):
+    producer, store = Producer(redis_url), small_disk.path / "store"
+
+    def ask(agent_id, context, **fields):
+        return producer.submit(
+            agent_id=agent_id, context=context, max_tokens=8, **{"prompt": f"{agent_id} {WORDS}", **fields}
+        )
+
+    def version(ticket):
+        result = ticket.result(timeout_s=30)
+        assert (result.cache.saved, result.cache.save_error) == (True, None)
+        return result.cache.agent_version
+
+    with running_worker(redis_url, store) as worker:
+        assert [version(ask(name, context)) for name, context in (("f", "full"), ("a", "append"))] == [1, 1]
+        small_disk.fill()
+        for agent_id in ("f", "new f"):
+            result = ask(agent_id, "full", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
+            right = ask("nobody", "full", cache="off", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
+            assert result.text == right.text
+            assert result.cache.saved is False
+            assert "No space left" in result.cache.save_error
+        for agent_id in ("a", "new a"):
+            with pytest.raises(JobFailed, match=r"AgentVersionNotSaved.*No space left"):
+                ask(agent_id, "append", prompt=" more").result(timeout_s=30)
+        with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable.*not saved"):
+            ask("f", "append", prompt=" more").result(timeout_s=30)
+        small_disk.free()
+        # The conversations whose turns failed go on from where they were; the others when a whole one comes.
+        more = ask("a", "append", prompt=" more")
+        assert version(more) == 2
+        assert more.result().usage.prompt_tokens == len(f"a {WORDS}") + 8 + len(" more")
+        assert more.result().usage.cached_tokens == len(f"a {WORDS}") + 8
+        assert version(ask("new a", "append")) == 1
+        assert version(ask("f", "full")) == 2
+        assert version(ask("f", "append", prompt=" more")) == 3
+        assert worker.returncode is None
+    assert look_at(store).verify() == []
+    assert list((store / "tmp").iterdir()) == []
+
+
+def test_a_store_limited_to_less_than_the_disk_never_fills_it(redis_url, small_disk):
+    producer, store = Producer(redis_url), small_disk.path / "store"
+    limits = ("--store-max-bytes", str(2 << 20), "--max-batch", "4", "--burst")
+    tickets = [
+        producer.submit(agent_id=f"agent {n % 40}", prompt=f"{n} {WORDS}", context="append", max_tokens=8)
+        for n in range(160)
+    ]
+    with running_worker(redis_url, store, *limits) as worker:
+        assert worker.wait(120) == 0, worker.log
+    assert "evicted" in worker.log
+    results = [ticket.result(timeout_s=1) for ticket in tickets]
+    assert all(result.cache.saved for result in results)
+    assert {result.cache.agent_version for result in results[-40:]} == {4}
+    assert look_at(store).verify() == []

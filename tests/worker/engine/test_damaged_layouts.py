@@ -1,0 +1,159 @@
+"""Every cache file of an agent damaged in every way, on each kind of layer: a named miss, and the undamaged answer."""
+
+import random
+import shutil
+from functools import cache
+
+import pytest
+from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.test_layout_memory import Conversation
+from tests.worker.memory.agents import FastDisk
+
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import Delivery, Transcript, Turn
+
+pytestmark = pytest.mark.mlx
+
+NAMES = ("llama", "gemma3_text", "qwen3_next", "mamba2")
+MAX_TOKENS = 6
+
+
+def flip(path, other):
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "corrupt": flip,
+    "corrupt too": lambda path, other: path.write_bytes(path.read_bytes()[:-5]),
+    "missing": lambda path, other: path.unlink(),
+    "foreign": lambda path, other: shutil.copy(other, path),
+}
+
+
+class Scene:
+    """A store with two agents of like conversations, closed; and what the model says uncached, worked out once."""
+
+    def __init__(self, name, folder):
+        rng = random.Random(name)
+        self.layout = Layout(name, eos=False)
+        self.base, self.folder = folder / "base", folder / "store"
+        self.alone = cache(lambda ids: tuple(self.layout.alone(ids, MAX_TOKENS)))
+        self.agents = [Conversation(self.layout, self.base, agent_id) for agent_id in ("ours", "theirs")]
+        for agent in self.agents:
+            agent.turn(tuple(random_ids(rng, 260)), MAX_TOKENS)
+            self.prompt = (*agent.said[-1], *random_ids(rng, 275))
+            agent.turn(self.prompt, MAX_TOKENS)
+        ours = self.agents[0]
+        self.prompt = ours.said[-1][: len(self.prompt)]
+        self.model = ours.model
+        self.more = tuple(random_ids(rng, 20))
+        self.continued = (*ours.said[-1], *self.more)
+        """What `append` makes of a new message."""
+        self.turned_away = (*self.prompt, (ours.said[-1][len(self.prompt)] + 1) % 90, *self.more)
+        """A whole conversation, as `full` brings it along, in which the last answer is another one."""
+        self.files = dict(zip(self.files_of("ours"), self.files_of("theirs"), strict=True))
+
+    def files_of(self, agent_id):
+        """Blocks in order of the chain, tail, snapshots; relative to the store."""
+        store = AgentStore(self.base)
+        (use,) = (x for x in store.budget._ledger.agents.values() if x.agent_id == agent_id)
+        paths = [path for path in (*use.blocks, *store._agent(agent_id).piece_paths(2)) if path.exists()]
+        store.close()
+        return [path.relative_to(self.base) for path in paths]
+
+    def is_needed(self, file, prompt):
+        """A snapshot is asked for only when none stands further on the prompt's way."""
+        index = 1 if prompt == self.continued else 0
+        return not file.name.startswith("snapshot") or file.name.endswith(f"-{index}.safetensors")
+
+    def damaged(self, file, how):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.base, self.folder)
+        DAMAGES[how](self.folder / file, self.folder / self.files[file])
+
+    def turn(self, store, prompt):
+        """One turn of our agent, saved; returns its restore. The answer is checked against the model alone."""
+        agent = store.open_agent("ours")
+        restored = store.restore(prompt, agent=agent, model=self.model, salt=None)
+        (done,) = run(self.layout.engine(), [work(prompt, MAX_TOKENS, restored.prefix, restored.saved_blocks * 256)])
+        assert done.generated_ids == self.alone(prompt)
+        transcript = Transcript((*prompt, *done.generated_ids[: done.kept]), "t", None, "", done.ended_by, "")
+        delivery = Delivery(f"turn after {agent.number}", "now")
+        store.save(Turn("ours", agent.number, delivery, transcript, self.model, None, done.cache, lambda n: {"v": n}))
+        return restored
+
+
+def expect_everything_cached_again(scene):
+    """What was damaged has been written anew."""
+    store = AgentStore(scene.folder, files=FastDisk())
+    assert store.verify() == []
+    agent = store.open_agent("ours")
+    prompt = (*agent.transcript.token_ids, 1)
+    restored = store.restore(prompt, agent=agent, model=scene.model, salt=None)
+    assert (restored.prefix.n_tokens, restored.miss_reason) == (len(prompt) - 1, None)
+    store.close()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def scene(request, tmp_path_factory):
+    return Scene(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_the_scene_has_every_kind_of_file(scene):
+    kinds = {"blocks" if file.parts[0] == "blocks" else file.name.split("-")[0] for file in scene.files}
+    spec = scene.layout.spec
+    wanted = ({"blocks", "tail"} if spec.full_layers else set()) | ({"snapshot"} if spec.snapshot_layers else set())
+    assert kinds == wanted
+    assert len(scene.files) == 3 * bool(spec.full_layers) + 2 * bool(spec.snapshot_layers)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_damaged_file_is_a_named_miss_and_the_answer_is_that_of_an_undamaged_run(scene, context, how):
+    prompt = scene.continued if context == "append" else scene.turned_away
+    for file in scene.files:
+        scene.damaged(file, how)
+        store = AgentStore(scene.folder, files=FastDisk())
+        restored = scene.turn(store, prompt)
+        kind = "block" if file.parts[0] == "blocks" else file.name.split("-")[0]
+        reason = f"{kind}_{how.split(' ')[0]}" if scene.is_needed(file, prompt) else None
+        assert restored.miss_reason == reason, file
+        assert dict(store.misses) == ({reason: 1} if reason else {})
+        store.close()
+        expect_everything_cached_again(scene)
+
+
+def test_with_hot_memory_the_turn_after_a_miss_is_right_too(scene):
+    sources = []
+    for file in scene.files:
+        scene.damaged(file, "corrupt")
+        store = AgentStore(scene.folder, files=FastDisk(), memory_max_bytes=2**30)  # after a restart it is empty
+        scene.turn(store, scene.continued)
+        prompt = (*scene.continued, *scene.alone(scene.continued), *scene.more)
+        restored = scene.turn(store, prompt)
+        assert restored.prefix.n_tokens == len(prompt) - len(scene.more)
+        sources.append(restored.source)
+        store.close()
+    # Blocks that are whole but useless without a snapshot are not computed again, so they are not in memory either.
+    assert sources[0] == sources[-1] == "memory"
+
+
+def test_damage_beside_a_hot_agent_costs_nothing_until_the_disk_is_asked(scene):
+    for file in scene.files:
+        shutil.rmtree(scene.folder, ignore_errors=True)
+        shutil.copytree(scene.base, scene.folder)
+        store = AgentStore(scene.folder, files=FastDisk(), memory_max_bytes=2**30)
+        store.restore(scene.continued, agent=store.open_agent("ours"), model=scene.model, salt=None)
+        DAMAGES["corrupt"](scene.folder / file, None)
+        restored = scene.turn(store, scene.continued)
+        assert (restored.source, restored.miss_reason) == ("memory", None)
+        store.close()
+        store = AgentStore(scene.folder, files=FastDisk())
+        prompt = (*scene.continued, *scene.alone(scene.continued), *scene.more)
+        restored = scene.turn(store, prompt)
+        is_block = file.parts[0] == "blocks"  # tail and snapshots were replaced by the turn
+        assert restored.miss_reason == ("block_corrupt" if is_block else None)
+        store.close()
+        expect_everything_cached_again(scene)

@@ -1,0 +1,118 @@
+"""One agent whose file system hangs: nobody else's save, restore or eviction waits for it."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model
+
+from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import LoadedModel
+
+SHARED = ids(600)
+MODELS = {"full": MODEL, "hybrid": make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])}
+PATIENCE_S = 60
+"""Only a hang is longer."""
+
+
+class HangingDisk(FastDisk):
+    """Syncs of what the thread called ``slow`` writes do not return until they are let go, from the one named on."""
+
+    def __init__(self) -> None:
+        self.hangs_at = ""
+        self.hanging, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+        data = [bytes(chunk) for chunk in chunks]
+        super().write(path, data)
+        self._sync(b"".join(data)[:4096].decode("latin-1"))
+
+    def sync_folder(self, path: Path) -> None:
+        self._sync("folder of blocks" if path.parent.parent.name == "blocks" else "another folder")
+
+    def flush(self, path: Path) -> None:
+        self._sync("folder of the agent")
+
+    def _sync(self, what: str) -> None:
+        if threading.current_thread().name == "slow" and self.hangs_at and self.hangs_at in what:
+            self.hanging.set()
+            assert self.let_go.wait(PATIENCE_S)
+
+
+@contextmanager
+def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], int]) -> Iterator[Future[int]]:
+    """A save on a thread of its own that stands still inside."""
+    done: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(save())
+        except BaseException as error:
+            done.set_exception(error)
+
+    disk.hangs_at = hangs_at
+    slow = threading.Thread(target=run, name="slow")
+    slow.start()
+    try:
+        assert disk.hanging.wait(PATIENCE_S)
+        yield done
+    finally:
+        disk.let_go.set()
+        slow.join()
+
+
+HANGS_AT = {
+    "a block": '"kind":"block"',
+    "the blocks' folder": "folder of blocks",
+    "the tail": '"kind":"tail"',
+    "the record": "stoker-record",
+    "HEAD": "stoker-head",
+    "the agent's folder": "folder of the agent",
+}
+
+
+@pytest.mark.parametrize("memory_max_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("hangs_at", HANGS_AT.values(), ids=HANGS_AT)
+def test_a_sync_that_hangs_holds_up_nobody_else(
+    tmp_path: Path, hangs_at: str, model: LoadedModel, memory_max_bytes: int
+) -> None:
+    disk = HangingDisk()
+    store = AgentStore(tmp_path, files=disk, memory_max_bytes=memory_max_bytes, keep_unused_s=0)
+    agents = {name: Agent(store, name, model) for name in ("slow", "beside", "idle")}
+    for seed, agent in enumerate(agents.values()):
+        agent.say((*SHARED[:200], *ids(200, seed=seed + 10)))
+    turn = agents["slow"].turn((*SHARED, 1))  # blocks of a beginning that the others write too
+
+    def others() -> None:
+        beside = agents["beside"]
+        for answer in range(3):
+            beside.say((*SHARED, 2), (answer,))
+            assert beside.tokens() == (*SHARED, 2, answer)
+            assert beside.cached((*SHARED, 2, answer, 1)) == 602
+        newcomer = Agent(store, "newcomer", model)
+        assert newcomer.tokens() == ()
+        newcomer.say((*SHARED, 3))
+        assert newcomer.cached((*SHARED, 3, 1)) == 601
+        store.protect(frozenset({"beside"}))
+        store.budget.max_bytes = 1
+        store.budget.make_room()
+        assert agents["idle"].cached(agents["idle"].tokens()) == 0
+        assert beside.cached((*SHARED, 2, 2, 1)) == 602
+        store.budget.max_bytes = 1 << 30
+
+    with ThreadPoolExecutor(1) as pool, hanging_save(disk, hangs_at, lambda: store.save(turn)[0]) as saved:
+        pool.submit(others).result(PATIENCE_S)
+        assert not saved.done()
+    assert saved.result() == 2
+    # Nothing of what the slow turn was about to rely on was evicted meanwhile.
+    assert agents["slow"].tokens() == (*SHARED, 1)
+    assert agents["slow"].cached((*SHARED, 1, 1)) == 601
+    assert store.verify() == []
+    store.close()
+    store = AgentStore(tmp_path, files=FastDisk(), max_bytes=1 << 30)
+    assert Agent(store, "slow", model).cached((*SHARED, 1, 1)) == 601
