@@ -6,11 +6,14 @@ A turn here is what the worker makes of a job: `build_prompt`, `AgentStore.resto
 
 import hashlib
 import importlib.util
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from common import Json, arguments, finish
 
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
@@ -138,6 +141,18 @@ class Bench:
                 done[turn.request.agent_id] = (turn, completion)
         engine.close()
         return done
+
+
+def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
+    """An experiment's command: `run(bench, folder, quick=...)` on the model asked for, in a folder that goes again."""
+    args = arguments(about)
+
+    def measure() -> Json:
+        bench = Bench.load(args.model, args.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            return run(bench, Path(folder), quick=args.quick)
+
+    finish(args, number, report, measure, render)
 
 
 def _smollm2() -> Path:

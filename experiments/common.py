@@ -32,10 +32,10 @@ def machine(bench: "Bench") -> Json:
 
     return {
         "device": str(mx.device_info()["device_name"]) if bench.on_gpu else "CPU",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "os": _os_name(),
+        "os": os_name(),
         "python": platform.python_version(),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
@@ -131,7 +131,7 @@ def _filled(text: str, title: str, parts: Mapping[str, str]) -> str:
     return text
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -139,7 +139,7 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _os_name() -> str:
+def os_name() -> str:
     if platform.system() == "Darwin":
         return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
     return f"{platform.freedesktop_os_release()['PRETTY_NAME']} {platform.machine()}"

@@ -17,7 +17,7 @@ import numpy as np
 from common import spread
 
 from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.cache_file import empty_layers
+from stoker_worker.memory.cache_layout import empty_layers
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import CacheSlice, Delivery, LayerKV, LoadedModel, Restored, Transcript, Turn
 
