@@ -44,12 +44,18 @@ class Prepared:
 
 @dataclass
 class Bench:
-    """A loaded model with everything an experiment does with it."""
+    """A loaded model with everything an experiment does with it.
+
+    Attributes:
+        source: what the model was loaded from, and `dtype` how, as the worker's own options.
+    """
 
     network: Any
     model: LoadedModel
     tokenizer: Any
     title: str
+    source: str
+    dtype: Any
     blas: str | None
     _references: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
@@ -63,7 +69,7 @@ class Bench:
         name = model or str(_smollm2())
         network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
-        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", blas)
+        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype, blas)
 
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""
