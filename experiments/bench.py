@@ -9,7 +9,7 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from common import Json, arguments, finish
 
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
-from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.cache_spec import BLOCK_TOKENS, StoreDtype
 from stoker_worker.conversation import Prompt, build_prompt, next_transcript
 from stoker_worker.engine.blas import preload_openblas
 from stoker_worker.memory.store import AgentStore
@@ -70,6 +70,13 @@ class Bench:
         network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
         return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype, blas)
+
+    def storing(self, store_dtype: StoreDtype) -> Self:
+        """The same network for a worker with ``--store-dtype``: another identity, so a store never mixes the two."""
+        from stoker_worker.engine.provider import MlxModelProvider
+
+        provider = MlxModelProvider(self.source, self.dtype, lambda network, _: network, store_dtype=store_dtype)
+        return replace(self, model=provider.load()[1])
 
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""

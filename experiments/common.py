@@ -52,14 +52,15 @@ def machine(bench: "Bench | None" = None) -> Json:
     return facts
 
 
-def arguments(about: str) -> argparse.Namespace:
+def arguments(about: str, *, model: bool = True) -> argparse.Namespace:
+    """The command line; `model` for experiments that load one."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few prompts and repetitions: does it still work?")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
-    parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--dtype", choices=("float32", "auto"), default="float32", help="exactness is float32's promise"
-    )
+    if model:
+        parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
+        dtypes = ("float32", "auto")
+        parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="exactness is float32's promise")
     parser.add_argument(
         "--render", action="store_true", help="only write the report anew from the results that are there"
     )

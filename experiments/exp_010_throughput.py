@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,9 @@ def loads(bench: Bench, *, quick: bool) -> tuple[list[Load], list[Load]]:
             made.append(Job(text, tuple(bench.encode(text)), max_tokens))
         return made
 
-    sizes, tokens = ((1, 3), 3) if quick else ((1, 2, 4, 8, 16, 32), 32)
+    sizes, tokens = ((1, 3), 3) if quick else ((1, 2, 4, 8, 16, 32), 24)
     by_size = [Load(f"batch of {n}", n, jobs([tokens] * n)) for n in sizes]
-    steady, most, rows = (3, 6, 6) if quick else (16, 64, 48)
+    steady, most, rows = (3, 6, 6) if quick else (16, 64, 32)
     churn = [dice.randint(min(8, most // 2), most) for _ in range(rows)]
     return by_size, [
         Load(f"{steady} rows of {most} tokens", steady, jobs([most] * steady)),
@@ -180,15 +180,16 @@ def worker(bench: Bench, folder: Path, places: int, dtype: str) -> Iterator[str]
 
 
 def take_turns(load: Load, contestants: dict[str, Callable[[Load], Any]], texts: Any, rounds: int) -> None:
-    """Every contestant once a round; the first round warms up and is not counted, but its answers are compared."""
+    """Every contestant once a round, after a few tokens of each row to warm up."""
     names = list(contestants)
-    for number in range(rounds + 1):
-        note(f"{load.name}, round {number} of {rounds}")
+    for name in names:
+        contestants[name](replace(load, jobs=[replace(job, max_tokens=2) for job in load.jobs]))
+    for number in range(rounds):
+        note(f"{load.name}, round {number + 1} of {rounds}")
         for name in names[number % len(names) :] + names[: number % len(names)]:
             begin = time.perf_counter()
             answer = contestants[name](load)
-            if number:
-                load.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+            load.seconds.setdefault(name, []).append(time.perf_counter() - begin)
             load.answers[name] = [one if isinstance(one, str) else texts(one) for one in answer]
             if name == "bare":
                 load.n_generated = sum(map(len, answer))
