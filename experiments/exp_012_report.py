@@ -19,8 +19,11 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
     }
     sizes, ppl = content["sizes"]["modes"], content["perplexity_ratios"]
     percent = {mode: f"{100 * sizes[mode]['block_bytes_per_token_ratio']:.1f} %" for mode in MODES}
-    said = ", ".join(
-        f"{mode} {percent[mode]} of the bytes at {100 * (ppl[mode] - 1):+.2f} % perplexity" for mode in MODES[1:]
+    greedy = content["greedy"]
+    said = "; ".join(
+        f"{mode} {percent[mode]} of the bytes at {100 * (ppl[mode] - 1):+.2f} % perplexity, "
+        f"{greedy['modes'][mode]['identical']} of {greedy['continuations']} greedy answers the same"
+        for mode in MODES[1:]
     )
     return f"{verdict_title(content, 'stored precision')}: {said}", parts
 
@@ -33,7 +36,8 @@ def _summary(content: Json) -> str:
         lines.append(
             f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; restoring takes "
             f"{taken['caches_ms_ratio']['median']} times as long; perplexity "
-            f"{100 * (content['perplexity_ratios'][mode] - 1):+.2f} %; {same} of {content['greedy']['continuations']} "
+            f"{100 * (content['perplexity_ratios'][mode] - 1):+.2f} %, a token's log-likelihood by up to "
+            f"{max(row['modes'][mode]['most_change'] for row in content['quality']):.2f}; {same} of {content['greedy']['continuations']} "
             "greedy continuations are the same."
         )
     return "\n".join(lines)
@@ -96,7 +100,9 @@ def plot(content: Json, path: Path) -> None:
     values = {
         "bytes in block files, of native": [content["sizes"]["modes"][m]["block_bytes_per_token_ratio"] for m in MODES],
         "restore time, of native": [content["times"]["modes"][m]["caches_ms_ratio"]["median"] for m in MODES],
-        "change of perplexity, %": [100 * (content["perplexity_ratios"][m] - 1) for m in MODES],
+        "change of log-likelihood per token, r.m.s.": [
+            max(row["modes"][m]["rms_change"] for row in content["quality"]) for m in MODES
+        ],
     }
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.6))
     for axes, (title, heights) in zip(panels, values.items(), strict=True):
