@@ -33,11 +33,12 @@ def _summary(content: Json) -> str:
     for mode in MODES[1:]:
         size, taken = content["sizes"]["modes"][mode], content["times"]["modes"][mode]
         same = content["greedy"]["modes"][mode]["identical"]
+        most = max(row["modes"][mode]["most_change"] for row in content["quality"])
         lines.append(
             f"{mode}: {100 * size['all_bytes_per_token_ratio']:.1f} % of native's bytes on disk; restoring takes "
             f"{taken['caches_ms_ratio']['median']} times as long; perplexity "
             f"{100 * (content['perplexity_ratios'][mode] - 1):+.2f} %, a token's log-likelihood by up to "
-            f"{max(row['modes'][mode]['most_change'] for row in content['quality']):.2f}; {same} of {content['greedy']['continuations']} "
+            f"{most:.2f}; {same} of {content['greedy']['continuations']} "
             "greedy continuations are the same."
         )
     return "\n".join(lines)
