@@ -28,17 +28,12 @@ class PrefillPace:
         self._most_tokens = most_tokens
         self._decode_s: float | None = None
         self._token_s: float | None = None
-        # What steps without prefill left over. A short prompt goes through at once then: in pieces each would cost the
-        # model another pass over its weights, and rows that decode keep half their speed all the same, taken together.
-        self._saved_s = 0.0
 
     def chunk_tokens(self, *, decoding: int, prefilling: int, waiting: int) -> int:
         """Tokens of each row in prefill for the next step, with `waiting` rows still to come."""
         if self._token_s is None:
             return min(_FIRST_TOKENS, self._most_tokens)
-        budget_s = min(
-            self._max_step_s, self.budget_s(decoding=decoding, prefilling=prefilling + waiting) + self._saved_s
-        )
+        budget_s = self.budget_s(decoding=decoding, prefilling=prefilling + waiting)
         tokens = budget_s / (self._token_s * max(1, prefilling))
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
@@ -56,12 +51,10 @@ class PrefillPace:
         """
         if prefill_tokens == 0:
             self._decode_s = _average(self._decode_s, step_s)
-            self._saved_s = min(self._max_step_s, self._saved_s + _SHARE * step_s)
             return
         # The step's decode and prefill run in one queue and are only seen together.
         prefill_s = max(step_s - (self._decode_s or 0.0 if decoding else 0.0), 0.1 * step_s)
         self._token_s = _average(self._token_s, prefill_s / prefill_tokens)
-        self._saved_s = max(0.0, self._saved_s + _SHARE * (self._decode_s or 0.0) - prefill_s)
 
 
 def _average(old: float | None, new: float) -> float:
