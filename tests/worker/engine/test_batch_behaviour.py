@@ -27,22 +27,20 @@ def works_of(rng, *shapes, **fields):
 # --- places ---
 
 
-def test_a_waiting_row_is_prefilled_in_the_very_step_that_ends_the_row_whose_place_it_takes():
+def test_a_waiting_row_joins_in_the_very_step_that_ends_the_row_whose_place_it_takes():
     layout = Layout("llama", eos=False)
     engine = layout.engine(max_batch=2)
-    first, other, waiting = works_of(random.Random(9), (20, 6), (20, 30), (20, 8))
-    uids = [engine.submit(one) for one in (first, other, waiting)]
-    done, ended_at, began_at, step = {}, 0, 0, 0
+    works = works_of(random.Random(9), (20, 6), (20, 30), (20, 8))
+    uids = [engine.submit(one) for one in works]
+    done, joined = {}, []
     while engine.in_flight:
-        step += 1
         for completion in engine.step():
             done[completion.uid] = completion
-            ended_at = ended_at or step
-        if not began_at and engine.progress().get(uids[2]):
-            began_at = step
-        assert len(engine._roster.decoding) <= 2
-    assert began_at - ended_at == 2, "one step to change over, one for the first token"
-    for uid, one in zip(uids, (first, other, waiting), strict=True):
+            if completion.uid == uids[0]:
+                joined = [row.uid for row in engine._roster.prefilling.values()]
+        assert len(list(engine._roster.in_batch())) <= 2
+    assert joined == [uids[2]]
+    for uid, one in zip(uids, works, strict=True):
         assert list(done[uid].generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
 
