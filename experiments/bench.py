@@ -6,15 +6,18 @@ A turn here is what the worker makes of a job: `build_prompt`, `AgentStore.resto
 
 import hashlib
 import importlib.util
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from common import Json, arguments, finish
+
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
-from stoker_worker.cache_spec import BLOCK_TOKENS
+from stoker_worker.cache_spec import BLOCK_TOKENS, StoreDtype
 from stoker_worker.conversation import Prompt, build_prompt, next_transcript
 from stoker_worker.engine.blas import preload_openblas
 from stoker_worker.memory.store import AgentStore
@@ -41,12 +44,18 @@ class Prepared:
 
 @dataclass
 class Bench:
-    """A loaded model with everything an experiment does with it."""
+    """A loaded model with everything an experiment does with it.
+
+    Attributes:
+        source: what the model was loaded from, and `dtype` how, as the worker's own options.
+    """
 
     network: Any
     model: LoadedModel
     tokenizer: Any
     title: str
+    source: str
+    dtype: Any
     blas: str | None
     _references: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
@@ -60,7 +69,14 @@ class Bench:
         name = model or str(smollm2())
         network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
         tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
-        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", blas)
+        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype, blas)
+
+    def storing(self, store_dtype: StoreDtype) -> Self:
+        """The same network for a worker with ``--store-dtype``: another identity, so a store never mixes the two."""
+        from stoker_worker.engine.provider import MlxModelProvider
+
+        provider = MlxModelProvider(self.source, self.dtype, lambda network, _: network, store_dtype=store_dtype)
+        return replace(self, model=provider.load()[1])
 
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""
@@ -158,3 +174,15 @@ def smollm2() -> Path:
     if not folder.exists():
         gguf.import_gguf(files[0], folder)
     return folder
+
+
+def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
+    """An experiment's command: `run(bench, folder, quick=...)` on the model asked for, in a folder that goes again."""
+    args = arguments(about)
+
+    def measure() -> Json:
+        bench = Bench.load(args.model, args.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            return run(bench, Path(folder), quick=args.quick)
+
+    finish(args, number, report, measure, render)

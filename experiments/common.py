@@ -26,12 +26,16 @@ LOADING_LIMIT_MS = 500.0
 """The plan's limit for loading a cache; a criterion of EXP-003."""
 
 
-def machine(bench: "Bench") -> Json:
-    """Facts a figure depends on; nothing that says whose machine it is."""
+def machine(bench: "Bench | None" = None) -> Json:
+    """Facts a figure depends on; nothing that says whose machine it is. Without `bench`, no model is spoken of."""
+    from stoker_worker.engine.blas import preload_openblas
+
+    blas = bench.blas if bench else preload_openblas()
     import mlx.core as mx
 
-    return {
-        "device": str(mx.device_info()["device_name"]) if bench.on_gpu else "CPU",
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    facts = {
+        "device": str(mx.device_info()["device_name"]) if on_gpu else "CPU",
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -39,22 +43,24 @@ def machine(bench: "Bench") -> Json:
         "python": platform.python_version(),
         "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
-        "blas": "Accelerate" if platform.system() == "Darwin" else bench.blas or "as MLX links it",
+        "blas": "Accelerate" if platform.system() == "Darwin" else blas or "as MLX links it",
         "load_average_at_start": round(os.getloadavg()[0], 1),
-        "model": bench.title,
-        "cache_dtype": bench.model.spec.dtype,
-        "cache_bytes_per_token": bench.model.spec.bytes_per_token,
     }
+    if bench is not None:
+        spec = bench.model.spec
+        facts |= {"model": bench.title, "cache_dtype": spec.dtype, "cache_bytes_per_token": spec.bytes_per_token}
+    return facts
 
 
-def arguments(about: str) -> argparse.Namespace:
+def arguments(about: str, *, model: bool = True) -> argparse.Namespace:
+    """The command line; `model` for experiments that load one."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few prompts and repetitions: does it still work?")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
-    parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
-    parser.add_argument(
-        "--dtype", choices=("float32", "auto"), default="float32", help="exactness is float32's promise"
-    )
+    if model:
+        parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
+        dtypes = ("float32", "auto")
+        parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="exactness is float32's promise")
     parser.add_argument(
         "--render", action="store_true", help="only write the report anew from the results that are there"
     )
@@ -103,11 +109,15 @@ def finish(args: argparse.Namespace, number: str, report: str, run: Callable[[],
 def machine_lines(content: Json) -> str:
     facts = content["machine"]
     size = "quick run" if content["quick"] else "full run"
+    model = ""
+    if "model" in facts:
+        cache = f"cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token"
+        model = f" Model: {facts['model']}, {cache}."
     return (
         f"{content['date']}, {size}, {content['wall_s']} s. Device: {facts['device']}; {facts['cpu']}, "
         f"{facts['cores']} cores, {facts['ram_gb']} GB; {facts['os']}; Python {facts['python']}, mlx {facts['mlx']}, "
-        f"mlx-lm {facts['mlx_lm']}, BLAS: {facts['blas']}; load average at the start {facts['load_average_at_start']}. "
-        f"Model: {facts['model']}, cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token."
+        f"mlx-lm {facts['mlx_lm']}, BLAS: {facts['blas']}; load average at the start {facts['load_average_at_start']}."
+        f"{model}"
     )
 
 

@@ -6,15 +6,14 @@ outputs is compared, token for token, with mlx-lm's own single, uncached run. Ru
 """
 
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from bench import Bench
-from common import LOADING_LIMIT_MS, Json, arguments, difference, finish, machine, note, spread
+from bench import Bench, main
+from common import LOADING_LIMIT_MS, Json, difference, machine, note, spread
 from exp_003_report import render
 from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
 
@@ -98,7 +97,7 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: i
                 turn = bench.prepare(store, {**fields, "cache": "off" if how == "cold" else "read"})
                 restored = time.perf_counter()
                 if turn.work.prefix is not None:
-                    prefix_to_caches(turn.work.prefix, bench.model.spec)
+                    prefix_to_caches(bench.network, turn.work.prefix, bench.model.spec)
                     injected = time.perf_counter()
                     key = "loading_ms" if how == "warm" else "loading_evicted_ms"
                     sample.setdefault(key, []).append(1000 * (injected - start))
@@ -158,16 +157,5 @@ def _drop_from_memory(folder: Path) -> None:
             os.close(descriptor)
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measure() -> Json:
-        bench = Bench.load(args.model, args.dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            return run(bench, Path(folder), quick=args.quick)
-
-    finish(args, "003", REPORT, measure, render)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "003", REPORT, run, render)

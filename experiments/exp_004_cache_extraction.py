@@ -6,7 +6,6 @@ output is compared, token for token, with mlx-lm's own single, uncached run. Run
 """
 
 import hashlib
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import seed_claims
-from bench import Bench, Prepared
-from common import Json, arguments, difference, finish, machine, note, spread
+from bench import Bench, Prepared, main
+from common import Json, difference, machine, note, spread
 from exp_004_report import render
 from prompts import DELTAS, text_of
 
@@ -126,11 +125,11 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
 
     times: list[tuple[float, float]] = []
 
-    def timed(caches: Any, start: int, stop: int) -> CacheSlice:
+    def timed(*piece_of: Any) -> CacheSlice:
         begin = time.perf_counter()
         mx.synchronize(generation_stream)
         waited = time.perf_counter()
-        piece = arrays.slice_caches(caches, start, stop)
+        piece = arrays.slice_caches(*piece_of)
         times.append((waited - begin, time.perf_counter() - waited))
         return piece
 
@@ -209,16 +208,5 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
             "costs": costs, "seed_claims": seed_claims.check(bench)}  # fmt: skip
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measure() -> Json:
-        bench = Bench.load(args.model, args.dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            return run(bench, Path(folder), quick=args.quick)
-
-    finish(args, "004", REPORT, measure, render)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "004", REPORT, run, render)

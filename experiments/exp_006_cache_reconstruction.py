@@ -12,16 +12,16 @@ import mmap
 import os
 import resource
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from bench import Bench
-from common import Json, arguments, finish, machine, note, spread
+from bench import Bench, main
+from common import Json, machine, note, spread
 from exp_006_report import render
 from prompts import text_of
 
@@ -65,8 +65,13 @@ class Limits:
 
 @dataclass
 class Saved:
-    """One agent's synthetic cache in a store, and how it is read back."""
+    """One agent's synthetic cache in a store, and how it is read back.
 
+    Attributes:
+        network: stands for the model: it only makes empty caches.
+    """
+
+    network: Any
     store: AgentStore
     model: LoadedModel
     agent: AgentVersion
@@ -80,6 +85,11 @@ class Saved:
         if restored.prefix is None or restored.prefix.n_tokens != n_tokens or restored.miss_reason is not None:
             raise RuntimeError(f"not restored whole: {restored.miss_reason}")
         return restored.prefix
+
+    def caches(self, prefix: RestoredPrefix) -> list[Any]:
+        from stoker_worker.engine.arrays import prefix_to_caches
+
+        return prefix_to_caches(self.network, prefix, self.model.spec)
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
@@ -124,6 +134,8 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 def save(bench: Bench, folder: Path, n_layers: int, n_tokens: int) -> Saved:
     """A store with one agent of random K/V, in the head shape of the loaded model, with as many layers as asked."""
+    from mlx_lm.models.cache import KVCache
+
     note(f"saving {n_tokens} tokens of {n_layers} layers")
     shape = bench.model.spec.layers[0]
     layer = LayerSpec(LayerKind.FULL, shape.n_kv_heads, shape.key_dim, shape.value_dim)
@@ -149,30 +161,31 @@ def save(bench: Bench, folder: Path, n_layers: int, n_tokens: int) -> Saved:
             result_of=lambda number: {"version": number},
         )
     )
-    return Saved(store, model, store.open_agent("agent"), ids, layers)
+    network = SimpleNamespace(make_cache=lambda: [KVCache() for _ in spec.layers])
+    return Saved(network, store, model, store.open_agent("agent"), ids, layers)
 
 
 def one_cell(saved: Saved, n_blocks: int, limits: Limits) -> Json:
     """Reconstruct, copy, extract and go round, in turn."""
-    from stoker_worker.engine.arrays import prefix_to_caches, slice_caches
+    from stoker_worker.engine.arrays import slice_caches
 
     n_tokens, spec = n_blocks * BLOCK_TOKENS, saved.model.spec
     n_bytes = n_tokens * spec.bytes_per_token
     source = np.ones(n_bytes, np.uint8)
     used = np.ones(n_bytes, np.uint8)
-    batch = joined([prefix_to_caches(saved.restore(n_tokens - 1), spec) for _ in range(2)])
+    batch = joined([saved.caches(saved.restore(n_tokens - 1)) for _ in range(2)])
 
     def reconstruct() -> tuple[Any, float]:
         prefix = saved.restore(n_tokens)
         restored_at = time.perf_counter()
-        return prefix_to_caches(prefix, spec), restored_at
+        return saved.caches(prefix), restored_at
 
     def extract() -> CacheSlice:
-        return slice_caches([cache.extract(0) for cache in batch], 0, n_tokens)
+        return slice_caches([cache.extract(0) for cache in batch], 0, n_tokens, spec)
 
     def round_trip() -> CacheSlice:
         rows = [cache.extract(0) for cache in joined([reconstruct()[0]])]
-        return slice_caches(rows, 0, n_tokens + 1)
+        return slice_caches(rows, 0, n_tokens + 1, spec)
 
     exact = same(round_trip(), saved.layers, n_tokens) and same(extract(), saved.layers, n_tokens - 1)
 
@@ -278,8 +291,6 @@ def straight_line(n_bytes: Sequence[int], latencies_ms: Sequence[float]) -> Json
 
 def leaks(bench: Bench, folder: Path, rounds: int) -> Json:
     """Memory of the process while one cell is reconstructed again and again."""
-    from stoker_worker.engine.arrays import prefix_to_caches
-
     n_tokens, n_layers = 4 * BLOCK_TOKENS, 24
     saved = save(bench, folder, n_layers, n_tokens)
     note(f"{rounds} reconstructions in a row")
@@ -287,7 +298,7 @@ def leaks(bench: Bench, folder: Path, rounds: int) -> Json:
     for done in range(10 + rounds):
         if done >= 10 and (done - 10) % (rounds // 4) == 0:
             resident.append(resident_mb())
-        prefix_to_caches(saved.restore(n_tokens), saved.model.spec)
+        saved.caches(saved.restore(n_tokens))
     resident.append(resident_mb())
     saved.store.close()
     return {"rounds": rounds, "blocks": 4, "layers": n_layers, "resident_mb": resident,
@@ -303,15 +314,13 @@ def resident_mb() -> float:
 
 def against_padded(bench: Bench, folder: Path, limits: Limits) -> Json:
     """612 tokens as two blocks and a tail, and the same cache padded to 768 tokens, as three full blocks."""
-    from stoker_worker.engine.arrays import prefix_to_caches
-
     kept = {n: save(bench, folder / f"{n}", 30, n) for n in (612, 768)}
     note("612 tokens against 768")
     samples: dict[int, list[float]] = {612: [], 768: []}
     for done in range(limits.warm_up + limits.most):
         for n_tokens in (612, 768) if done % 2 else (768, 612):
             saved = kept[n_tokens]
-            took = timed(lambda saved=saved, n=n_tokens: prefix_to_caches(saved.restore(n), saved.model.spec))  # type: ignore[misc]
+            took = timed(lambda saved=saved, n=n_tokens: saved.caches(saved.restore(n)))  # type: ignore[misc]
             if done >= limits.warm_up:
                 samples[n_tokens].append(took)
     for saved in kept.values():
@@ -360,16 +369,5 @@ def against_generation(bench: Bench, folder: Path, lengths: Sequence[int], *, qu
     return rows
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measure() -> Json:
-        bench = Bench.load(args.model, args.dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            return run(bench, Path(folder), quick=args.quick)
-
-    finish(args, "006", REPORT, measure, render)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "006", REPORT, run, render)

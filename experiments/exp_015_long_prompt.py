@@ -7,10 +7,11 @@ is prefilled is compared with their speed before. A second long prompt is cancel
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bench import Bench, smollm2
-from common import Json, arguments, finish, machine, note, spread
+from bench import Bench, main
+from common import Json, machine, note, spread
 from exp_015_report import render
 from prompts import text_of
 
@@ -88,7 +89,7 @@ class _Endless:
         return getattr(self._codec, name)
 
 
-def run(bench: Bench, *, quick: bool) -> Json:
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     runs = []
     repeats = 1 if quick else 3
     for n in range(repeats):
@@ -106,16 +107,5 @@ def run(bench: Bench, *, quick: bool) -> Json:
     return {"machine": machine(bench), "verdict": verdict, "max_step_s": MAX_STEP_S, "found": found}
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-    finish(
-        args,
-        "015",
-        REPORT,
-        lambda: run(Bench.load(args.model or str(smollm2()), args.dtype), quick=args.quick),
-        render,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "015", REPORT, run, render)

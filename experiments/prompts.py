@@ -61,10 +61,13 @@ def other_prompts(encode: Callable[[str], list[int]]) -> list[NamedPrompt]:
     return [NamedPrompt(f"{kind} {n}", kind, text_of(encode, kind, n)) for kind, n in _OTHERS]
 
 
-def text_of(encode: Callable[[str], list[int]], kind: str, n_tokens: int) -> str:
-    """The longest beginning of a text with at most `n_tokens` tokens; exact where no character is two tokens."""
+def text_of(encode: Callable[[str], list[int]], kind: str, n_tokens: int, *, seed: int | None = None) -> str:
+    """The longest beginning of a text with at most `n_tokens` tokens; exact where no character is two tokens.
+
+    Each length is a text of its own; with the `seed` of a shorter one it goes on as that one would.
+    """
     base = _TEXTS[kind]
-    text, shuffled = base, random.Random(n_tokens)
+    text, shuffled = base, random.Random(n_tokens if seed is None else seed)
     pieces = base.split(" ") if " " in base else list(base)
     while len(encode(text)) <= n_tokens:
         shuffled.shuffle(pieces)

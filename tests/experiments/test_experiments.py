@@ -53,7 +53,45 @@ QUEUE_COSTS = {
     },
 }
 
-ALL = SCRIPTS | BENCHMARKS | QUEUE_COSTS
+WITHOUT_MODEL = {
+    "exp_001_cache_specifications.py": {
+        "every_specification_is_read_right",
+        "every_turn_equals_the_uncached_run",
+        "everything_saved_was_restored",
+        "stores_verify_clean",
+    },
+    "exp_002_allocation.py": {
+        "mean_p50_and_p99_under_1_ms",
+        "at_most_twice_as_long_at_10000_blocks",
+        "nothing_leaked",
+    },
+}
+WITH_MODEL = {
+    "exp_010_throughput.py": {
+        "engine_097_at_every_batch_size",
+        "pipeline_095_at_every_batch_size",
+        "engine_097_with_steady_rows",
+        "engine_097_with_churning_rows",
+        "all_texts_equal",
+    },
+    "exp_012_store_dtype.py": {
+        "native_changes_nothing",
+        "q8_changes_perplexity_by_under_1_percent",
+        "q4_changes_perplexity_by_under_10_percent",
+        "stores_verify_clean",
+    },
+}
+HOLDS_ON_ANY_MACHINE = {
+    "every_specification_is_read_right",
+    "every_turn_equals_the_uncached_run",
+    "everything_saved_was_restored",
+    "stores_verify_clean",
+    "nothing_leaked",
+    "all_texts_equal",
+    "native_changes_nothing",
+}
+
+ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS
 
 
 def run(script: str, *options: str) -> None:
@@ -110,6 +148,33 @@ def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(script: st
     assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
 
 
+def check_quick_run(script: str, criteria: set[str], folder: Path) -> None:
+    content = json.loads(results_file(folder, script).read_text())
+    assert set(content["verdict"]) == criteria | {"passed"}
+    assert {name for name in criteria & HOLDS_ON_ANY_MACHINE if not content["verdict"][name]} == set()
+    assert content["quick"] is True
+    assert content["experiment"] in report_file(folder, script).read_text().splitlines()[0]
+    assert list((folder / "results").glob(f"{script[:7]}_*.png"))
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("script", WITHOUT_MODEL)
+def test_a_quick_run_without_a_model_is_right_and_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
+    run(script, "--quick", "--out", str(tmp_path))
+    check_quick_run(script, WITHOUT_MODEL[script], tmp_path)
+
+
+@pytest.mark.model
+@pytest.mark.server
+@pytest.mark.parametrize("script", WITH_MODEL)
+def test_a_quick_run_with_the_model_is_right_and_writes_results_report_and_plot(
+    script: str, smollm2: Path, tmp_path: Path
+) -> None:
+    require_server_program()
+    run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
+    check_quick_run(script, WITH_MODEL[script], tmp_path)
+
+
 @pytest.mark.parametrize("script", ALL)
 def test_the_reports_figures_are_those_of_the_results(script: str, tmp_path: Path) -> None:
     kept = results_file(EXPERIMENTS, script)
@@ -137,6 +202,27 @@ def test_the_index_has_every_report() -> None:
 @pytest.mark.parametrize(
     ("script", "number"),
     [
+        (
+            "exp_001_cache_specifications.py",
+            lambda content: f"{content['models'][0]['sizes']['bytes_at_8k'] / 2**20:.0f} MiB",
+        ),
+        (
+            "exp_002_allocation.py",
+            lambda content: f"{content['kinds']['join']['sizes']['10000']['p99']:.3f} ms",
+        ),
+        (
+            "exp_010_throughput.py",
+            lambda content: (
+                f"engine {content['worst_engine_ratio']}, pipeline {content['worst_pipeline_ratio']} of a bare loop"
+            ),
+        ),
+        (
+            "exp_012_store_dtype.py",
+            lambda content: (
+                f"{100 * content['sizes']['modes']['q8']['block_bytes_per_token_ratio']:.1f} % of the bytes at "
+                f"{100 * (content['perplexity_ratios']['q8'] - 1):+.2f} % perplexity"
+            ),
+        ),
         ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
         ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
         (

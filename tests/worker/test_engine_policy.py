@@ -86,8 +86,9 @@ def test_with_nobody_decoding_a_step_takes_as_long_as_it_may():
     assert seconds[-1] == pytest.approx(0.5, abs=0.01)
 
 
-def test_many_prompts_are_not_held_up_by_the_one_row_that_decodes():
-    chunks, _ = simulate(decoding=1, wanting=15)
+@pytest.mark.parametrize(("decoding", "wanting"), [(1, 15), (8, 8)])
+def test_a_batch_that_is_half_empty_is_filled_without_a_pause(decoding, wanting):
+    chunks, _ = simulate(decoding=decoding, wanting=wanting)
     assert 0 not in chunks
 
 

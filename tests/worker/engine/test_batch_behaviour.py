@@ -24,6 +24,26 @@ def works_of(rng, *shapes, **fields):
     return [work(random_ids(rng, n), max_tokens, **fields) for n, max_tokens in shapes]
 
 
+# --- places ---
+
+
+def test_a_waiting_row_joins_in_the_very_step_that_ends_the_row_whose_place_it_takes():
+    layout = Layout("llama", eos=False)
+    engine = layout.engine(max_batch=2)
+    works = works_of(random.Random(9), (20, 6), (20, 30), (20, 8))
+    uids = [engine.submit(one) for one in works]
+    done, joined = {}, []
+    while engine.in_flight:
+        for completion in engine.step():
+            done[completion.uid] = completion
+            if completion.uid == uids[0]:
+                joined = [row.uid for row in engine._roster.prefilling.values()]
+        assert len(list(engine._roster.in_batch())) <= 2
+    assert joined == [uids[2]]
+    for uid, one in zip(uids, works, strict=True):
+        assert list(done[uid].generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+
+
 # --- memory ---
 
 

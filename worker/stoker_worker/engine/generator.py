@@ -12,8 +12,8 @@ from mlx_lm.generate import BatchGenerator
 
 from stoker_worker.engine.probe import leaves
 
-PREFILL_ROWS: Final = 4
-"""Most rows prefilled together: their chunks are padded to the longest."""
+PREFILL_ROWS: Final = 8
+"""Most rows prefilled together, mlx-lm's own number: their chunks are padded to the longest."""
 
 
 @dataclass(frozen=True)

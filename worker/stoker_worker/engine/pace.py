@@ -67,8 +67,10 @@ class PrefillPace:
         prefill_s = max(step_s - decode_s, 0.1 * step_s)
         self._token_s = _average(self._token_s, prefill_s / prefill_tokens)
         self._largest = max(self._largest, prefill_tokens)
-        # Half of the time for decoding, less when more rows wait for prefill than decode.
-        self._owed_s = max(0.0, _MARGIN * prefill_s * min(1.0, decoding / max(1, wanting)) - decode_s)
+        # Half of the time for decoding when twice as many rows decode as want prefill. Nothing when as many want it: a
+        # batch that is half empty gains more from being filled than from its few rows' speed.
+        share = min(1.0, max(0.0, decoding / max(1, wanting) - 1.0))
+        self._owed_s = max(0.0, _MARGIN * prefill_s * share - decode_s)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -77,7 +77,7 @@ class Roster:
         """Move waiting rows into the batch while there is a place and their blocks are free."""
         while len(self.prefilling) < PREFILL_ROWS:
             if self._joining is None:
-                if len(self.prefilling) + len(self.decoding) >= self._width:
+                if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width:
                     break
                 self._joining = self.waiting.take(self._fits)
                 if self._joining is None:
@@ -99,6 +99,10 @@ class Roster:
         prices = self._prices()
         blocks = prices.decoding * len(self.decoding) + prices.prefilling * len(self.prefilling)
         return max(self.in_batch(), key=lambda row: row.uid) if blocks > self._pool.total else None
+
+    def _leaving(self) -> int:
+        """Rows whose next token is their last: a step ends them before it prefills, so others may have their places."""
+        return sum(row.n_left <= 1 for row in self.decoding.values()) if self._max_batch > 1 else 0
 
     def _fits(self, row: Row) -> bool:
         """Whether `row` may join, with room for its next block."""

@@ -1,0 +1,124 @@
+"""EXP-001, cache specifications: what do the four named models keep, is it read off right, and is it what was thought?
+
+Each model is built from mlx-lm's own class with the true layers, K/V heads, head dims and windows and random weights in
+a small width. `ModelCacheSpec.from_model` reads its cache layout; then two turns go through engine and store, closed
+and opened in between, and are compared with mlx-lm's uncached run. Run: ``python experiments/exp_001_*.py``.
+"""
+
+import random
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from common import Json, arguments, difference, finish, machine, note
+from exp_001_report import render
+from random_models import CONFIGS, RandomModel, random_ids
+
+from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, ModelCacheSpec
+from stoker_worker.memory.store import AgentStore
+
+REPORT = "EXP-001-cache-specifications.md"
+TRUE = {
+    "Gemma 3 12B": {"full": 8, "window": 40, "kv_heads": 8, "head_dim": 256, "window_tokens": 1024},
+    "Llama 3.1 8B": {"full": 32, "window": 0, "kv_heads": 8, "head_dim": 128, "window_tokens": 0},
+    "Qwen 2.5 7B": {"full": 28, "window": 0, "kv_heads": 4, "head_dim": 128, "window_tokens": 0},
+    "Qwen1.5-MoE-A2.7B": {"full": 24, "window": 0, "kv_heads": 16, "head_dim": 128, "window_tokens": 0},
+}
+"""From each model's published config.json; Gemma 3 repeats five window layers and a full one, eight times."""
+
+
+def facts(spec: ModelCacheSpec) -> Json:
+    """What is compared with `TRUE`, read off the spec. Every layer must agree on heads and dims."""
+    kinds = [layer.kind for layer in spec.layers]
+    (shape,) = {(layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers}
+    heads, key_dim, value_dim = shape
+    return {
+        "full": kinds.count(LayerKind.FULL),
+        "window": kinds.count(LayerKind.WINDOW),
+        "kv_heads": heads,
+        "head_dim": key_dim if key_dim == value_dim else (key_dim, value_dim),
+        "window_tokens": max((layer.window_tokens for layer in spec.layers), default=0),
+    }
+
+
+def sizes(spec: ModelCacheSpec) -> Json:
+    """Bytes in bfloat16; `8k_bytes` is what an agent of 8,192 tokens keeps, `naive` with every layer kept whole."""
+    tokens = 32 * BLOCK_TOKENS
+    naive = 2 * tokens * sum(layer.elements_per_token for layer in spec.layers)
+    snapshot = spec.snapshot_bytes(tokens)
+    return {
+        "bytes_per_token": spec.bytes_per_token,
+        "bytes_per_block": spec.bytes_per_block,
+        "snapshot_bytes": snapshot,
+        "bytes_at_8k": tokens * spec.bytes_per_token + snapshot,
+        "naive_bytes_at_8k": naive,
+    }
+
+
+def one_model(name: str, folder: Path, *, quick: bool) -> Json:
+    """Two turns of one agent with a new start of the store between them."""
+    note(name)
+    model, dice = RandomModel.make(name), random.Random(name)
+    spec = replace(model.loaded.spec, dtype="bfloat16")
+    window = facts(spec)["window_tokens"]
+    first = random_ids(dice, 270 if quick or not window else window + 76)
+    tokens = 3 if quick else 12
+    begin = time.perf_counter()
+    turns = []
+    ids: list[int] = list(first)
+    for number in range(2):
+        store = AgentStore(folder / name)
+        completion, cached = model.turn(store, ids, tokens)
+        problems = store.verify()
+        store.close()
+        wanted = model.uncached(ids, tokens)
+        turns.append(
+            {
+                "prompt": len(ids),
+                "cached": cached,
+                "generated": len(completion.generated_ids),
+                "different_tokens": len(set(completion.generated_ids)),
+                "differs_at": difference(completion.generated_ids, wanted),
+                "verify": problems,
+            }
+        )
+        if number == 0:
+            ids += [*completion.generated_ids, *random_ids(dice, 40)]
+    found = facts(spec)
+    return {
+        "name": name,
+        "class": CONFIGS[name]["model_type"],
+        "read": found,
+        "read_right": found == TRUE[name],
+        "sizes": sizes(spec),
+        "turns": turns,
+        "all_cached": turns[1]["cached"] == turns[0]["prompt"] + turns[0]["generated"],
+        "took_s": round(time.perf_counter() - begin, 1),
+    }
+
+
+def run(folder: Path, *, quick: bool) -> Json:
+    device = machine()
+    models = [one_model(name, folder, quick=quick) for name in TRUE]
+    criteria = {
+        "every_specification_is_read_right": all(model["read_right"] for model in models),
+        "every_turn_equals_the_uncached_run": all(t["differs_at"] is None for model in models for t in model["turns"]),
+        "everything_saved_was_restored": all(model["all_cached"] for model in models),
+        "stores_verify_clean": not any(t["verify"] for model in models for t in model["turns"]),
+    }
+    return {"machine": device, "verdict": {"passed": all(criteria.values()), **criteria}, "models": models}
+
+
+def main() -> None:
+    args = arguments(__doc__ or "", model=False)
+
+    def measure() -> Json:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(Path(folder), quick=args.quick)
+
+    finish(args, "001", REPORT, measure, render)
+
+
+if __name__ == "__main__":
+    main()

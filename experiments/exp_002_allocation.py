@@ -1,0 +1,184 @@
+"""EXP-002, allocation: what does the block pool cost, does its size matter, and does anything leak?
+
+The pool alone (1,000 times: a row's blocks taken, grown by one and given back), then the roster around it (a row let in
+beside 15 others and dropped again; the bookkeeping of a step of 16 rows), each on pools of 100 and of 10,000 blocks in
+turn; then 1,000 jobs of random length through the engine with a tiny model. Run: ``python experiments/exp_002_*.py``.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from common import Json, arguments, finish, machine, note, spread
+from exp_002_report import render
+from random_models import RandomModel, random_ids, work
+
+from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.engine.block_pool import BlockPool
+
+REPORT = "EXP-002-allocation.md"
+SIZES = (100, 10_000)
+TARGET_MS, RATIO = 1.0, 2.0
+CYCLES, ROUNDS = 1000, 5
+ROWS = 16
+SPEC = ModelCacheSpec((LayerSpec(LayerKind.FULL, 8, 128, 128),) * 32, "bfloat16")
+"""Of the size of Llama 3.1 8B's; nothing here depends on it but the numbers that are added."""
+
+
+def pool_cycle(total: int) -> Callable[[int], None]:
+    """A pool nine tenths full with rows of three blocks; a cycle takes two blocks, one more, and gives all back."""
+    pool = BlockPool(total)
+    for uid in range(total * 9 // 10 // 3):
+        assert pool.resize(uid, 3)
+
+    def cycle(number: int) -> None:
+        uid = total + number
+        assert pool.resize(uid, 2)
+        assert pool.resize(uid, 3)
+        pool.release(uid)
+
+    return cycle
+
+
+def roster_with_rows(total: int, rows: int) -> tuple[Any, Any]:
+    """A roster with that many rows in the batch, and a generator that does nothing but count."""
+    from stoker_worker.engine.pace import PrefillPace
+    from stoker_worker.engine.pricing import BatchPricing
+    from stoker_worker.engine.roster import Roster
+
+    pool, pricing = BlockPool(total), BatchPricing(SPEC, 256)
+    roster = Roster(None, SPEC, pool=pool, pricing=pricing, pace=PrefillPace(0.5, 256), max_batch=ROWS)
+    uids = iter(range(10**9))
+    generator = SimpleNamespace(insert=lambda row: next(uids))
+    for number in range(rows):
+        roster.waiting.add(new_row(number))
+        roster.let_in(generator)
+        roster.decoding |= roster.prefilling
+        roster.prefilling.clear()
+    if len(roster.decoding) != rows:
+        raise RuntimeError("not every row was let in")
+    return roster, generator
+
+
+def new_row(uid: int) -> Any:
+    from stoker_worker.engine.row import Row
+    from stoker_worker.engine.sampling import RowSampling
+
+    one = work(range(200 + 7 * (uid % ROWS)), 256)
+    return Row(uid=uid, work=one, sampling=RowSampling(one.request), stops=None)
+
+
+def roster_join(total: int) -> Callable[[int], None]:
+    """A row waits, is priced with 15 others, let in and dropped: what allocating and freeing is in the engine."""
+    roster, generator = roster_with_rows(total, ROWS - 1)
+    rows = [new_row(ROWS + number) for number in range(CYCLES)]
+
+    def cycle(number: int) -> None:
+        row = rows[number]
+        row.generator_uid = None
+        roster.waiting.add(row)
+        roster.let_in(generator)
+        if row.generator_uid is None:
+            raise RuntimeError("the row was not let in")
+        roster.drop(row)
+
+    return cycle
+
+
+def roster_step(total: int) -> Callable[[int], None]:
+    """What every step of 16 rows asks: does the next step fit, and does every row hold what it needs?"""
+    roster, generator = roster_with_rows(total, ROWS)
+
+    def cycle(number: int) -> None:
+        if roster.surplus() is not None:
+            raise RuntimeError("the rows do not fit")
+        roster.let_in(generator)
+
+    return cycle
+
+
+def one_kind(make: Callable[[int], Callable[[int], None]], rounds: int) -> Json:
+    """Each size `rounds` times `CYCLES` cycles, in turn; every cycle timed by itself, ratios of a round's medians."""
+    taken: dict[int, list[list[float]]] = {size: [] for size in SIZES}
+    for number in range(rounds + 1):
+        for size in SIZES if number % 2 else SIZES[::-1]:
+            cycle, samples = make(size), []
+            for index in range(CYCLES):
+                begin = time.perf_counter_ns()
+                cycle(index)
+                samples.append((time.perf_counter_ns() - begin) / 1e6)
+            if number:
+                taken[size].append(samples)
+    ratios = [
+        float(np.median(large) / np.median(small)) for small, large in zip(taken[100], taken[10_000], strict=True)
+    ]
+    return {
+        "cycles": CYCLES * rounds,
+        "sizes": {str(size): _percentiles(np.concatenate(taken[size])) for size in SIZES},
+        "ratio": spread(ratios),
+    }
+
+
+def _percentiles(samples: Any) -> Json:
+    p50, p99 = np.percentile(samples, (50, 99)).tolist()
+    values = {"mean": float(samples.mean()), "p50": p50, "p99": p99, "most": float(samples.max())}
+    return {name: round(value, 5) for name, value in values.items()}
+
+
+def leaks(jobs: int) -> Json:
+    """Jobs of random length through the engine, with a pool small enough that rows have to be set aside."""
+    note(f"{jobs} jobs")
+    model, dice = RandomModel.make("tiny"), random.Random(2)
+    engine = model.engine(max_batch=8, blocks=12, prefill_tokens=64)
+    pool = engine._pool
+    ended, most, left = 0, 0, jobs
+    while left or engine.in_flight:
+        while left and engine.in_flight < 16:
+            engine.submit(work(random_ids(dice, dice.randrange(1, 400)), dice.randrange(1, 120), save_from=0))
+            left -= 1
+        if dice.random() < 0.01:
+            ended += engine.cancel(next(iter(engine.progress()))) is not None
+        ended += len(engine.step())
+        most = max(most, pool.used)
+    found = {"jobs": jobs, "ended": ended, "total": pool.total, "most_used": most, "used_at_the_end": pool.used,
+             "free_at_the_end": pool.free, "cache_bytes_at_the_end": engine.cache_bytes,
+             "rows_at_the_end": engine.in_flight}  # fmt: skip
+    engine.close()
+    return found
+
+
+def run(folder: Path, *, quick: bool) -> Json:
+    facts = machine()
+    kinds = {}
+    for name, make in (("pool", pool_cycle), ("join", roster_join), ("step", roster_step)):
+        note(name)
+        kinds[name] = one_kind(make, 1 if quick else ROUNDS)
+    leak = leaks(40 if quick else 1000)
+    measured = [size for kind in kinds.values() for size in kind["sizes"].values()]
+    criteria = {
+        "mean_p50_and_p99_under_1_ms": all(size[k] < TARGET_MS for size in measured for k in ("mean", "p50", "p99")),
+        "at_most_twice_as_long_at_10000_blocks": all(kind["ratio"]["median"] <= RATIO for kind in kinds.values()),
+        "nothing_leaked": leak["ended"] == leak["jobs"]
+        and not (leak["used_at_the_end"] or leak["cache_bytes_at_the_end"] or leak["rows_at_the_end"])
+        and leak["free_at_the_end"] == leak["total"],
+    }
+    return {"machine": facts, "verdict": {"passed": all(criteria.values()), **criteria}, "kinds": kinds, "leak": leak}
+
+
+def main() -> None:
+    args = arguments(__doc__ or "", model=False)
+
+    def measure() -> Json:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(Path(folder), quick=args.quick)
+
+    finish(args, "002", REPORT, measure, render)
+
+
+if __name__ == "__main__":
+    main()

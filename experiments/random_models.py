@@ -1,0 +1,139 @@
+"""Models of mlx-lm's own classes with random weights, and turns through the product's engine and store. No tokenizer.
+
+Owns the four real configurations of EXP-001 in narrow: what the cache depends on (layers, their pattern, K/V
+heads, head dim, window) is true to the model's config.json; hidden size, vocabulary, experts and feed-forward are not.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from stoker_shared import build_request
+from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.memory.store import AgentStore
+from stoker_worker.ports import Completion, Delivery, GenerationWork, LoadedModel, Transcript, Turn
+
+VOCABULARY = 128
+_NARROW = {"vocab_size": VOCABULARY, "intermediate_size": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Gemma 3 12B": {
+        "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 48, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    "Llama 3.1 8B": {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 32, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131072,
+    },
+    "Qwen 2.5 7B": {  # no head_dim of its own: hidden size / attention heads is 128 as in the real one
+        "model_type": "qwen2", "hidden_size": 512, "num_hidden_layers": 28, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "rope_theta": 1e6,
+    },
+    "Qwen1.5-MoE-A2.7B": {  # likewise: 16 K/V heads of 128 make the hidden size the true one
+        "model_type": "qwen2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32, "rope_theta": 1e6,
+    },
+    "tiny": {
+        "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def random_network(name: str) -> Any:
+    """A float32 model of `CONFIGS[name]`, its weights large enough that answers depend on the whole prompt."""
+    import mlx.core as mx
+    from mlx.utils import tree_map
+
+    config = {**_NARROW, **CONFIGS[name]}
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(7)
+    network = module.Model(module.ModelArgs.from_dict(config))
+    network.update(tree_map(lambda x: x * 3 if x.ndim > 1 else x, network.parameters()))
+    network.set_dtype(mx.float32)
+    mx.eval(network.parameters())
+    network.eval()
+    return network
+
+
+class NumberCodec:
+    """Stands for a tokenizer: a token's text is its number, and none of them ends a text."""
+
+    eos_ids = frozenset({10**9})
+    max_token_bytes = 4
+
+    def fork(self) -> "NumberCodec":
+        return self
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+@dataclass
+class RandomModel:
+    """A network with what the engine and the store want to know of it."""
+
+    network: Any
+    loaded: LoadedModel
+
+    @classmethod
+    def make(cls, name: str) -> "RandomModel":
+        network = random_network(name)
+        spec = ModelCacheSpec.from_model(network)
+        codec: Any = NumberCodec()
+        return cls(network, LoadedModel(name, f"{name} {spec.describe()}".encode().hex()[:64], "t", 10**6, spec, codec))
+
+    def engine(self, *, max_batch: int, blocks: int, prefill_tokens: int = 256) -> Any:
+        from stoker_worker.engine.build import assemble
+        from stoker_worker.engine.pricing import BatchPricing
+
+        return assemble(
+            self.network,
+            self.loaded,
+            max_bytes=blocks * BatchPricing(self.loaded.spec, prefill_tokens).block_bytes,
+            max_batch=max_batch,
+            prefill_tokens=prefill_tokens,
+            max_step_s=60.0,
+        )
+
+    def uncached(self, ids: Sequence[int], max_tokens: int) -> list[int]:
+        """mlx-lm's own run of one sequence from nothing, greedy."""
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
+        return [token for token, _ in generate_step(mx.array(list(ids)), self.network, max_tokens=max_tokens)]
+
+    def turn(self, store: AgentStore, ids: Sequence[int], max_tokens: int) -> tuple[Completion, int]:
+        """A turn of the one agent, restored from the store and saved to it; also how many tokens were cached."""
+        agent = store.open_agent("agent")
+        restored = store.restore(ids, agent=agent, model=self.loaded, salt=None)
+        engine = self.engine(max_batch=2, blocks=64)
+        engine.submit(work(ids, max_tokens, prefix=restored.prefix, save_from=restored.saved_blocks * BLOCK_TOKENS))
+        (completion,) = drain(engine)
+        engine.close()
+        transcript = Transcript((*ids, *completion.generated_ids), "t", None, "synthetic", "length")
+        store.save(
+            Turn("agent", agent.number, Delivery(f"{agent.number}", "0"), transcript, self.loaded, None,
+                 completion.cache, lambda number: {"version": number})
+        )  # fmt: skip
+        return completion, restored.prefix.n_tokens if restored.prefix else 0
+
+
+def work(ids: Sequence[int], max_tokens: int, *, prefix: Any = None, save_from: int | None = None) -> GenerationWork:
+    request = build_request({"agent_id": "agent", "prompt": "x", "max_tokens": max_tokens})
+    return GenerationWork(request, tuple(ids), prefix=prefix, save_from=save_from)
+
+
+def drain(engine: Any) -> list[Completion]:
+    done: list[Completion] = []
+    while engine.in_flight:
+        done += engine.step()
+    return done
+
+
+def random_ids(dice: random.Random, n: int) -> list[int]:
+    return [dice.randrange(VOCABULARY) for _ in range(n)]
