@@ -210,7 +210,7 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     assert first.wait() == -signal.SIGKILL, first.log
 
     assert places(connection, "victim") == arrow.place
-    assert (scene.turns() == ["victim"]) == arrow.turn_saved
+    assert ("victim" in scene.turns()) == arrow.turn_saved
     in_flight = [name for name in ("other-1", "other-2") if places(connection, name) == ["wip"]]
     make_scheduled_due(connection)
     second = scene.drain()
