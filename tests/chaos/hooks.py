@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import rq.utils
@@ -100,13 +101,9 @@ def shift_clock(path: Path) -> None:
         def now(cls, tz: Any = None) -> datetime.datetime:  # type: ignore[override]
             return datetime.datetime.now(tz) + datetime.timedelta(seconds=offset_s)
 
-    class Module:
-        datetime = Jumping
-        timezone = datetime.timezone
-        timedelta = datetime.timedelta
-
     time.time = lambda: real_time() + offset_s
-    rq.utils.datetime = Module  # type: ignore[misc,assignment]
+    names = {**vars(datetime), "datetime": Jumping}
+    rq.utils.datetime = SimpleNamespace(**names)  # type: ignore[assignment]
     threading.Thread(target=look, daemon=True).start()
 
 

@@ -283,3 +283,59 @@ def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, 
         queue.finish(job, RESULT)
     assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
     assert "finished" not in places(connection, job_id)
+
+
+def test_a_claim_in_doubt_is_put_back_also_when_the_lease_ran_out_meanwhile(connection, producer, queue):
+    """Redis was away for longer than the lease: nobody else has the queue, and the next claim must not come first."""
+    (job_id,) = submit(producer, "a")
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
+def test_what_a_claim_left_that_broke_off_goes_back_before_anything_else_is_claimed(
+    connection, producer, queue, monkeypatch
+):
+    first, second, third = submit(producer, "a", "b", "b")
+    real = queue._starter.start
+
+    def start(name, job_id):
+        if job_id == second:
+            raise RedisConnectionError("gone")
+        return real(name, job_id)
+
+    monkeypatch.setattr(queue._starter, "start", start)
+    assert [job.job_id for job in claim(queue)] == [first]
+    monkeypatch.undo()
+    assert [job.job_id for job in queue.claim(8, frozenset({"a"}))] == [second]
+    assert places(connection, third) == ["generate"]
+
+
+def test_a_heartbeat_does_not_bring_back_the_execution_of_a_run_before(connection, plain, queue, monkeypatch):
+    """A job that failed and was claimed again while the heartbeat was on its way through the list."""
+    request = {"agent_id": "a", "prompt": "x"}
+    for name, agent in (("other", "b"), ("retried", "a")):
+        plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
+    jobs = {job.job_id: job for job in claim(queue)}
+    real = queue._identity.maintain_heartbeats
+
+    def maintain(job, execution):
+        real(job, execution)
+        if job.id == "other":
+            queue.fail(jobs["retried"], GenerationTimedOut("late"))
+            assert [job.job_id for job in claim(queue)] == ["retried"]
+
+    monkeypatch.setattr(queue._identity, "maintain_heartbeats", maintain)
+    queue.beat()
+    assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(connection, producer, queue, how):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+    queue.give_back([job], counts_as_attempt=False)
+    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*"))
