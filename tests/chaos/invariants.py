@@ -18,7 +18,7 @@ from stoker_worker.memory.record import TurnRecord, replay
 
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 IS_REGISTERED = {"finished": "finished", "failed": "failed", "stopped": "failed", "canceled": "canceled"}
-SUCCESSFUL, RETRIED = b"1", b"4"
+SUCCESSFUL = b"1"
 
 
 @dataclass
@@ -111,20 +111,27 @@ class Aftermath:
 
     def nothing_is_left_of_any_worker(self) -> None:
         for pattern in ("rq:wip:*", "rq:execution*", "rq:queue:*", "rq:workers*", "stoker:lease:*", "rq:scheduler*"):
-            left = self._connection.keys(pattern)
-            assert left == [], [(key, self._connection.type(key), self._connection.ttl(key)) for key in left]
+            left = [key for key in self._connection.keys(pattern) if not self._is_left_by_rq(key.decode())]
+            assert left == [], [(key, self._connection.ttl(key)) for key in left]
+
+    def _is_left_by_rq(self, key: str) -> bool:
+        """A cancel or delete of a running job by RQ's way leaves its execution; its worker, if that dies, cannot see
+        to it any more, and nobody else finds it. It stands in no registry and is gone within the hour."""
+        kind, job_id = key.split(":")[1:3]
+        withdrawn = job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
+        return kind in {"execution", "executions"} and withdrawn and 0 < self._connection.ttl(key) <= 3660
 
     def finished_jobs_have_one_result_and_retries_are_counted(self) -> None:
         for job in self.jobs:
             types = Counter(entry[b"type"] for entry in job.entries)
             assert types[SUCCESSFUL] == (job.state == "finished"), job
+            assert sum(types.values()) <= 1, job
+            runs = generations(self._storm.seen, job.plan.request["metadata"])
             retry = job.plan.options.get("retry")
-            most = retry.max if retry else 0
-            assert types[RETRIED] <= most, job
-            if job.state == "failed" and not job.plan.is_poison and not job.plan.short_lived:
-                assert types[RETRIED] == most, job
-            seen = generations(self._storm.seen, job.plan.request["metadata"]) if job.plan.flaky else 0
-            assert seen == 0 or job.state != "finished" or seen > job.plan.flaky, job
+            if job.state == "failed" and retry:
+                assert runs >= 1 + retry.max, (job, runs)
+            if job.state == "finished":
+                assert runs >= 1 + job.plan.flaky, (job, runs)
 
     def attempts_are_counted(self) -> None:
         """Exactly, but for what an engine took with it that broke, and answers out of the history."""

@@ -93,10 +93,14 @@ class Storm:
             worker.kill()
 
     def _left(self) -> list[str]:
-        keys = [f"rq:{kind}:{queue}" for kind in ("wip", "scheduled") for queue in QUEUES]
-        entries = [entry.decode() for key in keys for entry in self._connection.zrange(key, 0, -1)]
-        lists = [f"rq:queue:{queue}{part}" for queue in QUEUES for part in ("", ":intermediate")]
-        return entries + [entry.decode() for key in lists for entry in self._connection.lrange(key, 0, -1)]
+        """What has not ended, at one instant."""
+        with self._connection.pipeline(transaction=True) as pipeline:
+            for queue in QUEUES:
+                for kind in ("wip", "scheduled"):
+                    pipeline.zrange(f"rq:{kind}:{queue}", 0, -1)
+                for part in ("", ":intermediate"):
+                    pipeline.lrange(f"rq:queue:{queue}{part}", 0, -1)
+            return [entry.decode() for entries in pipeline.execute() for entry in entries]
 
     def _kill(self) -> None:
         if self._put_to_sleep():
