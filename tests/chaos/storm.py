@@ -60,10 +60,12 @@ class Storm:
 
     def rage(self, n_kills: int) -> None:
         """Until everything is enqueued, and that many workers have been killed, and each episode was had once."""
-        todo = list(EPISODES)
+        todo = list(EPISODES)  # each of them once, then at random
         self._random.shuffle(todo)
         while not self._traffic.is_enqueued or self.counts["kill"] < n_kills or todo:
             name = todo.pop() if todo else self._random.choices(list(EPISODES), list(EPISODES.values()))[0]
+            if self._traffic.is_enqueued and not todo:
+                name = "kill"  # that is all that is missing
             time.sleep(self._random.uniform(0.02, 0.5))
             self._see_to_worker()
             print(f"{time.monotonic() - self._begin:7.2f} {name}")
@@ -109,15 +111,11 @@ class Storm:
             self._replace()
 
     def _stop(self) -> None:
-        self.worker.signal(signal.SIGTERM)
-        self._left_in_order(self.worker)
+        self._stop_in_order()
         self._replace()
 
     def _stop_twice(self) -> None:
-        self.worker.signal(signal.SIGTERM)
-        time.sleep(self._random.uniform(0, 0.2))
-        self.worker.signal(signal.SIGINT)
-        self._left_in_order(self.worker)
+        self._stop_in_order(twice=True)
         self._replace()
 
     def _sleep(self) -> None:
@@ -134,8 +132,7 @@ class Storm:
         if self._put_to_sleep():
             self._die()
         else:
-            self.worker.signal(signal.SIGTERM)
-            self._left_in_order(self.worker)
+            self._stop_in_order()
         self._assert_soon_free_of(self._name_of(self.worker))
         self.worker = standby
 
@@ -202,9 +199,14 @@ class Storm:
             self._left_by_itself(self.worker)
             self._replace()
 
-    def _left_in_order(self, worker: ForkedWorker) -> None:
-        if worker.wait(30) != 0:  # a job was faster
-            self._left_by_itself(worker)
+    def _stop_in_order(self, *, twice: bool = False) -> None:
+        could = "ready: model" in self.worker.log  # before that, a signal ends it at once
+        self.worker.signal(signal.SIGTERM)
+        if twice:
+            time.sleep(self._random.uniform(0, 0.2))
+            self.worker.signal(signal.SIGINT)
+        if self.worker.wait(30) != 0 and could:  # a job was faster
+            self._left_by_itself(self.worker)
 
     def _left_by_itself(self, worker: ForkedWorker) -> None:
         if worker.returncode == -signal.SIGKILL:
@@ -219,8 +221,7 @@ class Storm:
         """Stop it, unless it runs a suspect: that would be the third death of a job that kills nobody."""
         self.worker.signal(signal.SIGSTOP)
         time.sleep(0.02)  # until Redis has read what it has sent
-        if self.worker.returncode is not None:
-            self._see_to_worker()
+        if self.worker.returncode is not None:  # a job was faster
             return False
         for job_id in self._in_flight(self.worker):
             deaths = int(self._connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) or 0)

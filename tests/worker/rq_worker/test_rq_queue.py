@@ -10,6 +10,7 @@ from tests.worker.rq_worker.looking import places, taken_over
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.rq_worker.requeue import InFlight
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -339,3 +340,14 @@ def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(co
     queue.give_back([job], counts_as_attempt=False)
     assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
     assert not list(connection.scan_iter("rq:execution*"))
+
+
+@pytest.mark.parametrize("let_go", ["drop", "give_back"])
+def test_a_deposed_worker_does_not_touch_what_the_next_one_has_counted(connection, producer, queue, let_go):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    queue._requeue(InFlight(job_id, "generate", job.handle.execution), counts_as_attempt=True)  # the next one's
+    taken_over(connection)
+    queue.drop(job) if let_go == "drop" else queue.give_back([job], counts_as_attempt=False)
+    assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
+    assert places(connection, job_id) == ["generate"]

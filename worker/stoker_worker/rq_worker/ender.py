@@ -119,9 +119,11 @@ class JobEnder:
     def clean_up(self, handle: RqHandle) -> None:
         """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.
 
-        One that still stands as started is left: whoever holds the queue now has to find it to put it back.
+        One that still stands as started is left: whoever holds the queue now has to find it to put it back. So is one
+        that was put back: what was counted of it counts.
         """
-        if self._connection.hget(handle.job.key, "status") == JobStatus.STARTED.value.encode():
+        status = (self._connection.hget(handle.job.key, "status") or b"").decode(errors="replace")
+        if status in {JobStatus.STARTED.value, JobStatus.QUEUED.value}:
             return
         with self._connection.pipeline() as pipeline:
             self._identity.cleanup_execution(handle.job, pipeline=pipeline, execution=handle.execution)
