@@ -9,13 +9,14 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from tests.chaos.hooks import install
+
 import stoker_worker.engine.scripted
 import stoker_worker.memory.store
 import stoker_worker.rq_worker.connect
 import stoker_worker.worker  # noqa: F401
 from stoker.cli import main as producer_main
 from stoker_worker.cli import main as worker_main
-from tests.chaos.hooks import install
 
 
 def serve() -> None:

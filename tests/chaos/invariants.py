@@ -110,7 +110,14 @@ class Aftermath:
         assert twice == {}
 
     def nothing_is_left_of_any_worker(self) -> None:
-        for pattern in ("rq:wip:*", "rq:execution*", "rq:queue:*", "rq:workers*", "stoker:lease:*", "rq:scheduler-lock*"):
+        for pattern in (
+            "rq:wip:*",
+            "rq:execution*",
+            "rq:queue:*",
+            "rq:workers*",
+            "stoker:lease:*",
+            "rq:scheduler-lock*",
+        ):
             left = [key for key in self._connection.keys(pattern) if not self._is_left_by_rq(key.decode())]
             assert left == [], [(key, self._connection.ttl(key)) for key in left]
 

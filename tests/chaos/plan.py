@@ -86,7 +86,7 @@ def draw_jobs(random: Random, *, n_jobs: int, n_agents: int, n_crash: int, n_bre
     return [_draw(random, index, kind, n_agents) for index, kind in enumerate(kinds)]
 
 
-def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:
+def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912  one for each kind
     number = random.randrange(n_agents)
     # Most agents talk in `append` turns, some in `full` ones, some mix them.
     contexts: Sequence[str] = ("append", "append", "append", "full", "mixed")
@@ -152,5 +152,3 @@ def answer_to(prompt_ids: Sequence[int], prompt: str, max_tokens: int) -> list[i
     digest = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}I", *prompt_ids)).hexdigest()
     words = "".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode()
     return [words[n % len(words)] for n in range(max_tokens)]
-
-

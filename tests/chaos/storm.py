@@ -11,6 +11,7 @@ from random import Random
 
 from redis import Redis
 from tests.chaos.forked_worker import ForkedWorker, ForkServer, wait_for
+from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.plan import QUEUES
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import AWAY, Traffic
@@ -28,6 +29,7 @@ MOST_OFF_S = 1500.0  # RQ's own tools would take a job of a worker an hour behin
 
 EPISODES = {
     "kill": 40, "stop": 10, "stop twice": 6, "sleep": 6, "deposed": 5, "redis": 7, "redis and worker": 4, "clock": 6,
+    "look": 4,
 }  # fmt: skip
 
 
@@ -37,7 +39,17 @@ class Storm:
     loud_exits: workers that left by themselves because their engine broke; what was in it has used up a try.
     """
 
-    def __init__(self, forks: ForkServer, server: RestartingServer, traffic: Traffic, random: Random, folder: Path):
+    def __init__(
+        self,
+        forks: ForkServer,
+        server: RestartingServer,
+        traffic: Traffic,
+        random: Random,
+        folder: Path,
+        *,
+        dashboard: str | None,
+    ) -> None:
+        self._dashboard = dashboard
         self._forks, self._server, self._traffic, self._random = forks, server, traffic, random
         self._folder = folder
         self._begin = time.monotonic()
@@ -172,6 +184,22 @@ class Storm:
         self._die(server_is_there=False)
         self._server.start()
         self._replace()
+
+    def _look(self) -> None:
+        """The registries, `rq info` and the dashboard say the same of a moment that lasts."""
+        if not self._traffic.acknowledged:
+            return
+        with self._traffic.pause:
+            self.worker.signal(signal.SIGSTOP)
+            time.sleep(0.05)
+            so = by_registries(self._connection)
+            said = {"rq info": by_rq_info(self._server.url)}
+            if self._dashboard is not None:
+                said["dashboard"] = by_dashboard(self._dashboard)
+            if by_registries(self._connection) != so:
+                self.problems.append("somebody wrote while all slept, or by looking")
+            self.problems += [f"{who} says {counts}, and it is {so}" for who, counts in said.items() if counts != so]
+            self.worker.signal(signal.SIGCONT)
 
     def _clock(self) -> None:
         self._set_clock(self._random.uniform(-MOST_OFF_S, MOST_OFF_S))

@@ -7,6 +7,8 @@ and the machine make of it is another matter). ``CHAOS=long`` is `make chaos`.
 import os
 import random
 import time
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 from tests.chaos.forked_worker import ForkServer
@@ -15,6 +17,7 @@ from tests.chaos.plan import draw_jobs
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
+from tests.dashboard_process import running_dashboard
 from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server
@@ -28,6 +31,15 @@ SIZE = (
 KILLS, LASTS_S, CALM_S = (45, 100, 300) if LONG else (5, 9, 60)
 
 
+@contextmanager
+def dashboard_where_there_is_one(redis_url, folder):
+    if find_spec("rq_dashboard") is None:
+        yield None
+    else:
+        with running_dashboard(redis_url, folder / "dashboard.log") as page:
+            yield page
+
+
 @pytest.mark.timeout(1200 if LONG else 180)
 def test_nothing_is_lost_and_nothing_happens_twice_whatever_happens(tmp_path):
     require_server_program()
@@ -38,8 +50,8 @@ def test_nothing_is_lost_and_nothing_happens_twice_whatever_happens(tmp_path):
     jobs = draw_jobs(draw, **SIZE)
     server = RestartingServer(tmp_path / "redis")
     traffic = Traffic(server, jobs, random.Random(draw.random()), LASTS_S)
-    with ForkServer() as forks:
-        storm = Storm(forks, server, traffic, draw, tmp_path)
+    with ForkServer() as forks, dashboard_where_there_is_one(server.url, tmp_path) as page:
+        storm = Storm(forks, server, traffic, draw, tmp_path, dashboard=page)
         try:
             traffic.start()
             storm.rage(KILLS)

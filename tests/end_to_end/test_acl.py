@@ -122,11 +122,14 @@ def test_jobs_that_wait_for_their_time_and_callbacks_pass_without_one_refusal(ad
         queue = Queue("generate", connection=connection, serializer=JSONSerializer)
         callback = Callback(f"{CALLED_BACK}.marks")
         in_a_second, at_front = (
-            queue.enqueue_in(timedelta(seconds=1), TASK_PATH, kwargs=request(name), at_front=name == "f") for name in "if"
+            queue.enqueue_in(timedelta(seconds=1), TASK_PATH, kwargs=request(name), at_front=name == "f")
+            for name in "if"
         )
         canceled = queue.enqueue_in(timedelta(hours=1), TASK_PATH, kwargs=request("c"))
         retried = queue.enqueue(TASK_PATH, kwargs=request("r", "fail so"), retry=JobRetry(max=1, interval=1))
-        repeated = queue.enqueue(TASK_PATH, kwargs=request("p"), repeat=Repeat(times=2, interval=1), on_success=callback)
+        repeated = queue.enqueue(
+            TASK_PATH, kwargs=request("p"), repeat=Repeat(times=2, interval=1), on_success=callback
+        )
         called = queue.enqueue(TASK_PATH, kwargs=request("b", "fail so"), on_failure=callback)
         ended_early = queue.enqueue(TASK_PATH, kwargs=request("e"), ttl=1)
     admin.expire(ended_early.key, 0)

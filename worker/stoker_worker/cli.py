@@ -112,7 +112,7 @@ def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
             server = EmbeddedServer(settings.store_folder / "redis", preferred_port=6379)
             redis_url = cleanup.enter_context(server).url
             log.info("own Redis server at %s", redis_url)
-        # Before the queue: whoever has a queue must be able to work. A worker that sleeps loses its lease, not its store.
+        # Before the queue: a worker that sleeps loses its lease, but not its store, and without it nobody can work.
         store = AgentStore(
             settings.store_folder,
             max_bytes=settings.store_max_bytes,

@@ -154,8 +154,8 @@ def test_a_stop_that_comes_while_its_job_is_being_started_is_not_lost(producer, 
     (job_id,) = submit(producer, "a")
     real = queue._identity.begin
 
-    def start_and_stop(job):
-        execution = real(job)
+    def start_and_stop(job, check):
+        execution = real(job, check)
         queue._ask_stop(job_id)
         return execution
 
@@ -351,3 +351,57 @@ def test_a_deposed_worker_does_not_touch_what_the_next_one_has_counted(connectio
     queue.drop(job) if let_go == "drop" else queue.give_back([job], counts_as_attempt=False)
     assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
     assert places(connection, job_id) == ["generate"]
+
+
+@pytest.mark.parametrize("then", ["runs it", "has left again"])
+def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another_has_taken_over(
+    connection, producer, queue, monkeypatch, then
+):
+    (job_id,) = submit(producer, "a")
+    real = queue._starter._read
+
+    def read_then_sleep(job_id):
+        found = real(job_id)
+        connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
+        taken_over(connection)
+        if then == "has left again":
+            connection.delete(LEASE_KEY.format(queue="generate"))
+        return found
+
+    monkeypatch.setattr(queue._starter, "_read", read_then_sleep)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["generate"]
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"queued"
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not queue._identity.executions
+    if then == "has left again":
+        monkeypatch.undo()
+        assert [job.job_id for job in claim(queue)] == [job_id]
+
+
+def test_a_job_starts_also_when_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    real = queue._starter._may_start
+    renewals = iter((True, False))
+
+    def look_then_renew(**words):
+        may = real(**words)
+        if next(renewals):
+            queue._lease.renew()
+        return may
+
+    monkeypatch.setattr(queue._starter, "_may_start", look_then_renew)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, job_id) == ["wip"]
+    assert len(queue._identity.executions) == len(list(connection.scan_iter("rq:execution:*"))) == 1
+    assert connection.hget(queue._identity.key, "state") == b"busy"
+
+
+def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
+    submit(producer, "a")
+    (job,) = claim(queue)
+    queue.withdrawn([job], {job.job_id: 3})
+    assert connection.hget(f"rq:job:{job.job_id}", "stoker_tokens") == b"3"
+    queue.finish(job, RESULT)
+    queue.withdrawn([job], {job.job_id: 4})
+    assert not connection.hexists(f"rq:job:{job.job_id}", "stoker_tokens")

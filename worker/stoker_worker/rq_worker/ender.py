@@ -122,8 +122,8 @@ class JobEnder:
         One that still stands as started is left: whoever holds the queue now has to find it to put it back. So is one
         that was put back: what was counted of it counts.
         """
-        status = (self._connection.hget(handle.job.key, "status") or b"").decode(errors="replace")
-        if status in {JobStatus.STARTED.value, JobStatus.QUEUED.value}:
+        status = self._connection.hget(handle.job.key, "status")
+        if status in {JobStatus.STARTED.value.encode(), JobStatus.QUEUED.value.encode()}:
             return
         with self._connection.pipeline() as pipeline:
             self._identity.cleanup_execution(handle.job, pipeline=pipeline, execution=handle.execution)

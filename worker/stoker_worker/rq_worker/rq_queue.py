@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 
 _GROUPS_EVERY_S = 600  # as RQ's own workers
 
-# HSET alone would bring a deleted job back to life as a hash with one field.
-_PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
+# HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
+_PROGRESS = (
+    "if redis.call('HGET', KEYS[1], 'status') == 'started' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
+)
 
 
 class RqQueue:
@@ -54,7 +56,7 @@ class RqQueue:
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name, suspect_after=MAX_ATTEMPTS - 1) for name in self._queues}
         self._callbacks = callbacks
-        self._starter = JobStarter(connection, identity, callbacks=callbacks, refuse=self._refuse)
+        self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
         self._ender = JobEnder(connection, identity, lease)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
