@@ -86,7 +86,7 @@ def draw_jobs(random: Random, *, n_jobs: int, n_agents: int, n_crash: int, n_bre
     return [_draw(random, index, kind, n_agents) for index, kind in enumerate(kinds)]
 
 
-def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912  one for each kind
+def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912
     number = random.randrange(n_agents)
     # Most agents talk in `append` turns, some in `full` ones, some mix them.
     contexts: Sequence[str] = ("append", "append", "append", "full", "mixed")

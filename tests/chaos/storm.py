@@ -75,15 +75,20 @@ class Storm:
         todo = list(EPISODES)  # each of them once, then at random
         self._random.shuffle(todo)
         while not self._traffic.is_enqueued or self.counts["kill"] < n_kills or todo:
-            name = todo.pop() if todo else self._random.choices(list(EPISODES), list(EPISODES.values()))[0]
-            if self._traffic.is_enqueued and not todo:
-                name = "kill"  # that is all that is missing
+            others = "kill" if self._traffic.is_enqueued else self._draw_episode()
+            name = todo.pop() if todo else others
             time.sleep(self._random.uniform(0.02, 0.5))
             self._see_to_worker()
             print(f"{time.monotonic() - self._begin:7.2f} {name}")
-            getattr(self, f"_{name.replace(' ', '_')}")()
-            self.counts[name] += name != "kill"  # these are counted where they happen
+            was_had = getattr(self, f"_{name.replace(' ', '_')}")() is not False
+            if name != "kill":  # these are counted where they happen
+                self.counts[name] += was_had
+            if not was_had and not self.counts[name]:
+                todo.insert(0, name)
             assert not self._traffic.errors, self._traffic.errors
+
+    def _draw_episode(self) -> str:
+        return self._random.choices(list(EPISODES), list(EPISODES.values()))[0]
 
     def calm(self, timeout_s: float) -> None:
         """The clock is right again, and nobody disturbs the worker until all is done; then it leaves in order."""
@@ -116,11 +121,13 @@ class Storm:
                     pipeline.lrange(f"rq:queue:{queue}{part}", 0, -1)
             return [entry.decode() for entries in pipeline.execute() for entry in entries]
 
-    def _kill(self) -> None:
-        if self._put_to_sleep():
-            self._die()
-            time.sleep(self._random.choice((0, 0, 0.2, 1.2)))
-            self._replace()
+    def _kill(self) -> bool:
+        if not self._put_to_sleep():
+            return False
+        self._die()
+        time.sleep(self._random.choice((0, 0, 0.2, 1.2)))
+        self._replace()
+        return True
 
     def _stop(self) -> None:
         self._stop_in_order()
@@ -148,10 +155,10 @@ class Storm:
         self._assert_soon_free_of(self._name_of(self.worker))
         self.worker = standby
 
-    def _deposed(self) -> None:
+    def _deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
         if not self._put_to_sleep():
-            return
+            return False
         zombie, its_store = self.worker, self.store
         self._note_deaths(zombie)  # recovery takes its jobs from it as from a dead one
         self.store = self._folder / f"store-{len(self._workers)}"
@@ -171,24 +178,26 @@ class Storm:
         changed = [agent for agent, head in heads_of(its_store).items() if heads.get(agent) != head]
         if len(changed) > 4:  # as many as finalisers may have been past their look at the lease
             self.problems.append(f"a deposed worker has written {len(changed)} versions")
+        return True
 
     def _redis(self) -> None:
         self._server.kill()
         time.sleep(self._random.choice((0.1, 0.5, LEASE_S * 1.5)))
         self._server.start()
 
-    def _redis_and_worker(self) -> None:
+    def _redis_and_worker(self) -> bool:
         if not self._put_to_sleep():
-            return
+            return False
         self._server.kill()
         self._die(server_is_there=False)
         self._server.start()
         self._replace()
+        return True
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
         """The registries, `rq info` and the dashboard say the same of a moment that lasts."""
         if not self._traffic.acknowledged:
-            return
+            return False
         with self._traffic.pause:
             self.worker.signal(signal.SIGSTOP)
             time.sleep(0.05)
@@ -200,6 +209,7 @@ class Storm:
                 self.problems.append("somebody wrote while all slept, or by looking")
             self.problems += [f"{who} says {counts}, and it is {so}" for who, counts in said.items() if counts != so]
             self.worker.signal(signal.SIGCONT)
+        return True
 
     def _clock(self) -> None:
         self._set_clock(self._random.uniform(-MOST_OFF_S, MOST_OFF_S))
