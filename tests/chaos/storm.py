@@ -28,7 +28,7 @@ SHORT = {
 MOST_OFF_S = 1500.0  # RQ's own tools would take a job of a worker an hour behind for abandoned
 
 EPISODES = {
-    "kill": 40, "stop": 10, "stop twice": 6, "sleep": 6, "deposed": 5, "redis": 7, "redis and worker": 4, "clock": 6,
+    "kill": 30, "stop": 10, "stop twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis and worker": 4, "clock": 6,
     "look": 4,
 }  # fmt: skip
 
@@ -145,15 +145,16 @@ class Storm:
         time.sleep(LEASE_S * self._random.uniform(1.2, 2))
         self.worker.signal(signal.SIGCONT)
         time.sleep(self._random.uniform(0, 0.4))
-        if standby.returncode is not None:
+        if self.worker.returncode is not None:  # a job was faster
+            self._left_by_itself(self.worker)
+        elif standby.returncode is not None:
             self.problems.append(f"the standby left with {standby.returncode}: {standby.log[-500:]}")
-            return
-        if self._put_to_sleep():
+        elif self._put_to_sleep():
             self._die()
         else:
             self._stop_in_order()
-        self._assert_soon_free_of(self._name_of(self.worker))
-        self.worker = standby
+        name, self.worker = self._name_of(self.worker), standby
+        self._assert_soon_free_of(name)
 
     def _deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
@@ -252,6 +253,8 @@ class Storm:
             self._note_deaths(worker)
         elif "EngineFailed: the engine broke" in worker.log:
             self.loud_exits += 1
+        elif "ready: model" not in worker.log and "Error: RedisUnavailable" in worker.log:
+            pass  # the server was killed while it started: it says so and leaves
         else:
             self.problems.append(f"a worker left with {worker.returncode}: {worker.log[-2000:]}")
 

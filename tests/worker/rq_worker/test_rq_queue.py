@@ -7,7 +7,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
-from stoker_shared.errors import GenerationTimedOut, OwnershipLost
+from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.rq_worker.requeue import InFlight
@@ -405,3 +405,26 @@ def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(co
     queue.finish(job, RESULT)
     queue.withdrawn([job], {job.job_id: 4})
     assert not connection.hexists(f"rq:job:{job.job_id}", "stoker_tokens")
+
+
+@pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])
+@pytest.mark.parametrize("where", ["owns", "_check"])
+@pytest.mark.parametrize("end", ["fail", "stopped"])
+def test_a_take_over_between_looking_and_writing_undoes_a_failure_too(
+    connection, plain, queue, monkeypatch, retry, where, end
+):
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job", retry=retry)
+    (job,) = claim(queue)
+    real = getattr(queue._ender, where)
+
+    def look_then_sleep(*arguments):
+        found = real(*arguments)
+        taken_over(connection)
+        return found
+
+    monkeypatch.setattr(queue._ender, where, look_then_sleep)
+    with pytest.raises((OwnershipLost, RedisUnavailable)):  # for the second the finaliser tries again, and looks
+        queue.fail(job, ValueError("late")) if end == "fail" else queue.stopped(job)
+    assert places(connection, "job") == ["wip"]
+    assert connection.hget("rq:job:job", "status") == b"started"
+    assert not connection.exists("rq:results:job")

@@ -90,6 +90,8 @@ class RqIdentity(BaseWorker):
 
     def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
         """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
+        if isinstance(job, JsonJob):
+            job.check_once(pipeline)
         pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
         super().cleanup_execution(job, pipeline, execution)
 

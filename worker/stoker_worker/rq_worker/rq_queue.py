@@ -139,8 +139,9 @@ class RqQueue:
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        if not all(self._lease.is_ours(name) for name in self._queues):
-            return 0
+        with self._ending:
+            if not all(self._lease.is_ours(name) for name in self._queues):
+                return 0
         recovered = 0
         own = frozenset(job.handle.execution.id for job in list(self._in_flight.values()))
         for lost in self._recovery.orphans(own):
@@ -173,8 +174,9 @@ class RqQueue:
 
     def beat(self) -> bool:
         """Refresh worker, executions and lease; ``False`` when the lease is somebody else's: we are deposed."""
-        if not self._lease.renew():
-            return False
+        with self._ending:  # a transaction that ends a job watches the lease
+            if not self._lease.renew():
+                return False
         self._identity.heartbeat(self._identity.worker_ttl + 60)
         for job in list(self._in_flight.values()):
             with self._ending:
