@@ -14,7 +14,7 @@ from tests.chaos.forked_worker import ForkedWorker, ForkServer, wait_for
 from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.plan import QUEUES
 from tests.chaos.restarting_server import RestartingServer
-from tests.chaos.traffic import AWAY, Traffic
+from tests.chaos.traffic import AWAY, ENDED, Traffic
 
 from stoker_shared.wire import FIELD_ATTEMPTS, MAX_ATTEMPTS
 
@@ -158,8 +158,10 @@ class Storm:
 
     def _deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
-        if not self._put_to_sleep():
-            return False
+        with self._traffic.pause:  # no new poison: a successor that dies first leaves the queue to the one that wakes
+            return not self._poison_waits() and self._put_to_sleep() and self._depose()
+
+    def _depose(self) -> bool:
         zombie, its_store = self.worker, self.store
         self._note_deaths(zombie)  # recovery takes its jobs from it as from a dead one
         self.store = self._folder / f"store-{len(self._workers)}"
@@ -270,6 +272,11 @@ class Storm:
                 self.worker.signal(signal.SIGCONT)
                 return False
         return True
+
+    def _poison_waits(self) -> bool:
+        jobs = [job for job in (*self._traffic.acknowledged, *self._traffic.in_doubt) if job.is_poison]
+        states = [self._connection.hget(f"rq:job:{job.job_id}", "status") for job in jobs]
+        return any(state is not None and state.decode() not in ENDED for state in states)
 
     def _die(self, *, server_is_there: bool = True) -> None:
         if server_is_there:
