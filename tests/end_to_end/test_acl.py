@@ -1,8 +1,10 @@
 """The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
 
+import re
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -11,9 +13,10 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
-from rq import Queue
+from rq import Callback, Queue, Repeat
 from rq import Retry as JobRetry
 from rq.command import send_shutdown_command, send_stop_execution_command
+from rq.exceptions import DuplicateJobError
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
@@ -24,11 +27,16 @@ from tests.worker_process import running_worker
 
 from stoker import JobCanceled, JobFailed, Producer
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.rq_worker.audit import Audit
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
 NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
 USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
+SECURITY = USERS.parents[1] / "docs" / "security.md"
+CALLED_BACK = "tests.worker.rq_worker.called_back"
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 SLOW = ("--scripted-steps-per-s", "50")
 
@@ -103,6 +111,77 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
     assert admin.zcard("rq:wip:generate") == admin.llen("rq:queue:generate") == 0
+    assert acl_refusals(admin) == []
+
+
+def test_jobs_that_wait_for_their_time_and_callbacks_pass_without_one_refusal(admin, url, producer, store):
+    def request(agent_id, prompt="x"):
+        return {"request": {"agent_id": agent_id, "prompt": prompt, "max_tokens": 4}}
+
+    with Redis.from_url(url("stoker-producer")) as connection:
+        queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+        callback = Callback(f"{CALLED_BACK}.marks")
+        in_a_second, at_front = (
+            queue.enqueue_in(timedelta(seconds=1), TASK_PATH, kwargs=request(name), at_front=name == "f")
+            for name in "if"
+        )
+        canceled = queue.enqueue_in(timedelta(hours=1), TASK_PATH, kwargs=request("c"))
+        retried = queue.enqueue(TASK_PATH, kwargs=request("r", "fail so"), retry=JobRetry(max=1, interval=1))
+        repeated = queue.enqueue(
+            TASK_PATH, kwargs=request("p"), repeat=Repeat(times=2, interval=1), on_success=callback
+        )
+        called = queue.enqueue(TASK_PATH, kwargs=request("b", "fail so"), on_failure=callback)
+        ended_early = queue.enqueue(TASK_PATH, kwargs=request("e"), ttl=1)
+    admin.expire(ended_early.key, 0)
+    assert producer.ticket(canceled.id).cancel()
+    with running_worker(
+        url("stoker-worker"), store, *SLOW, "--allow-callbacks", CALLED_BACK, env={**SHORT, "STOKER_GRACE_S": "5"}
+    ) as worker:
+        for job in (in_a_second, at_front):
+            assert producer.ticket(job.id).result(timeout_s=30)
+        worker.wait_for(lambda: admin.xlen(f"rq:results:{repeated.id}") == 3)
+        worker.wait_for(lambda: admin.hget(retried.key, "status") == b"failed")
+        worker.wait_for(lambda: admin.hget(called.key, "called_back") == b"failed")
+        worker.wait_for(lambda: admin.hget(repeated.key, "called_back") == b"finished")
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0, worker.log
+    assert acl_refusals(admin) == []
+
+
+def test_the_audit_finds_and_puts_back_what_stands_nowhere(admin, url, producer):
+    address = url("stoker-worker")
+    ticket = producer.submit(agent_id="a", prompt="x")
+    with open_queue(read_settings({"redis_url": address}), address) as opened, Redis.from_url(address) as connection:
+        admin.delete("rq:queue:generate")
+        audit = Audit(connection, ["generate"], opened.rq_queue._lease, wait_s=0)
+        assert sum(audit.step(()) for _ in range(20)) == 1
+    assert ticket.status().position == 0
+    assert acl_refusals(admin) == []
+
+
+def test_a_producer_that_uses_unique_ids_needs_what_the_page_says_and_no_more(admin, url, store):
+    added = re.search(r"`unique=True` is a script.*?`(\+[^`]*)`", SECURITY.read_text(), re.DOTALL)
+    assert added
+    request = {"request": {"agent_id": "a", "prompt": "x", "max_tokens": 4}}
+    with Redis.from_url(url("stoker-producer")) as connection:
+        queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+        with pytest.raises(NoPermissionError):
+            queue.enqueue(TASK_PATH, kwargs=request, job_id="mine", unique=True)
+        admin.acl_log_reset()
+        admin.execute_command("ACL", "SETUSER", "stoker-producer", *added[1].split())
+        for _ in range(2):
+            queue.enqueue(TASK_PATH, kwargs=request, job_id="mine", unique=True)
+            queue.enqueue_in(timedelta(seconds=0), TASK_PATH, kwargs=request, job_id="later", unique=True)
+            for again in (
+                lambda: queue.enqueue(TASK_PATH, kwargs=request, job_id="mine", unique=True),
+                lambda: queue.enqueue_in(timedelta(0), TASK_PATH, kwargs=request, job_id="later", unique=True),
+            ):
+                with pytest.raises(DuplicateJobError):
+                    again()
+            with running_worker(url("stoker-worker"), store, env=SHORT):
+                assert all(Producer(connection).result(job_id, timeout_s=30) for job_id in ("mine", "later"))
+            admin.delete("rq:job:mine", "rq:job:later")
+            admin.script_flush()  # as after a restart of the server
     assert acl_refusals(admin) == []
 
 

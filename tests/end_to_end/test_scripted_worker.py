@@ -165,6 +165,25 @@ def test_a_standby_takes_over_queue_and_store_when_the_first_worker_is_gone(prod
     assert versions == [1, 2]
 
 
+def test_a_standby_waits_also_for_the_store_of_a_worker_that_sleeps(producer, redis_url, store):
+    """Its lease runs out, but it has the store: nobody else may write there until it is gone."""
+    short = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1"}
+    job = producer.submit(agent_id="a", prompt="one", context="append", max_tokens=100_000)
+    with running_worker(redis_url, store, env=short) as first:
+        first.wait_for(lambda: (job.status().tokens or 0) > 3)
+        with running_worker(redis_url, store, "--standby", log_name="standby.log", env=short) as second:
+            second.wait_for(lambda: f"pid {first.pid}" in second.log)
+            first.signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            first.signal(signal.SIGCONT)
+            assert second.returncode is None, second.log
+            tokens = job.status().tokens
+            first.wait_for(lambda: job.status().tokens > tokens)
+            first.kill()
+            second.wait_for(lambda: job.status().worker not in {None, ""} and "ready" in second.log)
+            assert job.cancel()
+
+
 def test_a_stop_drains_what_runs_and_leaves_the_rest_in_the_queue(producer, redis_url, connection, store):
     tickets = [producer.submit(agent_id=f"a{n}", prompt="x", max_tokens=30) for n in range(6)]
     with running_worker(redis_url, store, "--max-batch", "2", "--scripted-steps-per-s", "30") as worker:

@@ -112,14 +112,15 @@ def _run(options: dict[str, Any], *, burst: bool, standby: bool) -> None:
             server = EmbeddedServer(settings.store_folder / "redis", preferred_port=6379)
             redis_url = cleanup.enter_context(server).url
             log.info("own Redis server at %s", redis_url)
-        queue = cleanup.enter_context(open_queue(settings, redis_url, standby=standby))
-        # After the queue: the worker that a standby waits for has the store until it is gone.
+        # Before the queue: a worker that sleeps loses its lease, but not its store, and without it nobody can work.
         store = AgentStore(
             settings.store_folder,
             max_bytes=settings.store_max_bytes,
             memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
+            wait=standby,
         )
         cleanup.callback(store.close)
+        queue = cleanup.enter_context(open_queue(settings, redis_url, standby=standby))
         worker = Worker(settings, queue.rq_queue, store, provider, burst=burst)
         queue.identity.on_shutdown = worker.request_stop
         worker.install_signal_handlers()

@@ -24,6 +24,10 @@ def stopped(job, connection):
     note(connection, "stopped", job.id)
 
 
+def marks(job, connection, *outcome):
+    connection.hset(job.key, "called_back", job.get_status(refresh=False))
+
+
 def slow(job, connection, result):
     time.sleep(0.1)
     note(connection, "slow", job.id)

@@ -7,9 +7,10 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
-from stoker_shared.errors import GenerationTimedOut, OwnershipLost
+from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.rq_worker.requeue import InFlight
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -153,8 +154,8 @@ def test_a_stop_that_comes_while_its_job_is_being_started_is_not_lost(producer, 
     (job_id,) = submit(producer, "a")
     real = queue._identity.begin
 
-    def start_and_stop(job):
-        execution = real(job)
+    def start_and_stop(job, check):
+        execution = real(job, check)
         queue._ask_stop(job_id)
         return execution
 
@@ -283,3 +284,147 @@ def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, 
         queue.finish(job, RESULT)
     assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
     assert "finished" not in places(connection, job_id)
+
+
+def test_a_claim_in_doubt_is_put_back_also_when_the_lease_ran_out_meanwhile(connection, producer, queue):
+    """Redis was away for longer than the lease: nobody else has the queue, and the next claim must not come first."""
+    (job_id,) = submit(producer, "a")
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
+def test_what_a_claim_left_that_broke_off_goes_back_before_anything_else_is_claimed(
+    connection, producer, queue, monkeypatch
+):
+    first, second, third = submit(producer, "a", "b", "b")
+    real = queue._starter.start
+
+    def start(name, job_id):
+        if job_id == second:
+            raise RedisConnectionError("gone")
+        return real(name, job_id)
+
+    monkeypatch.setattr(queue._starter, "start", start)
+    assert [job.job_id for job in claim(queue)] == [first]
+    monkeypatch.undo()
+    assert [job.job_id for job in queue.claim(8, frozenset({"a"}))] == [second]
+    assert places(connection, third) == ["generate"]
+
+
+def test_a_heartbeat_does_not_bring_back_the_execution_of_a_run_before(connection, plain, queue, monkeypatch):
+    """A job that failed and was claimed again while the heartbeat was on its way through the list."""
+    request = {"agent_id": "a", "prompt": "x"}
+    for name, agent in (("other", "b"), ("retried", "a")):
+        plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
+    jobs = {job.job_id: job for job in claim(queue)}
+    real = queue._identity.maintain_heartbeats
+
+    def maintain(job, execution):
+        real(job, execution)
+        if job.id == "other":
+            queue.fail(jobs["retried"], GenerationTimedOut("late"))
+            assert [job.job_id for job in claim(queue)] == ["retried"]
+
+    monkeypatch.setattr(queue._identity, "maintain_heartbeats", maintain)
+    queue.beat()
+    assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(connection, producer, queue, how):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+    queue.give_back([job], counts_as_attempt=False)
+    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+@pytest.mark.parametrize("let_go", ["drop", "give_back"])
+def test_a_deposed_worker_does_not_touch_what_the_next_one_has_counted(connection, producer, queue, let_go):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    queue._requeue(InFlight(job_id, "generate", job.handle.execution), counts_as_attempt=True)  # the next one's
+    taken_over(connection)
+    queue.drop(job) if let_go == "drop" else queue.give_back([job], counts_as_attempt=False)
+    assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
+    assert places(connection, job_id) == ["generate"]
+
+
+@pytest.mark.parametrize("then", ["runs it", "has left again"])
+def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another_has_taken_over(
+    connection, producer, queue, monkeypatch, then
+):
+    (job_id,) = submit(producer, "a")
+    real = queue._starter._read
+
+    def read_then_sleep(job_id):
+        found = real(job_id)
+        connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
+        taken_over(connection)
+        if then == "has left again":
+            connection.delete(LEASE_KEY.format(queue="generate"))
+        return found
+
+    monkeypatch.setattr(queue._starter, "_read", read_then_sleep)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["generate"]
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"queued"
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not queue._identity.executions
+    if then == "has left again":
+        monkeypatch.undo()
+        assert [job.job_id for job in claim(queue)] == [job_id]
+
+
+def test_a_job_starts_also_when_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    real = queue._starter._may_start
+    renewals = iter((True, False))
+
+    def look_then_renew(**words):
+        may = real(**words)
+        if next(renewals):
+            queue._lease.renew()
+        return may
+
+    monkeypatch.setattr(queue._starter, "_may_start", look_then_renew)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, job_id) == ["wip"]
+    assert len(queue._identity.executions) == len(list(connection.scan_iter("rq:execution:*"))) == 1
+    assert connection.hget(queue._identity.key, "state") == b"busy"
+
+
+def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
+    submit(producer, "a")
+    (job,) = claim(queue)
+    queue.withdrawn([job], {job.job_id: 3})
+    assert connection.hget(f"rq:job:{job.job_id}", "stoker_tokens") == b"3"
+    queue.finish(job, RESULT)
+    queue.withdrawn([job], {job.job_id: 4})
+    assert not connection.hexists(f"rq:job:{job.job_id}", "stoker_tokens")
+
+
+@pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])
+@pytest.mark.parametrize("where", ["owns", "_check"])
+@pytest.mark.parametrize("end", ["fail", "stopped"])
+def test_a_take_over_between_looking_and_writing_undoes_a_failure_too(
+    connection, plain, queue, monkeypatch, retry, where, end
+):
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job", retry=retry)
+    (job,) = claim(queue)
+    real = getattr(queue._ender, where)
+
+    def look_then_sleep(*arguments):
+        found = real(*arguments)
+        taken_over(connection)
+        return found
+
+    monkeypatch.setattr(queue._ender, where, look_then_sleep)
+    with pytest.raises((OwnershipLost, RedisUnavailable)):  # for the second the finaliser tries again, and looks
+        queue.fail(job, ValueError("late")) if end == "fail" else queue.stopped(job)
+    assert places(connection, "job") == ["wip"]
+    assert connection.hget("rq:job:job", "status") == b"started"
+    assert not connection.exists("rq:results:job")

@@ -48,11 +48,13 @@ class AgentStore:
         max_bytes: int | None = None,
         memory_max_bytes: int = 0,
         keep_unused_s: float = KEEP_UNUSED_S,
+        wait: bool = False,
     ) -> None:
-        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `HotMemory`."""
+        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `HotMemory`, `wait` as in
+        `StoreFolder`."""
         files = Disk() if files is None else files
         self._files = files
-        self._folder = StoreFolder(folder, files)
+        self._folder = StoreFolder(folder, files, wait=wait)
         self._blocks = BlockFolder(self._folder.blocks, files=files, writer=self._folder.writer)
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.files import DurableWriter, Files
+
+_log = logging.getLogger(__name__)
 
 FORMAT: Final = 2
 _READABLE: Final = (1, FORMAT)
@@ -23,8 +26,12 @@ class StoreFolder:
         StoreUnusable: another process has it, it is of an unknown format, or it cannot be written.
     """
 
-    def __init__(self, path: Path, files: Files, *, clear: bool = True) -> None:
-        """`clear` empties the temp folder, where a crash may have left something, and brings an old format up."""
+    def __init__(self, path: Path, files: Files, *, clear: bool = True, wait: bool = False) -> None:
+        """
+        Args:
+            clear: empty the temp folder, where a crash may have left something, and bring an old format up.
+            wait: for a process that has the store to be gone, instead of refusing.
+        """
         self.agents = path / "agents"
         self.blocks = path / "blocks"
         temp = path / "tmp"
@@ -34,7 +41,7 @@ class StoreFolder:
             if not path.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.writer.make_folder(path)
-            self._lock = _locked(path / "lock")
+            self._lock = _locked(path / "lock", wait=wait)
             written = self._known_format(path / "store.json")
             self.writer.make_folder(temp)
             if clear:
@@ -81,18 +88,22 @@ def _format_of(path: Path) -> Any:
     return None
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path, *, wait: bool) -> int:
     """Descriptor of the lock file, locked until it is closed; the kernel lets go of it when the process dies."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
+            in_use = f"the store folder {path.parent} is in use by {holder}"
+            if not wait:
+                raise StoreUnusable(in_use) from None
+            _log.info("standing by: %s", in_use)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
-        os.close(lock)
-        raise StoreUnusable(f"the store folder {path.parent} is in use by {holder}") from None
-    except OSError:
+    except BaseException:
         os.close(lock)
         raise
     return lock

@@ -1,7 +1,7 @@
 """Ends jobs with RQ's own transactions, once, and only while they are ours. Finaliser thread (inbox: refused jobs).
 
-Owns the check of ownership. For a finished job the check stands inside the transaction: a reply that got lost, or a
-process that slept between looking and writing, cannot make a second result.
+Owns the check of ownership. It stands inside the transaction: a reply that got lost, or a process that slept between
+looking and writing, cannot end a job a second time.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,9 +119,11 @@ class JobEnder:
     def clean_up(self, handle: RqHandle) -> None:
         """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.
 
-        One that still stands as started is left: whoever holds the queue now has to find it to put it back.
+        One that still stands as started is left: whoever holds the queue now has to find it to put it back. So is one
+        that was put back: what was counted of it counts.
         """
-        if self._connection.hget(handle.job.key, "status") == JobStatus.STARTED.value.encode():
+        status = self._connection.hget(handle.job.key, "status")
+        if status in {JobStatus.STARTED.value.encode(), JobStatus.QUEUED.value.encode()}:
             return
         with self._connection.pipeline() as pipeline:
             self._identity.cleanup_execution(handle.job, pipeline=pipeline, execution=handle.execution)
@@ -145,12 +147,18 @@ class JobEnder:
         if not self.owns(handle):
             raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
 
+    def _open_transaction(self, pipeline: Pipeline, handle: RqHandle) -> None:
+        """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
+        self._check(pipeline, handle)
+        pipeline.multi()
+
     def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
         rq_job = handle.job
         rq_job._status = JobStatus.FAILED
         rq_job.ended_at = rq_job.last_heartbeat = now()
         retries_left = rq_job.retries_left
         queue.retries_in_place = True
+        rq_job.check = lambda pipeline: self._open_transaction(pipeline, handle)
         try:
             self._identity.handle_job_failure(
                 job=rq_job,
@@ -160,7 +168,7 @@ class JobEnder:
                 execution=handle.execution,
             )
         finally:  # as with repeats
-            rq_job.retries_left = retries_left
+            rq_job.retries_left, rq_job.check = retries_left, None
         # RQ logs and swallows a failure of its own transaction; the job would stay "started" under a live worker.
         still_there = self._connection.exists(handle.execution.key)
         if still_there:

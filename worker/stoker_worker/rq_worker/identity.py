@@ -7,6 +7,7 @@ from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import WatchError
 from rq.command import parse_payload
 from rq.executions import Execution
 from rq.job import Job
@@ -61,24 +62,36 @@ class RqIdentity(BaseWorker):
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
 
-    def begin(self, job: Job) -> Execution:
+    def begin(self, job: Job, check: Callable[[Pipeline], None]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
 
         The worker's own heartbeat, which RQ sends along with each job, has a thread here.
+
+        Args:
+            check: watches what the transaction depends on, and raises when there is nothing to begin.
         """
+        was_idle = self.get_state() != WorkerStatus.BUSY
         with self.connection.pipeline() as pipeline:
-            execution = Execution.create(job, self._execution_lease_s, pipeline=pipeline, worker_name=self.name)
-            job.prepare_for_execution(self.name, pipeline=pipeline)
-            pipeline.persist(job.key)
-            pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
-            if self.get_state() != WorkerStatus.BUSY:
-                self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
-            self.executions[execution.id] = execution
-            pipeline.execute()
-        return execution
+            while True:
+                check(pipeline)
+                pipeline.multi()
+                execution = Execution.create(job, self._execution_lease_s, pipeline=pipeline, worker_name=self.name)
+                job.prepare_for_execution(self.name, pipeline=pipeline)
+                pipeline.persist(job.key)
+                pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
+                if was_idle:
+                    self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
+                self.executions[execution.id] = execution
+                try:
+                    pipeline.execute()
+                    return execution
+                except WatchError:  # the heartbeat renewed the lease just now, or it is lost: look again
+                    del self.executions[execution.id]
 
     def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
         """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
+        if isinstance(job, JsonJob):
+            job.check_once(pipeline)
         pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
         super().cleanup_execution(job, pipeline, execution)
 

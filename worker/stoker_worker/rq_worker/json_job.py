@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from redis.client import Pipeline
@@ -27,6 +27,8 @@ class JsonJob(Job):
     payload_error: Exception | None = None
     deaths: int = 0
     """Workers that died with this job in flight."""
+    check: Callable[[Pipeline], None] | None = None
+    """Called once, with the transaction in which RQ ends the job, before anything stands in it."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
 
     def restore(self, raw_data: Any) -> Any:
@@ -50,10 +52,17 @@ class JsonJob(Job):
     def set_status(self, status: JobStatus, pipeline: Pipeline | None = None) -> None:
         """RQ's retry says `scheduled` before its transaction puts the job into the registry; a worker that dies in
         between would leave it nowhere. The transaction says it again, and that is the one that counts."""
+        if pipeline is not None:
+            self.check_once(pipeline)
         if pipeline is None and status == JobStatus.SCHEDULED:
             self._status = status
         else:
             super().set_status(status, pipeline)
+
+    def check_once(self, pipeline: Pipeline) -> None:
+        check, self.check = self.check, None
+        if check is not None:
+            check(pipeline)
 
     def send_webhooks(self, status: str | JobStatus, *, exc_string: str | None = None) -> None:
         """Nothing: jobs with webhooks are refused, and a refusal must not send one to an address the job names."""

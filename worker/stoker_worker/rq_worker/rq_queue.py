@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 
 _GROUPS_EVERY_S = 600  # as RQ's own workers
 
-# HSET alone would bring a deleted job back to life as a hash with one field.
-_PROGRESS = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
+# HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
+_PROGRESS = (
+    "if redis.call('HGET', KEYS[1], 'status') == 'started' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
+)
 
 
 class RqQueue:
@@ -54,7 +56,7 @@ class RqQueue:
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name, suspect_after=MAX_ATTEMPTS - 1) for name in self._queues}
         self._callbacks = callbacks
-        self._starter = JobStarter(connection, identity, callbacks=callbacks, refuse=self._refuse)
+        self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
         self._ender = JobEnder(connection, identity, lease)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
@@ -63,6 +65,7 @@ class RqQueue:
         self._clean = Every(60.0)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
+        self._in_doubt = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
@@ -77,6 +80,9 @@ class RqQueue:
             self._suspended = is_suspended(self._connection)
         if limit <= 0 or self._suspect_runs() or self._suspended:
             return []
+        if self._in_doubt:  # what the last claim left has to be back in the queue first, or order is lost
+            self.recover()
+        self._in_doubt = True
         claimed: list[ClaimedJob] = []
         try:
             for name in self._queues:
@@ -86,8 +92,10 @@ class RqQueue:
         except Exception as error:
             if not claimed:
                 raise
-            # What was started is ours and runs; the rest is found again by recovery.
+            # What was started is ours and runs; the rest is put back before the next claim.
             log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
+        else:
+            self._in_doubt = False
         return claimed
 
     def _claim_from(self, name: str, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
@@ -131,14 +139,16 @@ class RqQueue:
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
+        with self._ending:
+            if not all(self._lease.is_ours(name) for name in self._queues):
+                return 0
         recovered = 0
         own = frozenset(job.handle.execution.id for job in list(self._in_flight.values()))
         for lost in self._recovery.orphans(own):
             recovered += self._requeue(lost, counts_as_attempt=lost.owner_died) == "requeued"
             if lost.execution is not None:
                 self._identity.executions.pop(lost.execution.id, None)
-        if all(self._lease.is_ours(name) for name in self._queues):
-            self._recovery.forget_dead_workers()
+        self._recovery.forget_dead_workers()
         return recovered
 
     def is_empty(self) -> bool:
@@ -164,12 +174,13 @@ class RqQueue:
 
     def beat(self) -> bool:
         """Refresh worker, executions and lease; ``False`` when the lease is somebody else's: we are deposed."""
-        if not self._lease.renew():
-            return False
+        with self._ending:  # a transaction that ends a job watches the lease
+            if not self._lease.renew():
+                return False
         self._identity.heartbeat(self._identity.worker_ttl + 60)
         for job in list(self._in_flight.values()):
             with self._ending:
-                if job.job_id in self._in_flight:
+                if self._in_flight.get(job.job_id) is job:  # not over, and not claimed anew since
                     self._identity.maintain_heartbeats(job.handle.job, job.handle.execution)
         return True
 
@@ -208,7 +219,8 @@ class RqQueue:
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
             with self._ending:
                 lost = InFlight(job.job_id, job.queue, job.handle.execution)
-                self._requeue(lost, counts_as_attempt=counts_as_attempt)
+                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
+                    self._ender.clean_up(job.handle)
                 self._forget(job)
 
     # --- steps ---

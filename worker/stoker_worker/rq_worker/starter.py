@@ -10,24 +10,34 @@ from collections.abc import Callable, Container
 from typing import Final, cast
 
 from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from rq.exceptions import NoSuchJobError
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.queue import Queue
 
-from stoker_shared.errors import PayloadRefused, RequestError
+from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, LEASE_KEY
 from stoker_worker.ports import ClaimedJob, Delivery
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
+from stoker_worker.rq_worker.lease import Lease
 
 log = logging.getLogger(__name__)
 
 _RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
+
+# Still claimed by us. As everywhere, a lease that ran out and that nobody took is taken up again.
+_MAY_START = """
+local lease = redis.call('GET', KEYS[1])
+if lease and lease ~= ARGV[1] then return 0 end
+if not lease then redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) end
+return redis.call('LPOS', KEYS[2], ARGV[3]) and 1 or 0
+"""
 
 
 class JobStarter:
@@ -37,6 +47,7 @@ class JobStarter:
         self,
         connection: Redis,
         identity: RqIdentity,
+        lease: Lease,
         *,
         callbacks: Container[str],
         refuse: Callable[[RqHandle, RequestError], None],
@@ -49,7 +60,9 @@ class JobStarter:
         self._callbacks = callbacks
         self._connection = connection
         self._identity = identity
+        self._lease = lease
         self._refuse = refuse
+        self._may_start = connection.register_script(_MAY_START)
 
     def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
         """``None`` when there is nothing to run behind the id, or what is there was refused.
@@ -67,7 +80,12 @@ class JobStarter:
             self.drop_id(queue_name, job_id)
             return None
         rq_job.origin = queue_name
-        handle = RqHandle(rq_job, self._identity.begin(rq_job))
+        try:
+            execution = self._identity.begin(rq_job, lambda pipeline: self._check(pipeline, queue_name, job_id))
+        except OwnershipLost as error:
+            log.warning("not started: %s", error)
+            return None
+        handle = RqHandle(rq_job, execution)
         try:
             if broken is not None:
                 raise broken
@@ -79,9 +97,21 @@ class JobStarter:
 
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id behind which there is nothing to run."""
-        queue_key = Queue(queue_name, connection=self._connection).key
-        key = IntermediateQueue.get_intermediate_queue_key(queue_key)
+        key = self._intermediate_key(queue_name)
         self._connection.lrem(key, 1, job_id.encode(errors="surrogateescape"))  # type: ignore[arg-type]
+
+    def _check(self, pipeline: Pipeline, queue_name: str, job_id: str) -> None:
+        """Watch what says that the claim is ours, then look: whoever takes over from here on undoes the transaction.
+
+        Without it a worker that slept since its claim would start a job again that another has finished meanwhile.
+        """
+        keys = [LEASE_KEY.format(queue=queue_name), self._intermediate_key(queue_name)]
+        pipeline.watch(*keys)  # type: ignore[no-untyped-call]
+        if not self._may_start(keys=keys, args=[self._lease.held_value(queue_name), self._lease.ttl_ms, job_id]):
+            raise OwnershipLost(f"job {job_id} is no longer claimed by this worker")
+
+    def _intermediate_key(self, queue_name: str) -> str:
+        return IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
 
     def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
         """The job, and why it cannot be read, if so; no job when there is none (any more)."""

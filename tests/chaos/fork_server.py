@@ -1,0 +1,57 @@
+"""A process that has the worker imported, and forks one for each order on its stdin: a start takes no second.
+
+It has no threads of its own, so what it forks is as good as new. Orders and answers are JSON lines: ``{"run": …}``
+answers the pid, ``{"poll": pid}`` the exit status as `subprocess` says it, or null.
+"""
+
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+from tests.chaos.hooks import install
+
+import stoker_worker.engine.scripted
+import stoker_worker.memory.store
+import stoker_worker.rq_worker.connect
+import stoker_worker.worker  # noqa: F401
+from stoker.cli import main as producer_main
+from stoker_worker.cli import main as worker_main
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "run" in order:
+            pid = os.fork()
+            if pid == 0:
+                _become(order["run"])
+            answer: int | None = pid
+        else:
+            pid, status = os.waitpid(order["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        print(json.dumps(answer), flush=True)
+
+
+def _become(order: dict[str, Any]) -> NoReturn:
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number, descriptor in enumerate((nowhere, nowhere, log)):
+        os.dup2(descriptor, number)
+    os.environ.update(order["env"])
+    code = 1
+    try:
+        install(order["hooks"])
+        main = producer_main if order["program"] == "stoker" else worker_main
+        main(order["arguments"])
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,58 @@
+"""A Redis or Valkey server that is killed and started again, on its port, with its append-only file."""
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from tests.private_server import free_port
+
+from stoker_worker.server_program import find_program
+
+
+class RestartingServer:
+    """Every write is in the file before it is answered, so that an acknowledged enqueue is one for good."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def connection(self) -> Redis:
+        return Redis.from_url(self.url, retry=Retry(NoBackoff(), 0), socket_timeout=10)
+
+    def start(self) -> None:
+        listening = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder)]
+        durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(find_program()), *listening, *durable], stdout=log, stderr=subprocess.STDOUT
+            )
+        end = time.monotonic() + 30
+        with self.connection() as probe:
+            while True:
+                with suppress(RedisError):
+                    probe.ping()
+                    return
+                assert time.monotonic() < end, "the server does not start"
+                time.sleep(0.01)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(20)

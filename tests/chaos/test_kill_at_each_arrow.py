@@ -1,0 +1,261 @@
+"""kill -9 at each arrow of docs/lifecycle.md, for one job among several in flight: what the page promises is so.
+
+The first worker kills itself at one place (tests/chaos/hooks.py). Then a second one, of the same store, drains the
+queue.
+"""
+
+import hashlib
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from redis import Redis
+from rq import Callback, Queue, Retry
+from rq.command import send_stop_job_command
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.chaos.forked_worker import ForkServer
+from tests.chaos.hooks import generations
+from tests.worker.rq_worker.looking import places
+
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.memory.access import look_at
+
+pytestmark = pytest.mark.server
+
+RQ = "stoker_worker.rq_worker."
+HEAD_OF_VICTIM = ["HEAD", hashlib.sha256(b"victim").hexdigest()]
+CALLED_BACK = "tests.worker.rq_worker.called_back"
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Where the worker dies, what is so then, and what is so in the end.
+
+    Attributes:
+        place: where RQ's keys have the job when its worker has just died.
+        end: the job's status in the end; `attempt` and `versions` are of a finished one.
+        generations: how often the engine was given the job, over both workers.
+        turns: whether the job's turn is in its agent's history when the worker has just died.
+        act: done to the first worker once the job runs.
+    """
+
+    target: str
+    when: str
+    place: list[str]
+    generations: int = 1
+    attempt: int | None = 1
+    end: str = "finished"
+    turn_saved: bool = False
+    nth: int = 1
+    needles: tuple[str, ...] | None = None
+    prompt: str = "x"
+    act: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+QUEUED, CLAIMED, STARTED = ["generate"], ["generate:intermediate"], ["wip"]
+FAILS = {"prompt": "fail so", "end": "failed", "attempt": None}
+
+ARROWS = {
+    "claim: the next jobs are chosen": Arrow(RQ + "lineup:Lineup.choose", "after", QUEUED),
+    "claim: the id is moved": Arrow(RQ + "backlog:Backlog.claim", "after", CLAIMED),
+    "start: before": Arrow(RQ + "identity:RqIdentity.begin", "before", CLAIMED),
+    "start: after": Arrow(RQ + "identity:RqIdentity.begin", "after", STARTED, attempt=2),
+    "start: a job that is refused": Arrow(
+        RQ + "ender:JobEnder.fail", "before", STARTED, 0, None, "failed", options=(("request", {"max_tokens": 0}),)
+    ),
+    "start: a job that was refused": Arrow(
+        RQ + "ender:JobEnder.fail", "after", ["failed"], 0, None, "failed", options=(("request", {"max_tokens": 0}),)
+    ),
+    "load: before": Arrow("stoker_worker.loader:Loader._prepare", "before", STARTED, attempt=2),
+    "load: after": Arrow("stoker_worker.loader:Loader._prepare", "after", STARTED, attempt=2),
+    "generate": Arrow("stoker_worker.engine.scripted:ScriptedEngine._advance", "after", STARTED, 2, 2, nth=9),
+    "save: before": Arrow("stoker_worker.memory.store:AgentStore.save", "before", STARTED, 2, 2),
+    "save: before HEAD's rename": Arrow(
+        "stoker_worker.memory.files:Disk.rename", "before", STARTED, 2, 2, needles=(*HEAD_OF_VICTIM,)
+    ),
+    "save: after HEAD's rename": Arrow(
+        "stoker_worker.memory.files:Disk.rename", "after", STARTED, turn_saved=True, needles=(*HEAD_OF_VICTIM,)
+    ),
+    "finalise: before": Arrow(RQ + "ender:JobEnder.finish", "before", STARTED, turn_saved=True),
+    "finalise: RQ's transaction is put together": Arrow(
+        RQ + "ender:JobEnder._check", "after", STARTED, turn_saved=True
+    ),
+    "finalise: after": Arrow(RQ + "ender:JobEnder.finish", "after", ["finished"], turn_saved=True),
+    "fail: before": Arrow(RQ + "ender:JobEnder.fail", "before", STARTED, 2, **FAILS),
+    "fail: after": Arrow(RQ + "ender:JobEnder.fail", "after", ["failed"], 1, **FAILS),
+    "fail: it is retried at once": Arrow(
+        RQ + "ender:JobEnder.fail", "after", QUEUED, 2, **FAILS, options=(("retry", Retry(max=1)),)
+    ),
+    "fail: it is retried after an interval": Arrow(
+        RQ + "ender:JobEnder.fail", "after", ["scheduled"], 2, **FAILS, options=(("retry", Retry(max=1, interval=1)),)
+    ),
+    "stop command: before": Arrow(RQ + "ender:JobEnder.stop", "before", STARTED, 2, 2, act="stop"),
+    "stop command: after": Arrow(RQ + "ender:JobEnder.stop", "after", ["failed"], 1, None, "stopped", act="stop"),
+    "give back: before": Arrow(RQ + "requeue:Requeue.__call__", "before", STARTED, 2, 2, act="terminate"),
+    "give back: after": Arrow(RQ + "requeue:Requeue.__call__", "after", QUEUED, 2, 1, act="terminate"),
+    "scheduler: before": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "before", ["scheduled"], act="due"),
+    "scheduler: after": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "after", QUEUED, act="due"),
+    "callback: before": Arrow(RQ + "callbacks:_run", "before", ["finished"], turn_saved=True, act="callback"),
+    "callback: after": Arrow(RQ + "callbacks:_run", "after", ["finished"], turn_saved=True, act="callback"),
+}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+class Scene:
+    """One queue, one store, and the jobs every story has: two others in flight, the victim, and its agent's next."""
+
+    def __init__(self, forks, connection, redis_url, folder):
+        self.forks, self.connection, self.redis_url, self.folder = forks, connection, redis_url, folder
+        self.queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+        self.seen = folder / "seen"
+        self.store = folder / "store"
+
+    def worker(self, name, *arguments, hooks=None):
+        options = ["run", "--engine", "scripted", "--redis", self.redis_url, "--store", str(self.store)]
+        short = {"STOKER_RECOVER_S": "0.2", "STOKER_POLL_S": "0.01", "STOKER_ALLOW_CALLBACKS": CALLED_BACK}
+        hooks = {"seen": str(self.seen), **(hooks or {})}
+        return self.forks.run([*options, *arguments], self.folder / f"{name}.log", env=short, hooks=hooks)
+
+    def enqueue(self, job_id, agent, prompt, max_tokens, *, request=None, at=None, **options):
+        asked = {"agent_id": agent, "prompt": prompt, "max_tokens": max_tokens, "metadata": {"job": job_id}}
+        asked |= {"context": "append"} | (request or {})
+        add = self.queue.enqueue if at is None else lambda *args, **more: self.queue.enqueue_at(at, *args, **more)
+        return add(TASK_PATH, request=asked, job_id=job_id, result_ttl=600, **options)
+
+    def others_run(self, worker):
+        for name in ("other-1", "other-2"):
+            self.enqueue(name, name, "x", 150)
+        worker.wait_for(lambda: places(self.connection, "other-1") == places(self.connection, "other-2") == ["wip"])
+
+    def drain(self, name="second", **options):
+        second = self.worker(name, "--burst", "--scripted-steps-per-s", "4000", **options)
+        assert second.wait() == 0, second.log
+        return second
+
+    def job(self, job_id):
+        return Job.fetch(job_id, self.connection, JSONSerializer)
+
+    def turns(self, agent="victim"):
+        """The jobs in the agent's history, oldest first."""
+        if not (self.store / "store.json").exists():
+            return []
+        records = look_at(self.store).agent(agent).read_records()
+        committed = look_at(self.store).agent(agent).read().version.number
+        return [records[number].delivery.job_id for number in sorted(records) if number <= committed]
+
+    def assert_nothing_is_left(self):
+        for key in ("rq:queue:generate", "rq:queue:generate:intermediate", "rq:wip:generate", "rq:scheduled:generate"):
+            assert not self.connection.exists(key), key
+        assert not self.connection.keys("rq:execution*")
+        assert not self.connection.keys("rq:workers*")
+        assert not self.connection.keys("stoker:lease:*")
+        assert look_at(self.store).verify() == []
+
+
+@pytest.fixture
+def scene(forks, connection, redis_url, tmp_path):
+    return Scene(forks, connection, redis_url, tmp_path)
+
+
+def in_the_past():
+    import datetime
+
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=5)
+
+
+def make_scheduled_due(connection):
+    for job_id in connection.zrange("rq:scheduled:generate", 0, -1):
+        connection.zadd("rq:scheduled:generate", {job_id: 1})
+
+
+@pytest.mark.parametrize("arrow", ARROWS.values(), ids=ARROWS)
+def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
+    needles = list(arrow.needles or ["victim"])
+    # Of an agent's first turn, the first rename of HEAD only says that there is an agent.
+    nth = arrow.nth + 1 if needles == HEAD_OF_VICTIM else arrow.nth
+    hooks = {"die": {"target": arrow.target, "when": arrow.when, "needles": needles, "nth": nth}}
+    first = scene.worker("first", "--grace-s", "0", "--scripted-steps-per-s", "100", hooks=hooks)
+    scene.others_run(first)
+    options = dict(arrow.options)
+    if arrow.act == "due":
+        options["at"] = in_the_past()
+    if arrow.act == "callback":
+        options["on_success"] = Callback(f"{CALLED_BACK}.succeeded")
+    endless = arrow.act in {"stop", "terminate"}
+    scene.enqueue("victim", "victim", arrow.prompt, 150 if endless else 20, **options)
+    if arrow.act != "due":
+        scene.enqueue("next", "victim", " next", 4)
+    if endless:
+        first.wait_for(lambda: scene.job("victim").get_status() == "started")
+        time.sleep(0.1)  # in the engine
+        if arrow.act == "stop":
+            send_stop_job_command(connection, "victim", serializer=JSONSerializer)
+        else:
+            first.signal(signal.SIGTERM)
+    assert first.wait() == -signal.SIGKILL, first.log
+
+    assert places(connection, "victim") == arrow.place
+    assert ("victim" in scene.turns()) == arrow.turn_saved
+    in_flight = [name for name in ("other-1", "other-2") if places(connection, name) == ["wip"]]
+    make_scheduled_due(connection)
+    second = scene.drain()
+
+    victim = scene.job("victim")
+    assert victim.get_status() == arrow.end, second.log
+    assert places(connection, "victim") == [{"stopped": "failed"}.get(arrow.end, arrow.end)]
+    assert generations(scene.seen, {"job": "victim"}) == arrow.generations
+    if arrow.end == "finished":
+        assert victim.return_value()["attempt"] == arrow.attempt
+        assert len([result for result in victim.results() if result.type.name == "SUCCESSFUL"]) == 1
+    if arrow.act != "due":
+        turns = ["victim", "next"] if arrow.end == "finished" else ["next"]
+        assert scene.turns() == turns
+    for name in ("other-1", "other-2"):
+        assert scene.job(name).return_value()["attempt"] == (2 if name in in_flight else 1)
+        assert connection.xlen(f"rq:results:{name}") == 1
+    if arrow.act == "callback":
+        assert connection.llen("called") == (1 if arrow.when == "after" else 0)
+    scene.assert_nothing_is_left()
+
+
+def test_a_recovery_that_is_killed_half_way_is_finished_by_the_next_and_counts_one_death(scene, connection):
+    first = scene.worker("first", "--scripted-steps-per-s", "100")
+    scene.others_run(first)
+    scene.enqueue("victim", "victim", "x", 150)
+    first.wait_for(lambda: scene.job("victim").get_status() == "started")
+    first.kill()
+    # The last job goes back first, so that the first one stands at the front in the end.
+    hooks = {"die": {"target": RQ + "requeue:Requeue.__call__", "when": "after", "needles": ["victim"]}}
+    second = scene.worker("second", hooks=hooks)
+    assert second.wait() == -signal.SIGKILL, second.log
+    assert [places(connection, name) for name in ("victim", "other-1", "other-2")] == [QUEUED, STARTED, STARTED]
+    scene.drain("third")
+    assert {scene.job(name).return_value()["attempt"] for name in ("victim", "other-1", "other-2")} == {2}
+    assert scene.turns() == ["victim"]
+    scene.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("when", "enqueued"), [("before", 0), ("after", 1)])
+def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection, forks, when, enqueued):
+    hooks = {"die": {"target": "redis.client:Pipeline.execute", "when": when, "needles": []}}
+    submit = ["--redis", scene.redis_url, "submit", "--agent", "a", "--prompt", "say hello"]
+    producer = forks.run(submit, scene.folder / "producer.log", program="stoker", hooks=hooks)
+    assert producer.wait() == -signal.SIGKILL, producer.log
+    assert connection.llen("rq:queue:generate") == len(connection.keys("rq:job:*")) == enqueued
+    scene.drain()
+    assert connection.zcard("rq:finished:generate") == enqueued
