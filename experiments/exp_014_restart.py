@@ -23,6 +23,7 @@ from prompts import text_of
 
 from stoker import Producer
 from stoker_shared import GenerationRequest, build_request
+from stoker_worker.engine.build import assemble
 from stoker_worker.memory.store import AgentStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, GenerationWork, Restored, Transcript, Turn
 from stoker_worker.redis_server import EmbeddedServer
@@ -119,7 +120,10 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
     reads: list[float] = []
     with closing(AgentStore(folder)) as store:
         prompt, agent = _save_long_agent(bench, store, blocks)
-        engine = bench.engine()
+        tokens = 1024 if bench.on_gpu else 256
+        engine = assemble(  # room for all rows at the length of the longest, as mlx-lm pads them
+            bench.network, bench.model, max_bytes=8 << 30, max_batch=16, prefill_tokens=tokens, max_step_s=0.5
+        )
         for n in range(rows):
             engine.submit(_work(tuple(bench.encode(f"Count on from {n}:")), 4000, save=False))
         for _ in range(30):
@@ -228,7 +232,7 @@ def main() -> None:
     def measured() -> Json:
         model = args.model or str(smollm2())
         with tempfile.TemporaryDirectory() as folder:
-            return run(Bench.load(model, args.dtype), model, Path(folder), quick=args.quick)
+            return run(Bench.load(args.model, args.dtype), model, Path(folder), quick=args.quick)
 
     finish(args, "014", REPORT, measured, render)
 

@@ -80,6 +80,12 @@ WITH_MODEL = {
         "q4_changes_perplexity_by_under_10_percent",
         "stores_verify_clean",
     },
+    "exp_014_restart.py": {
+        "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram",
+        "no_stored_token_is_prefilled_again_but_the_last",
+        "no_step_takes_twice_its_time_while_a_memory_is_read",
+    },
+    "exp_015_long_prompt.py": {"rows_keep_half_their_speed", "a_cancel_takes_effect_within_2_s"},
 }
 HOLDS_ON_ANY_MACHINE = {
     "every_specification_is_read_right",
@@ -89,6 +95,7 @@ HOLDS_ON_ANY_MACHINE = {
     "nothing_leaked",
     "all_texts_equal",
     "native_changes_nothing",
+    "no_stored_token_is_prefilled_again_but_the_last",
 }
 
 ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS
@@ -223,6 +230,8 @@ def test_the_index_has_every_report() -> None:
                 f"{100 * (content['perplexity_ratios']['q8'] - 1):+.2f} % perplexity"
             ),
         ),
+        ("exp_014_restart.py", lambda content: f"{content['rounds']['ratio']['median']} times a round from RAM"),
+        ("exp_015_long_prompt.py", lambda content: f"{content['found']['speed']['median']} of their speed"),
         ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
         ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
         (

@@ -20,8 +20,8 @@ from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers
 from stoker_worker.ports import Array, LayerKV, LayerState
 
-_READERS: Final = min(4, os.cpu_count() or 1)
-"""Threads that read and verify while one restore lasts."""
+_READERS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Threads that read and verify while one restore lasts; the other cores are left to the rows that decode (EXP-014)."""
 
 
 @dataclass(frozen=True)
