@@ -101,8 +101,14 @@ class Roster:
         return max(self.in_batch(), key=lambda row: row.uid) if blocks > self._pool.total else None
 
     def _leaving(self) -> int:
-        """Rows whose next token is their last: a step ends them before it prefills, so others may have their places."""
-        return sum(row.n_left <= 1 for row in self.decoding.values()) if self._max_batch > 1 else 0
+        """Rows whose next token is their last: a step ends them before it prefills, so others may have their places.
+
+        Not while what broke a step is looked for: a row that breaks the prefill would take its neighbour's last token
+        with it, over and over.
+        """
+        if self._width < self._max_batch or self._max_batch == 1:
+            return 0
+        return sum(row.n_left <= 1 for row in self.decoding.values())
 
     def _fits(self, row: Row) -> bool:
         """Whether `row` may join, with room for its next block."""
