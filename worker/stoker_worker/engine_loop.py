@@ -6,15 +6,21 @@ nothing lazy ever leaves.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from typing import Final
 
 from stoker_shared.errors import EngineFailed
 from stoker_worker.loader import Ended, Prepared
 from stoker_worker.ports import Completion, GenerationEnginePort, LoadedModel, ModelProviderPort
 
 log = logging.getLogger(__name__)
+
+_GATHER_S: Final = 0.5
+"""Longest wait of a job that is ready for those which the loader is about to have ready. Whenever rows join a batch
+mlx-lm copies the caches of all that are in it: once for eight of them costs an eighth (EXP-014)."""
 
 
 class EngineLoop(threading.Thread):
@@ -25,6 +31,8 @@ class EngineLoop(threading.Thread):
         self._provider = provider
         self._to_finaliser = to_finaliser
         self._prepared: SimpleQueue[Prepared | None] = SimpleQueue()
+        self._gathered: list[Prepared] = []
+        self._gather_until = 0.0
         self._running: dict[int, Prepared] = {}
         self._tokens: dict[str, int] = {}
         self.loaded: Future[LoadedModel] = Future()
@@ -82,29 +90,53 @@ class EngineLoop(threading.Thread):
             try:
                 prepared = self._prepared.get_nowait()
             except Empty:
-                return
+                break
             if prepared is not None:
-                prepared.job.cancel.set("stopping")
-                self._to_finaliser(Ended(prepared.job, prepared))
+                self._gathered.append(prepared)
+        for prepared in self._gathered:
+            prepared.job.cancel.set("stopping")
+            self._to_finaliser(Ended(prepared.job, prepared))
+        self._gathered.clear()
 
     def _take_in(self, engine: GenerationEnginePort) -> bool:
-        """Submit what the loader has ready, waiting for it while the engine is empty; ``False`` to end the thread."""
+        """Submit what is ready, waiting for it while the engine is empty; ``False`` to end the thread."""
         while True:
             try:
-                prepared = self._prepared.get(block=engine.in_flight == 0)
+                prepared = self._prepared.get(timeout=self._patience_s(engine))
             except Empty:
-                return True
+                break
             if prepared is None:
                 return False
-            if prepared.job.cancel.reason is not None:
-                self._to_finaliser(Ended(prepared.job, prepared))
-                continue
-            try:
-                uid = engine.submit(prepared.work)
-            except Exception as error:
-                self._to_finaliser(Ended(prepared.job, prepared, error=error))
-                continue
-            self._running[uid] = prepared.without_arrays()
+            if not self._gathered:
+                self._gather_until = time.monotonic() + _GATHER_S
+            self._gathered.append(prepared)
+        if not self._expects_more():
+            while self._gathered:
+                self._submit(engine, self._gathered.pop(0))
+        return True
+
+    def _patience_s(self, engine: GenerationEnginePort) -> float | None:
+        """How long to wait for the next job; ``None``: until there is one."""
+        if engine.in_flight:
+            return 0.0
+        if not self._gathered:
+            return None
+        return max(0.0, self._gather_until - time.monotonic()) if self._expects_more() else 0.0
+
+    def _expects_more(self) -> bool:
+        """Whether to wait for what the loader is at."""
+        return bool(self._gathered) and self._gathered[-1].has_next and time.monotonic() < self._gather_until
+
+    def _submit(self, engine: GenerationEnginePort, prepared: Prepared) -> None:
+        if prepared.job.cancel.reason is not None:
+            self._to_finaliser(Ended(prepared.job, prepared))
+            return
+        try:
+            uid = engine.submit(prepared.work)
+        except Exception as error:
+            self._to_finaliser(Ended(prepared.job, prepared, error=error))
+            return
+        self._running[uid] = prepared.without_arrays()
 
     def _cancel(self, engine: GenerationEnginePort) -> None:
         for uid, prepared in list(self._running.items()):

@@ -33,7 +33,13 @@ _NOT_USED = Restored(prefix=None, source="none")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job ready for the engine. `salt` is what its cached blocks are addressed with; `submitted_at` is Unix time."""
+    """A job ready for the engine.
+
+    Attributes:
+        salt: what its cached blocks are addressed with.
+        submitted_at: Unix time.
+        has_next: whether the loader had its next job already.
+    """
 
     job: ClaimedJob
     agent: AgentVersion
@@ -43,6 +49,7 @@ class Prepared:
     salt: str | None
     cached_tokens: int
     submitted_at: float
+    has_next: bool = False
 
     def without_arrays(self) -> "Prepared":
         """The same without the restored cache: once the engine has its own copy, nobody else needs one."""
@@ -129,7 +136,8 @@ class Loader(threading.Thread):
             save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
         )
         cached_tokens = restored.prefix.n_tokens if restored.prefix else 0
-        return Prepared(job, agent, prompt, restored, work, salt, cached_tokens, submitted_at=time.time())
+        has_next = not self._claimed.empty()
+        return Prepared(job, agent, prompt, restored, work, salt, cached_tokens, time.time(), has_next)
 
     def _salt(self, request: GenerationRequest) -> str | None:
         if self._share_prefixes:

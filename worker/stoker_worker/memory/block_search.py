@@ -6,6 +6,8 @@ piece (its tail, or a full block from which the prompt turns away in the middle)
 """
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,8 +22,10 @@ from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers
 from stoker_worker.ports import Array, LayerKV, LayerState
 
-_READERS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""Threads that read and verify while one restore lasts; the other cores are left to the rows that decode (EXP-014)."""
+_READERS: Final = min(4, os.cpu_count() or 1)
+"""Threads that read and verify while one restore lasts."""
+_NICENESS: Final = 19
+"""Theirs: they take what the rows that decode leave of the processor, and all of it when none does (EXP-014)."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +191,14 @@ def _load_all(steps: list[_Step], starts: list[int], target: _Target) -> list[Fa
     # Dequantising is many short calls: there several threads wait for the interpreter's lock longer than they gain.
     if n_readers < 2 or any(step.piece.is_quantised for step in steps):
         return list(map(target.load, steps, starts))
-    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
+    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader", initializer=_step_back) as readers:
         return list(readers.map(target.load, steps, starts))
+
+
+def _step_back() -> None:
+    """Let other threads go first. Only Linux has a niceness for each thread; a Mac decodes on another processor."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _cut(array: Array, n_tokens: int) -> Array:
