@@ -63,7 +63,7 @@ def simulate(*, decoding, wanting, pass_s=0.1, token_s=0.002, decode_s=0.1, step
     for _ in range(10):
         pace.note(decode_s, decoding=decoding, wanting=0, prefill_tokens=0)
     for _ in range(steps):
-        chunk = pace.chunk_tokens(decoding=decoding, prefilling=1)
+        chunk = pace.chunk_tokens(decoding=decoding, prefilling=1, waiting=wanting - 1)
         step_s = (decode_s if decoding else 0.0) + (pass_s + token_s * chunk if chunk else 0.0)
         pace.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=chunk)
         chunks.append(chunk)
@@ -80,21 +80,16 @@ def test_one_prompt_among_many_that_decode_leaves_them_half_their_speed_and_gets
     assert 0 in chunks
 
 
-def test_with_nobody_decoding_a_step_takes_as_long_as_it_may():
-    chunks, seconds = simulate(decoding=0, wanting=1)
+@pytest.mark.parametrize(("decoding", "wanting"), [(0, 1), (1, 15), (8, 8)])
+def test_a_batch_that_is_half_empty_is_filled_without_a_pause_in_steps_of_twice_the_limit(decoding, wanting):
+    chunks, seconds = simulate(decoding=decoding, wanting=wanting)
     assert 0 not in chunks
-    assert seconds[-1] == pytest.approx(0.5, abs=0.01)
-
-
-@pytest.mark.parametrize(("decoding", "wanting"), [(1, 15), (8, 8)])
-def test_a_batch_that_is_half_empty_is_filled_without_a_pause(decoding, wanting):
-    chunks, _ = simulate(decoding=decoding, wanting=wanting)
-    assert 0 not in chunks
+    assert seconds[-1] == pytest.approx(1.0 + (0.1 if decoding else 0.0), abs=0.02)
 
 
 def test_chunks_follow_the_machine_and_stay_within_their_bounds():
-    assert PrefillPace(0.5, 1024).chunk_tokens(decoding=0, prefilling=1) == 64
-    assert PrefillPace(0.5, 32).chunk_tokens(decoding=0, prefilling=1) == 32
+    assert PrefillPace(0.5, 1024).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 64
+    assert PrefillPace(0.5, 32).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 32
     fast, _ = simulate(decoding=0, wanting=1, pass_s=0.001, token_s=1e-6)
     assert fast[:4] == [64, 256, 1024, 1024]
     slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)

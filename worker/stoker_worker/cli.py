@@ -44,7 +44,9 @@ main.add_command(memory)
 @click.option("--store-max-bytes", type=int, help="Disk the store may take.  [80 % of what it has and what is free]")
 @click.option("--memory-max-bytes", type=int, help="RAM for caches of recent agents; 0: none.  [1/16 of all]")
 @click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
-@click.option("--max-step-s", type=float, help="Seconds of prefill between two decode steps, at most.  [0.5]")
+@click.option(
+    "--max-step-s", type=float, help="Seconds of prefill in a step; twice that while a batch fills up.  [0.5]"
+)
 @click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps, at most.")
 @click.option(
     "--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]"

@@ -122,7 +122,9 @@ class BlockPoolBatchEngine:
         decoding, prefilling = len(roster.decoding), len(roster.prefilling)
         if not decoding and not prefilling:
             return
-        chunk = self._pace.chunk_tokens(decoding=decoding, prefilling=prefilling) if prefilling else 0
+        chunk = 0
+        if prefilling:
+            chunk = self._pace.chunk_tokens(decoding=decoding, prefilling=prefilling, waiting=len(roster.waiting))
         began = time.perf_counter()
         prefilled, said = self._generator.next(chunk)
         self._note(time.perf_counter() - began, decoding, prefilled)

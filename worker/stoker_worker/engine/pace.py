@@ -12,6 +12,10 @@ _LEAST_TOKENS: Final = 16
 _MOST_GROWTH: Final = 4
 """A chunk is at most so many times as large as the largest one measured: prices of small ones say little of it."""
 
+_FILLING: Final = 2
+"""Times the limit a step may take while a batch fills up: short steps would run it half empty for longer, and few rows
+wait. A cancel waits no longer than that either."""
+
 _NEWEST: Final = 0.3
 """Weight of the newest measurement in the running averages."""
 
@@ -25,7 +29,7 @@ class PrefillPace:
     def __init__(self, max_step_s: float, most_tokens: int) -> None:
         """
         Args:
-            max_step_s: most seconds of prefill in one step.
+            max_step_s: most seconds of prefill in one step, but for a batch that fills up.
             most_tokens: most tokens of one row in one step, whatever the time.
         """
         self._max_step_s = max_step_s
@@ -35,13 +39,14 @@ class PrefillPace:
         self._largest = 0
         self._owed_s = 0.0  # to the rows that decode
 
-    def chunk_tokens(self, *, decoding: int, prefilling: int) -> int:
+    def chunk_tokens(self, *, decoding: int, prefilling: int, waiting: int) -> int:
         """Tokens of each row in prefill for the next step; 0 for a step that only decodes."""
         if decoding and self._owed_s > 0:
             return 0
         if self._token_s is None:
             return min(_FIRST_TOKENS, self._most_tokens)
-        tokens = min(self._max_step_s / self._token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
+        most_s = self._max_step_s * (1 if _share(decoding, prefilling + waiting) else _FILLING)
+        tokens = min(most_s / self._token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
     def move_s(self, *, decoding: int) -> float:
@@ -67,10 +72,15 @@ class PrefillPace:
         prefill_s = max(step_s - decode_s, 0.1 * step_s)
         self._token_s = _average(self._token_s, prefill_s / prefill_tokens)
         self._largest = max(self._largest, prefill_tokens)
-        # Half of the time for decoding when twice as many rows decode as want prefill. Nothing when as many want it: a
-        # batch that is half empty gains more from being filled than from its few rows' speed.
-        share = min(1.0, max(0.0, decoding / max(1, wanting) - 1.0))
-        self._owed_s = max(0.0, _MARGIN * prefill_s * share - decode_s)
+        self._owed_s = max(0.0, _MARGIN * prefill_s * _share(decoding, wanting) - decode_s)
+
+
+def _share(decoding: int, wanting: int) -> float:
+    """How much decoding is owed for a second of prefill: one when twice as many rows decode as want prefill.
+
+    Nothing when as many want it: a batch that is half empty gains more from being filled than from its few rows' speed.
+    """
+    return min(1.0, max(0.0, decoding / max(1, wanting) - 1.0))
 
 
 def _average(old: float | None, new: float) -> float:
