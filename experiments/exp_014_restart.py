@@ -1,7 +1,8 @@
 """EXP-014: does a restart cost agents anything, and do other rows notice while a long memory comes back?
 
-A: eight agents take turn after turn, through Redis and a worker process. Before every other turn the worker is stopped
-and started again, so that its agents' caches come from disk; before the others it stays, and they come from RAM.
+A: eight agents take turn after turn, through Redis and a worker process. Before some turns the worker is stopped and
+started again, so that its agents' caches come from disk; before the others it stays, and they come from RAM. Before
+some of the former, other processes fill and free memory first: the machine then has pages to give at once.
 B: rows decode while another agent's 32 blocks are read and verified, then moved in.
 """
 
@@ -40,30 +41,59 @@ MOST_STEP = 2.0
 def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens: int, pairs: int) -> Json:
     prompts = {f"agent {n}": text_of(bench.encode, "English", n_tokens - n) for n in range(AGENTS)}
     stored = dict.fromkeys(prompts, 0)  # tokens of each agent's transcript
-    taken: dict[str, list[Json]] = {"disk": [], "memory": []}
+    taken: dict[str, list[Json]] = {"disk": [], "disk, memory touched": [], "memory": []}
+    order = list(taken)
+    touches: list[tuple[float, float]] = []
     with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
         worker = _Worker([*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model], folder)
         note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
         _turn(producer, prompts, max_tokens, stored)
-        for n in range(2 * pairs + 2):  # the first two warm up
-            source = ("disk", "memory", "memory", "disk")[n % 4]
-            note(f"round {n + 1} of {2 * pairs + 2}: from {source}")
-            if source == "disk":
-                worker.restart()
-            taken[source].append(_turn(producer, dict.fromkeys(prompts, f" And then, {n}:"), max_tokens, stored))
+        for n in range(pairs + 1):  # the first of each warms up
+            for kind in order if n % 2 else reversed(order):
+                note(f"round {n + 1} of {pairs + 1}: {kind}")
+                if kind != "memory":
+                    worker.restart()
+                if kind == "disk, memory touched":
+                    touches.append(touch_memory())
+                taken[kind].append(_turn(producer, dict.fromkeys(prompts, f" And then, {n}:"), max_tokens, stored))
         worker.stop()
-    seconds = {source: [one["s"] for one in ones[1:]] for source, ones in taken.items()}
+    seconds = {kind: [one["s"] for one in ones[1:]] for kind, ones in taken.items()}
+
+    def ratio(kind: str) -> Json:
+        """Round by round to the one from RAM of the same minute."""
+        return spread([a / b for a, b in zip(seconds[kind], seconds["memory"], strict=True)], digits=2)
+
     return {
         "agents": AGENTS,
         "tokens_at_first": n_tokens,
         "tokens_at_last": max(stored.values()),
         "max_tokens": max_tokens,
         "disk_s": spread(seconds["disk"]),
+        "disk_touched_s": spread(seconds["disk, memory touched"]),
         "memory_s": spread(seconds["memory"]),
-        "ratio": spread([a / b for a, b in zip(seconds["disk"], seconds["memory"], strict=True)], digits=2),
-        "sources_are_true": all(one["sources"] == {source} for source, ones in taken.items() for one in ones),
+        "ratio": ratio("disk"),
+        "ratio_touched": ratio("disk, memory touched"),
+        "first_touch_s_per_gb": spread([first for first, _ in touches], digits=2),
+        "second_touch_s_per_gb": spread([second for _, second in touches], digits=2),
+        "sources_are_true": all(one["sources"] == {kind.split(",")[0]} for kind, ones in taken.items() for one in ones),
         "stored_tokens_prefilled_again": max(one["again"] for ones in taken.values() for one in ones),
     }
+
+
+def touch_memory(n_gb: int = 4) -> tuple[float, float]:
+    """Fill fresh memory twice, in processes of their own, and give it back: seconds per GB of the first and the second.
+
+    Where a host takes a virtual machine's free memory away, the first use of a page is far dearer than the second.
+    """
+    code = (
+        "import numpy, time; begin = time.perf_counter(); "
+        f"memory = [numpy.ones(1 << 23) for _ in range({16 * n_gb})]; print(time.perf_counter() - begin)"
+    )
+    first, second = (
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout) / n_gb
+        for _ in range(2)
+    )
+    return first, second
 
 
 _OPTIONS = ["--max-batch", str(AGENTS), "--dtype", "float32"]
