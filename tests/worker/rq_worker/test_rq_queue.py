@@ -64,12 +64,13 @@ def test_a_take_over_between_looking_and_writing_undoes_the_write(connection, pr
     assert places(connection, job_id) == ["wip"]
 
 
+@pytest.mark.parametrize("successor_left", [False, True])
 def test_a_deposed_worker_ends_nothing_puts_nothing_back_and_leaves_what_the_next_must_find(
-    connection, producer, queue
+    connection, producer, queue, successor_left
 ):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    taken_over(connection)
+    taken_over(connection, and_left=successor_left)
     assert not queue.owns(job)
     assert not queue.beat()
     for end in (lambda: queue.finish(job, RESULT), lambda: queue.fail(job, ValueError("x"))):
@@ -363,9 +364,7 @@ def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another
     def read_then_sleep(job_id):
         found = real(job_id)
         connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
-        taken_over(connection)
-        if then == "has left again":
-            connection.delete(LEASE_KEY.format(queue="generate"))
+        taken_over(connection, and_left=then == "has left again")
         return found
 
     monkeypatch.setattr(queue._starter, "_read", read_then_sleep)
@@ -374,9 +373,8 @@ def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another
     assert connection.hget(f"rq:job:{job_id}", "status") == b"queued"
     assert not list(connection.scan_iter("rq:execution*"))
     assert not queue._identity.executions
-    if then == "has left again":
-        monkeypatch.undo()
-        assert [job.job_id for job in claim(queue)] == [job_id]
+    monkeypatch.undo()
+    assert claim(queue) == []
 
 
 def test_a_job_starts_also_when_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):

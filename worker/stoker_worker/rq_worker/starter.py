@@ -19,25 +19,26 @@ from rq.queue import Queue
 
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, LEASE_KEY
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.ports import ClaimedJob, Delivery
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
-from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 log = logging.getLogger(__name__)
 
 _RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
-# Still claimed by us. As everywhere, a lease that ran out and that nobody took is taken up again.
-_MAY_START = """
-local lease = redis.call('GET', KEYS[1])
-if lease and lease ~= ARGV[1] then return 0 end
-if not lease then redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) end
-return redis.call('LPOS', KEYS[2], ARGV[3]) and 1 or 0
+# Still claimed by us.
+_MAY_START = (
+    HOLDS
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+return redis.call('LPOS', KEYS[3], ARGV[4]) and 1 or 0
 """
+)
 
 
 class JobStarter:
@@ -105,9 +106,9 @@ class JobStarter:
 
         Without it a worker that slept since its claim would start a job again that another has finished meanwhile.
         """
-        keys = [LEASE_KEY.format(queue=queue_name), self._intermediate_key(queue_name)]
+        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name)]
         pipeline.watch(*keys)  # type: ignore[no-untyped-call]
-        if not self._may_start(keys=keys, args=[self._lease.held_value(queue_name), self._lease.ttl_ms, job_id]):
+        if not self._may_start(keys=keys, args=[*self._lease.args(queue_name), job_id]):
             raise OwnershipLost(f"job {job_id} is no longer claimed by this worker")
 
     def _intermediate_key(self, queue_name: str) -> str:
