@@ -1,10 +1,13 @@
 """The queue adapter: one end for each job, and none that is not ours to write."""
 
+from contextlib import suppress
+
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.worker import Worker as WorkerOfRq
 from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
@@ -222,6 +225,24 @@ def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, p
     assert failed.latest_result().exc_string == "GenerationTimedOut: late"
 
 
+def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhile(
+    connection, producer, queue, monkeypatch
+):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    real = queue._ender.owns
+
+    def look_then_sleep(handle):
+        owned = real(handle)
+        connection.delete(f"rq:job:{job_id}")
+        return owned
+
+    monkeypatch.setattr(queue._ender, "owns", look_then_sleep)
+    with suppress(OwnershipLost, RedisUnavailable):
+        queue.fail(job, GenerationTimedOut("late"), "so far")
+    assert not connection.exists(f"rq:job:{job_id}")
+
+
 def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer):
     settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
     with open_queue(settings, redis_url) as opened:
@@ -320,17 +341,82 @@ def test_a_heartbeat_does_not_bring_back_the_execution_of_a_run_before(connectio
     for name, agent in (("other", "b"), ("retried", "a")):
         plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
     jobs = {job.job_id: job for job in claim(queue)}
-    real = queue._identity.maintain_heartbeats
+    real = queue._identity.beat_execution
 
-    def maintain(job, execution):
+    def beat_then_look_away(job, execution):
         real(job, execution)
         if job.id == "other":
             queue.fail(jobs["retried"], GenerationTimedOut("late"))
             assert [job.job_id for job in claim(queue)] == ["retried"]
 
-    monkeypatch.setattr(queue._identity, "maintain_heartbeats", maintain)
+    monkeypatch.setattr(queue._identity, "beat_execution", beat_then_look_away)
     queue.beat()
     assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
+
+
+@pytest.mark.parametrize("fell_asleep_after", ["lease", "worker"])
+def test_a_heartbeat_that_slept_half_way_brings_back_nothing_the_next_worker_has_tidied_up(
+    redis_url, connection, producer, queue, monkeypatch, fell_asleep_after
+):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+
+    def then_sleep(act):
+        def acting(*args):
+            done = act(*args)
+            connection.delete(LEASE_KEY.format(queue="generate"))  # it ran out
+            with open_queue(read_settings({"redis_url": redis_url}), redis_url) as successor:
+                assert successor.rq_queue.recover() == 1
+                (job,) = claim(successor.rq_queue)
+                successor.rq_queue.finish(job, RESULT)
+            connection.delete(f"rq:job:{job_id}")  # the result's time to live has passed
+            return done
+
+        return acting
+
+    asleep = {"lease": (queue._lease, "renew"), "worker": (queue._identity, "beat")}[fell_asleep_after]
+    monkeypatch.setattr(*asleep, then_sleep(getattr(*asleep)))
+    queue.beat()
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not connection.exists(f"rq:job:{job_id}")
+    assert all(connection.ttl(key) > 0 for key in connection.scan_iter("rq:worker:*"))
+
+
+def test_a_heartbeat_shows_the_worker_again_after_the_server_has_lost_it(connection, queue):
+    connection.delete(queue._identity.key, "rq:workers", "rq:workers:generate")
+    connection.hincrby(queue._identity.key, "successful_job_count", 1)
+    queue.beat()
+    (shown,) = WorkerOfRq.all(connection)
+    assert shown.name == queue._identity.name
+    assert shown.birth_date is not None
+    assert connection.smembers("rq:workers:generate") == {queue._identity.key.encode()}
+    assert connection.ttl(queue._identity.key) > 0
+
+
+@pytest.mark.parametrize("last", ["beat", "settle", "start", "finish", "fail"])
+def test_what_a_worker_writes_into_its_record_after_that_has_expired_does_not_stay_for_ever(
+    connection, producer, queue, monkeypatch, last
+):
+    """Whatever it does last before it is killed."""
+    submit(producer, "a")
+    jobs = [] if last == "start" else claim(queue)
+    queue._identity.set_state("idle")
+    connection.delete(queue._identity.key)
+
+    def gone(*args):
+        raise RedisConnectionError("gone")
+
+    monkeypatch.setattr(queue._connection, "expire", gone)
+    acts = {
+        "beat": queue.beat,
+        "settle": queue._identity.settle_state,
+        "start": lambda: claim(queue),
+        "finish": lambda: queue.finish(jobs[0], RESULT),
+        "fail": lambda: queue.fail(jobs[0], ValueError("x")),
+    }
+    with suppress(RedisConnectionError):
+        acts[last]()
+    assert connection.ttl(queue._identity.key) != -1
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])

@@ -177,11 +177,11 @@ class RqQueue:
         with self._ending:  # a transaction that ends a job watches the lease
             if not self._lease.renew():
                 return False
-        self._identity.heartbeat(self._identity.worker_ttl + 60)
+        self._identity.beat()
         for job in list(self._in_flight.values()):
             with self._ending:
                 if self._in_flight.get(job.job_id) is job:  # not over, and not claimed anew since
-                    self._identity.maintain_heartbeats(job.handle.job, job.handle.execution)
+                    self._identity.beat_execution(job.handle.job, job.handle.execution)
         return True
 
     # --- finaliser thread ---
