@@ -234,7 +234,8 @@ def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhil
 
     def look_then_sleep(handle):
         owned = real(handle)
-        connection.delete(f"rq:job:{job_id}")
+        if owned:
+            connection.delete(f"rq:job:{job_id}")
         return owned
 
     monkeypatch.setattr(queue._ender, "owns", look_then_sleep)

@@ -102,8 +102,7 @@ class JobEnder:
         """
         rq_job, queue = handle.job, self._opened(handle)
         if partial_text is not None:
-            rq_job.meta[META_PARTIAL] = partial_text
-            rq_job.save_meta()
+            rq_job.meta[META_PARTIAL] = partial_text  # written with the rest: the job may be deleted by then
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
@@ -152,6 +151,8 @@ class JobEnder:
         """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
         self._check(pipeline, handle)
         pipeline.multi()
+        if META_PARTIAL in handle.job.meta:
+            pipeline.hset(handle.job.key, "meta", handle.job._serialize_meta())
 
     def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
         rq_job = handle.job

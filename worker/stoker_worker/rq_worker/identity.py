@@ -110,8 +110,8 @@ class RqIdentity(BaseWorker):
             ExecutionRegistry(job.id, connection=self.connection).key,
             job.key,
         ]
-        ids: list[str | int | float] = [execution.id, execution.composite_key]
-        self._beat_execution(keys=keys, args=[*ids, self._execution_lease_s, moment.timestamp(), utcformat(moment)])
+        args: list[str | int | float] = [execution.id, execution.composite_key, self._execution_lease_s]
+        self._beat_execution(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)])
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
@@ -127,8 +127,8 @@ class RqIdentity(BaseWorker):
         pipeline.expire(self.key, self._record_ttl_s)
 
     def _write_record(self, field: str, value: str) -> bool:
-        keys, args = [self.key, self.executions_key], [self._record_ttl_s, field, value]
-        return bool(self._write_into_record(keys=keys, args=args))
+        keys = [self.key, self.executions_key]
+        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value]))
 
     def begin(self, job: Job, check: Callable[[Pipeline], None]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
