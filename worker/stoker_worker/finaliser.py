@@ -218,15 +218,21 @@ class Finaliser:
 
     def _give_back(self) -> None:
         """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""
-        left = sorted(self._left, key=lambda entry: entry[0].claimed_at, reverse=True)  # the first has to go last
-        try:
-            for job, counts in left:
-                self._when_redis_is_there(partial(self._queue.give_back, [job], counts_as_attempt=counts))
-        except Exception:
-            log.exception("not all of %d jobs given back; the next worker recovers them", len(left))
-        else:
-            if left:
-                log.info("%d jobs given back", len(left))
+        left = sorted(self._left, key=lambda entry: entry[0].claim_number, reverse=True)  # the first has to go last
+        given_back = 0
+        for job, counts in left:
+            give_back = partial(self._queue.give_back, [job], counts_as_attempt=counts)
+            try:
+                given_back += self._when_redis_is_there(give_back)
+            except _REDIS_AWAY as error:  # only after `abandon`: no use in asking for each
+                log.warning("Redis is away (%s)", type(error).__name__)
+                break
+            except Exception:
+                log.exception("job %s could not be given back", job.job_id)
+        if given_back:
+            log.info("%d jobs given back", given_back)
+        if missing := len(left) - given_back:
+            log.warning("%d jobs not given back: ended meanwhile, or left to whoever has the queue next", missing)
 
     def _when_redis_is_there(self, call: Callable[[], T]) -> T:
         while True:

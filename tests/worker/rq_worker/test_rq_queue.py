@@ -143,6 +143,22 @@ def test_jobs_given_back_stand_in_front_in_their_order_and_cost_no_attempt(conne
     assert [job.attempt for job in claim(queue)] == [1, 1, 1]
 
 
+def test_jobs_are_numbered_as_they_are_claimed_whatever_the_clock_does(producer, queue, monkeypatch):
+    ids = submit(producer, "a", "b", "c")
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+    jobs = claim(queue, limit=2) + claim(queue)
+    assert [job.job_id for job in sorted(jobs, key=lambda job: job.claim_number)] == ids
+
+
+def test_what_was_given_back_is_counted(connection, producer, queue):
+    submit(producer, "a", "b")
+    jobs = claim(queue)
+    assert queue.give_back(jobs[:1], counts_as_attempt=False) == 1
+    taken_over(connection)
+    assert queue.give_back(jobs[1:], counts_as_attempt=False) == 0
+
+
 def test_a_failed_job_that_an_operator_requeues_begins_anew(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 3)

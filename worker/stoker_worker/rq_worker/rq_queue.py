@@ -215,13 +215,17 @@ class RqQueue:
             self._forget(job)
             self._ender.clean_up(job.handle)
 
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
+        given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
             with self._ending:
                 lost = InFlight(job.job_id, job.queue, job.handle.execution)
-                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
+                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "requeued":
+                    given_back += 1
+                else:
                     self._ender.clean_up(job.handle)
                 self._forget(job)
+        return given_back
 
     # --- steps ---
 

@@ -1,8 +1,9 @@
 """From a claimed id to a started job, or to one that is refused with a line. Inbox thread.
 
-Owns nothing between two calls. Whatever a stranger wrote into Redis costs that one job, never the ones beside it.
+Owns the count of jobs started. Whatever a stranger wrote into Redis costs that one job, never the ones beside it.
 """
 
+import itertools
 import logging
 import re
 import time
@@ -42,7 +43,7 @@ return redis.call('LPOS', KEYS[3], ARGV[4]) and 1 or 0
 
 
 class JobStarter:
-    """Starts jobs in RQ's terms: execution, registry entry, status."""
+    """Starts jobs in RQ's terms: execution, registry entry, status; numbers them."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class JobStarter:
         self._lease = lease
         self._refuse = refuse
         self._may_start = connection.register_script(_MAY_START)
+        self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
         """``None`` when there is nothing to run behind the id, or what is there was refused.
@@ -90,7 +92,8 @@ class JobStarter:
         try:
             if broken is not None:
                 raise broken
-            return _claimed(handle, rq_job.generation_request(callbacks=self._callbacks), attempt=rq_job.deaths + 1)
+            request = rq_job.generation_request(callbacks=self._callbacks)
+            return _claimed(handle, request, next(self._claim_numbers))
         except RequestError as error:
             log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
             self._refuse(handle, error)
@@ -131,7 +134,7 @@ class JobStarter:
             return rq_job, PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
 
 
-def _claimed(handle: RqHandle, request: GenerationRequest, *, attempt: int) -> ClaimedJob:
+def _claimed(handle: RqHandle, request: GenerationRequest, claim_number: int) -> ClaimedJob:
     rq_job, now = handle.job, time.time()
     timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
     return ClaimedJob(
@@ -139,9 +142,10 @@ def _claimed(handle: RqHandle, request: GenerationRequest, *, attempt: int) -> C
         queue=rq_job.origin,
         request=request,
         delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left),
-        attempt=attempt,
+        attempt=rq_job.deaths + 1,
         enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
         claimed_at=now,
+        claim_number=claim_number,
         deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
         handle=handle,
     )
