@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import BusyLoadingError, ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from stoker_shared import build_request
 from stoker_worker.conversation import Prompt
@@ -96,6 +96,32 @@ def test_a_disk_that_hangs_for_one_agent_holds_up_no_other_agents_result(running
     store.release.set()
     assert ended.acquire(timeout=20)
     assert queue.finished[-1] == "job-slow"
+
+
+BUSY_NOW = [
+    BusyLoadingError("Redis is loading the dataset in memory"),
+    OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    ReadOnlyError("You can't write against a read only replica."),
+    ResponseError("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk."),
+    ResponseError("Command # 2 (HSET rq:job:a ...) of pipeline caused error: MISCONF Errors writing to the AOF file"),
+    ExecAbortError("Transaction discarded because of: OOM command not allowed when used memory > 'maxmemory'."),
+    ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."),
+    ResponseError("NOREPLICAS Not enough good replicas to write."),
+    ResponseError("Error running script (call to f_0f): @user_script:3: @user_script: 3: -OOM command not allowed"),
+]
+
+
+@pytest.mark.parametrize("error", BUSY_NOW, ids=lambda error: str(error)[:20])
+def test_a_result_waits_for_a_server_that_cannot_write_just_now(error):
+    queue, ended = Queue(), threading.Event()
+    queue.answers = [error]
+    finaliser = Finaliser(queue, Store(), MODEL, on_ended=lambda job_id: ended.set(), retry_s=0.01)
+    finaliser.start()
+    finaliser.put(finished("a"))
+    assert ended.wait(20)
+    finaliser.finish()
+    finaliser.join()
+    assert queue.finished == ["job-a"]
 
 
 def cut_short(finaliser, *agent_ids):

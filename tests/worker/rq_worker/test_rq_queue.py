@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -133,6 +134,40 @@ def test_a_dead_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, 
         assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
         assert [job.attempt for job in claim(alive.rq_queue)] == [2, 2, 1]
         assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.identity.name}".encode()}
+
+
+def test_a_dead_workers_job_whose_key_somebody_has_overwritten_holds_up_no_other(redis_url, connection, producer):
+    odd, job_id = submit(producer, "a", "b")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        assert len(claim(dead.rq_queue)) == 2
+    connection.set(f"rq:job:{odd}", "no hash")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        assert alive.rq_queue.recover() == 1
+        assert [job.job_id for job in claim(alive.rq_queue)] == [job_id]
+    assert places(connection, odd) == []
+
+
+def test_a_withdrawal_is_seen_beside_a_job_whose_key_somebody_has_overwritten(connection, producer, queue):
+    odd, job_id, _ = submit(producer, "a", "b", "c")
+    jobs = claim(queue)
+    connection.set(f"rq:job:{odd}", "no hash")
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    assert [job.job_id for job in queue.withdrawn(jobs, {})] == [odd, job_id]
+
+
+def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+
+    def refuse(*args, **options):
+        raise ResponseError("no")
+
+    monkeypatch.setattr(queue, "_requeue", refuse)
+    with pytest.raises(ResponseError):
+        queue.give_back([job], counts_as_attempt=True)
+    monkeypatch.undo()
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
 
 
 def test_jobs_given_back_stand_in_front_in_their_order_and_cost_no_attempt(connection, producer, queue):

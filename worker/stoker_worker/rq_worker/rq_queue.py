@@ -125,7 +125,7 @@ class RqQueue:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job in jobs:
                 pipeline.hget(job.handle.job.key, "status")
-            statuses = pipeline.execute()
+            statuses = pipeline.execute(raise_on_error=False)  # a key that is no hash any more was withdrawn as well
             for job in jobs:
                 if job.job_id in progress:
                     self._publish(keys=[job.handle.job.key], args=[FIELD_TOKENS, progress[job.job_id]], client=pipeline)
@@ -219,12 +219,12 @@ class RqQueue:
         given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
             with self._ending:
+                self._forget(job)  # whatever comes: recovery leaves alone what stands here
                 lost = InFlight(job.job_id, job.queue, job.handle.execution)
                 if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "requeued":
                     given_back += 1
                 else:
                     self._ender.clean_up(job.handle)
-                self._forget(job)
         return given_back
 
     # --- steps ---
