@@ -125,13 +125,11 @@ class Aftermath:
         """An execution that stands in no registry and is gone within the hour.
 
         A cancel or delete of a running job by RQ's way leaves it, and its worker, if that dies then, cannot see to it.
-        And a heartbeat that slept half-way writes its one field into executions that are gone.
         """
         kind, job_id = key.split(":")[1:3]
         if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= 3660:
             return False
-        withdrawn = job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
-        return withdrawn or (kind == "execution" and self._connection.hkeys(key) == [b"last_heartbeat"])
+        return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
 
     def finished_jobs_have_one_result_and_retries_are_counted(self) -> None:
         for job in self.jobs:

@@ -6,6 +6,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from rq import Retry
+from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.worker import Worker as WorkerOfRq
@@ -239,6 +240,29 @@ def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connecti
     monkeypatch.setattr(backlog, "claim", claim_then_cancel)
     assert claim(queue) == []
     assert places(connection, job_id) == ["canceled"]
+
+
+@pytest.mark.parametrize("when", ["_read", "_may_start"])
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_that_was_withdrawn_while_it_was_being_started_is_not_started(
+    connection, producer, queue, monkeypatch, how, when
+):
+    withdrawn, job_id = submit(producer, "a", "b")
+    real = getattr(queue._starter, when)
+
+    def look_then_sleep(*args, **words):
+        found = real(*args, **words)
+        with suppress(NoSuchJobError):
+            job = Job.fetch(withdrawn, connection, JSONSerializer)
+            if job.get_status() == "queued":
+                getattr(job, how)()
+        return found
+
+    monkeypatch.setattr(queue._starter, when, look_then_sleep)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, withdrawn) == (["canceled"] if how == "cancel" else [])
+    assert connection.hget(f"rq:job:{withdrawn}", "status") == (b"canceled" if how == "cancel" else None)
+    assert not list(connection.scan_iter(f"rq:execution*:{withdrawn}*"))
 
 
 def test_an_id_that_stands_in_the_queue_twice_runs_once(connection, producer, queue):

@@ -15,7 +15,7 @@ from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from rq.exceptions import NoSuchJobError
 from rq.intermediate_queue import IntermediateQueue
-from rq.job import JobStatus
+from rq.job import Job, JobStatus
 from rq.queue import Queue
 
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError
@@ -32,12 +32,17 @@ log = logging.getLogger(__name__)
 _RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
-# Still claimed by us.
+# Still claimed by us; -1 for a job that was withdrawn since it was read.
 _MAY_START = (
     HOLDS
     + """
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-return redis.call('LPOS', KEYS[3], ARGV[4]) and 1 or 0
+if not redis.call('LPOS', KEYS[3], ARGV[4]) then return 0 end
+local status = redis.call('HGET', KEYS[4], 'status')
+for i = 5, #ARGV do
+  if status == ARGV[i] then return -1 end
+end
+return redis.call('EXISTS', KEYS[4]) == 1 and 1 or -1
 """
 )
 
@@ -85,6 +90,9 @@ class JobStarter:
         rq_job.origin = queue_name
         try:
             execution = self._identity.begin(rq_job, lambda pipeline: self._check(pipeline, queue_name, job_id))
+        except NoSuchJobError:
+            self.drop_id(queue_name, job_id)
+            return None
         except OwnershipLost as error:
             log.warning("not started: %s", error)
             return None
@@ -105,13 +113,19 @@ class JobStarter:
         self._connection.lrem(key, 1, job_id.encode(errors="surrogateescape"))  # type: ignore[arg-type]
 
     def _check(self, pipeline: Pipeline, queue_name: str, job_id: str) -> None:
-        """Watch what says that the claim is ours, then look: whoever takes over from here on undoes the transaction.
+        """Watch what says that the claim is ours, then look: whoever takes over from here on, or withdraws the job,
+        undoes the transaction.
 
-        Without it a worker that slept since its claim would start a job again that another has finished meanwhile.
+        Without it a worker that slept since its claim would start a job again that another has finished meanwhile, and
+        a job that was canceled just now would stand as started and as canceled.
         """
-        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name)]
+        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name), Job.key_for(job_id)]
         pipeline.watch(*keys)  # type: ignore[no-untyped-call]
-        if not self._may_start(keys=keys, args=[*self._lease.args(queue_name), job_id]):
+        over = [status.value for status in _OVER]
+        may_start: int = self._may_start(keys=keys, args=[*self._lease.args(queue_name), job_id, *over])
+        if may_start < 0:
+            raise NoSuchJobError
+        if may_start == 0:
             raise OwnershipLost(f"job {job_id} is no longer claimed by this worker")
 
     def _intermediate_key(self, queue_name: str) -> str:
