@@ -159,7 +159,8 @@ class Storm:
     def _deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
         with self._traffic.pause:  # no new poison: a successor that dies first leaves the queue to the one that wakes
-            return not self._poison_waits() and self._put_to_sleep() and self._depose()
+            has_store = "ready: model" in self.worker.log
+            return has_store and not self._poison_waits() and self._put_to_sleep() and self._depose()
 
     def _depose(self) -> bool:
         zombie, its_store = self.worker, self.store
