@@ -458,6 +458,14 @@ def test_a_heartbeat_that_slept_half_way_brings_back_nothing_the_next_worker_has
     assert all(connection.ttl(key) > 0 for key in connection.scan_iter("rq:worker:*"))
 
 
+def test_a_heartbeat_does_not_bring_back_the_record_of_a_running_job_that_was_deleted(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+    connection.delete(f"rq:job:{job_id}")
+    queue.beat()
+    assert not connection.exists(f"rq:job:{job_id}")
+
+
 def test_a_heartbeat_shows_the_worker_again_after_the_server_has_lost_it(connection, queue):
     connection.delete(queue._identity.key, "rq:workers", "rq:workers:generate")
     connection.hincrby(queue._identity.key, "successful_job_count", 1)
