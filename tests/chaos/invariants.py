@@ -126,7 +126,7 @@ class Aftermath:
 
         A cancel or delete of a running job by RQ's way leaves it, and its worker, if that dies then, cannot see to it.
         """
-        kind, job_id = key.split(":")[1:3]
+        kind, job_id = [*key.split(":"), ""][1:3]
         if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= 3660:
             return False
         return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
