@@ -98,7 +98,8 @@ class Storm:
         def over() -> bool:
             self._see_to_worker()
             assert not self._traffic.errors, self._traffic.errors
-            return self._traffic.is_over and self._left() == []
+            is_ready = "ready: model" in self.worker.log  # before that, a signal ends it at once
+            return is_ready and self._traffic.is_over and self._left() == []
 
         wait_for(over, timeout_s, lambda: f"left: {self._left()[:20]}\n{self.worker.log[-3000:]}")
         self.worker.signal(signal.SIGTERM)
