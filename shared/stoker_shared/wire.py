@@ -42,4 +42,4 @@ LEASE_KEY: Final = "stoker:lease:{queue}"
 """String: who works on this queue (JSON: worker, host, pid, boot, started, fence); expires with its heartbeat."""
 
 FENCE_KEY: Final = "stoker:fence:{queue}"
-"""Integer: fencing numbers handed out for this queue."""
+"""Integer: the last fencing number handed out for this queue, with its lease."""

@@ -125,13 +125,11 @@ class Aftermath:
         """An execution that stands in no registry and is gone within the hour.
 
         A cancel or delete of a running job by RQ's way leaves it, and its worker, if that dies then, cannot see to it.
-        And a heartbeat that slept half-way writes its one field into executions that are gone.
         """
-        kind, job_id = key.split(":")[1:3]
+        kind, job_id = [*key.split(":"), ""][1:3]
         if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= 3660:
             return False
-        withdrawn = job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
-        return withdrawn or (kind == "execution" and self._connection.hkeys(key) == [b"last_heartbeat"])
+        return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
 
     def finished_jobs_have_one_result_and_retries_are_counted(self) -> None:
         for job in self.jobs:
@@ -147,11 +145,13 @@ class Aftermath:
 
     def attempts_are_counted(self) -> None:
         """Exactly, but for what an engine took with it that broke, and answers out of the history."""
+        # From the log: one may be killed on its way out, when it has given its jobs back.
+        broken_engines = self._log.count(" the engine broke\n")
         for job in self.jobs:
             if job.state == "finished":
                 deaths, attempt = self._storm.deaths[job.plan.job_id], job.result["attempt"]
                 assert attempt <= 3, job
-                assert attempt <= 1 + deaths + self._storm.loud_exits, job
+                assert attempt <= 1 + deaths + broken_engines, job
                 answered = f"job {job.plan.job_id} answered from the agent's history" in self._log
                 begins_anew = job.plan.options.get("retry") is not None
                 assert attempt >= 1 + deaths or answered or begins_anew, (job, deaths)

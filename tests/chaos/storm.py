@@ -98,7 +98,8 @@ class Storm:
         def over() -> bool:
             self._see_to_worker()
             assert not self._traffic.errors, self._traffic.errors
-            return self._traffic.is_over and self._left() == []
+            is_ready = "ready: model" in self.worker.log  # before that, a signal ends it at once
+            return is_ready and self._traffic.is_over and self._left() == []
 
         wait_for(over, timeout_s, lambda: f"left: {self._left()[:20]}\n{self.worker.log[-3000:]}")
         self.worker.signal(signal.SIGTERM)
@@ -159,7 +160,8 @@ class Storm:
     def _deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
         with self._traffic.pause:  # no new poison: a successor that dies first leaves the queue to the one that wakes
-            return not self._poison_waits() and self._put_to_sleep() and self._depose()
+            has_store = "ready: model" in self.worker.log
+            return has_store and not self._poison_waits() and self._put_to_sleep() and self._depose()
 
     def _depose(self) -> bool:
         zombie, its_store = self.worker, self.store

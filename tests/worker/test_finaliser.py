@@ -1,9 +1,11 @@
 """The finaliser: what one agent's disk does to the others, and what is left when it is told to end."""
 
+import logging
 import threading
 from types import SimpleNamespace
 
 import pytest
+from redis.exceptions import BusyLoadingError, ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from stoker_shared import build_request
 from stoker_worker.conversation import Prompt
@@ -18,16 +20,25 @@ class Queue:
     """Remembers what became of each job."""
 
     def __init__(self):
-        self.finished, self.given_back = [], []
+        self.finished, self.given_back, self.lease_lost = [], [], False
+        self.answers = []  # what Redis says to the next calls of `finish`
 
     def owns(self, job):
         return True
 
     def finish(self, job, result):
+        if self.answers:
+            raise self.answers.pop(0)
         self.finished.append(job.job_id)
 
     def give_back(self, jobs, *, counts_as_attempt):
+        if self.lease_lost:
+            return 0
+        for job in jobs:
+            if job.job_id == "job-odd":
+                raise ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
         self.given_back += [job.job_id for job in jobs]
+        return len(jobs)
 
 
 class Store:
@@ -42,10 +53,10 @@ class Store:
         return turn.parent + 1, turn.result_of(turn.parent + 1)
 
 
-def claimed(agent_id, claimed_at=0.0):
+def claimed(agent_id, claim_number=0, claimed_at=0.0):
     request = build_request({"agent_id": agent_id, "prompt": "p"})
     delivery = Delivery(f"job-{agent_id}", "2026")
-    return ClaimedJob(f"job-{agent_id}", "q", request, delivery, 1, 0.0, claimed_at, None, None)
+    return ClaimedJob(f"job-{agent_id}", "q", request, delivery, 1, 0.0, claimed_at, claim_number, None, None)
 
 
 def finished(agent_id):
@@ -87,12 +98,42 @@ def test_a_disk_that_hangs_for_one_agent_holds_up_no_other_agents_result(running
     assert queue.finished[-1] == "job-slow"
 
 
-def test_jobs_cut_short_go_back_in_order_after_the_last_result_was_posted(running):
-    finaliser, queue, store, _ = running
-    for n, agent_id in enumerate("abcdef"):
-        job = claimed(agent_id, claimed_at=float(n))
+BUSY_NOW = [
+    BusyLoadingError("Redis is loading the dataset in memory"),
+    OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    ReadOnlyError("You can't write against a read only replica."),
+    ResponseError("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk."),
+    ResponseError("Command # 2 (HSET rq:job:a ...) of pipeline caused error: MISCONF Errors writing to the AOF file"),
+    ExecAbortError("Transaction discarded because of: OOM command not allowed when used memory > 'maxmemory'."),
+    ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."),
+    ResponseError("NOREPLICAS Not enough good replicas to write."),
+    ResponseError("Error running script (call to f_0f): @user_script:3: @user_script: 3: -OOM command not allowed"),
+]
+
+
+@pytest.mark.parametrize("error", BUSY_NOW, ids=lambda error: str(error)[:20])
+def test_a_result_waits_for_a_server_that_cannot_write_just_now(error):
+    queue, ended = Queue(), threading.Event()
+    queue.answers = [error]
+    finaliser = Finaliser(queue, Store(), MODEL, on_ended=lambda job_id: ended.set(), retry_s=0.01)
+    finaliser.start()
+    finaliser.put(finished("a"))
+    assert ended.wait(20)
+    finaliser.finish()
+    finaliser.join()
+    assert queue.finished == ["job-a"]
+
+
+def cut_short(finaliser, *agent_ids):
+    for n, agent_id in enumerate(agent_ids):
+        job = claimed(agent_id, claim_number=n, claimed_at=-float(n))  # as if somebody set the clock
         job.cancel.set("stopping")
         finaliser.put(Ended(job))
+
+
+def test_jobs_cut_short_go_back_in_order_after_the_last_result_was_posted(running):
+    finaliser, queue, store, _ = running
+    cut_short(finaliser, *"abcdef")
     finaliser.put(finished("slow"))
     finaliser.finish()
     store.release.wait(0.3)
@@ -101,3 +142,24 @@ def test_jobs_cut_short_go_back_in_order_after_the_last_result_was_posted(runnin
     finaliser.join()
     assert queue.finished == ["job-slow"]
     assert queue.given_back == [f"job-{agent_id}" for agent_id in "fedcba"]  # each to the front: the first one last
+
+
+def test_one_job_that_cannot_be_given_back_keeps_no_other_from_it(running, caplog):
+    finaliser, queue, *_ = running
+    cut_short(finaliser, "a", "odd", "b")
+    with caplog.at_level(logging.INFO):
+        finaliser.finish()
+        finaliser.join()
+    assert queue.given_back == ["job-b", "job-a"]
+    assert "2 jobs given back" in caplog.messages
+
+
+def test_a_deposed_worker_does_not_claim_to_have_given_jobs_back(running, caplog):
+    finaliser, queue, *_ = running
+    queue.lease_lost = True
+    cut_short(finaliser, "a", "b")
+    with caplog.at_level(logging.INFO):
+        finaliser.finish()
+        finaliser.join()
+    assert "jobs given back" not in caplog.text
+    assert "2 jobs not given back" in caplog.text

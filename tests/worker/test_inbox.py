@@ -11,7 +11,7 @@ from stoker_worker.ports import ClaimedJob, Delivery
 
 def job(agent_id: str) -> ClaimedJob:
     request = GenerationRequest(agent_id=agent_id, prompt="x")
-    return ClaimedJob(agent_id, "generate", request, Delivery(agent_id, ""), 1, 0.0, 0.0, None, handle=None)
+    return ClaimedJob(agent_id, "generate", request, Delivery(agent_id, ""), 1, 0.0, 0.0, 0, None, handle=None)
 
 
 class ScriptedQueue:

@@ -26,10 +26,17 @@ mlx-lm copies the caches of all that are in it: once for eight of them costs an 
 class EngineLoop(threading.Thread):
     """Steps the engine while anything is in it, and hands over every sequence in the step it ends."""
 
-    def __init__(self, provider: ModelProviderPort, *, to_finaliser: Callable[[Ended], None]) -> None:
+    def __init__(
+        self, provider: ModelProviderPort, *, to_finaliser: Callable[[Ended], None], on_broken: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            on_broken: called when the engine broke, before its jobs are handed over: nobody may fill their places.
+        """
         super().__init__(name="engine", daemon=True)
         self._provider = provider
         self._to_finaliser = to_finaliser
+        self._on_broken = on_broken
         self._prepared: SimpleQueue[Prepared | None] = SimpleQueue()
         self._gathered: list[Prepared] = []
         self._gather_until = 0.0
@@ -62,6 +69,7 @@ class EngineLoop(threading.Thread):
         except BaseException as error:
             log.exception("the engine broke")
             self.error = error
+            self._on_broken()
             failed = EngineFailed(f"{type(error).__name__}: {error}")
             for uid in list(self._running):
                 self._hand_over(uid, error=failed)
@@ -85,7 +93,7 @@ class EngineLoop(threading.Thread):
             self._tokens = {self._running[uid].job.job_id: n for uid, n in engine.progress().items()}
 
     def give_up_waiting(self) -> None:
-        """After the thread has died: hand over what the loader still put in, so that it is given back."""
+        """After the engine broke: hand over what the loader still put in, so that it is given back."""
         while True:
             try:
                 prepared = self._prepared.get_nowait()

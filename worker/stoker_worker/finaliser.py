@@ -13,29 +13,23 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
 from stoker_shared.errors import (
     AgentVersionConflict,
     AgentVersionNotSaved,
     EngineFailed,
     GenerationTimedOut,
     OwnershipLost,
-    RedisUnavailable,
     WorkerLostTooOften,
 )
 from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
+from stoker_worker.outage import may_pass
 from stoker_worker.ports import CacheStorePort, ClaimedJob, Completion, LoadedModel, QueuePort, Turn
 from stoker_worker.results import build_result, cache_report
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_REDIS_AWAY = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
 
 
 class Finaliser:
@@ -99,11 +93,12 @@ class Finaliser:
             except OwnershipLost as error:
                 log.warning("result dropped: %s", error)
                 self._drop(ended.job)
-            except _REDIS_AWAY:  # only after `abandon`: a stop fails nothing, so the job is left as it stands
-                log.warning("job %s is left to recovery: Redis is away", ended.job.job_id)
             except Exception as error:
-                log.exception("job %s could not be ended as it should", ended.job.job_id)
-                self._fail_at_last(ended.job, error)
+                if may_pass(error):  # only after `abandon`: a stop fails nothing, so the job is left as it stands
+                    log.warning("job %s is left to recovery: Redis is away", ended.job.job_id)
+                else:
+                    log.exception("job %s could not be ended as it should", ended.job.job_id)
+                    self._fail_at_last(ended.job, error)
             self._on_ended(ended.job.job_id)
         if next(self._leaving) == len(self._threads):  # the others have ended their last jobs too
             self._give_back()
@@ -218,28 +213,29 @@ class Finaliser:
 
     def _give_back(self) -> None:
         """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""
-        left = sorted(self._left, key=lambda entry: entry[0].claimed_at, reverse=True)  # the first has to go last
-        try:
-            for job, counts in left:
-                self._when_redis_is_there(partial(self._queue.give_back, [job], counts_as_attempt=counts))
-        except Exception:
-            log.exception("not all of %d jobs given back; the next worker recovers them", len(left))
-        else:
-            if left:
-                log.info("%d jobs given back", len(left))
+        left = sorted(self._left, key=lambda entry: entry[0].claim_number, reverse=True)  # the first has to go last
+        given_back = 0
+        for job, counts in left:
+            give_back = partial(self._queue.give_back, [job], counts_as_attempt=counts)
+            try:
+                given_back += self._when_redis_is_there(give_back)
+            except Exception as error:
+                if may_pass(error):  # only after `abandon`: no use in asking for each
+                    log.warning("Redis is away (%s)", type(error).__name__)
+                    break
+                log.exception("job %s could not be given back", job.job_id)
+        if given_back:
+            log.info("%d jobs given back", given_back)
+        if missing := len(left) - given_back:
+            log.warning("%d jobs not given back: ended meanwhile, or left to whoever has the queue next", missing)
 
     def _when_redis_is_there(self, call: Callable[[], T]) -> T:
         while True:
             try:
                 return call()
-            except (*_REDIS_AWAY, ResponseError) as error:
-                if not _may_pass(error):
+            except Exception as error:
+                if not may_pass(error):
                     raise
                 log.warning("Redis is away (%s); trying again", type(error).__name__)
                 if self._abandon.wait(self._retry_s):
                     raise
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether trying again can help; MISCONF is what a server says while it cannot write its own disk."""
-    return isinstance(error, _REDIS_AWAY) or str(error).startswith("MISCONF")

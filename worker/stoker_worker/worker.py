@@ -41,8 +41,9 @@ class Worker:
         self._stops = 0
         self._deposed = threading.Event()
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s, on_deposed=self._deposed.set)
+        self._inbox: Inbox | None = None
         self._finaliser: Finaliser | None = None
-        self._engine = EngineLoop(provider, to_finaliser=self._to_finaliser)
+        self._engine = EngineLoop(provider, to_finaliser=self._to_finaliser, on_broken=self._break_off)
 
     def request_stop(self) -> None:
         """Once: drain. Twice: at once. Safe from any thread and from a signal handler."""
@@ -99,7 +100,7 @@ class Worker:
             to_finaliser=self._to_finaliser,
             share_prefixes=self._settings.share_prefixes,
         )
-        inbox = Inbox(
+        self._inbox = inbox = Inbox(
             self._queue,
             Admission(self._settings.max_batch),
             to_loader=loader.put,
@@ -133,19 +134,27 @@ class Worker:
                 log.error("the finaliser has died: what is in flight is left to recovery")
                 inbox.leave()
                 return
-            engine_died = not self._engine.is_alive()
-            if drain_until is None and (self._stops or self._deposed.is_set() or engine_died):
-                log.info("stopping: no new claims, %g s for what is running", self._settings.grace_s)
-                drain_until = time.monotonic() + self._settings.grace_s
+            engine_died = self._engine.error is not None or not self._engine.is_alive()
+            at_once = self._stops > 1 or self._deposed.is_set() or engine_died
+            if drain_until is None and (self._stops or at_once):
+                grace_s = 0.0 if at_once else self._settings.grace_s
+                log.info("stopping: no new claims, %g s for what is running", grace_s)
+                drain_until = time.monotonic() + grace_s
                 inbox.drain()
             if drain_until is None:
                 continue
             if engine_died:
                 self._engine.give_up_waiting()
-            if self._stops > 1 or self._deposed.is_set() or engine_died or time.monotonic() > drain_until:
+            if at_once or time.monotonic() > drain_until:
                 inbox.cancel_all("stopping")
                 if self._finaliser is not None:
                     self._finaliser.abandon()
+
+    def _break_off(self) -> None:
+        """The engine broke; on its thread, before its jobs have left their places to others."""
+        if self._inbox is not None and self._finaliser is not None:
+            self._inbox.drain()
+            self._finaliser.abandon()
 
     def _to_finaliser(self, ended: Ended) -> None:
         assert self._finaliser is not None  # nothing is submitted before the model is loaded

@@ -2,7 +2,7 @@
 
 from redis import Redis
 
-from stoker_shared.wire import LEASE_KEY
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY
 
 LISTS = ("generate", "generate:intermediate")
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
@@ -16,5 +16,9 @@ def places(connection: Redis, job_id: str) -> list[str]:
     return [name for name, ids in entries.items() for found in ids if found == job_id]
 
 
-def taken_over(connection: Redis) -> None:
+def taken_over(connection: Redis, *, and_left: bool = False) -> None:
+    """Another worker has the queue `generate` now, or had it for a moment."""
+    connection.incr(FENCE_KEY.format(queue="generate"))
     connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
+    if and_left:
+        connection.delete(LEASE_KEY.format(queue="generate"))

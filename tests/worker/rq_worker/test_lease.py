@@ -92,6 +92,38 @@ def test_a_lease_that_ran_out_unnoticed_is_taken_up_again_by_its_holder(connecti
     assert first.is_ours("q")
 
 
+def test_a_holder_whose_successor_has_left_again_does_not_take_the_queue_up_under_its_old_number(connection):
+    first, second = lease(connection, "first"), lease(connection, "second")
+    first.acquire()
+    connection.delete(LEASE_KEY.format(queue="q"))  # it ran out
+    second.acquire()
+    second.release()
+    assert not first.renew()
+    assert not first.is_ours("q")
+    assert not connection.exists(LEASE_KEY.format(queue="q"))
+
+
+def test_a_worker_that_was_refused_deposes_nobody(connection):
+    first = lease(connection, "first")
+    first.acquire()
+    with pytest.raises(QueueHeld):
+        lease(connection, "second").acquire()
+    connection.delete(LEASE_KEY.format(queue="q"))
+    assert first.renew()
+
+
+def test_a_holder_goes_on_when_the_server_has_lost_all_data_and_the_next_one_gets_a_higher_number(connection):
+    first, second, third = (lease(connection, name) for name in ("first", "second", "third"))
+    first.acquire()
+    first.release()
+    second.acquire()
+    connection.delete(LEASE_KEY.format(queue="q"), FENCE_KEY.format(queue="q"))
+    assert second.renew()
+    second.release()
+    third.acquire()
+    assert json.loads(third.held_value("q"))["fence"] == 3
+
+
 def test_all_queues_are_held_or_none(connection):
     lease(connection, "first", ["b"]).acquire()
     with pytest.raises(QueueHeld):

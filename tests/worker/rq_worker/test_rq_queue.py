@@ -1,10 +1,15 @@
 """The queue adapter: one end for each job, and none that is not ours to write."""
 
+from contextlib import suppress
+
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from rq import Retry
+from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.worker import Worker as WorkerOfRq
 from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
@@ -64,12 +69,13 @@ def test_a_take_over_between_looking_and_writing_undoes_the_write(connection, pr
     assert places(connection, job_id) == ["wip"]
 
 
+@pytest.mark.parametrize("successor_left", [False, True])
 def test_a_deposed_worker_ends_nothing_puts_nothing_back_and_leaves_what_the_next_must_find(
-    connection, producer, queue
+    connection, producer, queue, successor_left
 ):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    taken_over(connection)
+    taken_over(connection, and_left=successor_left)
     assert not queue.owns(job)
     assert not queue.beat()
     for end in (lambda: queue.finish(job, RESULT), lambda: queue.fail(job, ValueError("x"))):
@@ -131,12 +137,62 @@ def test_a_dead_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, 
         assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.identity.name}".encode()}
 
 
+def test_a_dead_workers_job_whose_key_somebody_has_overwritten_holds_up_no_other(redis_url, connection, producer):
+    odd, job_id = submit(producer, "a", "b")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        assert len(claim(dead.rq_queue)) == 2
+    connection.set(f"rq:job:{odd}", "no hash")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        assert alive.rq_queue.recover() == 1
+        assert [job.job_id for job in claim(alive.rq_queue)] == [job_id]
+    assert places(connection, odd) == []
+
+
+def test_a_withdrawal_is_seen_beside_a_job_whose_key_somebody_has_overwritten(connection, producer, queue):
+    odd, job_id, _ = submit(producer, "a", "b", "c")
+    jobs = claim(queue)
+    connection.set(f"rq:job:{odd}", "no hash")
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    assert [job.job_id for job in queue.withdrawn(jobs, {})] == [odd, job_id]
+
+
+def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+
+    def refuse(*args, **options):
+        raise ResponseError("no")
+
+    monkeypatch.setattr(queue, "_requeue", refuse)
+    with pytest.raises(ResponseError):
+        queue.give_back([job], counts_as_attempt=True)
+    monkeypatch.undo()
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
 def test_jobs_given_back_stand_in_front_in_their_order_and_cost_no_attempt(connection, producer, queue):
     ids = submit(producer, "a", "b", "c")
     jobs = claim(queue, limit=2)
     queue.give_back(jobs, counts_as_attempt=False)
     assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
     assert [job.attempt for job in claim(queue)] == [1, 1, 1]
+
+
+def test_jobs_are_numbered_as_they_are_claimed_whatever_the_clock_does(producer, queue, monkeypatch):
+    ids = submit(producer, "a", "b", "c")
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+    jobs = claim(queue, limit=2) + claim(queue)
+    assert [job.job_id for job in sorted(jobs, key=lambda job: job.claim_number)] == ids
+
+
+def test_what_was_given_back_is_counted(connection, producer, queue):
+    submit(producer, "a", "b")
+    jobs = claim(queue)
+    assert queue.give_back(jobs[:1], counts_as_attempt=False) == 1
+    taken_over(connection)
+    assert queue.give_back(jobs[1:], counts_as_attempt=False) == 0
 
 
 def test_a_failed_job_that_an_operator_requeues_begins_anew(connection, producer, queue):
@@ -186,6 +242,29 @@ def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connecti
     assert places(connection, job_id) == ["canceled"]
 
 
+@pytest.mark.parametrize("when", ["_read", "_may_start"])
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_that_was_withdrawn_while_it_was_being_started_is_not_started(
+    connection, producer, queue, monkeypatch, how, when
+):
+    withdrawn, job_id = submit(producer, "a", "b")
+    real = getattr(queue._starter, when)
+
+    def look_then_sleep(*args, **words):
+        found = real(*args, **words)
+        with suppress(NoSuchJobError):
+            job = Job.fetch(withdrawn, connection, JSONSerializer)
+            if job.get_status() == "queued":
+                getattr(job, how)()
+        return found
+
+    monkeypatch.setattr(queue._starter, when, look_then_sleep)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, withdrawn) == (["canceled"] if how == "cancel" else [])
+    assert connection.hget(f"rq:job:{withdrawn}", "status") == (b"canceled" if how == "cancel" else None)
+    assert not list(connection.scan_iter(f"rq:execution*:{withdrawn}*"))
+
+
 def test_an_id_that_stands_in_the_queue_twice_runs_once(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     connection.rpush("rq:queue:generate", job_id)
@@ -219,6 +298,25 @@ def test_a_timed_out_jobs_text_is_kept_and_rq_retries_it_if_it_may(connection, p
     failed = Job.fetch(job_id, connection, JSONSerializer)
     assert failed.meta["partial"] == "so far"
     assert failed.latest_result().exc_string == "GenerationTimedOut: late"
+
+
+def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhile(
+    connection, producer, queue, monkeypatch
+):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    real = queue._ender.owns
+
+    def look_then_sleep(handle):
+        owned = real(handle)
+        if owned:
+            connection.delete(f"rq:job:{job_id}")
+        return owned
+
+    monkeypatch.setattr(queue._ender, "owns", look_then_sleep)
+    with suppress(OwnershipLost, RedisUnavailable):
+        queue.fail(job, GenerationTimedOut("late"), "so far")
+    assert not connection.exists(f"rq:job:{job_id}")
 
 
 def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer):
@@ -319,17 +417,90 @@ def test_a_heartbeat_does_not_bring_back_the_execution_of_a_run_before(connectio
     for name, agent in (("other", "b"), ("retried", "a")):
         plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
     jobs = {job.job_id: job for job in claim(queue)}
-    real = queue._identity.maintain_heartbeats
+    real = queue._identity.beat_execution
 
-    def maintain(job, execution):
+    def beat_then_look_away(job, execution):
         real(job, execution)
         if job.id == "other":
             queue.fail(jobs["retried"], GenerationTimedOut("late"))
             assert [job.job_id for job in claim(queue)] == ["retried"]
 
-    monkeypatch.setattr(queue._identity, "maintain_heartbeats", maintain)
+    monkeypatch.setattr(queue._identity, "beat_execution", beat_then_look_away)
     queue.beat()
     assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
+
+
+@pytest.mark.parametrize("fell_asleep_after", ["lease", "worker"])
+def test_a_heartbeat_that_slept_half_way_brings_back_nothing_the_next_worker_has_tidied_up(
+    redis_url, connection, producer, queue, monkeypatch, fell_asleep_after
+):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+
+    def then_sleep(act):
+        def acting(*args):
+            done = act(*args)
+            connection.delete(LEASE_KEY.format(queue="generate"))  # it ran out
+            with open_queue(read_settings({"redis_url": redis_url}), redis_url) as successor:
+                assert successor.rq_queue.recover() == 1
+                (job,) = claim(successor.rq_queue)
+                successor.rq_queue.finish(job, RESULT)
+            connection.delete(f"rq:job:{job_id}")  # the result's time to live has passed
+            return done
+
+        return acting
+
+    asleep = {"lease": (queue._lease, "renew"), "worker": (queue._identity, "beat")}[fell_asleep_after]
+    monkeypatch.setattr(*asleep, then_sleep(getattr(*asleep)))
+    queue.beat()
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not connection.exists(f"rq:job:{job_id}")
+    assert all(connection.ttl(key) > 0 for key in connection.scan_iter("rq:worker:*"))
+
+
+def test_a_heartbeat_does_not_bring_back_the_record_of_a_running_job_that_was_deleted(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+    connection.delete(f"rq:job:{job_id}")
+    queue.beat()
+    assert not connection.exists(f"rq:job:{job_id}")
+
+
+def test_a_heartbeat_shows_the_worker_again_after_the_server_has_lost_it(connection, queue):
+    connection.delete(queue._identity.key, "rq:workers", "rq:workers:generate")
+    connection.hincrby(queue._identity.key, "successful_job_count", 1)
+    queue.beat()
+    (shown,) = WorkerOfRq.all(connection)
+    assert shown.name == queue._identity.name
+    assert shown.birth_date is not None
+    assert connection.smembers("rq:workers:generate") == {queue._identity.key.encode()}
+    assert connection.ttl(queue._identity.key) > 0
+
+
+@pytest.mark.parametrize("last", ["beat", "settle", "start", "finish", "fail"])
+def test_what_a_worker_writes_into_its_record_after_that_has_expired_does_not_stay_for_ever(
+    connection, producer, queue, monkeypatch, last
+):
+    """Whatever it does last before it is killed."""
+    submit(producer, "a")
+    jobs = [] if last == "start" else claim(queue)
+    queue._identity.set_state("idle")
+    connection.delete(queue._identity.key)
+
+    def gone(*args):
+        raise RedisConnectionError("gone")
+
+    monkeypatch.setattr(queue._connection, "expire", gone)
+    acts = {
+        "beat": queue.beat,
+        "settle": queue._identity.settle_state,
+        "start": lambda: claim(queue),
+        "finish": lambda: queue.finish(jobs[0], RESULT),
+        "fail": lambda: queue.fail(jobs[0], ValueError("x")),
+    }
+    with suppress(RedisConnectionError):
+        acts[last]()
+    assert connection.ttl(queue._identity.key) != -1
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
@@ -363,9 +534,7 @@ def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another
     def read_then_sleep(job_id):
         found = real(job_id)
         connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
-        taken_over(connection)
-        if then == "has left again":
-            connection.delete(LEASE_KEY.format(queue="generate"))
+        taken_over(connection, and_left=then == "has left again")
         return found
 
     monkeypatch.setattr(queue._starter, "_read", read_then_sleep)
@@ -374,9 +543,8 @@ def test_a_worker_that_slept_between_claim_and_start_does_not_start_what_another
     assert connection.hget(f"rq:job:{job_id}", "status") == b"queued"
     assert not list(connection.scan_iter("rq:execution*"))
     assert not queue._identity.executions
-    if then == "has left again":
-        monkeypatch.undo()
-        assert [job.job_id for job in claim(queue)] == [job_id]
+    monkeypatch.undo()
+    assert claim(queue) == []
 
 
 def test_a_job_starts_also_when_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):

@@ -33,6 +33,7 @@ class ClaimedJob:
     Attributes:
         attempt: 1, or more after a worker died with this job in flight.
         enqueued_at, claimed_at: Unix time in seconds.
+        claim_number: grows with each job this process claims: the order to give them back in. A clock may jump.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
         handle: the queue adapter's own record of it; nobody else looks inside.
         cancel: set by the inbox when the job must not go on; the loader and the engine look at it.
@@ -45,6 +46,7 @@ class ClaimedJob:
     attempt: int
     enqueued_at: float
     claimed_at: float
+    claim_number: int
     deadline: float | None
     handle: Any = field(repr=False)
     cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
@@ -94,8 +96,12 @@ class QueuePort(Protocol):
         """Forget a job that is not ours any more: our execution is removed, the job's own state is left as it is."""
         ...
 
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:
-        """Put jobs back at the front of their queues, in their order."""
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
+        """Put jobs back at the front of their queues, in their order.
+
+        Returns:
+            how many: none that has ended meanwhile, and none at all when the queue is not ours any more.
+        """
         ...
 
     def recover(self) -> int:

@@ -19,16 +19,17 @@ from stoker_shared.wire import LEASE_KEY, META_PARTIAL
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
-from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 # The execution's hash goes with its entry in the registry of started jobs, in one transaction, whoever ends it.
-_OWNS = """
-local lease = redis.call('GET', KEYS[3])
-if lease and lease ~= ARGV[1] then return 0 end
-if not lease then redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[2]) end
-if redis.call('HGET', KEYS[1], 'status') ~= 'started' then return 0 end
-return redis.call('EXISTS', KEYS[2])
+_OWNS = (
+    HOLDS
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+if redis.call('HGET', KEYS[3], 'status') ~= 'started' then return 0 end
+return redis.call('EXISTS', KEYS[4])
 """
+)
 
 
 class OwnedQueue(Queue):
@@ -64,10 +65,10 @@ class JobEnder:
         self._owns = connection.register_script(_OWNS)
 
     def owns(self, handle: RqHandle) -> bool:
-        """Also takes a lease up again that ran out while Redis was away: only another holder's value deposes us."""
+        """Also takes a lease up again that ran out while Redis was away, as `Lease.is_ours` does."""
         queue = handle.job.origin
-        keys = [handle.job.key, handle.execution.key, LEASE_KEY.format(queue=queue)]
-        held: int = self._owns(keys=keys, args=[self._lease.held_value(queue), self._lease.ttl_ms])
+        keys = [*self._lease.keys(queue), handle.job.key, handle.execution.key]
+        held: int = self._owns(keys=keys, args=self._lease.args(queue))
         return held == 1
 
     def finish(self, handle: RqHandle, result: Mapping[str, Any]) -> None:
@@ -101,8 +102,7 @@ class JobEnder:
         """
         rq_job, queue = handle.job, self._opened(handle)
         if partial_text is not None:
-            rq_job.meta[META_PARTIAL] = partial_text
-            rq_job.save_meta()
+            rq_job.meta[META_PARTIAL] = partial_text  # written with the rest: the job may be deleted by then
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
@@ -151,6 +151,8 @@ class JobEnder:
         """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
         self._check(pipeline, handle)
         pipeline.multi()
+        if META_PARTIAL in handle.job.meta:
+            pipeline.hset(handle.job.key, "meta", handle.job._serialize_meta())
 
     def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
         rq_job = handle.job

@@ -3,16 +3,19 @@
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import WatchError
+from rq import worker_registration
 from rq.command import parse_payload
-from rq.executions import Execution
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
@@ -22,6 +25,28 @@ from stoker_worker.rq_worker.json_job import JsonJob
 log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
+
+# What is gone stays gone: a worker that fell asleep half-way would else bring back one field of what others have tidied
+# up, and one that was killed just then would leave it for ever.
+_WRITE_INTO_RECORD = """
+if not redis.call('HGET', KEYS[1], 'birth') then return 0 end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+return 1
+"""
+_BEAT_EXECUTION = """
+local execution, wip, of_job, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local id, member, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if redis.call('EXISTS', execution) == 0 then return 0 end
+redis.call('HSET', execution, 'last_heartbeat', ARGV[4])
+redis.call('EXPIRE', execution, ttl)
+redis.call('ZADD', wip, 'XX', math.floor(now) + ttl, member)
+redis.call('ZADD', of_job, 'XX', math.floor(now) + ttl + 60, id)
+redis.call('EXPIRE', of_job, ttl + 60)
+if redis.call('EXISTS', job) == 1 then redis.call('HSET', job, 'last_heartbeat', ARGV[5]) end
+return 1
+"""
 
 
 class RqIdentity(BaseWorker):
@@ -52,7 +77,10 @@ class RqIdentity(BaseWorker):
             job_monitoring_interval=max(1, int(heartbeat_s)),
             log_job_description=False,  # a plain producer's description holds its prompt
         )
+        self._record_ttl_s = worker_ttl_s + 60  # as RQ's own
         self._execution_lease_s = lease_ttl_s
+        self._write_into_record = connection.register_script(_WRITE_INTO_RECORD)
+        self._beat_execution = connection.register_script(_BEAT_EXECUTION)
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_stop_job: Callable[[str], None] = lambda job_id: None
@@ -61,6 +89,46 @@ class RqIdentity(BaseWorker):
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
+
+    def beat(self) -> None:
+        """Show that this worker lives; it is registered anew when the server has lost it, or was away for too long."""
+        self.last_heartbeat = now()
+        if self._write_record("last_heartbeat", utcformat(self.last_heartbeat)):
+            return
+        with self.connection.pipeline() as pipeline:
+            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            pipeline.expire(self.key, self._record_ttl_s)
+            worker_registration.register(self, pipeline)
+            pipeline.execute()
+
+    def beat_execution(self, job: Job, execution: Execution) -> None:
+        """RQ's `Execution.heartbeat`, for one that is still there."""
+        execution.last_heartbeat = job.last_heartbeat = moment = now()
+        keys = [
+            execution.key,
+            job.started_job_registry.key,
+            ExecutionRegistry(job.id, connection=self.connection).key,
+            job.key,
+        ]
+        args: list[str | int | float] = [execution.id, execution.composite_key, self._execution_lease_s]
+        self._beat_execution(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)])
+
+    def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
+        if pipeline is None:
+            self._state = state
+            self._write_record("state", state)
+        else:
+            super().set_state(state, pipeline)
+            pipeline.expire(self.key, self._record_ttl_s)
+
+    def increment_total_working_time(self, job_execution_time: timedelta, pipeline: Pipeline) -> None:
+        """The last of the counts RQ writes into our hash when a job ends, whether the hash is there or not."""
+        super().increment_total_working_time(job_execution_time, pipeline)
+        pipeline.expire(self.key, self._record_ttl_s)
+
+    def _write_record(self, field: str, value: str) -> bool:
+        keys = [self.key, self.executions_key]
+        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value]))
 
     def begin(self, job: Job, check: Callable[[Pipeline], None]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.

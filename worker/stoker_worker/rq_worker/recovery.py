@@ -44,8 +44,10 @@ class Recovery:
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:
                 pipeline.hget(Job.key_for(orphan.job_id), "enqueued_at")
-            enqueued_at = dict(zip((orphan.job_id for orphan in found), pipeline.execute(), strict=True))
-        return sorted(found, key=lambda orphan: enqueued_at[orphan.job_id] or b"", reverse=True)
+            # A key that is no hash is one job nobody can run, not a failure of the recovery.
+            replies = [reply if isinstance(reply, bytes) else b"" for reply in pipeline.execute(raise_on_error=False)]
+        enqueued_at = dict(zip((orphan.job_id for orphan in found), replies, strict=True))
+        return sorted(found, key=lambda orphan: enqueued_at[orphan.job_id], reverse=True)
 
     def forget_dead_workers(self) -> None:
         """Remove the registrations of other stoker workers on our queues: dashboards would show them for minutes."""
@@ -70,7 +72,8 @@ class Recovery:
         with self._connection.pipeline(transaction=False) as pipeline:
             for execution in executions:
                 pipeline.hget(execution.key, "worker_name")
-            owners = [(owner or b"").decode(errors="replace") for owner in pipeline.execute()]
+            replies = pipeline.execute(raise_on_error=False)
+        owners = [reply.decode(errors="replace") if isinstance(reply, bytes) else "" for reply in replies]
         for execution, owner in zip(executions, owners, strict=True):
             execution.worker_name = owner
             if owner == self._worker_name:

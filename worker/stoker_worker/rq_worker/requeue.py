@@ -25,7 +25,7 @@ local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local claimed = redis.call('LREM', intermediate, 1, job_id)
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
 if claimed == 0 and not started then return 'ended' end
-local status = redis.call('HGET', job, 'status')
+local status = redis.pcall('HGET', job, 'status') -- of a key that is no hash: an error, which is no status
 local runs = status == 'started' or status == 'queued'
 if runs and started and counts == '1' then
   redis.call('HSET', job, ARGV[5], (tonumber(redis.call('HGET', job, ARGV[5])) or 0) + 1)

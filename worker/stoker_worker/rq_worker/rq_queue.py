@@ -125,7 +125,7 @@ class RqQueue:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job in jobs:
                 pipeline.hget(job.handle.job.key, "status")
-            statuses = pipeline.execute()
+            statuses = pipeline.execute(raise_on_error=False)  # a key that is no hash any more was withdrawn as well
             for job in jobs:
                 if job.job_id in progress:
                     self._publish(keys=[job.handle.job.key], args=[FIELD_TOKENS, progress[job.job_id]], client=pipeline)
@@ -177,11 +177,11 @@ class RqQueue:
         with self._ending:  # a transaction that ends a job watches the lease
             if not self._lease.renew():
                 return False
-        self._identity.heartbeat(self._identity.worker_ttl + 60)
+        self._identity.beat()
         for job in list(self._in_flight.values()):
             with self._ending:
                 if self._in_flight.get(job.job_id) is job:  # not over, and not claimed anew since
-                    self._identity.maintain_heartbeats(job.handle.job, job.handle.execution)
+                    self._identity.beat_execution(job.handle.job, job.handle.execution)
         return True
 
     # --- finaliser thread ---
@@ -215,13 +215,17 @@ class RqQueue:
             self._forget(job)
             self._ender.clean_up(job.handle)
 
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> None:
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
+        given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
             with self._ending:
+                self._forget(job)  # whatever comes: recovery leaves alone what stands here
                 lost = InFlight(job.job_id, job.queue, job.handle.execution)
-                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
+                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "requeued":
+                    given_back += 1
+                else:
                     self._ender.clean_up(job.handle)
-                self._forget(job)
+        return given_back
 
     # --- steps ---
 
