@@ -40,8 +40,8 @@ def _summary(content: Json) -> str:
         f"took {found['ratio']['median']} times as long after a restart as from RAM (median of {found['ratio']['n']} "
         f"pairs, {found['ratio']['min']} to {found['ratio']['max']}; at most 1.15 was asked for), and "
         f"{found['ratio_touched']['median']} times where other processes had touched the memory before. Of the stored "
-        f"tokens at most {found['stored_tokens_prefilled_again']} was computed again. While {steps['mb']} MB were read and "
-        f"verified ({steps['read_s']['median']} s), {steps['rows']} rows went on; their longest step took "
+        f"tokens at most {found['stored_tokens_prefilled_again']} was computed again. While {steps['mb']} MB were read "
+        f"and verified ({steps['read_s']['median']} s), {steps['rows']} rows went on; their longest step took "
         f"{steps['longest_over_quiet']['reading']} times a quiet one (at most 2 was asked for)."
     )
 

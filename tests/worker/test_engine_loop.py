@@ -48,7 +48,7 @@ class Engine:
 
 def ready(agent_id, *, has_next):
     request = build_request({"agent_id": agent_id, "prompt": "p"})
-    job = ClaimedJob(f"job-{agent_id}", "q", request, Delivery(f"job-{agent_id}", "2026"), 1, 0.0, 0.0, None, None)
+    job = ClaimedJob(f"job-{agent_id}", "q", request, Delivery(f"job-{agent_id}", "2026"), 1, 0.0, 0.0, 0, None, None)
     work, prompt = GenerationWork(request, (1, 2)), Prompt((1, 2), None, "p")
     return Prepared(job, AgentVersion(agent_id, 0, None), prompt, Restored(None, "none"), work, None, 0, 0.0, has_next)
 
@@ -57,7 +57,7 @@ def ready(agent_id, *, has_next):
 def running():
     engine, ended = Engine(), Queue()
     provider = SimpleNamespace(load=lambda: (engine, SimpleNamespace()), leave_thread=lambda: None)
-    loop = EngineLoop(provider, to_finaliser=ended.put)
+    loop = EngineLoop(provider, to_finaliser=ended.put, on_broken=lambda: None)
     loop.start()
     yield loop, engine, ended
     loop.finish()
