@@ -7,14 +7,14 @@ output is compared, token for token, with mlx-lm's own single, uncached run. Run
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import seed_claims
-from bench import Bench, Prepared, main
+from bench import MAX_BATCH, Bench, Prepared, main
 from common import Json, difference, machine, note, spread
 from exp_004_report import render
 from prompts import DELTAS, text_of
@@ -118,21 +118,10 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
     The model's forward pass of the next step is under way when a row is handed over. What is measured as `wait` would
     be waited for in the next step anyway; `copy` is what handing over adds: mlx-lm's lazy copy of the row, and the cut.
     """
-    import mlx.core as mx
-    from mlx_lm.generate import generation_stream
-
-    from stoker_worker.engine import arrays, batch_engine
+    from stoker_worker.engine import batch_engine
 
     times: list[tuple[float, float]] = []
-
-    def timed(*piece_of: Any) -> CacheSlice:
-        begin = time.perf_counter()
-        mx.synchronize(generation_stream)
-        waited = time.perf_counter()
-        piece = arrays.slice_caches(*piece_of)
-        times.append((waited - begin, time.perf_counter() - waited))
-        return piece
-
+    timed = timing(times)
     store = AgentStore(folder)
     bench.serve(
         store, [{"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths]
@@ -174,6 +163,60 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
     return [{"tokens": n, "kind": kind, **{k: spread(v) for k, v in s.items()}} for (n, kind), s in samples.items()]
 
 
+def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
+    """`slice_caches`, noting how many seconds it waited for the model's stream, and how many it then took."""
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+
+    from stoker_worker.engine import arrays
+
+    def timed(*piece_of: Any) -> CacheSlice:
+        begin = time.perf_counter()
+        mx.synchronize(generation_stream)
+        waited = time.perf_counter()
+        piece = arrays.slice_caches(*piece_of)
+        times.append((waited - begin, time.perf_counter() - waited))
+        return piece
+
+    return timed
+
+
+def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int) -> Json:
+    """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: what handing
+    over takes of the time in which nothing but decoding happens."""
+    from stoker_worker.engine import batch_engine
+
+    note(f"a busy batch: {turns} turns")
+    store, engine = AgentStore(folder), bench.engine()
+    fields = {"agent_id": "a", "prompt": text_of(bench.encode, "English", history)}
+    bench.serve(store, [{**fields, "max_tokens": 1}])
+    waiting = [
+        bench.prepare(store, {**fields, "max_tokens": answer * 3 // 4 + turn * answer // 2 // turns})
+        for turn in range(turns)
+    ]
+    times: list[tuple[float, float]] = []
+    decoding, tokens, in_flight = 0.0, 0, 0
+    with patch.object(batch_engine, "slice_caches", timing(times)):
+        while waiting or engine.in_flight:
+            while waiting and engine.in_flight < MAX_BATCH:
+                engine.submit(waiting.pop(0).work)
+            ready = set(engine.progress())
+            begin, n_handed = time.perf_counter(), len(times)
+            completions = engine.step()
+            seconds = time.perf_counter() - begin
+            tokens += sum(len(completion.generated_ids) for completion in completions)
+            started = {uid for uid, n_tokens in engine.progress().items() if n_tokens} | {x.uid for x in completions}
+            if ready <= started:  # every row had its token: nobody was on its way in
+                decoding += seconds - sum(copy for _, copy in times[n_handed:])
+                in_flight = max(in_flight, len(ready))
+    engine.close()
+    store.close()
+    copied, waited = (1000 * sum(part) for part in zip(*((copy, wait) for wait, copy in times), strict=True))
+    return {"history": history, "turns": turns, "in_the_batch": in_flight, "tokens": tokens,
+            "decode_ms": round(1000 * decoding), "copy_ms": round(copied, 1), "wait_ms": round(waited, 1),
+            "share": round(copied / (1000 * decoding), 4)}  # fmt: skip
+
+
 def _bytes(cache: CacheSlice | None) -> int:
     return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0
 
@@ -192,6 +235,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     costs = hand_over_costs(
         bench, folder / "costs", (32,) if quick else (100, 300, 600, 1100), 1 if quick else 2, 3 if quick else 8
     )
+    busy = busy_batch(bench, folder / "busy", *((32, 6, 8) if quick else (1000, 24, 64)))
     rows = [row for batch in found.values() for row in batch]
     criteria = {
         "every_row_equals_its_solo_run": all(row["differs_at"] is None for row in rows),
@@ -203,9 +247,10 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "handed_over_bytes_never_change": all(row["unchanged_at_the_end"] for row in rows),
         "all_restored_after_reopening": all(row["continued_ok"] for row in rows),
         "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
+        "handing_over_under_5_percent_of_decode_time": busy["share"] < 0.05,
     }
     return {"machine": machine(bench), "verdict": {"passed": all(criteria.values()), **criteria}, "batches": found,
-            "costs": costs, "seed_claims": seed_claims.check(bench)}  # fmt: skip
+            "costs": costs, "busy": busy, "seed_claims": seed_claims.check(bench)}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
 def _summary(content: Json) -> str:
     rows = [row for batch in content["batches"].values() for row in batch]
     whole = [cost for cost in content["costs"] if cost["kind"] == "whole"]
+    busy = content["busy"]
     most = max(whole, key=lambda cost: cost["tokens"])
     return "\n".join((
         f"{len(rows)} rows in {len(content['batches'])} batches: {sum(r['differs_at'] is None for r in rows)} gave "
@@ -51,6 +52,10 @@ def _summary(content: Json) -> str:
         f"{most['copy_ms']['median']:.1f} ms, {100 * most['share_of_step']['median']:.1f}% of the decode step before "
         f"it (medians of {most['copy_ms']['n']}); saving it durably took {most['save_ms']['median']:.0f} ms "
         f"(median of {most['save_ms']['n']}).",
+        f"In a batch of {busy['in_the_batch']} that never ran dry, {busy['turns']} turns of agents with "
+        f"{busy['history']} tokens, {busy['tokens'] // busy['turns']} tokens each: handing over took "
+        f"{busy['copy_ms']:.0f} ms beside {busy['decode_ms'] / 1000:.3g} s of decoding, "
+        f"{100 * busy['share']:.2g}% of it.",
     ))  # fmt: skip
 
 
@@ -72,7 +77,7 @@ def _claims(found: Json) -> str:
             f"mlx-lm reloads {found['reload_tokens']} tokens: until the loader returns; until the arrays are there",
             f"{_span(found['reload_returns_ms'])} ms; {_span(found['reload_evaluated_ms'])} ms",
         ),
-        ("stoker serves Gemma 3, the seeds' own model, today", yes[found["gemma_3_is_served"]]),
+        ("stoker serves Gemma 3, the seeds' own model", yes[found["gemma_3_is_served"]]),
     )  # fmt: skip
     return table(("asked", "found"), rows)
 

@@ -12,6 +12,7 @@ from stoker import Producer
 pytestmark = [pytest.mark.model, pytest.mark.server]
 
 MAX_TOKENS = 14
+TWELVE_BLOCKS = 12 * 256 * 46080  # bytes of a token's cache in float32; eight rows do not fit at once
 RAW = ["The longest river in South America is", "To tie a bowline, first make"]
 CHATS = ["Name two primary colours.", "What do bees make?"]
 BRIEF = " ".join(f"Shelf {n} holds box {n * 7 % 31} with part number {n * n + 3}." for n in range(24))
@@ -108,7 +109,7 @@ def test_two_turns_over_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_pre
                 ids = stored[agent] + tokenizer.encode(turn, add_special_tokens=False)
         expected.append(ids)
         tickets.append(producer.submit(agent_id=str(agent), context=context, max_tokens=MAX_TOKENS, **new))
-    run_worker()
+    assert "KV memory: 12 blocks" in run_worker("--kv-max-bytes", str(TWELVE_BLOCKS)).log
     for agent, ticket, ids in zip(agents, tickets, expected, strict=True):
         result = ticket.result(timeout_s=1)
         assert result.text == reference.text(ids), agent

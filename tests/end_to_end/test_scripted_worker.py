@@ -260,6 +260,25 @@ def test_a_common_system_prompt_is_cached_once_for_all_agents_that_may_share_it(
         assert ticket.result(timeout_s=1).usage.cached_tokens == expected
 
 
+def test_a_question_on_the_side_reads_the_agents_memory_and_leaves_no_version(producer, redis_url, store):
+    asked = [
+        producer.submit(agent_id="a", context="append", prompt="x" * 300, max_tokens=4),
+        producer.submit(agent_id="a", context="append", cache="read", prompt="one", max_tokens=4),
+        producer.submit(agent_id="a", cache="off", prompt="x" * 300, max_tokens=4),
+        producer.submit(agent_id="a", context="append", prompt="two", max_tokens=4),
+    ]
+    with running_worker(redis_url, store, "--burst") as worker:
+        assert worker.wait() == 0, worker.log
+    results = [ticket.result(timeout_s=1) for ticket in asked]
+    assert [result.usage.prompt_tokens for result in results] == [300, 307, 300, 307]
+    assert [result.usage.cached_tokens for result in results] == [0, 304, 0, 304]
+    assert [(result.cache.agent_version, result.cache.saved) for result in results] == [
+        *((1, True), (1, False), (None, False), (2, True)),
+    ]
+    (folder,) = (store / "agents").glob("*/*")
+    assert len(list(folder.glob("*.json"))) == 2
+
+
 def test_a_delivery_that_was_saved_but_not_finished_is_answered_from_the_agents_history(
     producer, redis_url, connection, store
 ):

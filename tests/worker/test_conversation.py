@@ -47,6 +47,17 @@ def test_append_of_messages_equals_the_whole_conversation_rendered_at_once():
     assert append(transcript, messages=[user("three")]).ids == whole.ids
 
 
+def test_a_new_system_message_takes_its_place_behind_what_was_said():
+    system = {"role": "system", "content": "be brief"}
+    later = {"role": "system", "content": "be rude"}
+    transcript = answered(first_turn(messages=[system, user("one")]), "two")
+    prompt = append(transcript, messages=[later, user("three")])
+    answer = {"role": "assistant", "content": "two"}
+    assert prompt.ids == first_turn(messages=[system, user("one"), answer, later, user("three")]).ids
+    assert prompt.ids[: len(transcript.token_ids)] == transcript.token_ids
+    assert [m.content for m in prompt.messages] == ["be brief", "one", "two", "be rude", "three"]
+
+
 def test_append_keeps_the_stored_ids_even_where_encoding_their_text_would_differ():
     odd = [300]  # an id no encoding produces; decodes to nothing a template could have written
     transcript = dataclasses.replace(answered(first_turn(prompt="x"), "y"), token_ids=(*b"xy", *odd), text="xy")

@@ -196,8 +196,8 @@ def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blo
 
     with hold(store) as access:
         done = import_agent(access, file, new_id=new_id, with_blocks=with_blocks)
-    left_out = f"; {done.blocks_left_out} blocks in the file were not taken" if done.blocks_left_out else ""
-    _say(as_json, asdict(done), f"{done.agent_id!r} at version {done.version}, {done.blocks} blocks{left_out}")
+    left_out = f"; {done.blocks_left_out} in the file were not taken (--with-blocks)" if done.blocks_left_out else ""
+    _say(as_json, asdict(done), f"{done.agent_id!r} at version {done.version}, {done.blocks} new blocks{left_out}")
 
 
 def _entry_of(access: "StoreAccess", entries: "list[AgentEntry]", agent_id: str) -> "AgentEntry":

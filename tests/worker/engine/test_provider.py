@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.engine.fingerprint import ModelFolder
 from stoker_worker.engine.provider import CONTEXT_FALLBACK_TOKENS, MlxModelProvider, context_tokens, local_folder
 
@@ -157,6 +158,16 @@ def test_smollm2_in_float32_is_the_stored_weights_exactly_and_says_what_it_is(sm
     assert len(loaded.spec.layers) == 30
     assert loaded.codec.eos_ids == {2}
     assert memo.is_file()
+
+
+@pytest.mark.model
+def test_a_layout_that_cannot_be_stored_is_said_at_start(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = ModelCacheSpec((LayerSpec(LayerKind.UNKNOWN),), "float32")
+    monkeypatch.setattr(ModelCacheSpec, "from_model", lambda *_: unknown)
+    MlxModelProvider(str(smollm2), "native", no_engine).load()
+    assert "its agents have transcripts, no cached tokens" in caplog.text
 
 
 @pytest.mark.model

@@ -344,7 +344,8 @@ def test_every_command_knows_agents_with_snapshots(command: Command, folder: Pat
     assert json.loads(command("gc", "--json").stdout)["blocks"] == 0
     assert content(folder) == before
     command("verify")
-    command("rm", "a", "--yes")
+    done = json.loads(command("rm", "a", "--yes", "--json").stdout)
+    assert (done["blocks"], done["shared_blocks"]) == (0, 2 if kind == "hybrid" else 0)
     store = open_store(folder)
     assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
     store.close()

@@ -1,4 +1,4 @@
-"""A reader written from ``docs/storage-format.md`` alone, without stoker's own code, gets the cache that was saved."""
+"""A reader written from ``docs/storage-format.md`` alone, without stoker's own code, gets what was saved."""
 
 import dataclasses
 import hashlib
@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.memory.agents import SNAPSHOT_SPECS, Agent, cache_of, equal, ids, make_model, open_store, states_of
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    Agent,
+    cache_of,
+    equal,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    open_store,
+    states_of,
+)
 from xxhash import xxh3_128_hexdigest
 
 LONG = ids(700)
@@ -81,3 +92,37 @@ def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype:
         names = ["layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"]
         states = [array for arrays in states_of(LONG[:n_tokens], agent.model) for array in arrays]
         assert all(np.array_equal(tensors[name], array) for name, array in zip(names, states, strict=True))
+
+
+def unsealed(path: Path, name: str) -> tuple[Any, str]:
+    """What a record or HEAD says, its checksum verified; and that checksum."""
+    first, _, rest = path.read_bytes().partition(b"\n")
+    assert first.decode().split(" ") == [name, "1", xxh3_128_hexdigest(rest)]
+    return json.loads(rest), xxh3_128_hexdigest(rest)
+
+
+def test_a_stranger_reads_conversations(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    said = [make_transcript(LONG[:300], text="one two")]
+    said += [make_transcript((*LONG[:300], *LONG[400:500]), text="one two three")]
+    said += [make_transcript((*LONG[:250], 7, 8), text="one 2"), make_transcript((*LONG[:250], 7, 9), text="one 2 4")]
+    for transcript in said:
+        agent.store.save(make_turn(agent, agent.open().number, transcript, None))
+        folder = next(tmp_path.glob(f"agents/*/{hashlib.sha256(b'agent').hexdigest()}"))
+        head, _ = unsealed(folder / "HEAD", "stoker-head")
+        chain, number, wanted = [], head["version"], head["record"]
+        while wanted is not None:
+            record, checksum = unsealed(folder / f"{number:08d}.json", "stoker-record")
+            assert (record["agent_id"], record["version"], checksum) == ("agent", number, wanted)
+            chain.insert(0, record)
+            number, wanted = number - 1, record["parent"]
+        tokens: list[int] = []
+        text = ""
+        for record in chain:
+            tokens[record["keep_tokens"] :] = record["new_tokens"]
+            text = text[: record["keep_text"]] + record["new_text"]
+        assert (tuple(tokens), text) == (transcript.token_ids, transcript.text)
+        newest = chain[-1]
+        assert (newest["new_messages"], newest["ended_by"], newest["tokenizer"]) == (None, "eos", "tok")
+        assert newest["result"] == {"job_id": newest["delivery"]["job_id"], "version": newest["version"]}
+    assert len(chain) == 4

@@ -99,6 +99,8 @@ def test_an_agent_goes_on_in_another_store(
     assert store.verify() == []
     store.close()
     assert list(away.temp.iterdir()) == []
+    again = import_agent(away, exported, new_id="c", with_blocks=with_blocks)
+    assert (again.blocks, again.blocks_left_out) == (0, 0 if with_blocks else 3)
 
 
 def test_only_the_owner_may_read_what_was_exported(exported: Path) -> None:

@@ -91,7 +91,8 @@ class ModelFolder:
         draft = self.memo.with_name(f".{self.memo.name}.{uuid.uuid4().hex[:8]}")
         try:
             self.memo.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=1, sort_keys=True) + "\n")
             draft.replace(self.memo)
         except OSError:  # the next start hashes again
             with suppress(OSError):

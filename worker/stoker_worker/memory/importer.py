@@ -29,7 +29,8 @@ from stoker_worker.memory.verify import verify_blocks, verify_pieces
 
 @dataclass(frozen=True)
 class Imported:
-    """Which agent is there now, and what became of the blocks in the file: taken, or left out."""
+    """Which agent is there now; how many blocks were taken from the file, and how many left out because nobody asked
+    for them. Those that were there already are neither."""
 
     agent_id: str
     version: int
@@ -87,7 +88,7 @@ class _Import:
             raise Damaged(f"its {path.name.partition('-')[0]} {problem}")
         blocks = self._stage_blocks(state) if self._with_blocks else []
         self._reveal(folder, blocks)
-        return Imported(agent_id, head.version, len(blocks), len(self._blocks) - len(blocks))
+        return Imported(agent_id, head.version, len(blocks), 0 if self._with_blocks else len(self._blocks))
 
     def _read(self) -> tuple[Head, str, dict[int, bytes]]:
         """HEAD, whose it is, and every record as it is."""

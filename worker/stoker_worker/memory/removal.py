@@ -31,4 +31,5 @@ def remove_agent(store: StoreAccess, agent_id: str) -> Removed:
     used = history_blocks(folder.read_records().values(), path_of).union(newest_blocks(folder.read(), path_of))
     others = {path for entry in take_census(store) if entry.folder != folder.path for path in entry.blocks}
     store.discard(folder.path)
-    return Removed(*remove_blocks(store, used - others), len(used & others))
+    shared = sum(path.exists() for path in used & others)  # some may be evicted, and some models have no blocks at all
+    return Removed(*remove_blocks(store, used - others), shared)
