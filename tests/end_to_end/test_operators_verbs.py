@@ -1,4 +1,4 @@
-"""What operators have in RQ's own tools, used on one job among many in flight: it does what its name says, to that one."""
+"""RQ's own commands, used on one job among many in flight: each does what its name says, and to that job alone."""
 
 import signal
 import subprocess
@@ -47,9 +47,9 @@ class Scene:
         return places(self.connection, ticket.job_id)
 
     def assert_they_go_on(self, tickets):
+        assert [self.places(ticket) for ticket in tickets] == [["wip"]] * len(tickets)
         before = [ticket.status().tokens for ticket in tickets]
         self.worker.wait_for(lambda: all(now.status().tokens > then for now, then in zip(tickets, before, strict=True)))
-        assert [self.places(ticket) for ticket in tickets] == [["wip"]] * len(tickets)
 
 
 @pytest.fixture
