@@ -27,6 +27,10 @@ def connection(redis_url):
         yield connection
 
 
+def tokens(ticket):
+    return ticket.status().tokens or 0
+
+
 class Scene:
     """A worker with many jobs in flight that end only when somebody ends them; its places are not all taken."""
 
@@ -34,7 +38,7 @@ class Scene:
         self.redis_url, self.connection, self.worker = redis_url, connection, worker
         self.producer = Producer(redis_url)
         self.tickets = [self.endless(f"agent {n}") for n in range(N_JOBS)]
-        worker.wait_for(lambda: all((ticket.status().tokens or 0) > 0 for ticket in self.tickets))
+        worker.wait_for(lambda: all(tokens(ticket) > 0 for ticket in self.tickets))
 
     def endless(self, agent):
         return self.producer.submit(agent_id=agent, prompt="x", max_tokens=1_000_000)
@@ -48,8 +52,8 @@ class Scene:
 
     def assert_they_go_on(self, tickets):
         assert [self.places(ticket) for ticket in tickets] == [["wip"]] * len(tickets)
-        before = [ticket.status().tokens for ticket in tickets]
-        self.worker.wait_for(lambda: all(now.status().tokens > then for now, then in zip(tickets, before, strict=True)))
+        before = [tokens(ticket) for ticket in tickets]
+        self.worker.wait_for(lambda: all(tokens(now) > then for now, then in zip(tickets, before, strict=True)))
 
 
 @pytest.fixture
