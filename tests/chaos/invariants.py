@@ -15,6 +15,7 @@ from tests.chaos.traffic import ENDED, Traffic
 
 from stoker_worker.memory.access import StoreAccess, look_at
 from stoker_worker.memory.record import TurnRecord, replay
+from stoker_worker.rq_worker.connect import EXECUTION_LEASE_S
 
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 IS_REGISTERED = {"finished": "finished", "failed": "failed", "stopped": "failed", "canceled": "canceled"}
@@ -122,12 +123,12 @@ class Aftermath:
             assert left == [], [(key, self._connection.ttl(key)) for key in left]
 
     def _is_left_by_rq(self, key: str) -> bool:
-        """An execution that stands in no registry and is gone within the hour.
+        """An execution that stands in no registry and expires by itself.
 
         A cancel or delete of a running job by RQ's way leaves it, and its worker, if that dies then, cannot see to it.
         """
         kind, job_id = [*key.split(":"), ""][1:3]
-        if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= 3660:
+        if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= EXECUTION_LEASE_S + 60:
             return False
         return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
 

@@ -25,7 +25,7 @@ SHORT = {
     "STOKER_RECOVER_S": "0.3",
     "STOKER_POLL_S": "0.02",
 }
-MOST_OFF_S = 1500.0  # RQ's own tools would take a job of a worker an hour behind for abandoned
+MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 
 EPISODES = {
     "kill": 30, "stop": 10, "stop twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis and worker": 4, "clock": 6,

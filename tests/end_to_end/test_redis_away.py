@@ -59,6 +59,32 @@ def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_wh
     assert {result.attempt for result in results} == {1}
 
 
+@pytest.mark.parametrize("how", ["stands still for longer than the lease", "answers slowly"])
+def test_a_server_that_is_there_but_does_not_answer_costs_nothing_either(server, tmp_path, how):
+    """Unlike one that is gone it carries out later what it was sent."""
+    producer = Producer(server.url)
+    tickets = [producer.submit(agent_id=f"a{n % 4}", prompt="x", context="append", max_tokens=60) for n in range(8)]
+    options = ("--scripted-steps-per-s", "60", "--max-batch", "4")
+    with running_worker(server.url, tmp_path / "store", *options, env=SHORT) as worker:
+        worker.wait_for(lambda: sum(ticket.status().state == "started" for ticket in tickets) == 4)
+        with Redis.from_url(server.url) as connection:
+            if how == "answers slowly":
+                for _ in range(6):
+                    connection.client_pause(300)
+                    time.sleep(0.4)
+            else:
+                pid = connection.info("server")["process_id"]
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(3)  # jobs end meanwhile
+                os.kill(pid, signal.SIGCONT)
+            results = [ticket.result(timeout_s=40) for ticket in tickets]
+            assert [connection.xlen(f"rq:results:{ticket.job_id}") for ticket in tickets] == [1] * 8
+            assert connection.zcard("rq:wip:generate") == connection.llen("rq:queue:generate") == 0
+        assert worker.returncode is None, worker.log
+    assert [result.cache.agent_version for result in results] == [1] * 4 + [2] * 4
+    assert {result.attempt for result in results} == {1}
+
+
 def test_a_stop_ends_also_when_redis_does_not_come_back(server, tmp_path):
     ticket = Producer(server.url).submit(agent_id="a", prompt="x", max_tokens=100_000)
     with running_worker(server.url, tmp_path / "store", env=SHORT) as worker:

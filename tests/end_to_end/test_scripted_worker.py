@@ -112,6 +112,28 @@ def test_a_killed_workers_jobs_all_finish_under_the_next_worker_and_once_each(
     assert found["started"] == []
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_rq_info_takes_no_job_from_a_worker_that_was_down_or_asleep_for_a_day(
+    producer, redis_url, connection, store, end
+):
+    """RQ's tools fail a job whose lease is over, and this is the day on which operators look."""
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=200)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "40") as first:
+        first.wait_for(lambda: (ticket.status().tokens or 0) > 3)
+        first.signal(end)
+        time.sleep(0.2)
+        for entry, lease_until in connection.zrange("rq:wip:generate", 0, -1, withscores=True):
+            connection.zadd("rq:wip:generate", {entry: lease_until - 86_400})
+        subprocess.run([sys.executable, "-m", "rq.cli", "info", "--url", redis_url], capture_output=True, check=True)
+        assert ticket.status().state == "started"
+        first.signal(signal.SIGCONT)
+        if end == signal.SIGKILL:
+            first.wait()
+            with running_worker(redis_url, store, "--burst", log_name="next.log") as second:
+                assert second.wait() == 0, second.log
+        assert ticket.result(timeout_s=30).attempt == (2 if end == signal.SIGKILL else 1)
+
+
 def test_a_job_that_kills_its_worker_three_times_is_failed_with_the_reason(producer, redis_url, store):
     poison = producer.submit(agent_id="poison", prompt="crash", max_tokens=5)
     beside = producer.submit(agent_id="beside", prompt="x", max_tokens=400)

@@ -21,6 +21,7 @@ class Queue:
 
     def __init__(self):
         self.finished, self.given_back, self.lease_lost = [], [], False
+        self.dropped = []
         self.answers = []  # what Redis says to the next calls of `finish`
 
     def owns(self, job):
@@ -30,6 +31,9 @@ class Queue:
         if self.answers:
             raise self.answers.pop(0)
         self.finished.append(job.job_id)
+
+    def drop(self, job):
+        self.dropped.append(job.job_id)
 
     def give_back(self, jobs, *, counts_as_attempt):
         if self.lease_lost:
@@ -96,6 +100,20 @@ def test_a_disk_that_hangs_for_one_agent_holds_up_no_other_agents_result(running
     store.release.set()
     assert ended.acquire(timeout=20)
     assert queue.finished[-1] == "job-slow"
+
+
+def test_late_results_of_a_deposed_worker_are_dropped_and_counted(running, caplog):
+    finaliser, queue, _, ended = running
+    queue.owns = lambda job: False
+    for agent_id in "ab":
+        finaliser.put(finished(agent_id))
+        assert ended.acquire(timeout=20)
+    assert queue.finished == []
+    assert queue.dropped == ["job-a", "job-b"]
+    assert [line for line in caplog.messages if "dropped" in line] == [
+        "result dropped, number 1 of this worker: job job-a is no longer this worker's",
+        "result dropped, number 2 of this worker: job job-b is no longer this worker's",
+    ]
 
 
 BUSY_NOW = [

@@ -53,6 +53,7 @@ class Finaliser:
         names = (f"finaliser-{n}" for n in range(1, n_threads + 1))
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
         self._leaving = itertools.count(1)
+        self._drops = itertools.count(1)
         self._queue = queue
         self._store = store
         self._model = model
@@ -91,7 +92,7 @@ class Finaliser:
             try:
                 self._end(ended)
             except OwnershipLost as error:
-                log.warning("result dropped: %s", error)
+                log.warning("result dropped, number %d of this worker: %s", next(self._drops), error)
                 self._drop(ended.job)
             except Exception as error:
                 if may_pass(error):  # only after `abandon`: a stop fails nothing, so the job is left as it stands

@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 _MIN_SERVER = (6, 2, 0)
 _STANDBY_POLL_S = 0.5
-_EXECUTION_LEASE_S = 3600
-"""How long RQ's own tools leave a started job alone. Our recovery does not wait for it."""
+EXECUTION_LEASE_S: Final = 7 * 86_400
+"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps or is down. Our recovery is not
+held up by it."""
 
 
 _SOCKET: Final[dict[str, Any]] = {
@@ -64,7 +65,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         connection,
         name=name,
         worker_ttl_s=max(10, int(2 * settings.lease_ttl_s)),
-        lease_ttl_s=_EXECUTION_LEASE_S,
+        lease_ttl_s=EXECUTION_LEASE_S,
         heartbeat_s=settings.heartbeat_s,
     )
     lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
