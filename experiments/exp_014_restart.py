@@ -161,7 +161,9 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
         for n in range(repeats):
             note(f"restore {n + 1} of {repeats}")
             taken["quiet"] += [_timed(engine.step) for _ in range(12)]
-            reader = _Reader(lambda: store.restore(prompt, agent=agent, model=bench.model, salt=None))
+            reader = _Reader(
+                lambda: store.restore(prompt, agent=agent, model=bench.model, salt=None, beside_others=True)
+            )
             while reader.is_alive():
                 taken["reading"].append(_timed(engine.step))
             assert reader.restored is not None

@@ -52,6 +52,10 @@ class EngineLoop(threading.Thread):
         """Let the thread end once nothing is left in the engine."""
         self._prepared.put(None)
 
+    def has_rows(self) -> bool:
+        """Whether anything is in the engine; any thread may ask."""
+        return bool(self._running)
+
     def progress(self) -> dict[str, int]:
         """Tokens generated so far, by job id; a snapshot any thread may read."""
         return self._tokens

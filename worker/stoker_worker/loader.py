@@ -77,10 +77,12 @@ class Loader(threading.Thread):
         *,
         to_engine: Callable[[Prepared], None],
         to_finaliser: Callable[[Ended], None],
+        rows_run: Callable[[], bool],
         share_prefixes: bool = True,
     ) -> None:
         """
         Args:
+            rows_run: whether the engine is at work.
             share_prefixes: whether agents of one `cache_salt` use each other's blocks.
         """
         super().__init__(name="loader", daemon=True)
@@ -89,6 +91,7 @@ class Loader(threading.Thread):
         self._codec = model.codec.fork()
         self._to_engine = to_engine
         self._to_finaliser = to_finaliser
+        self._rows_run = rows_run
         self._share_prefixes = share_prefixes
         self._claimed: SimpleQueue[ClaimedJob | None] = SimpleQueue()
 
@@ -128,7 +131,9 @@ class Loader(threading.Thread):
         prompt = build_prompt(request, agent.transcript, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
         if request.cache != "off" and model.spec.can_be_stored:
-            restored = self._store.restore(prompt.ids, agent=agent, model=model, salt=salt)
+            restored = self._store.restore(
+                prompt.ids, agent=agent, model=model, salt=salt, beside_others=self._rows_run()
+            )
         work = GenerationWork(
             request=request,
             prompt_ids=prompt.ids,

@@ -98,6 +98,7 @@ class Worker:
             model,
             to_engine=self._engine.put,
             to_finaliser=self._to_finaliser,
+            rows_run=self._engine.has_rows,
             share_prefixes=self._settings.share_prefixes,
         )
         self._inbox = inbox = Inbox(

@@ -1,11 +1,15 @@
 """The loader reads while the finaliser writes: every answer is some whole version, every cache the right one."""
 
+import os
 import threading
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
 
+from stoker_worker.memory.block_search import n_readers
 from stoker_worker.ports import LoadedModel
 
 ROUNDS = 25
@@ -46,3 +50,20 @@ def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path, 
         loader.join()
     assert errors == []
     assert store.verify() == []
+
+
+@pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])
+def test_a_restore_leaves_running_rows_half_of_the_cores_and_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, alone: int, beside_others: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert (n_readers(beside_others=False), n_readers(beside_others=True)) == (alone, beside_others)
+    with closing(open_store(tmp_path)) as store:
+        agent = Agent(store)
+        agent.say(ids(1100))
+        at_once = agent.restore((*ids(1100), 7))
+        beside = store.restore((*ids(1100), 7), agent=agent.open(), model=MODEL, salt=None, beside_others=True)
+        assert at_once.prefix is not None
+        assert beside.prefix is not None
+        for ours, theirs in zip(at_once.prefix.layers, beside.prefix.layers, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -6,8 +6,6 @@ piece (its tail, or a full block from which the prompt turns away in the middle)
 """
 
 import os
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,10 +20,8 @@ from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers
 from stoker_worker.ports import Array, LayerKV, LayerState
 
-_READERS: Final = min(4, os.cpu_count() or 1)
-"""Threads that read and verify while one restore lasts."""
-_NICENESS: Final = 19
-"""Theirs: they take what the rows that decode leave of the processor, and all of it when none does (EXP-014)."""
+_MOST_READERS: Final = 4
+"""Threads that read and verify while one restore lasts: a few use up a memory's bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,25 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a prompt's cache may come from: this model's and salt's blocks, and the agent's own pieces."""
+    """Where a prompt's cache may come from: this model's and salt's blocks, and the agent's own pieces.
+
+    Attributes:
+        n_readers: threads that may read it.
+    """
 
     model: str
     salt: str | None
     spec: ModelCacheSpec
     own: OwnCache | None
     path_of: Callable[[str, str], Path]
+    n_readers: int
+
+
+def n_readers(beside_others: bool) -> int:
+    """How many threads may read. Beside rows that run: half of the cores, because a step of theirs waits for its
+    slowest core (EXP-014)."""
+    cores = os.cpu_count() or 1
+    return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
 
 
 class BlockSearch:
@@ -116,7 +124,7 @@ class BlockSearch:
         planned_tokens = sum(step.use_tokens for step in steps)
         found = Found(layers=empty_layers(self._source.spec, planned_tokens))
         target = _Target(found.layers)
-        for step, fault in zip(steps, _load_all(steps, starts, target), strict=True):
+        for step, fault in zip(steps, _load_all(steps, starts, target, self._source.n_readers), strict=True):
             if found.add(step, fault):
                 found.saved_blocks += step.path == self._block_path(found.saved_blocks)
                 continue
@@ -185,20 +193,14 @@ class _Target:
         return fault
 
 
-def _load_all(steps: list[_Step], starts: list[int], target: _Target) -> list[Fault | None]:
+def _load_all(steps: list[_Step], starts: list[int], target: _Target, n_readers: int) -> list[Fault | None]:
     """Load every piece to its place: a few at a time, because one core alone does not use a memory's bandwidth."""
-    n_readers = min(_READERS, len(steps))
+    n_readers = min(n_readers, len(steps))
     # Dequantising is many short calls: there several threads wait for the interpreter's lock longer than they gain.
     if n_readers < 2 or any(step.piece.is_quantised for step in steps):
         return list(map(target.load, steps, starts))
-    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader", initializer=_step_back) as readers:
+    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
         return list(readers.map(target.load, steps, starts))
-
-
-def _step_back() -> None:
-    """Let other threads go first. Only Linux has a niceness for each thread; a Mac decodes on another processor."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _cut(array: Array, n_tokens: int) -> Array:

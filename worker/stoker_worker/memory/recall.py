@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Question:
-    """Whose memory is asked for which prompt, by which model."""
+    """Whose memory is asked for which prompt, by which model; and how many threads may read it."""
 
     prompt: tuple[int, ...]
     agent: AgentVersion
     model: LoadedModel
     salt: str | None
+    n_readers: int
 
     @property
     def limit(self) -> int:
@@ -91,7 +92,8 @@ class Recall:
     def _from_disk(self, asked: Question, own: OwnCache | None, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot serve."""
         model, agent = asked.model, asked.agent
-        found = find_prefix(asked.prompt, Source(model.fingerprint, asked.salt, model.spec, own, self._blocks.path_of))
+        source = Source(model.fingerprint, asked.salt, model.spec, own, self._blocks.path_of, asked.n_readers)
+        found = find_prefix(asked.prompt, source)
         reason = self._report(agent.agent_id, found, other if found.n_tokens < asked.limit else None)
         if not found.n_tokens:
             return Restored(None, "none", saved_blocks=found.saved_blocks, miss_reason=reason)

@@ -17,6 +17,7 @@ from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import cached_blocks
+from stoker_worker.memory.block_search import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk, Files
 from stoker_worker.memory.hot import HotMemory
@@ -85,12 +86,18 @@ class AgentStore:
         return state.version
 
     def restore(
-        self, prompt_ids: Sequence[int], *, agent: AgentVersion, model: LoadedModel, salt: str | None
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        agent: AgentVersion,
+        model: LoadedModel,
+        salt: str | None,
+        beside_others: bool = False,
     ) -> Restored:
         """See `CacheStorePort.restore`."""
         if not model.spec.can_be_stored:
             return Restored(None, "none")
-        return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt))
+        return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt, n_readers(beside_others)))
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
         """See `CacheStorePort.save`.

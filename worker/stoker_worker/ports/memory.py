@@ -94,10 +94,20 @@ class CacheStorePort(Protocol):
         ...
 
     def restore(
-        self, prompt_ids: Sequence[int], *, agent: AgentVersion, model: LoadedModel, salt: str | None
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        agent: AgentVersion,
+        model: LoadedModel,
+        salt: str | None,
+        beside_others: bool = False,
     ) -> Restored:
         """The longest verified cache prefix of `prompt_ids`, at most all but its last token. Never raises for a
-        damaged, missing or foreign piece: that is a miss with a reason."""
+        damaged, missing or foreign piece: that is a miss with a reason.
+
+        Args:
+            beside_others: whether other sequences are running: they keep half of the processor.
+        """
         ...
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
