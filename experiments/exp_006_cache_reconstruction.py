@@ -93,7 +93,7 @@ class Saved:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    limits = Limits(most=3, least=2, warm_up=1, seconds=0.2) if quick else Limits(100, 10, 10, 4.0)
+    limits = Limits(most=3, least=2, warm_up=1, seconds=0.2) if quick else Limits(100, 100, 10, 4.0)
     leak = leaks(bench, folder / "leak", rounds=20 if quick else 200)  # first, while little is held that could hide one
     cells = []
     for n_layers in (12, 24) if quick else LAYERS:
