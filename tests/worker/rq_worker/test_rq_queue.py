@@ -133,7 +133,9 @@ def test_a_dead_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, 
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
         assert alive.rq_queue.recover() == 2
         assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
-        for job_id, attempt in zip(ids, (2, 2, 1), strict=True):  # who was beside the dead runs alone, and then all go on
+        for job_id, attempt in zip(
+            ids, (2, 2, 1), strict=True
+        ):  # who was beside the dead runs alone, and then all go on
             (job,) = claim(alive.rq_queue)
             assert (job.job_id, job.attempt) == (job_id, attempt)
             assert claim(alive.rq_queue) == []
