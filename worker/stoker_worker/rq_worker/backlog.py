@@ -54,8 +54,9 @@ return {length, 1, before, redis.call('LRANGE', queue, back + 1, back + page)}
 _PAGE: Final = 1000
 _KNOWN_ENDS: Final = 4
 _READ_AT_ONCE: Final = 20  # payloads; each may be megabytes
-_LEARN_S: Final = 0.002  # time for reading on, in a claim that has found something
-_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has not
+_LEARN_WHEN_DONE_S: Final = 0.0005  # time for reading on, in a claim that has found enough: once, mostly
+_LEARN_S: Final = 0.002  # in one that has found something, or has nothing to find
+_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has found nothing
 _MAX_REMEMBERED: Final = 100_000
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
@@ -91,8 +92,7 @@ class Backlog:
         begin = time.perf_counter()
         while True:
             chosen, self.waits_for_quiet = self._lineup.choose(limit, busy_agents, nothing_runs=nothing_runs)
-            budget_s = _LEARN_S if chosen or limit == 0 else _LEARN_WHEN_IDLE_S
-            if self.waits_for_quiet or time.perf_counter() > begin + budget_s or not self._learn():
+            if self.waits_for_quiet or time.perf_counter() > begin + _learn_s(limit, len(chosen)) or not self._learn():
                 break
         if not chosen:
             return []
@@ -149,6 +149,12 @@ class Backlog:
             for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
                 data, deaths = (None, None) if isinstance(reply, Exception) else cast(list[bytes | None], reply)
                 self._learned[job_id] = agent_in(data), as_count(deaths) > 0
+
+
+def _learn_s(limit: int, n_chosen: int) -> float:
+    if 0 < limit == n_chosen:
+        return _LEARN_WHEN_DONE_S
+    return _LEARN_S if n_chosen or limit == 0 else _LEARN_WHEN_IDLE_S
 
 
 def _text(job_id: bytes) -> str:

@@ -19,7 +19,7 @@ Line = tuple[int, str]
 
 
 class Heads:
-    """Yields the oldest head of a free line, again and again; what it passes by comes back with `put_back`."""
+    """Yields the oldest head of a free line, again and again; what came to light comes back with `put_back`."""
 
     def __init__(self, head_of: Callable[[Line], Entry | None]) -> None:
         """

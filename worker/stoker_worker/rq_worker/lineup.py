@@ -77,7 +77,7 @@ class Lineup:
         agent_id = self._agent_of.get(job_id)
         self.discard(job_id)
         self._n_served += 1
-        if agent_id in self._jobs_of:
+        if agent_id is not None and agent_id in self._jobs_of:
             self._turns.serve((0, agent_id))
 
     def agents(self) -> frozenset[str]:
@@ -131,7 +131,8 @@ class Lineup:
     def choose(self, limit: int, busy_agents: Iterable[str], *, nothing_runs: bool) -> tuple[list[str], bool]:
         """The next jobs: at most `limit`, the oldest of each agent that is not busy. They stay in the lineup.
 
-        A job whose agent nobody can read has its place in queue order, but no turn. Nothing behind a suspect is chosen before it, and it only alone.
+        A job whose agent nobody can read has its place in queue order, but no turn. Nothing behind a suspect is
+        chosen before it, and it only alone.
 
         Returns:
             the jobs in the order they were chosen, and whether a suspect waits until nothing runs.
