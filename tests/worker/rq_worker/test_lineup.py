@@ -191,12 +191,11 @@ def test_agents_with_many_jobs_all_get_on():
 
 def test_an_agent_that_had_nothing_waiting_is_new_again():
     places = Places()
-    places.submit(*["heavy"] * 20, *["once"] * 2)
-    places.give(6)
-    places.submit(*["heavy2"] * 20)
-    places.give(4)
-    places.submit("once")
-    assert "once" in places.give(2)[-2:]
+    places.submit(*(f"heavy{n}" for n in range(10) for _ in range(30)))
+    places.give(20)
+    for _ in range(5):
+        places.submit("now and then")
+        assert "now and then" in places.give(2)[-2:]
 
 
 def test_a_job_at_the_front_waits_for_one_place_in_turn_at_most():
@@ -211,6 +210,7 @@ def test_a_job_at_the_front_waits_for_one_place_in_turn_at_most():
 def test_what_was_chosen_and_not_claimed_counts_for_nothing():
     places = Places()
     places.submit(*["heavy"] * 5, "new")
+    places.give()
     choices = [places.lineup.choose(1, (), nothing_runs=False) for _ in range(4)]
     assert choices == choices[:1] * 4
 
