@@ -263,7 +263,7 @@ class Storm:
             self.problems.append(f"a worker left with {worker.returncode}: {worker.log[-2000:]}")
 
     def _put_to_sleep(self) -> bool:
-        """Stop it, unless it runs a suspect: that would be the third death of a job that kills nobody."""
+        """Stop it, unless it runs a job's last try: that would be the third death of one that kills nobody."""
         self.worker.signal(signal.SIGSTOP)
         time.sleep(0.02)  # until Redis has read what it has sent
         if self.worker.returncode is not None:  # a job was faster

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stoker_worker.rq_worker.connect import _STANDBY_POLL_S
 from stoker_worker.settings import read_settings
 
 
@@ -19,6 +20,11 @@ def test_passwords_in_the_query_are_not_shown_either(url):
 def test_a_lease_shorter_than_two_heartbeats_is_refused():
     with pytest.raises(ValueError, match="lease_ttl_s"):
         read_settings({"lease_ttl_s": 3.0, "heartbeat_s": 2.0})
+
+
+def test_a_standby_elsewhere_takes_over_within_5_s_by_default():
+    """The holder may have renewed its lease just before it died, and the standby have looked just before it ran out."""
+    assert read_settings({}).lease_ttl_s + _STANDBY_POLL_S < 5
 
 
 def test_options_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):

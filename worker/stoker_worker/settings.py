@@ -36,8 +36,8 @@ class WorkerSettings(BaseSettings):
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0
-    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    lease_ttl_s: Annotated[float, Field(gt=0)] = 15.0
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    lease_ttl_s: Annotated[float, Field(gt=0)] = 4.0
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
     allow_callbacks: str = ""

@@ -23,7 +23,7 @@ def connection(redis_url):
 
 @pytest.fixture
 def backlog(connection):
-    return Backlog(connection, "generate", suspect_after=2)
+    return Backlog(connection, "generate")
 
 
 @pytest.fixture
@@ -69,6 +69,31 @@ def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, produce
     assert len(waiting(connection)) == 1500
 
 
+def test_an_agents_first_job_is_claimed_next_but_one_at_most_whoever_waits_with_many(connection, backlog, submit):
+    submit(*["heavy"] * 30)
+    assert claim(backlog, limit=1)
+    (other,) = submit("other")
+    assert [other] in [claim(backlog, limit=1), claim(backlog, limit=1)]
+    assert len(waiting(connection)) == 28
+
+
+def test_it_is_found_while_every_place_is_taken(connection, producer, backlog, submit):
+    producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 1500)
+    (other,) = submit("other")
+    for _ in range(200):
+        assert claim(backlog, limit=0) == []
+    assert [other] in [claim(backlog, limit=1), claim(backlog, limit=1)]
+
+
+def test_a_claim_that_came_to_nothing_costs_nobodys_turn(connection, backlog, submit):
+    submit(*["heavy"] * 5)
+    assert claim(backlog, limit=1)
+    (other,) = submit("other")
+    for _ in range(5):
+        assert claim(backlog, limit=1, lease="somebody else's") == []
+    assert claim(backlog, limit=1) == [other]
+
+
 def test_nothing_is_claimed_by_a_worker_that_lost_its_lease(connection, backlog, submit):
     ids = submit("a")
     assert claim(backlog, lease="somebody else's") == []
@@ -91,9 +116,9 @@ def test_a_job_nobody_can_read_is_claimed_so_that_it_can_be_refused(connection, 
     assert claim(backlog) == [good, "no-hash", "junk", "text"]
 
 
-def test_a_job_lost_twice_waits_until_nothing_runs_and_is_then_claimed_alone(connection, backlog, submit):
+def test_a_job_lost_once_waits_until_nothing_runs_and_is_then_claimed_alone(connection, backlog, submit):
     first, suspect, behind = submit("a", "b", "c")
-    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 2)
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
     assert claim(backlog, nothing_runs=True) == [first]
     assert backlog.waits_for_quiet
     assert claim(backlog, nothing_runs=False) == []
@@ -180,7 +205,7 @@ def test_many_jobs_canceled_in_the_middle_do_not_hold_up_what_is_left(connection
 def test_a_job_that_became_a_suspect_since_it_was_read_is_read_again(connection, backlog, submit):
     first, second = submit("a", "b")
     assert claim(backlog, limit=1) == [first]
-    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 2)
+    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
     connection.lrem("rq:queue:generate:intermediate", 1, first)
     connection.lpush("rq:queue:generate", first)
     assert claim(backlog, nothing_runs=False) == []

@@ -13,6 +13,7 @@ from redis import Redis
 from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY
 from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.rq_worker.connect import _acquire
 from stoker_worker.rq_worker.lease import Lease
 
 pytestmark = pytest.mark.server
@@ -49,6 +50,29 @@ def test_a_second_worker_is_told_who_holds_the_queue(connection):
     lease(connection, "first").acquire()
     with pytest.raises(QueueHeld, match=rf"'q' is held by worker first on host .*, pid {os.getpid()}"):
         lease(connection, "second").acquire()
+
+
+def test_a_second_worker_is_told_how_long_the_lease_it_waits_for_has_left(connection):
+    lease(connection, "first", ttl_s=300).acquire()
+    connection.pexpire(LEASE_KEY.format(queue="q"), 200_900)
+    with pytest.raises(QueueHeld, match=r"its lease runs out in 200\.\d s"):
+        lease(connection, "second", ttl_s=4).acquire()
+
+
+def test_a_standby_says_once_for_whom_it_waits(connection, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    key, looks = LEASE_KEY.format(queue="q"), []
+    lease(connection, "first").acquire()
+
+    def look_again(_):
+        looks.append(connection.pexpire(key, 30_000 - 1000 * len(looks)))
+        if len(looks) == 5:
+            connection.delete(key)
+
+    monkeypatch.setattr("stoker_worker.rq_worker.connect.time.sleep", look_again)
+    _acquire(lease(connection, "second"), standby=True)
+    assert len(looks) == 5
+    assert caplog.text.count("standing by: queue 'q' is held by worker first") == 1
 
 
 def test_a_holder_that_certainly_is_dead_is_replaced_at_once_with_a_higher_fence(connection):

@@ -1,10 +1,16 @@
-"""The lineup chooses what a walk along the whole list would choose."""
+"""The lineup chooses what a look at the whole list would choose, and keeps nobody waiting for long."""
+
+import gc
+from collections import Counter, deque
+from uuid import uuid4
 
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from stoker_worker.rq_worker.heads import Heads
 from stoker_worker.rq_worker.lineup import Lineup
+from stoker_worker.rq_worker.turns import Turns
 
 AGENTS = ("a", "b", "c", None)
 JOBS = [f"job-{n}" for n in range(30)]
@@ -14,19 +20,29 @@ def agent_of(job_id):
     return AGENTS[int(job_id.removeprefix("job-")) % len(AGENTS)]
 
 
-def walk(job_ids, limit, busy, suspects, nothing_runs):
-    """What is to be chosen, said the plain way: from the head on."""
+def plainly(known, limit, busy, suspects, nothing_runs, given, served):
+    """What is to be chosen of the jobs that are `known` without a gap, said the plain way: by looking at all of them.
+
+    `given` places were given so far; `served` are the agents with waiting jobs that had one, longest ago first.
+    """
+    end = next((n for n, job_id in enumerate(known) if job_id in suspects), len(known))
     chosen, taken = [], set(busy)
-    for job_id in job_ids:
-        if len(chosen) == limit:
+    while len(chosen) < limit:
+        heads = {agent_of(job_id) or job_id: job_id for job_id in reversed(known) if job_id not in chosen}
+        free = [job_id for job_id in known[:end] if heads.get(agent_of(job_id) or job_id) == job_id]
+        free = [job_id for job_id in free if agent_of(job_id) not in taken]
+        if not free:
             break
-        if job_id in suspects:
-            waits = bool(chosen) or not nothing_runs
-            return (chosen, True) if waits else ([job_id], False)
-        if agent_of(job_id) not in taken:
-            chosen.append(job_id)
-            taken |= {agent_of(job_id)} - {None}
-    return chosen, False
+        pick = free[0]
+        if (given + len(chosen)) % 2:
+            new = [job_id for job_id in free if agent_of(job_id) and agent_of(job_id) not in served]
+            longest_ago = next((heads[agent] for agent in served if agent not in taken), None)
+            pick = next((job_id for job_id in (*new[:1], longest_ago) if job_id in free), pick)
+        chosen.append(pick)
+        taken |= {agent_of(pick)} - {None}
+    if len(chosen) == limit or end == len(known):
+        return chosen, False
+    return (chosen, True) if chosen or not nothing_runs else ([known[end]], False)
 
 
 class LineupMachine(RuleBasedStateMachine):
@@ -38,10 +54,12 @@ class LineupMachine(RuleBasedStateMachine):
         self.waiting = []
         self.known = set()
         self.suspects = set()
+        self.given, self.served = 0, []
 
     def remove(self, job_ids):
         self.waiting = [job_id for job_id in self.waiting if job_id not in job_ids]
         self.known -= set(job_ids)
+        self.served = [agent for agent in self.served if agent in map(agent_of, self.known)]
 
     @rule(job_ids=st.lists(st.sampled_from(JOBS), unique=True, max_size=6))
     def come_in_behind(self, job_ids):
@@ -62,7 +80,7 @@ class LineupMachine(RuleBasedStateMachine):
 
     @rule()
     def start_over(self):
-        self.waiting, self.known = [], set()
+        self.waiting, self.known, self.given, self.served = [], set(), 0, []
         self.lineup.clear()
 
     @rule(count=st.integers(1, 8), suspects=st.sets(st.sampled_from(JOBS), max_size=3))
@@ -81,10 +99,14 @@ class LineupMachine(RuleBasedStateMachine):
     )
     def choose(self, limit, busy, nothing_runs, claim):
         unread = next((n for n, job_id in enumerate(self.waiting) if job_id not in self.known), len(self.waiting))
-        wanted = walk(self.waiting[:unread], limit, busy, self.suspects, nothing_runs)
+        wanted = plainly(self.waiting[:unread], limit, busy, self.suspects, nothing_runs, self.given, self.served)
         assert self.lineup.choose(limit, busy, nothing_runs=nothing_runs) == wanted
         for job_id in wanted[0] if claim else ():
-            self.go(job_id)
+            self.remove([job_id])
+            self.given += 1
+            if agent_of(job_id) in {agent_of(known) for known in self.known} - {None}:
+                self.served = [agent for agent in self.served if agent != agent_of(job_id)] + [agent_of(job_id)]
+            self.lineup.serve(job_id)
 
     @invariant()
     def its_ends_are_those_of_the_list(self):
@@ -107,8 +129,106 @@ def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
     chosen = []
     while found := lineup.choose(2, (), nothing_runs=True)[0]:
         for job_id in found:
-            lineup.discard(job_id)
+            lineup.serve(job_id)
         chosen += found
     assert sorted(chosen) == sorted(job_ids)
     for agent in "abc":
         assert [j for j in chosen if agent_of(j) == agent] == [j for j in job_ids if agent_of(j) == agent]
+
+
+class Places:
+    """One place after the other is given; an agent's jobs are named after it."""
+
+    def __init__(self):
+        self.lineup, self.given = Lineup(), []
+
+    def submit(self, *agents, front=False):
+        job_ids = [f"{agent}-{uuid4()}" for agent in agents]
+        (self.lineup.prepend if front else self.lineup.append)(job_ids)
+        for job_id in self.lineup.unlearned(10_000):
+            self.lineup.learn(job_id, job_id.partition("-")[0], suspect=False)
+
+    def give(self, n_places=1, busy=()):
+        for _ in range(n_places):
+            for job_id in self.lineup.choose(1, busy, nothing_runs=False)[0]:
+                self.lineup.serve(job_id)
+                self.given.append(job_id.partition("-")[0])
+        return self.given
+
+
+def test_the_first_job_of_an_agent_gets_one_of_the_next_two_places_whoever_waits_with_many():
+    for n_heavy in (1, 2, 16):
+        for n_given in range(2 * n_heavy, 2 * n_heavy + 20):  # until each of them was served they are new too
+            places = Places()
+            places.submit(*(f"heavy{n}" for n in range(n_heavy) for _ in range(100)))
+            places.give(n_given)
+            places.submit("new")
+            assert "new" in places.give(2)[-2:]
+
+
+def test_two_places_for_each_newcomer_ahead_and_no_more():
+    places = Places()
+    places.submit(*["heavy"] * 100, *(f"new{n}" for n in range(20)))
+    given = places.give(40)
+    assert [agent for agent in given if agent != "heavy"] == [f"new{n}" for n in range(20)]
+
+
+def test_who_has_waited_longest_is_not_starved_by_agents_that_keep_coming():
+    places = Places()
+    places.submit(*["heavy"] * 20)
+    for n in range(40):
+        places.submit(f"new{n}", f"newer{n}")
+        places.give()
+    assert places.given.count("heavy") == 20
+
+
+def test_agents_with_many_jobs_all_get_on():
+    places = Places()
+    places.submit(*(f"heavy{n}" for n in range(5) for _ in range(30)))
+    given = Counter(places.give(48))
+    assert given == {"heavy0": 24, "heavy1": 6, "heavy2": 6, "heavy3": 6, "heavy4": 6}
+
+
+def test_an_agent_that_had_nothing_waiting_is_new_again():
+    places = Places()
+    places.submit(*(f"heavy{n}" for n in range(10) for _ in range(30)))
+    places.give(20)
+    for _ in range(5):
+        places.submit("now and then", "now and then")
+        assert "now and then" in places.give(2)[-2:]
+        places.lineup.discard(places.lineup.last(1)[0])  # canceled
+
+
+def test_a_job_at_the_front_waits_for_one_place_in_turn_at_most():
+    for n_given in range(6):
+        places = Places()
+        places.submit(*["heavy"] * 20, *(f"new{n}" for n in range(20)))
+        places.give(n_given)
+        places.submit("urgent", front=True)
+        assert "urgent" in places.give(2)[-2:]
+
+
+def test_what_was_chosen_and_not_claimed_counts_for_nothing():
+    places = Places()
+    places.submit(*["heavy"] * 5, "new")
+    places.give()
+    choices = [places.lineup.choose(1, (), nothing_runs=False) for _ in range(4)]
+    assert choices == choices[:1] * 4
+
+
+def test_nothing_is_kept_of_agents_that_have_nothing_waiting():
+    places = Places()
+    for n in range(100):
+        places.submit(*["heavy"] * 2, f"a{n}", f"a{n}")
+        places.give(4)
+    places.give(10)
+    assert len(places.given) == 400
+    assert len(places.lineup) == 0
+    places.lineup.first(1), places.lineup.choose(1, (), nothing_runs=False)
+    seen, todo = {}, [vars(places.lineup)]
+    while todo:
+        for found in gc.get_referents(todo.pop()):
+            if id(found) not in seen and isinstance(found, dict | list | tuple | deque | str | Heads | Turns):
+                seen[id(found)] = found
+                todo.append(found)
+    assert [text for text in seen.values() if isinstance(text, str) and text.startswith(("heavy", "a0", "a1"))] == []

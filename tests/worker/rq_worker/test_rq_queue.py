@@ -133,8 +133,22 @@ def test_a_dead_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, 
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
         assert alive.rq_queue.recover() == 2
         assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
-        assert [job.attempt for job in claim(alive.rq_queue)] == [2, 2, 1]
+        for job_id, attempt in zip(ids, (2, 2, 1), strict=True):  # what was in flight runs alone now
+            (job,) = claim(alive.rq_queue)
+            assert (job.job_id, job.attempt) == (job_id, attempt)
+            assert claim(alive.rq_queue) == []
+            alive.rq_queue.finish(job, {})
         assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.identity.name}".encode()}
+
+
+def test_the_agents_of_waiting_jobs_are_read_while_every_place_is_taken(producer, queue):
+    """Or what waits far behind would have its turn only when all before it was looked at, a few at each claim."""
+    submit(producer, *["heavy"] * 300)
+    assert len(claim(queue)) == 1
+    submit(producer, "other")
+    for _ in range(50):
+        assert queue.claim(0, frozenset({"heavy"})) == []
+    assert queue.waiting_agents() == {"heavy", "other"}
 
 
 def test_a_dead_workers_job_whose_key_somebody_has_overwritten_holds_up_no_other(redis_url, connection, producer):

@@ -54,8 +54,9 @@ return {length, 1, before, redis.call('LRANGE', queue, back + 1, back + page)}
 _PAGE: Final = 1000
 _KNOWN_ENDS: Final = 4
 _READ_AT_ONCE: Final = 20  # payloads; each may be megabytes
-_LEARN_S: Final = 0.002  # time for reading on, in a claim that has found something
-_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has not
+_LEARN_WHEN_DONE_S: Final = 0.0005  # time for reading on, in a claim that has found enough: once, mostly
+_LEARN_S: Final = 0.002  # in one that has found something, or has nothing to find
+_LEARN_WHEN_IDLE_S: Final = 0.02  # and in one that has found nothing
 _MAX_REMEMBERED: Final = 100_000
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
@@ -63,22 +64,17 @@ _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 class Backlog:
     """The waiting jobs of one queue.
 
-    A job that was in flight under every worker that died so far but one is a suspect: it runs alone, so that a job
-    which kills its workers takes no others down with it.
+    A job that was in flight when a worker died is a suspect: it runs alone, so that a job which kills its workers takes
+    no others down with it a second time.
     """
 
-    def __init__(self, connection: Redis, queue_name: str, *, suspect_after: int) -> None:
-        """
-        Args:
-            suspect_after: deaths with a job in flight that make it a suspect.
-        """
+    def __init__(self, connection: Redis, queue_name: str) -> None:
         self._connection = connection
         self._key = Queue(queue_name, connection=connection).key
         intermediate_key = IntermediateQueue.get_intermediate_queue_key(self._key)
         self._claim_keys = [self._key, intermediate_key, LEASE_KEY.format(queue=queue_name)]
         self._claim = connection.register_script(_CLAIM)
         self._look_at = connection.register_script(_LOOK)
-        self._suspect_after = suspect_after
         self._lineup = Lineup()
         self._learned: dict[str, tuple[str | None, bool]] = {}  # outlives the lineup, which is read anew at times
         self._may_start_over = Every(5.0)
@@ -87,6 +83,8 @@ class Backlog:
     def claim(self, limit: int, busy_agents: frozenset[str], lease_value: str, *, nothing_runs: bool) -> list[str]:
         """Move up to `limit` job ids to the intermediate list: the oldest of each agent that is not busy.
 
+        Also when there are enough, or `limit` is 0, it reads on for a moment: whose turn it is shows only among jobs
+        whose agents are known.
         Looking stops at a suspect, which is claimed when `nothing_runs`; else `waits_for_quiet` says that it waits.
         Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
         """
@@ -94,19 +92,20 @@ class Backlog:
         begin = time.perf_counter()
         while True:
             chosen, self.waits_for_quiet = self._lineup.choose(limit, busy_agents, nothing_runs=nothing_runs)
-            budget_s = _LEARN_S if chosen else _LEARN_WHEN_IDLE_S
-            enough = len(chosen) == limit or self.waits_for_quiet or time.perf_counter() > begin + budget_s
-            if enough or not self._learn():
+            if self.waits_for_quiet or time.perf_counter() > begin + _learn_s(limit, len(chosen)) or not self._learn():
                 break
         if not chosen:
             return []
         found = self._claim(keys=self._claim_keys, args=[lease_value, *map(_raw, chosen)])
         if found is None:
             return []
+        claimed = [_text(job_id) for job_id in found]
+        for job_id in claimed:
+            self._lineup.serve(job_id)
         for job_id in chosen:  # one that was not claimed was taken from the list by somebody else
             self._lineup.discard(job_id)
             self._learned.pop(job_id, None)
-        return [_text(job_id) for job_id in found]
+        return claimed
 
     def agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that the last looks came across."""
@@ -149,7 +148,13 @@ class Backlog:
             # A key that is no hash is one unreadable job, not a failure of the look.
             for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
                 data, deaths = (None, None) if isinstance(reply, Exception) else cast(list[bytes | None], reply)
-                self._learned[job_id] = agent_in(data), as_count(deaths) >= self._suspect_after
+                self._learned[job_id] = agent_in(data), as_count(deaths) > 0
+
+
+def _learn_s(limit: int, n_chosen: int) -> float:
+    if 0 < limit == n_chosen:
+        return _LEARN_WHEN_DONE_S
+    return _LEARN_S if n_chosen or limit == 0 else _LEARN_WHEN_IDLE_S
 
 
 def _text(job_id: bytes) -> str:

@@ -105,9 +105,10 @@ def _acquire(lease: Lease, *, standby: bool) -> None:
         except QueueHeld as error:
             if not standby:
                 raise
-            if str(error) != said:
+            holder = str(error).partition(";")[0]  # behind it stands the time left, which each look finds changed
+            if holder != said:
                 log.info("standing by: %s", error)
-                said = str(error)
+                said = holder
         except (RedisConnectionError, RedisTimeoutError):
             if not standby:
                 raise

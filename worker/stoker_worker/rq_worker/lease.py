@@ -22,11 +22,11 @@ from stoker_worker.process_identity import ProcessIdentity
 # A number is handed out with the lease and never to one that is refused: it would depose the holder.
 _TAKE = """
 local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[1] then return {held, 0} end
+if held and held ~= ARGV[1] then return {held, 0, redis.call('PTTL', KEYS[1])} end
 local fence = redis.call('INCRBY', KEYS[2], 1)
 local mine = '{"fence": ' .. fence .. ', ' .. string.sub(ARGV[2], 2)
 redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
-return {mine, fence}
+return {mine, fence, 0}
 """
 
 HOLDS: Final = """
@@ -124,7 +124,7 @@ class Lease:
         mine = json.dumps({"worker": self._worker_name, **identity}, sort_keys=True)
         believed = ""
         for _ in range(2):
-            held, fence = self._take(keys=self.keys(queue), args=[believed, mine, self._ttl_ms])
+            held, fence, left_ms = self._take(keys=self.keys(queue), args=[believed, mine, self._ttl_ms])
             if fence:
                 self._held[queue] = _Held(held.decode(), fence)
                 return
@@ -134,7 +134,7 @@ class Lease:
                 break
         raise QueueHeld(
             f"queue {queue!r} is held by worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}; "
-            f"if that worker is gone, its lease runs out in {self._ttl_ms / 1000:g} s"
+            f"if that worker is gone, its lease runs out in {left_ms / 1000:.1f} s"
         )
 
 

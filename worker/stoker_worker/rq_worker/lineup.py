@@ -1,26 +1,20 @@
 """Who waits in which order, and who is next. Pure policy, no I/O; inbox thread.
 
-Owns the order of one queue as last seen, and each waiting job's agent. Finding the next jobs to run costs the number of
-busy agents, not of waiting jobs: every agent's jobs stand in a line of their own, and a heap knows the lines' heads.
-Removed jobs leave stale entries behind, which are skipped when they come to light.
+Owns the order of one queue as last seen, and each waiting job's agent. Places are given alternately to the oldest job
+of a free agent, so that nobody waits for ever however many others come, and to the free agent that was served longest
+ago (turns.py), so that nobody's first job waits for all of another's. Every agent's jobs stand in a line of their own,
+of which only the heads are looked at: choosing costs the number of busy agents, not of waiting jobs. Removed jobs leave
+stale entries behind, which are skipped when they come to light.
 """
 
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable
-from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
-
-class _Entry(NamedTuple):
-    place: int
-    job_id: str
-
-
-Line = tuple[int, str]
-"""(0, agent id), or (1, job id) for a job whose agent nobody can read: it waits for none."""
+from stoker_worker.rq_worker.heads import Entry, Heads, Line
+from stoker_worker.rq_worker.turns import Turns
 
 
 class Lineup:
@@ -33,11 +27,13 @@ class Lineup:
         return len(self._places)
 
     def clear(self) -> None:
+        """Forget all: whoever is seen next counts as never served."""
         self._places: dict[str, int] = {}
-        self._order: deque[_Entry] = deque()
-        self._unlearned: deque[_Entry] = deque()
-        self._lines: dict[Line, deque[_Entry]] = {}
-        self._heads: list[tuple[_Entry, Line]] = []
+        self._order: deque[Entry] = deque()
+        self._unlearned: deque[Entry] = deque()
+        self._lines: dict[Line, deque[Entry]] = {}
+        self._heads, self._turns = Heads(self._head), Turns(self._head)
+        self._n_served = 0
         self._suspects: dict[str, int] = {}
         self._agent_of: dict[str, str] = {}
         self._jobs_of: Counter[str] = Counter()
@@ -49,7 +45,7 @@ class Lineup:
         for job_id in job_ids:
             self.discard(job_id)
             self._places[job_id] = self._back
-            entry = _Entry(self._back, job_id)
+            entry = Entry(self._back, job_id)
             self._order.append(entry)
             self._unlearned.append(entry)
             self._back += 1
@@ -60,7 +56,7 @@ class Lineup:
             self.discard(job_id)
             self._front -= 1
             self._places[job_id] = self._front
-            entry = _Entry(self._front, job_id)
+            entry = Entry(self._front, job_id)
             self._order.appendleft(entry)
             self._unlearned.appendleft(entry)
 
@@ -72,7 +68,17 @@ class Lineup:
             self._jobs_of[agent_id] -= 1
             if not self._jobs_of[agent_id]:
                 del self._jobs_of[agent_id]
+                self._lines.pop((0, agent_id), None)
+                self._turns.forget((0, agent_id))
                 self._agents = None
+
+    def serve(self, job_id: str) -> None:
+        """Take out a job that got its place; `choose` alone changes nothing."""
+        agent_id = self._agent_of.get(job_id)
+        self.discard(job_id)
+        self._n_served += 1
+        if agent_id is not None and agent_id in self._jobs_of:
+            self._turns.serve((0, agent_id))
 
     def agents(self) -> frozenset[str]:
         """The agents of all jobs that were learned; the same object until that changes."""
@@ -114,7 +120,9 @@ class Lineup:
         line = self._lines.setdefault(key, deque())
         if not line or entry < line[0]:
             line.appendleft(entry)
-            heappush(self._heads, (entry, key))
+            self._heads.add(entry, key)
+            if agent_id is not None:
+                self._turns.add(entry, key)
         elif entry > line[-1]:
             line.append(entry)
         else:
@@ -123,43 +131,39 @@ class Lineup:
     def choose(self, limit: int, busy_agents: Iterable[str], *, nothing_runs: bool) -> tuple[list[str], bool]:
         """The next jobs: at most `limit`, the oldest of each agent that is not busy. They stay in the lineup.
 
-        Nothing behind a suspect is chosen before it, and it only alone.
+        A job whose agent nobody can read has its place in queue order, but no turn. Nothing behind a suspect is
+        chosen before it, and it only alone.
 
         Returns:
-            the jobs in order, and whether a suspect waits until nothing runs.
+            the jobs in the order they were chosen, and whether a suspect waits until nothing runs.
         """
         barrier = min(self._suspects.values(), default=inf)
         unread = self._next_unlearned()
         end = barrier if unread is None else min(barrier, unread.place)
         taken = {(0, agent_id) for agent_id in busy_agents}
         chosen: list[str] = []
-        looked_at: list[tuple[_Entry, Line]] = []
-        while self._heads and len(chosen) < limit and self._heads[0][0].place < end:
-            entry, key = heappop(self._heads)
-            head = self._head(key)
-            if head is None or head.place < entry.place:  # the head has an entry of its own
-                continue
-            if head.place > entry.place:
-                heappush(self._heads, (head, key))
-                continue
-            looked_at.append((entry, key))
-            if key not in taken:
-                taken.add(key)
-                chosen.append(entry.job_id)
-        for item in looked_at:
-            heappush(self._heads, item)
+        while len(chosen) < limit:
+            in_turn = (self._n_served + len(chosen)) % 2 == 1
+            found = (self._turns.next(taken, end) if in_turn else None) or self._heads.next(taken, end)
+            if found is None:
+                break
+            entry, line = found
+            taken.add(line)
+            chosen.append(entry.job_id)
+        self._heads.put_back()
+        self._turns.put_back()
         if end != barrier or barrier == inf or len(chosen) == limit:
             return chosen, False
         if chosen or not nothing_runs:
             return chosen, True
         return [job_id for job_id, place in self._suspects.items() if place == barrier], False
 
-    def _next_unlearned(self) -> _Entry | None:
+    def _next_unlearned(self) -> Entry | None:
         while self._unlearned and self._is_stale(self._unlearned[0]):
             self._unlearned.popleft()
         return self._unlearned[0] if self._unlearned else None
 
-    def _head(self, key: Line) -> _Entry | None:
+    def _head(self, key: Line) -> Entry | None:
         line = self._lines.get(key)
         while line and self._is_stale(line[0]):
             line.popleft()
@@ -168,5 +172,5 @@ class Lineup:
         self._lines.pop(key, None)
         return None
 
-    def _is_stale(self, entry: _Entry) -> bool:
+    def _is_stale(self, entry: Entry) -> bool:
         return self._places.get(entry.job_id) != entry.place

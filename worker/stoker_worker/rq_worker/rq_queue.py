@@ -20,7 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.suspension import is_suspended
 
 from stoker_shared.errors import RequestError
-from stoker_shared.wire import FIELD_TOKENS, MAX_ATTEMPTS
+from stoker_shared.wire import FIELD_TOKENS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.rq_worker.audit import Audit
@@ -54,7 +54,7 @@ class RqQueue:
         self._identity = identity
         self._lease = lease
         self._queues = identity.queue_names()
-        self._backlogs = {name: Backlog(connection, name, suspect_after=MAX_ATTEMPTS - 1) for name in self._queues}
+        self._backlogs = {name: Backlog(connection, name) for name in self._queues}
         self._callbacks = callbacks
         self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
         self._ender = JobEnder(connection, identity, lease)
@@ -78,7 +78,7 @@ class RqQueue:
         self._identity.settle_state()
         if self._look_if_suspended.is_due():
             self._suspended = is_suspended(self._connection)
-        if limit <= 0 or self._suspect_runs() or self._suspended:
+        if self._suspect_runs() or self._suspended:
             return []
         if self._in_doubt:  # what the last claim left has to be back in the queue first, or order is lost
             self.recover()
@@ -87,7 +87,8 @@ class RqQueue:
         try:
             for name in self._queues:
                 self._claim_from(name, limit, busy_agents, claimed)
-                if len(claimed) == limit or self._backlogs[name].waits_for_quiet or self._suspect_runs():
+                is_full = 0 < limit == len(claimed)  # with no room at all, each is read ahead
+                if is_full or self._backlogs[name].waits_for_quiet or self._suspect_runs():
                     break
         except Exception as error:
             if not claimed:
@@ -241,7 +242,7 @@ class RqQueue:
         self._callbacks.failed(handle.job, error)
 
     def _suspect_runs(self) -> bool:
-        return any(job.attempt >= MAX_ATTEMPTS for job in list(self._in_flight.values()))
+        return any(job.attempt > 1 for job in list(self._in_flight.values()))
 
     def _forget(self, job: ClaimedJob) -> None:
         self._in_flight.pop(job.job_id, None)
