@@ -97,16 +97,19 @@ class Storm:
         """Until everything is enqueued, and that many workers have been killed, and each episode was had once."""
         todo = list(EPISODES)  # each of them once, then at random
         self._random.shuffle(todo)
+        has_to_wait = False
         while not self._traffic.is_enqueued or self.counts["kill"] < n_kills or todo:
             others = "kill" if self._traffic.is_enqueued else self._draw_episode()
-            name = todo.pop() if todo else others
+            has_others = not todo or (has_to_wait and self.counts["kill"] < n_kills)
+            name = others if has_others else todo.pop()
             time.sleep(self._random.uniform(*self._breed.pause_s))
             self._see_to_worker()
             print(f"{time.monotonic() - self._begin:7.2f} {name}")
             was_had = getattr(self, f"_{name.replace(' ', '_')}")() is not False
             if name != "kill":  # these are counted where they happen
                 self.counts[name] += was_had
-            if not was_had and not self.counts[name]:
+            has_to_wait = not has_others and not was_had
+            if has_to_wait:
                 todo.insert(0, name)
             assert not self._traffic.errors, self._traffic.errors
 

@@ -32,9 +32,9 @@ REAL = Mix(
         "The capital of Norway is",
         "A good loaf of bread needs time.",
     ),
-    most_words=12,
-    short=range(4, 20),
-    long=range(40, 80),
+    most_words=8,
+    short=range(4, 14),
+    long=range(30, 60),
     endless=1500,
     may_end_early=True,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_answers_are_those_of_the_model_alone_whatever_happens(tmp_path, smollm2
         hooks = {**hooks, "engine": MLX_ENGINE, "die": POISON}
         return start_fresh(["--model", str(smollm2), *arguments], log, env=SHORT, hooks=hooks)
 
-    breed = Breed(start, start_s=15, pause_s=(2, 9))
+    breed = Breed(start, start_s=15, pause_s=(2, 8))
     plan = lambda draw: draw_jobs(draw, REAL, **SIZE)  # noqa: E731
     broken = play(tmp_path, plan, breed, COURSE, lambda: ModelOracle(smollm2))
     assert broken == [], "\n".join(broken)
