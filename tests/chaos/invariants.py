@@ -74,8 +74,8 @@ class Aftermath:
         ):
             try:
                 check()
-            except AssertionError as error:
-                broken.append(f"{check.__name__}: {error}")
+            except Exception as error:  # also what cannot be read at all
+                broken.append(f"{check.__name__}: {type(error).__name__}: {error}")
         return broken
 
     def ends(self) -> dict[str | None, int]:
