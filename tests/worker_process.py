@@ -11,11 +11,22 @@ from pathlib import Path
 
 
 class WorkerProcess:
-    def __init__(self, arguments: Sequence[str], log_path: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        env: dict[str, str] | None = None,
+        *,
+        program: Sequence[str] = ("stoker_worker",),
+    ) -> None:
+        """
+        Args:
+            program: the module that is run, and its own arguments.
+        """
         self.log_path = log_path
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stoker_worker", "run", *arguments],
+                [sys.executable, "-m", *program, "run", *arguments],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env={**os.environ, **(env or {})},

@@ -15,17 +15,21 @@ from typing import Any, Self
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def environment() -> dict[str, str]:
+    """This process's, with the checkout's packages and its tests to be found."""
+    folders = [ROOT, *(ROOT / name for name in ("shared", "producer", "worker"))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])}
+
+
 class ForkServer:
     def __init__(self) -> None:
-        folders = [ROOT, *(ROOT / name for name in ("shared", "producer", "worker"))]
-        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
         )
 
     def __enter__(self) -> Self:

@@ -1,5 +1,6 @@
 """What a test does to a worker from inside its process, without a line of product code: it dies at a place, its clock
-jumps, its engine writes down what it generates. Installed by the fork server before the worker's own `main` runs.
+jumps, its engine writes down what it generates. Installed before the worker's own `main` runs, by the fork server or
+`fresh_worker`.
 """
 
 import datetime
@@ -18,13 +19,15 @@ from typing import Any
 import rq.utils
 
 _LOOK_S = 0.1
+SCRIPTED_ENGINE = "stoker_worker.engine.scripted:ScriptedEngine"
+MLX_ENGINE = "stoker_worker.engine.batch_engine:BlockPoolBatchEngine"
 
 
 def install(hooks: Mapping[str, Any]) -> None:
     if "die" in hooks:
         die_at(**hooks["die"])
     if "seen" in hooks:
-        write_down_generations(Path(hooks["seen"]))
+        write_down_generations(Path(hooks["seen"]), hooks.get("engine", SCRIPTED_ENGINE))
     if "clock" in hooks:
         shift_clock(Path(hooks["clock"]))
 
@@ -57,26 +60,26 @@ def die_at(target: str, when: str, needles: list[str], nth: int = 1) -> None:
     _replace(target, wrap)
 
 
-def write_down_generations(path: Path) -> None:
-    """A line for everything that is put into the scripted engine: the request's `metadata`.
+def write_down_generations(path: Path, engine: str) -> None:
+    """A line for everything that is put into the engine: the request's `metadata`.
 
     A job of ``metadata={"flaky": "2"}`` fails the first two times.
     """
 
     def wrap(submit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(submit)
-        def noting(engine: Any, work: Any) -> Any:
+        def noting(self: Any, work: Any) -> Any:
             note = dict(work.request.metadata)
             before = generations(path, note) if "flaky" in note else 0
             with path.open("a") as file:
                 file.write(json.dumps(note) + "\n")
             if before < int(note.get("flaky", 0)):
                 raise ValueError("flaky")
-            return submit(engine, work)
+            return submit(self, work)
 
         return noting
 
-    _replace("stoker_worker.engine.scripted:ScriptedEngine.submit", wrap)
+    _replace(f"{engine}.submit", wrap)
 
 
 def generations(path: Path, note: Mapping[str, str]) -> int:

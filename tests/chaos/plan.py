@@ -1,8 +1,6 @@
 """What a chaos run enqueues: jobs drawn from one seed, and what may become of each. Pure."""
 
-import hashlib
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -10,8 +8,6 @@ from typing import Any
 from rq import Retry
 
 QUEUES = ("high", "low")
-ENDLESS = 1_000_000
-END = 256  # the scripted engine's end-of-sequence token
 
 
 @dataclass(frozen=True)
@@ -69,24 +65,54 @@ class PlannedJob:
         }
 
 
-KINDS = {
-    "words": 46, "say": 14, "long": 8, "fail": 5, "flaky": 7, "late": 3, "crash": 0, "break": 0,
-    "canceled": 5, "withdrawn": 6, "short-lived": 2, "scheduled": 3, "question": 2, "off": 2,
-}  # fmt: skip
+@dataclass(frozen=True)
+class Mix:
+    """What the jobs of a run are like.
+
+    Attributes:
+        kinds: how often each is drawn.
+        words: what prompts are made of; of those up to `most_words`.
+        short, long: ranges of `max_tokens`.
+        endless: `max_tokens` of a job that somebody or its timeout ends.
+        may_end_early: whether such a job may finish all the same, because the model has nothing more to say.
+    """
+
+    kinds: Mapping[str, int]
+    words: Sequence[str]
+    most_words: int
+    short: range
+    long: range
+    endless: int
+    may_end_early: bool = False
 
 
-def draw_jobs(random: Random, *, n_jobs: int, n_agents: int, n_crash: int, n_break: int) -> list[PlannedJob]:
+SCRIPTED = Mix(
+    kinds={
+        "words": 46, "say": 14, "long": 8, "fail": 5, "flaky": 7, "late": 3,
+        "canceled": 5, "withdrawn": 6, "short-lived": 2, "scheduled": 3, "question": 2, "off": 2,
+    },
+    words=("and", "then", "some", "more", "words"),
+    most_words=60,
+    short=range(4, 60),
+    long=range(200, 600),
+    endless=1_000_000,
+)  # fmt: skip
+
+
+def draw_jobs(
+    random: Random, mix: Mix, *, n_jobs: int, n_agents: int, n_crash: int, n_break: int = 0
+) -> list[PlannedJob]:
     """The jobs in the order they are enqueued. `n_crash` of them kill their worker, `n_break` its engine."""
-    kinds = random.choices(list(KINDS), list(KINDS.values()), k=n_jobs)
+    kinds = random.choices(list(mix.kinds), list(mix.kinds.values()), k=n_jobs)
     poison = random.sample(range(n_jobs), n_crash + n_break)
     for at in poison[:n_crash]:
         kinds[at] = "crash"
     for at in poison[n_crash:]:
         kinds[at] = "break"
-    return [_draw(random, index, kind, n_agents) for index, kind in enumerate(kinds)]
+    return [_draw(random, mix, index, kind, n_agents) for index, kind in enumerate(kinds)]
 
 
-def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912
+def _draw(random: Random, mix: Mix, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912
     number = random.randrange(n_agents)
     # Most agents talk in `append` turns, some in `full` ones, some mix them.
     contexts: Sequence[str] = ("append", "append", "append", "full", "mixed")
@@ -102,16 +128,16 @@ def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  
         "queue": random.choice(QUEUES),
         "context": context,
         "cache": "readwrite",
-        "max_tokens": random.randrange(4, 60),
+        "max_tokens": random.choice(mix.short),
         "options": options,
     }
-    lines = " ".join(random.choices(("and", "then", "some", "more", "words"), k=random.randrange(1, 60)))
+    lines = " ".join(random.choices(mix.words, k=random.randrange(1, mix.most_words)))
     last = "go on"
     match kind:
         case "say":
             last = f"say answer {index}"
         case "long":
-            values["max_tokens"] = random.randrange(200, 600)
+            values["max_tokens"] = random.choice(mix.long)
         case "fail":
             last = f"fail number {index}"
             values["ends"] = frozenset({"failed"})
@@ -120,7 +146,8 @@ def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  
             values["flaky"] = random.randrange(1, 3)
             options["retry"] = random.choice((Retry(max=2), Retry(max=2, interval=1)))
         case "late":
-            values |= {"max_tokens": ENDLESS, "ends": frozenset({"failed"})}
+            values["max_tokens"] = mix.endless
+            values["ends"] = frozenset({"failed", "finished"} if mix.may_end_early else {"failed"})
             options["job_timeout"] = 1
         case "crash":
             last, values["ends"], values["is_poison"] = "crash", frozenset({"failed"}), True
@@ -129,9 +156,9 @@ def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  
         case "canceled":
             values["withdraw"] = random.choice(("cancel", "ticket", "delete"))
             if values["withdraw"] != "ticket":  # RQ's own would mark a job that just ended, too
-                values["max_tokens"] = ENDLESS
+                values["max_tokens"] = mix.endless
         case "withdrawn":
-            values["max_tokens"] = ENDLESS
+            values["max_tokens"] = mix.endless
             values |= {"withdraw": random.choice(("cancel", "ticket", "stop", "delete")), "withdraw_when": "started"}
         case "short-lived":
             options["ttl"], values["short_lived"] = 2, True
@@ -142,13 +169,3 @@ def _draw(random: Random, index: int, kind: str, n_agents: int) -> PlannedJob:  
         case "off":
             values |= {"cache": "off", "context": "full"}
     return PlannedJob(prompt=f"\n[{index}] {lines}\n{last}", **values)
-
-
-def answer_to(prompt_ids: Sequence[int], prompt: str, max_tokens: int) -> list[int]:
-    """What the scripted engine generates, said a second time: from its description, not with its code."""
-    line = prompt.rsplit("\n", 1)[-1]
-    if line.startswith("say "):
-        return [*line.removeprefix("say ").encode(), END][:max_tokens]
-    digest = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}I", *prompt_ids)).hexdigest()
-    words = "".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode()
-    return [words[n % len(words)] for n in range(max_tokens)]

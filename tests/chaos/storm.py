@@ -5,16 +5,20 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from redis import Redis
-from tests.chaos.forked_worker import ForkedWorker, ForkServer, wait_for
+from tests.chaos.forked_worker import ForkedWorker, wait_for
 from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.plan import QUEUES
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import AWAY, ENDED, Traffic
+from tests.worker_process import WorkerProcess
 
 from stoker_shared.wire import FIELD_ATTEMPTS, MAX_ATTEMPTS
 
@@ -26,6 +30,9 @@ SHORT = {
     "STOKER_POLL_S": "0.02",
 }
 MOST_OFF_S = 1500.0  # far more than any lease but RQ's
+RECOVERED_S = 5.0
+
+AnyWorker = ForkedWorker | WorkerProcess
 
 EPISODES = {
     "kill": 30, "stop": 10, "stop twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis and worker": 4, "clock": 6,
@@ -33,15 +40,31 @@ EPISODES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Breed:
+    """The kind of worker that a storm is about.
+
+    Attributes:
+        start: a worker of these arguments, this log and these hooks.
+        start_s: what it may take until its code begins to run.
+        pause_s: shortest and longest time between two episodes.
+    """
+
+    start: Callable[[Sequence[str], Path, dict[str, Any]], AnyWorker]
+    start_s: float
+    pause_s: tuple[float, float]
+
+
 class Storm:
     """Attributes:
     deaths: how many workers died for certain with a job in flight, by job id.
+    uncounted_deaths: how many died while another one waited and took their jobs before anybody could look.
     loud_exits: workers that left by themselves because their engine broke; what was in it has used up a try.
     """
 
     def __init__(
         self,
-        forks: ForkServer,
+        breed: Breed,
         server: RestartingServer,
         traffic: Traffic,
         random: Random,
@@ -50,7 +73,7 @@ class Storm:
         dashboard: str | None,
     ) -> None:
         self._dashboard = dashboard
-        self._forks, self._server, self._traffic, self._random = forks, server, traffic, random
+        self._breed, self._server, self._traffic, self._random = breed, server, traffic, random
         self._folder = folder
         self._begin = time.monotonic()
         self._connection: Redis = server.connection()
@@ -59,9 +82,9 @@ class Storm:
         self.seen = folder / "seen"
         self.deaths: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.loud_exits = 0
+        self.uncounted_deaths = self.loud_exits = 0
         self.problems: list[str] = []
-        self._workers: list[ForkedWorker] = []
+        self._workers: list[AnyWorker] = []
         self._set_clock(0.0)
         self.worker = self._start()
 
@@ -74,16 +97,19 @@ class Storm:
         """Until everything is enqueued, and that many workers have been killed, and each episode was had once."""
         todo = list(EPISODES)  # each of them once, then at random
         self._random.shuffle(todo)
+        has_to_wait = False
         while not self._traffic.is_enqueued or self.counts["kill"] < n_kills or todo:
             others = "kill" if self._traffic.is_enqueued else self._draw_episode()
-            name = todo.pop() if todo else others
-            time.sleep(self._random.uniform(0.02, 0.5))
+            has_others = not todo or (has_to_wait and self.counts["kill"] < n_kills)
+            name = others if has_others else todo.pop()
+            time.sleep(self._random.uniform(*self._breed.pause_s))
             self._see_to_worker()
             print(f"{time.monotonic() - self._begin:7.2f} {name}")
             was_had = getattr(self, f"_{name.replace(' ', '_')}")() is not False
             if name != "kill":  # these are counted where they happen
                 self.counts[name] += was_had
-            if not was_had and not self.counts[name]:
+            has_to_wait = not has_others and not was_had
+            if has_to_wait:
                 todo.insert(0, name)
             assert not self._traffic.errors, self._traffic.errors
 
@@ -125,6 +151,7 @@ class Storm:
     def _kill(self) -> bool:
         if not self._put_to_sleep():
             return False
+        self._note_deaths(self.worker)
         self._die()
         time.sleep(self._random.choice((0, 0, 0.2, 1.2)))
         self._replace()
@@ -140,7 +167,7 @@ class Storm:
 
     def _sleep(self) -> None:
         """Longer than the lease, with a standby on the same store: nobody else can write there, so it waits on."""
-        standby = self._start("--standby")
+        standby, crashes = self._start("--standby"), self.counts["crash"]
         standby.wait_for(lambda: "standing by" in standby.log or self.worker.returncode is not None)
         self.worker.signal(signal.SIGSTOP)
         time.sleep(LEASE_S * self._random.uniform(1.2, 2))
@@ -151,9 +178,11 @@ class Storm:
         elif standby.returncode is not None:
             self.problems.append(f"the standby left with {standby.returncode}: {standby.log[-500:]}")
         elif self._put_to_sleep():
+            self._note_deaths(self.worker)
             self._die()
         else:
             self._stop_in_order()
+        self.uncounted_deaths += self.counts["crash"] - crashes
         name, self.worker = self._name_of(self.worker), standby
         self._assert_soon_free_of(name)
 
@@ -193,8 +222,9 @@ class Storm:
     def _redis_and_worker(self) -> bool:
         if not self._put_to_sleep():
             return False
+        self._note_deaths(self.worker)
         self._server.kill()
-        self._die(server_is_there=False)
+        self._die()
         self._server.start()
         self._replace()
         return True
@@ -221,12 +251,12 @@ class Storm:
 
     # --- steps ---
 
-    def _start(self, *arguments: str) -> ForkedWorker:
-        options = ["run", "--engine", "scripted", "--redis", self._server.url, "--store", str(self.store)]
-        options += ["--queues", ",".join(QUEUES), "--max-batch", "8", "--scripted-steps-per-s", "400"]
+    def _start(self, *arguments: str) -> AnyWorker:
+        options = ["--redis", self._server.url, "--store", str(self.store), "--queues", ",".join(QUEUES)]
+        options += ["--max-batch", "8", "--grace-s", "0.3", *arguments]
         log = self._folder / f"worker-{len(self._workers):03}.log"
         hooks = {"seen": str(self.seen), "clock": str(self._clock_file)}
-        worker = self._forks.run([*options, "--grace-s", "0.3", *arguments], log, env=SHORT, hooks=hooks)
+        worker = self._breed.start(options, log, hooks)
         self._workers.append(worker)
         return worker
 
@@ -251,7 +281,7 @@ class Storm:
         if self.worker.wait(30) != 0 and could:  # a job was faster
             self._left_by_itself(self.worker)
 
-    def _left_by_itself(self, worker: ForkedWorker) -> None:
+    def _left_by_itself(self, worker: AnyWorker) -> None:
         if worker.returncode == -signal.SIGKILL:
             self.counts["crash"] += 1
             self._note_deaths(worker)
@@ -280,16 +310,14 @@ class Storm:
         states = [self._connection.hget(f"rq:job:{job.job_id}", "status") for job in jobs]
         return any(state is not None and state.decode() not in ENDED for state in states)
 
-    def _die(self, *, server_is_there: bool = True) -> None:
-        if server_is_there:
-            self._note_deaths(self.worker)
+    def _die(self) -> None:
         self.worker.kill()
         self.counts["kill"] += 1
 
-    def _note_deaths(self, worker: ForkedWorker) -> None:
+    def _note_deaths(self, worker: AnyWorker) -> None:
         self.deaths.update(self._in_flight(worker))
 
-    def _in_flight(self, worker: ForkedWorker) -> list[str]:
+    def _in_flight(self, worker: AnyWorker) -> list[str]:
         name = self._name_of(worker)
         return [job_id for job_id, owner in self._started() if owner == name]
 
@@ -299,7 +327,7 @@ class Storm:
         owners = [self._connection.hget(b"rq:execution:" + key, "worker_name") or b"" for key in keys]
         return [(key.decode().split(":")[0], owner.decode()) for key, owner in zip(keys, owners, strict=True)]
 
-    def _name_of(self, worker: ForkedWorker) -> str | None:
+    def _name_of(self, worker: AnyWorker) -> str | None:
         found = re.search(r"worker (stoker-\S+) holds", worker.log)
         return found[1] if found else None
 
@@ -311,16 +339,20 @@ class Storm:
                 return self.worker.returncode is not None or name not in [owner for _, owner in self._started()]
             return False
 
-        wait_for(free, 5, lambda: f"{name} still has jobs: {self._started()}\n{self.worker.log}")
+        wait_for(
+            free,
+            RECOVERED_S + self._breed.start_s,
+            lambda: f"{name} still has jobs: {self._started()}\n{self.worker.log}",
+        )
 
     def _wait_until_ready(self) -> None:
         wait_for(
             lambda: "ready: model" in self.worker.log or self.worker.returncode is not None,
-            20,
+            20 + self._breed.start_s,
             lambda: self.worker.log,
         )
 
-    def _results_of(self, worker: ForkedWorker) -> Counter[str]:
+    def _results_of(self, worker: AnyWorker) -> Counter[str]:
         name = (self._name_of(worker) or "").encode()
         jobs = [*self._traffic.acknowledged, *self._traffic.in_doubt]
         with self._connection.pipeline(transaction=False) as pipeline:

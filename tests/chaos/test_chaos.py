@@ -5,19 +5,13 @@ and the machine make of it is another matter). ``CHAOS=long`` is `make chaos`.
 """
 
 import os
-import random
-import time
-from contextlib import contextmanager
-from importlib.util import find_spec
 
 import pytest
 from tests.chaos.forked_worker import ForkServer
-from tests.chaos.invariants import Aftermath
-from tests.chaos.plan import draw_jobs
-from tests.chaos.restarting_server import RestartingServer
-from tests.chaos.storm import Storm
-from tests.chaos.traffic import Traffic
-from tests.dashboard_process import running_dashboard
+from tests.chaos.oracle import ScriptedOracle
+from tests.chaos.plan import SCRIPTED, draw_jobs
+from tests.chaos.play import Course, play
+from tests.chaos.storm import SHORT, Breed
 from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server
@@ -28,41 +22,18 @@ SIZE = (
     if LONG
     else {"n_jobs": 160, "n_agents": 12, "n_crash": 1, "n_break": 1}
 )
-KILLS, LASTS_S, CALM_S = (45, 100, 300) if LONG else (5, 9, 60)
-
-
-@contextmanager
-def dashboard_where_there_is_one(redis_url, folder):
-    if find_spec("rq_dashboard") is None:
-        yield None
-    else:
-        with running_dashboard(redis_url, folder / "dashboard.log") as page:
-            yield page
+COURSE = Course(lasts_s=100, n_kills=45, calm_s=300) if LONG else Course(lasts_s=9, n_kills=5, calm_s=60)
+ENGINE = ("--engine", "scripted", "--scripted-steps-per-s", "400")
 
 
 @pytest.mark.timeout(1200 if LONG else 180)
 def test_nothing_is_lost_and_nothing_happens_twice_whatever_happens(tmp_path):
     require_server_program()
-    seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1_000_000))
-    print(f"chaos: CHAOS_SEED={seed}, everything in {tmp_path}")
-    begin = time.monotonic()
-    draw = random.Random(seed)
-    jobs = draw_jobs(draw, **SIZE)
-    server = RestartingServer(tmp_path / "redis")
-    traffic = Traffic(server, jobs, random.Random(draw.random()), LASTS_S)
-    with ForkServer() as forks, dashboard_where_there_is_one(server.url, tmp_path) as page:
-        storm = Storm(forks, server, traffic, draw, tmp_path, dashboard=page)
-        try:
-            traffic.start()
-            storm.rage(KILLS)
-            storm.calm(CALM_S)
-            with server.connection() as connection:
-                aftermath = Aftermath(connection, traffic, storm)
-                broken = aftermath.broken()
-        finally:
-            traffic.leave()
-            storm.end()
-            server.stop()
-    print(f"episodes {dict(storm.counts)}, {storm.loud_exits} loud exits, {len(traffic.in_doubt)} enqueues in doubt")
-    print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
+    with ForkServer() as forks:
+
+        def start(arguments, log, hooks):
+            return forks.run(["run", *ENGINE, *arguments], log, env=SHORT, hooks=hooks)
+
+        breed = Breed(start, start_s=0, pause_s=(0.02, 0.5))
+        broken = play(tmp_path, lambda draw: draw_jobs(draw, SCRIPTED, **SIZE), breed, COURSE, ScriptedOracle)
     assert broken == [], "\n".join(broken)

@@ -1,13 +1,18 @@
-"""The same with the real model: killed workers change no answer. `make chaos` only."""
+"""The same with the real model: every answer is the one mlx-lm alone gives to the conversation before it.
+
+A hundred jobs; the poison among them kills its worker as soon as it is in the engine. `make chaos` only.
+"""
 
 import os
-import signal
 
 import pytest
-from redis import Redis
-from tests.worker_process import running_worker
-
-from stoker import Producer
+from tests.chaos.fresh_worker import start_fresh
+from tests.chaos.hooks import MLX_ENGINE
+from tests.chaos.oracle import ModelOracle
+from tests.chaos.plan import Mix, draw_jobs
+from tests.chaos.play import Course, play
+from tests.chaos.storm import SHORT, Breed
+from tests.server_fixture import require_server_program
 
 pytestmark = [
     pytest.mark.server,
@@ -15,53 +20,38 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("CHAOS") != "long", reason="takes minutes: make chaos"),
 ]
 
-OPENINGS = [
-    "The longest river in South America is",
-    "To tie a bowline, first make",
-    "Bees make honey from",
-    "The capital of Norway is",
-    "A good loaf of bread needs",
-]
-JOBS = [
-    {
-        "agent_id": f"{context} {number % 10}",
-        "prompt": f" {OPENINGS[number % 5]}" if context == "append" else f"{number}. {OPENINGS[number % 5]}",
-        "context": context,
-        "max_tokens": 8 + number % 9,
-    }
-    for number in range(50)
-    for context in ("full", "append")
-]
+REAL = Mix(
+    kinds={
+        "words": 60, "long": 5, "flaky": 6, "late": 3, "canceled": 5, "withdrawn": 7,
+        "short-lived": 2, "scheduled": 4, "question": 4, "off": 4,
+    },
+    words=(
+        "The longest river in South America is",
+        "To tie a bowline, first make a loop.",
+        "Bees make honey from",
+        "The capital of Norway is",
+        "A good loaf of bread needs time.",
+    ),
+    most_words=8,
+    short=range(4, 14),
+    long=range(30, 60),
+    endless=1500,
+    may_end_early=True,
+)  # fmt: skip
+SIZE = {"n_jobs": 100, "n_agents": 10, "n_crash": 1}
+COURSE = Course(lasts_s=60, n_kills=6, calm_s=240)
+POISON = {"target": f"{MLX_ENGINE}.submit", "when": "after", "needles": [r"\ncrash'"]}
 
 
 @pytest.mark.timeout(900)
-def test_answers_are_those_of_a_run_that_nobody_disturbed(redis_url, tmp_path, smollm2):
-    producer = Producer(redis_url)
-    options = ("--model", str(smollm2), "--max-batch", "8")
+def test_answers_are_those_of_the_model_alone_whatever_happens(tmp_path, smollm2):
+    require_server_program()
 
-    def texts(tickets):
-        results = [ticket.result(timeout_s=1) for ticket in tickets]
-        return [result.text for result in results], [result.attempt for result in results]
+    def start(arguments, log, hooks):
+        hooks = {**hooks, "engine": MLX_ENGINE, "die": POISON}
+        return start_fresh(["--model", str(smollm2), *arguments], log, env=SHORT, hooks=hooks)
 
-    quiet = producer.submit_many(JOBS)
-    with running_worker(redis_url, tmp_path / "quiet", "--burst", *options) as worker:
-        assert worker.wait(400) == 0, worker.log
-    expected, _ = texts(quiet)
-
-    tickets = producer.submit_many(JOBS)
-    with Redis.from_url(redis_url) as connection:
-        for number, end in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL)):
-            before = connection.zcard("rq:finished:generate")
-            with running_worker(
-                redis_url, tmp_path / "store", *options, "--grace-s", "0", log_name=f"{number}.log"
-            ) as worker:
-                worker.wait_for(lambda: connection.zcard("rq:finished:generate") >= before + 12, 120)  # noqa: B023
-                worker.wait_for(lambda: any((ticket.status().tokens or 0) > 2 for ticket in tickets), 60)
-                worker.signal(end)
-                worker.wait()
-        with running_worker(redis_url, tmp_path / "store", "--burst", *options, log_name="last.log") as worker:
-            assert worker.wait(400) == 0, worker.log
-        assert all(connection.xlen(f"rq:results:{ticket.job_id}") == 1 for ticket in tickets)
-    found, attempts = texts(tickets)
-    assert found == expected
-    assert max(attempts) > 1
+    breed = Breed(start, start_s=15, pause_s=(2, 8))
+    plan = lambda draw: draw_jobs(draw, REAL, **SIZE)  # noqa: E731
+    broken = play(tmp_path, plan, breed, COURSE, lambda: ModelOracle(smollm2))
+    assert broken == [], "\n".join(broken)

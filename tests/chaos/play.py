@@ -1,0 +1,74 @@
+"""One chaos run from its first job to what is left of it: the jobs, the storm and the check, in that order."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.chaos.invariants import Aftermath
+from tests.chaos.oracle import Oracle
+from tests.chaos.plan import PlannedJob
+from tests.chaos.restarting_server import RestartingServer
+from tests.chaos.storm import Breed, Storm
+from tests.chaos.traffic import Traffic
+from tests.dashboard_process import running_dashboard
+
+
+@dataclass(frozen=True)
+class Course:
+    """Attributes:
+    lasts_s: how long the enqueueing takes, about.
+    n_kills: at least so many workers are killed.
+    calm_s: what the worker may take for the rest, once nobody disturbs it.
+    """
+
+    lasts_s: float
+    n_kills: int
+    calm_s: float
+
+
+def play(
+    folder: Path,
+    draw_plan: Callable[[random.Random], Sequence[PlannedJob]],
+    breed: Breed,
+    course: Course,
+    ask_oracle: Callable[[], Oracle],
+) -> list[str]:
+    """What does not hold afterwards, a line or two for each."""
+    seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"chaos: CHAOS_SEED={seed}, everything in {folder}")
+    begin = time.monotonic()
+    draw = random.Random(seed)
+    jobs = draw_plan(draw)
+    server = RestartingServer(folder / "redis")
+    traffic = Traffic(server, jobs, random.Random(draw.random()), course.lasts_s)
+    with _dashboard_where_there_is_one(server.url, folder) as page:
+        storm = Storm(breed, server, traffic, draw, folder, dashboard=page)
+        try:
+            traffic.start()
+            storm.rage(course.n_kills)
+            storm.calm(course.calm_s)
+            print(f"{time.monotonic() - begin:7.2f} over")
+            with server.connection() as connection:
+                aftermath = Aftermath(connection, traffic, storm, ask_oracle())
+                broken = aftermath.broken()
+        finally:
+            traffic.leave()
+            storm.end()
+            server.stop()
+    print(f"episodes {dict(storm.counts)}, {storm.loud_exits} loud exits, {len(traffic.in_doubt)} enqueues in doubt")
+    print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
+    return broken
+
+
+@contextmanager
+def _dashboard_where_there_is_one(redis_url: str, folder: Path) -> Iterator[str | None]:
+    if find_spec("rq_dashboard") is None:
+        yield None
+    else:
+        with running_dashboard(redis_url, folder / "dashboard.log") as page:
+            yield page
