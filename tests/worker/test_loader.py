@@ -1,0 +1,41 @@
+"""The loader: what it tells the engine loop and the store about the jobs around one."""
+
+from queue import Queue
+
+from stoker_shared import build_request
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.loader import Loader
+from stoker_worker.ports import AgentVersion, ClaimedJob, Delivery, Restored
+
+
+class Store:
+    """Has nothing, and remembers how it was asked."""
+
+    def __init__(self):
+        self.beside_others = []
+
+    def open_agent(self, agent_id):
+        return AgentVersion(agent_id, 0, None)
+
+    def restore(self, prompt_ids, *, agent, model, salt, beside_others):
+        self.beside_others.append(beside_others)
+        return Restored(None, "none")
+
+
+def claimed(agent_id):
+    request = build_request({"agent_id": agent_id, "prompt": "p"})
+    return ClaimedJob(agent_id, "q", request, Delivery(agent_id, "2026"), 1, 0.0, 0.0, 0, None, None)
+
+
+def test_a_job_says_whether_another_is_right_behind_it_and_the_store_hears_whether_rows_run():
+    _, model = ScriptedProvider(max_batch=4, steps_per_s=1000).load()
+    store, ready, ended, runs = Store(), Queue(), Queue(), iter([False, True])
+    loader = Loader(store, model, to_engine=ready.put, to_finaliser=ended.put, rows_run=lambda: next(runs))
+    loader.put(claimed("a"))
+    loader.put(claimed("b"))
+    loader.start()
+    assert [ready.get(timeout=30).has_next for _ in range(2)] == [True, False]
+    assert store.beside_others == [False, True]
+    loader.finish()
+    loader.join(30)
+    assert ended.empty()
