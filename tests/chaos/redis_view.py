@@ -1,0 +1,56 @@
+"""What stands in Redis while a chaos run goes on, read by a connection of its own that nothing is lost on."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from redis import Redis
+from tests.chaos.plan import QUEUES
+
+from stoker_shared.wire import FIELD_ATTEMPTS
+
+
+class RedisView:
+    def __init__(self, connection: Redis) -> None:
+        self.connection = connection
+
+    def left(self) -> list[str]:
+        """What has not ended, at one instant. A deferred job that nobody will run is not among it."""
+        with self.connection.pipeline(transaction=True) as pipeline:
+            for queue in QUEUES:
+                for kind in ("wip", "scheduled", "ready"):
+                    pipeline.zrange(f"rq:{kind}:{queue}", 0, -1)
+                for part in ("", ":intermediate"):
+                    pipeline.lrange(f"rq:queue:{queue}{part}", 0, -1)
+            return [entry.decode() for entries in pipeline.execute() for entry in entries]
+
+    def started(self) -> list[tuple[str, str]]:
+        """Job ids with their workers' names."""
+        keys = [key for queue in QUEUES for key in self.connection.zrange(f"rq:wip:{queue}", 0, -1)]
+        owners = [self.connection.hget(b"rq:execution:" + key, "worker_name") or b"" for key in keys]
+        return [(key.decode().split(":")[0], owner.decode()) for key, owner in zip(keys, owners, strict=True)]
+
+    def in_flight(self, worker_name: str | None) -> list[str]:
+        return [job_id for job_id, owner in self.started() if owner == worker_name]
+
+    def deaths(self, job_id: str) -> int:
+        """As they are counted in the job's hash."""
+        return int(self.connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) or 0)
+
+    def states(self, job_ids: Iterable[str]) -> list[str | None]:
+        found = [self.connection.hget(f"rq:job:{job_id}", "status") for job_id in job_ids]
+        return [state and state.decode() for state in found]
+
+    def results_of(self, worker_name: str | None, job_ids: Iterable[str]) -> Counter[str]:
+        """How many results of each job are that worker's."""
+        job_ids = list(job_ids)
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.xrange(f"rq:results:{job_id}")
+            streams = pipeline.execute()
+        name = (worker_name or "").encode()
+        return Counter(
+            job_id
+            for job_id, stream in zip(job_ids, streams, strict=True)
+            for _, entry in stream
+            if entry[b"worker_name"] == name
+        )
