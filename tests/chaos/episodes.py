@@ -1,4 +1,4 @@
-"""What can happen to the worker, its server, its wire and its clock, one thing at a time. Owns nothing that lasts.
+"""What can happen to the worker, its server and its clock, one thing at a time. Owns nothing that lasts.
 
 An episode answers ``False`` when it could not be had just now.
 """
@@ -11,7 +11,6 @@ from random import Random
 
 from tests.chaos.crew import LEASE_S, Crew, name_of
 from tests.chaos.deliveries import ENDED
-from tests.chaos.losses import Losses
 from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.redis_view import RedisView
 from tests.chaos.restarting_server import RestartingServer
@@ -22,7 +21,7 @@ MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 # How often each is drawn.
 EPISODES = {
     "kill": 30, "stop": 10, "stop_twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis_and_worker": 4, "clock": 6,
-    "look": 4, "lose": 40, "hold_back": 12,
+    "look": 4,
 }  # fmt: skip
 
 
@@ -36,7 +35,6 @@ class Episodes:
         self,
         crew: Crew,
         server: RestartingServer,
-        losses: Losses,
         traffic: Traffic,
         view: RedisView,
         random: Random,
@@ -44,7 +42,7 @@ class Episodes:
         clock: Path,
         dashboard: str | None,
     ) -> None:
-        self._crew, self._server, self._losses, self._traffic, self._view = crew, server, losses, traffic, view
+        self._crew, self._server, self._traffic, self._view = crew, server, traffic, view
         self._random = random
         self._clock_file = clock
         self._dashboard = dashboard
@@ -152,13 +150,6 @@ class Episodes:
 
     def clock(self) -> None:
         self.set_clock(self._random.uniform(-MOST_OFF_S, MOST_OFF_S))
-
-    def lose(self) -> None:
-        self._losses.lose()
-
-    def hold_back(self) -> None:
-        """Up to twice the lease: one hung connection costs nobody the queue."""
-        self._losses.hold_back(2 * LEASE_S)
 
     def set_clock(self, offset_s: float) -> None:
         new = self._clock_file.with_suffix(".new")

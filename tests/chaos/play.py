@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,9 +65,12 @@ def play(
             storm.end()
             server.stop()
     sent = traffic.deliveries
-    in_doubt, twice = sum(not one.is_acknowledged for one in sent), sum(len(one.met) > 1 for one in sent)
+    in_doubt, met = (
+        sum(not one.is_acknowledged for one in sent),
+        Counter(str(state) for one in sent for state in one.met),
+    )
     print(f"episodes {dict(storm.counts)}, {storm.crew.loud_exits} loud exits, {losses.lost} replies lost")
-    print(f"{len(sent)} deliveries, {in_doubt} in doubt, {twice} sent more than once")
+    print(f"{len(sent)} deliveries, {in_doubt} in doubt; what had the id when it was sent: {dict(met)}")
     print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
     return broken
 

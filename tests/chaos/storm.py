@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from tests.chaos.crew import Breed, Crew
+from tests.chaos.crew import LEASE_S, Breed, Crew
 from tests.chaos.episodes import EPISODES, MOST_OFF_S, Episodes
 from tests.chaos.forked_worker import wait_for
 from tests.chaos.losses import Losses
@@ -15,6 +15,7 @@ from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
 
 _SAYS_EVERY_S = 5.0
+_LOSES, _HOLDS_BACK = 0.6, 0.15  # how often with an episode
 
 
 class Storm:
@@ -41,9 +42,7 @@ class Storm:
         clock.write_text("0")
         hooks = {"seen": str(self.seen), "clock": str(clock)}
         self.crew = Crew(breed, losses.workers, self._view, folder, hooks)
-        self._episodes = Episodes(
-            self.crew, server, losses, traffic, self._view, random, clock=clock, dashboard=dashboard
-        )
+        self._episodes = Episodes(self.crew, server, traffic, self._view, random, clock=clock, dashboard=dashboard)
         self.counts: Counter[str] = Counter()
 
     @property
@@ -61,6 +60,7 @@ class Storm:
             name = others if has_others else todo.pop()
             time.sleep(self._random.uniform(*self._breed.pause_s))
             self.crew.see_to_worker()
+            self._lose_replies()
             self._say(name)
             was_had = self._episodes.have(name)
             self.counts[name] += was_had
@@ -91,10 +91,19 @@ class Storm:
         code = self.crew.worker.wait(30)
         if code != 0:
             self.crew.problems.append(f"the last worker left with {code}")
+        if self._losses.lost == 0:
+            self.crew.problems.append("no reply was lost: this was no storm")
 
     def end(self) -> None:
         """No process outlives the run, whatever became of it."""
         self.crew.end()
+
+    def _lose_replies(self) -> None:
+        """Beside all episodes: what is lost meets a worker that dies, or a server, as it may."""
+        if self._random.random() < _LOSES:
+            self._losses.lose()
+        if self._random.random() < _HOLDS_BACK:
+            self._losses.hold_back(2 * LEASE_S)  # one hung connection costs nobody the queue
 
     def _draw_episode(self) -> str:
         return self._random.choices(list(EPISODES), list(EPISODES.values()))[0]
