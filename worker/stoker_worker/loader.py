@@ -122,7 +122,7 @@ class Loader(threading.Thread):
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
         agent = self._agent(job)
-        if (answer := agent.results.get(job.delivery)) is not None:
+        if (answer := agent.answer_to(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
         if job.attempt > MAX_ATTEMPTS:
@@ -161,7 +161,7 @@ class Loader(threading.Thread):
                 raise
             # `full` brings the whole conversation along, so a damaged record costs it only time; and a turn that was
             # applied stays applied, whatever became of the record of another.
-            if request.context == "append" and job.delivery not in usable.results:
+            if request.context == "append" and usable.answer_to(job.delivery) is None:
                 raise
             log.warning("agent of job %s: %s", job.job_id, error)
             return usable

@@ -10,7 +10,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
-from stoker_shared.request import GenerationRequest, build_request
+from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.wire import FIELD_ATTEMPTS, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
@@ -107,6 +107,17 @@ class JsonJob(Job):
         if args or not isinstance(request, dict) or len(kwargs) != 1:
             raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")
         return build_request(request)
+
+    def digest(self) -> str:
+        """Of the request, which `generation_request` has found to be valid; the same for every delivery of it.
+
+        Raises:
+            PayloadRefused: it is nested too deeply.
+        """
+        try:
+            return request_digest(self.kwargs[REQUEST_KWARG])
+        except (ValueError, RecursionError):
+            raise PayloadRefused("the request is nested too deeply") from None
 
 
 def agent_in(data: bytes | None) -> str | None:

@@ -155,7 +155,7 @@ def _claimed(handle: RqHandle, request: GenerationRequest, claim_number: int) ->
         job_id=rq_job.id,
         queue=rq_job.origin,
         request=request,
-        delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left),
+        delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left, rq_job.digest()),
         attempt=rq_job.deaths + 1,
         enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
         claimed_at=now,
