@@ -13,7 +13,6 @@ class Delivery:
     """One request under one id, from one moment, sent once or more often.
 
     Attributes:
-        job_id: ``None`` while nobody has been told which it is.
         created_at: as it stands in the job's hash; ``None`` where the producer chose it.
         met: for each time it was sent, the state of what had the id then; ``None``: nothing had it.
         is_acknowledged: one of those times was answered. Else the job may be there or not.
@@ -21,13 +20,16 @@ class Delivery:
     """
 
     job: PlannedJob
-    job_id: str | None = None
     created_at: str | None = None
     met: list[str | None] = field(default_factory=list)
     is_acknowledged: bool = False
     is_settled: bool = False
 
     @property
+    def job_id(self) -> str:
+        return self.job.job_id
+
+    @property
     def most_ends(self) -> int:
-        """How often it may have ended: one that is sent when it has ended does so once more."""
-        return 1 + sum(state in {*ENDED, UNKNOWN} for state in self.met[1:])
+        """How often it may have ended: one that is sent when it has ended does so once more, but by the producer."""
+        return 1 if self.job.is_submitted else 1 + sum(state in {*ENDED, UNKNOWN} for state in self.met[1:])

@@ -37,9 +37,12 @@ class Enqueuer:
 
     def _submit(self, delivery: Delivery) -> None:
         job = delivery.job
-        options = {name: value for name, value in job.options.items() if name != "job_timeout"}
-        fields = {**job.request, **options, "queue": job.queue, "job_timeout_s": job.options["job_timeout"]}
-        delivery.job_id = self._producer.submit(**fields).job_id
+        timeout_s, at_front = job.options["job_timeout"], bool(job.options.get("at_front"))
+        if job.index % 2 and not at_front:
+            self._producer.submit_many([job.request], queue=job.queue, job_timeout_s=timeout_s, job_ids=[job.job_id])
+        else:
+            options = {"queue": job.queue, "job_timeout_s": timeout_s, "at_front": at_front}
+            self._producer.submit(**job.request, **options, job_id=job.job_id)
 
     def _schedule(self, delivery: Delivery) -> None:
         job = delivery.job
@@ -72,7 +75,7 @@ class Enqueuer:
             **options,
         )
         if delivery.created_at is None:
-            delivery.job_id, delivery.created_at = rq_job.id, utcformat(rq_job.created_at)
+            delivery.created_at = utcformat(rq_job.created_at)
         else:
             rq_job.created_at = utcparse(delivery.created_at)
         return rq_job

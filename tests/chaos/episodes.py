@@ -157,8 +157,7 @@ class Episodes:
         new.replace(self._clock_file)
 
     def _known_ids(self) -> list[str]:
-        ids = [delivery.job_id for delivery in list(self._traffic.deliveries)]
-        return list(dict.fromkeys(job_id for job_id in ids if job_id is not None))
+        return list(dict.fromkeys(delivery.job_id for delivery in list(self._traffic.deliveries)))
 
     def _poison_waits(self) -> bool:
         sent = [delivery.job.job_id for delivery in self._traffic.deliveries if delivery.job.is_poison]

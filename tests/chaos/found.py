@@ -68,20 +68,11 @@ class Record:
 
 
 def find_jobs(connection: Redis, sent: Sequence[Delivery]) -> list[Found]:
-    """Every id that arrived. A delivery in doubt is there whole or not at all.
-
-    Raises:
-        AssertionError: what was sent once is there under two ids.
-    """
+    """Every id that arrived. A delivery in doubt is there whole or not at all."""
     records, places = _records(connection), places_of_all(connection)
-    ids: dict[str, str] = {}
-    for job_id, record in records.items():
-        assert ids.setdefault(record.name, job_id) == job_id, f"{record.name} is {ids[record.name]} and {job_id}"
     by_id: dict[str, list[Delivery]] = {}
     for delivery in sent:
-        job_id = delivery.job_id or ids.get(delivery.job.name)
-        if job_id is not None:
-            by_id.setdefault(job_id, []).append(delivery)
+        by_id.setdefault(delivery.job_id, []).append(delivery)
     found = [_find(connection, job_id, of, records.get(job_id), places) for job_id, of in by_id.items()]
     return [job for job in found if job.state is not None or job.current.is_acknowledged]
 

@@ -35,7 +35,7 @@ class PlannedJob:
         again: the id comes a second time.
         reuses: the id is that of another job, by that one's index.
         parents: ids of the jobs it depends on.
-        is_submitted: by `Producer.submit`, which chooses the id; else by RQ's own queue.
+        is_submitted: by `Producer.submit`, else by RQ's own queue.
     """
 
     index: int

@@ -1,6 +1,6 @@
 """What the jobs of a chaos run have to do with each other: ids that come twice, dependencies. Pure.
 
-Jobs that the producer submits are drawn here too: their ids are not known beforehand, so nothing can refer to them.
+Jobs that the producer submits are drawn here too: it takes no dependencies, and no id for something else.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def _is_plain(job: PlannedJob) -> bool:
 
 def _parents(random: Random, before: Sequence[PlannedJob]) -> tuple[str, ...]:
     """Without those whose hash may go before they have ended: RQ never looks at their dependents again."""
-    fit = [job for job in before if not (job.is_submitted or job.short_lived or job.withdraw == "delete")]
+    fit = [job for job in before if not (job.short_lived or job.withdraw == "delete")]
     weights = [_POISON if job.is_poison else _FATEFUL if job.withdraw or "failed" in job.ends else 1 for job in fit]
     chosen = random.choices(fit, weights, k=random.randrange(1, _MOST_PARENTS + 1)) if fit else []
     return tuple(dict.fromkeys(job.job_id for job in chosen))

@@ -95,8 +95,7 @@ class Traffic:
             with self.pause, suppress(*AWAY):
                 enqueuer.send(delivery, is_new=is_new)
                 break
-            # The producer sends nothing twice by itself: whoever called it does not know the id.
-            if delivery.job.is_submitted or self._random.random() > _SENDS_AGAIN:
+            if self._random.random() > _SENDS_AGAIN:
                 break
         delivery.is_settled = True
 
@@ -153,4 +152,4 @@ def _second(first: Delivery, again: Again) -> Delivery:
     if again.same_moment and again.job.name == first.job.name:
         return first
     created_at = first.created_at if again.same_moment else None
-    return Delivery(again.job, again.job.job_id, created_at)
+    return Delivery(again.job, created_at)
