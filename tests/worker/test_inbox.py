@@ -40,10 +40,16 @@ class ScriptedQueue:
 
 def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it_has_ended() -> None:
     events: list[Any] = []
+    running: list[ClaimedJob] = []
+
+    def to_loader(job: ClaimedJob) -> None:
+        running.append(job)
+        events.append(job.job_id)
+
     inbox = Inbox(
         ScriptedQueue("a", "b"),  # type: ignore[arg-type]
         Admission(1),
-        to_loader=lambda job: events.append(job.job_id),
+        to_loader=to_loader,
         protect=lambda agents: events.append(set(agents)),
         progress=dict,
         poll_s=0.001,
@@ -51,9 +57,9 @@ def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it
         burst=True,
     )
     inbox.start()
-    for number, agent in enumerate("ab", start=1):
-        while sum(isinstance(event, str) for event in events) < number:
+    for number in range(2):
+        while sum(isinstance(event, str) for event in events) <= number:
             time.sleep(0.001)
-        inbox.ended(agent)
+        inbox.ended(running[number])
     inbox.join()
     assert events == [{"a", "b"}, "a", {"b"}, "b", set()]

@@ -125,14 +125,14 @@ def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):
 def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how, limit):
     job_id = later(plain, rate_limit=limit)
     make_due(connection, job_id)
-    real = queue._scheduler._guards
+    real = queue._housekeeping._scheduler._guards
 
     def withdraw_first(name):
         if places(connection, job_id) == ["scheduled"]:
             getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
         return real(name)
 
-    monkeypatch.setattr(queue._scheduler, "_guards", withdraw_first)
+    monkeypatch.setattr(queue._housekeeping._scheduler, "_guards", withdraw_first)
     queue.tidy()
     assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
 

@@ -1,9 +1,10 @@
 """An RQ job whose payload is only ever read as JSON. Owns what is read off a job's hash; any thread."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Final
 
 from redis.client import Pipeline
 from rq.job import Job, JobStatus
@@ -29,13 +30,20 @@ class JsonJob(Job):
     """Workers that died with this job in flight."""
     check: Callable[[Pipeline], None] | None = None
     """Called once, with the transaction in which RQ ends the job, before anything stands in it."""
+    write_note: Callable[[Pipeline], None] | None = None
+    """Called with that transaction once more, when it is nearly whole."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
+    raw_repeats_left: bytes = b""
+    stamp: str = ""
+    """`delivery_stamp` of the hash as it was read."""
 
     def restore(self, raw_data: Any) -> Any:
         # Before anything is read: RQ restores `meta` and old results with it, and its default is pickle.
         self.serializer = JSONSerializer
         data = raw_data.get(b"data", b"")
-        text = _decompress(data)
+        self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
+        self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
+        text = unpacked(data)
         if len(text) > _MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             raw_data = {**raw_data, b"data": b"[]"}
@@ -120,13 +128,27 @@ class JsonJob(Job):
             raise PayloadRefused("the request is nested too deeply") from None
 
 
+def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
+    """Tells the deliveries of one id apart: `DELIVERY` in Lua computes the same."""
+    return hashlib.sha1(b"\0".join((created_at, repeats_left, data)), usedforsecurity=False).hexdigest()
+
+
+DELIVERY: Final = """
+local function delivery(job)
+  local f = redis.call('HMGET', job, 'created_at', 'repeats_left', 'data')
+  return redis.sha1hex((f[1] or '') .. '\\0' .. (f[2] or '') .. '\\0' .. (f[3] or ''))
+end
+"""
+"""Lua: the stamp of a job's hash as it is now."""
+
+
 def agent_in(data: bytes | None) -> str | None:
     """The agent id in a job's stored `data`, ``None`` when there is none to be read.
 
     Used to look ahead in the queue: plain RQ producers write the agent nowhere else.
     """
     try:
-        agent_id = json.loads(_decompress(data or b""))[3][REQUEST_KWARG]["agent_id"]
+        agent_id = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]["agent_id"]
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return agent_id if isinstance(agent_id, str) else None
@@ -137,7 +159,7 @@ def as_count(value: bytes | None) -> int:
     return int(value) if value is not None and value.isdigit() else 0
 
 
-def _decompress(data: bytes) -> bytes:
+def unpacked(data: bytes) -> bytes:
     """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
     try:
         return zlib.decompressobj().decompress(data, _MAX_DATA_BYTES + 1)

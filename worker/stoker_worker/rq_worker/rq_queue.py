@@ -1,44 +1,39 @@
 """The queue adapter, `QueuePort` in RQ's terms: which jobs this worker has taken out of its queues.
 
 Owns that list, and what is asked about its jobs. Does not decide what to claim or when (admission), and does not know
-what a job computes. Claiming, watching and recovery run on the inbox thread, ending on the finaliser thread; the one
-lock keeps a heartbeat from writing to an execution that is just being ended.
+what a job computes. Claiming, watching and recovery run on the inbox thread, ending on the finaliser threads. No lock
+is held while Redis is asked: what is just being ended is noted, so that heartbeat and recovery leave it alone.
 """
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from redis import Redis
-from rq.group import Group
-from rq.job import JobStatus
+from rq.job import Job, JobStatus
 from rq.queue import Queue
-from rq.rate_limit import RateLimitRegistry
-from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
-from rq.serializers import JSONSerializer
 from rq.suspension import is_suspended
 
 from stoker_shared.errors import RequestError
 from stoker_shared.wire import FIELD_TOKENS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.rq_worker.audit import Audit
+from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
+from stoker_worker.rq_worker.housekeeping import Housekeeping
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import JsonJob
+from stoker_worker.rq_worker.json_job import agent_in
 from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.ownership import Ownership
+from stoker_worker.rq_worker.pulse import Pulse
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
-from stoker_worker.rq_worker.scheduler import Scheduler
 from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
-
-_GROUPS_EVERY_S = 600  # as RQ's own workers
 
 # HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
 _PROGRESS = (
@@ -49,27 +44,31 @@ _PROGRESS = (
 class RqQueue:
     """Every job this worker has taken out of its queues."""
 
-    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks) -> None:
+    def __init__(
+        self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks, pulse: Pulse
+    ) -> None:
         self._connection = connection
         self._identity = identity
+        self._pulse = pulse
         self._lease = lease
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name) for name in self._queues}
         self._callbacks = callbacks
         self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
-        self._ender = JobEnder(connection, identity, lease)
+        self._ownership = Ownership(connection, lease, worker_name=identity.name)
+        self._aftermath = Aftermath(connection, self._queues)
+        self._ender = JobEnder(connection, identity, self._ownership, self._aftermath)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
-        self._scheduler = Scheduler(connection, self._queues, lease, name=identity.name)
-        self._audit = Audit(connection, self._queues, lease)
-        self._clean = Every(60.0)
+        self._housekeeping = Housekeeping(connection, self._queues, lease, worker_name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
         self._in_doubt = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
-        self._ending = threading.RLock()
+        self._ending: set[str] = set()  # executions
+        self._behind_a_run: dict[str, str | None] = {}
         identity.on_stop_job = self._ask_stop
 
     # --- inbox thread ---
@@ -101,11 +100,11 @@ class RqQueue:
 
     def _claim_from(self, name: str, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
         room, backlog = limit - len(claimed), self._backlogs[name]
-        busy = busy_agents | {job.request.agent_id for job in claimed}
+        busy = busy_agents | {job.request.agent_id for job in claimed} | self._agents_behind_a_run()
         alone = not self._in_flight
         for job_id in backlog.claim(room, busy, self._lease.held_value(name), nothing_runs=alone):
-            if job_id in self._in_flight:  # an id that stood in the queue twice
-                self._starter.drop_id(name, job_id)
+            if (running := self._in_flight.get(job_id)) is not None:
+                busy |= self._meet_again(name, running)
                 continue
             job = self._starter.start(name, job_id)
             if job is None:
@@ -117,6 +116,21 @@ class RqQueue:
             self._in_flight[job_id] = job
             claimed.append(job)
             busy |= {job.request.agent_id}
+
+    def _meet_again(self, queue_name: str, running: ClaimedJob) -> frozenset[str]:
+        """The id of a job that runs was in the queue again; returns the agents that have to wait for it."""
+        job_id = running.job_id
+        if self._ownership.of(running.handle) == "ours":  # the same delivery
+            self._starter.drop_id(queue_name, job_id)
+            return frozenset()
+        # Another one: it keeps its place, and its agent's order, until this worker has let go of the run.
+        self._requeue(InFlight(job_id, queue_name, None), counts_as_attempt=False)
+        self._behind_a_run[job_id] = agent_in(cast(bytes | None, self._connection.hget(Job.key_for(job_id), "data")))
+        return self._agents_behind_a_run()
+
+    def _agents_behind_a_run(self) -> frozenset[str]:
+        self._behind_a_run = {key: agent for key, agent in self._behind_a_run.items() if key in self._in_flight}
+        return frozenset(agent for agent in self._behind_a_run.values() if agent is not None)
 
     def waiting_agents(self) -> frozenset[str]:
         waiting = [agents for backlog in self._backlogs.values() if (agents := backlog.agents())]
@@ -135,97 +149,89 @@ class RqQueue:
         return [
             job
             for job, status in zip(jobs, statuses, strict=True)
-            if status != started or job.job_id in self._stop_asked
+            if job.job_id in self._stop_asked or (status != started and self._ownership.of(job.handle) != "ours")
         ]
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        with self._ending:
-            if not all(self._lease.is_ours(name) for name in self._queues):
-                return 0
+        if not all(self._lease.is_ours(name) for name in self._queues):
+            return 0
         recovered = 0
-        own = frozenset(job.handle.execution.id for job in list(self._in_flight.values()))
+        # In this order: what is being ended stands in both until it is over.
+        own = frozenset(job.handle.execution.id for job in list(self._in_flight.values())) | self._ending
         for lost in self._recovery.orphans(own):
             recovered += self._requeue(lost, counts_as_attempt=lost.owner_died) == "requeued"
             if lost.execution is not None:
                 self._identity.executions.pop(lost.execution.id, None)
         self._recovery.forget_dead_workers()
+        self._aftermath.catch_up(leave=self._ending)
         return recovered
 
     def is_empty(self) -> bool:
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> None:
-        self._scheduler.enqueue_due()
-        self._audit.step(self._in_flight)
-        if self._clean.is_due():
-            for name in self._queues:
-                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
-                    registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer).cleanup()
-            for limit in RateLimitRegistry.all(self._connection):
-                limit.cleanup()
-            if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
-                Group.clean_registries(self._connection)
+        self._housekeeping.step(self._in_flight)
 
     def sign_off(self) -> None:
         """The last word to Redis. Main thread, after all others."""
-        self._scheduler.sign_off()
+        self._housekeeping.sign_off()
 
     # --- heartbeat thread ---
 
     def beat(self) -> bool:
         """Refresh worker, executions and lease; ``False`` when the lease is somebody else's: we are deposed."""
-        with self._ending:  # a transaction that ends a job watches the lease
-            if not self._lease.renew():
-                return False
-        self._identity.beat()
+        if not self._pulse.beat():
+            return False
         for job in list(self._in_flight.values()):
-            with self._ending:
-                if self._in_flight.get(job.job_id) is job:  # not over, and not claimed anew since
-                    self._identity.beat_execution(job.handle.job, job.handle.execution)
+            if job.handle.execution.id not in self._ending:  # each beat undoes a transaction that is on its way
+                self._pulse.beat_execution(job.handle)
         return True
 
     # --- finaliser thread ---
 
     def owns(self, job: ClaimedJob) -> bool:
-        return self._ender.owns(job.handle)
+        return self._ownership.of(job.handle) == "ours"
 
     def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
-        with self._ending:
-            self._ender.finish(job.handle, result)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        self._ender.finish(job.handle, result)
+        self._forget(job)
         self._callbacks.succeeded(job.handle.job, result)
 
     def fail(
         self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
     ) -> None:
-        with self._ending:
-            self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
+        self._forget(job)
         self._callbacks.failed(job.handle.job, error)
 
     def stopped(self, job: ClaimedJob) -> None:
-        with self._ending:
-            was_stopped = self._ender.stop(job.handle)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        was_stopped = self._ender.stop(job.handle)
+        self._forget(job)
         if was_stopped:
             self._callbacks.stopped(job.handle.job)
 
     def drop(self, job: ClaimedJob) -> None:
-        with self._ending:
+        try:
+            self._ownership.let_go(job.handle)
+        finally:
             self._forget(job)
-            self._ender.clean_up(job.handle)
 
     def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
         given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
-            with self._ending:
-                self._forget(job)  # whatever comes: recovery leaves alone what stands here
+            self._ending.add(job.handle.execution.id)
+            try:
                 lost = InFlight(job.job_id, job.queue, job.handle.execution)
-                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "requeued":
-                    given_back += 1
+                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
+                    self._ownership.let_go(job.handle)
                 else:
-                    self._ender.clean_up(job.handle)
+                    given_back += 1
+            finally:
+                self._forget(job)  # whatever comes: recovery takes up what could not be given back
         return given_back
 
     # --- steps ---
@@ -237,8 +243,11 @@ class RqQueue:
             self._stop_asked.add(job_id)
 
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
-        with self._ending:
+        self._ending.add(handle.execution.id)
+        try:
             self._ender.fail(handle, error)
+        finally:
+            self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
 
     def _suspect_runs(self) -> bool:
@@ -248,3 +257,4 @@ class RqQueue:
         self._in_flight.pop(job.job_id, None)
         self._stop_asked.discard(job.job_id)
         self._identity.executions.pop(job.handle.execution.id, None)
+        self._ending.discard(job.handle.execution.id)
