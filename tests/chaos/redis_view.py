@@ -15,13 +15,17 @@ class RedisView:
 
     def left(self) -> list[str]:
         """What has not ended, at one instant. A deferred job that nobody will run is not among it."""
+        zsets = [f"rq:{kind}:{queue}" for queue in QUEUES for kind in ("wip", "scheduled", "ready")]
+        lists = [f"rq:queue:{queue}{part}" for queue in QUEUES for part in (":intermediate", "")]
         with self.connection.pipeline(transaction=True) as pipeline:
-            for queue in QUEUES:
-                for kind in ("wip", "scheduled", "ready"):
-                    pipeline.zrange(f"rq:{kind}:{queue}", 0, -1)
-                for part in ("", ":intermediate"):
-                    pipeline.lrange(f"rq:queue:{queue}{part}", 0, -1)
-            return [entry.decode() for entries in pipeline.execute() for entry in entries]
+            for key in zsets:
+                pipeline.zrange(key, 0, -1)
+            for key in lists:
+                pipeline.lrange(key, 0, -1)
+            replies = pipeline.execute()
+        return [
+            f"{entry.decode()} in {key}" for key, found in zip(zsets + lists, replies, strict=True) for entry in found
+        ]
 
     def started(self) -> list[tuple[str, str]]:
         """Job ids with their workers' names."""
