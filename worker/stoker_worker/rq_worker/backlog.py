@@ -15,6 +15,7 @@ from rq.queue import Queue
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.every import Every
+from stoker_worker.rq_worker.job_ids import raw, text
 from stoker_worker.rq_worker.json_job import agent_in, as_count
 from stoker_worker.rq_worker.lineup import Lineup
 
@@ -96,10 +97,10 @@ class Backlog:
                 break
         if not chosen:
             return []
-        found = self._claim(keys=self._claim_keys, args=[lease_value, *map(_raw, chosen)])
+        found = self._claim(keys=self._claim_keys, args=[lease_value, *map(raw, chosen)])
         if found is None:
             return []
-        claimed = [_text(job_id) for job_id in found]
+        claimed = [text(job_id) for job_id in found]
         for job_id in claimed:
             self._lineup.serve(job_id)
         for job_id in chosen:  # one that was not claimed was taken from the list by somebody else
@@ -115,12 +116,12 @@ class Backlog:
         """Take in what came in at either end since the last look, a page at a time."""
         for _ in range(2):
             first, last = self._lineup.first(_KNOWN_ENDS), self._lineup.last(_KNOWN_ENDS)
-            args: list[str | bytes | int] = [_PAGE, len(first), *map(_raw, first), *map(_raw, last)]
+            args: list[str | bytes | int] = [_PAGE, len(first), *map(raw, first), *map(raw, last)]
             length, goes_on, before, behind = self._look_at(keys=[self._key], args=args)
             if not goes_on:
                 self._lineup.clear()
-            self._lineup.prepend(map(_text, before))
-            self._lineup.append(map(_text, behind))
+            self._lineup.prepend(map(text, before))
+            self._lineup.append(map(text, behind))
             unknown = length - len(self._lineup)
             is_whole = len(behind) < _PAGE
             # Somebody removed many, or put some where nobody does: an id that stands there twice looks like that too.
@@ -144,7 +145,7 @@ class Backlog:
             self._learned.clear()  # jobs that others took from the list are never forgotten one by one
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
-                pipeline.hmget(_raw(Job.key_for(job_id)), "data", FIELD_ATTEMPTS)
+                pipeline.hmget(raw(Job.key_for(job_id)), "data", FIELD_ATTEMPTS)
             # A key that is no hash is one unreadable job, not a failure of the look.
             for job_id, reply in zip(job_ids, pipeline.execute(raise_on_error=False), strict=True):
                 data, deaths = (None, None) if isinstance(reply, Exception) else cast(list[bytes | None], reply)
@@ -155,12 +156,3 @@ def _learn_s(limit: int, n_chosen: int) -> float:
     if 0 < limit == n_chosen:
         return _LEARN_WHEN_DONE_S
     return _LEARN_S if n_chosen or limit == 0 else _LEARN_WHEN_IDLE_S
-
-
-def _text(job_id: bytes) -> str:
-    """Any bytes can be pushed onto a list; what is no text comes back from `_raw` unchanged."""
-    return job_id.decode(errors="surrogateescape")
-
-
-def _raw(job_id: str) -> bytes:
-    return job_id.encode(errors="surrogateescape")

@@ -11,6 +11,7 @@ from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
 from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_DELIVERY, LEASE_KEY
+from stoker_worker.rq_worker.job_ids import raw
 from stoker_worker.rq_worker.json_job import DELIVERY
 from stoker_worker.rq_worker.lease import Lease
 
@@ -95,18 +96,18 @@ class Requeue:
         queue_key = Queue(lost.queue, connection=self._connection).key
         execution = lost.execution
         member = execution.composite_key if execution else ""
-        keys = [
+        keys: list[str | bytes] = [
             queue_key,
             IntermediateQueue.get_intermediate_queue_key(queue_key),
             StartedJobRegistry(lost.queue, connection=self._connection).key,
-            Job.key_for(lost.job_id),
+            raw(Job.key_for(lost.job_id)),
             execution.key if execution else "",
-            ExecutionRegistry(lost.job_id, connection=self._connection).key,
+            raw(ExecutionRegistry(lost.job_id, connection=self._connection).key),
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
             LEASE_KEY.format(queue=lost.queue),
         ]
-        args = [
-            lost.job_id,
+        args: list[str | bytes | int] = [
+            raw(lost.job_id),
             member,
             execution.id if execution else "",
             int(counts_as_attempt),

@@ -5,7 +5,6 @@ Owns the count of jobs started. Whatever a stranger wrote into Redis costs that 
 
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Container
 from contextlib import suppress
@@ -24,14 +23,15 @@ from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.ports import ClaimedJob, Delivery
+from stoker_worker.rq_worker.foreign_ids import ForeignIds
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
+from stoker_worker.rq_worker.job_ids import is_rqs, raw
 from stoker_worker.rq_worker.json_job import DELIVERY, JsonJob
 from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 log = logging.getLogger(__name__)
 
-_RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
 _REGISTRIES: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
@@ -85,6 +85,7 @@ class JobStarter:
         self._lease = lease
         self._refuse = refuse
         self._may_start = connection.register_script(_MAY_START)
+        self._foreign_ids = ForeignIds(connection, lease)
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
@@ -93,6 +94,9 @@ class JobStarter:
         Raises:
             RedisError: the server went away in between; recovery finds what was begun.
         """
+        if not is_rqs(job_id):
+            self._foreign_ids.fail(queue_name, job_id)
+            return None
         for _ in range(_READS):
             with suppress(_EnqueuedAnew):
                 return self._start(queue_name, job_id)
@@ -131,7 +135,7 @@ class JobStarter:
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id behind which there is nothing to run."""
         key = self._intermediate_key(queue_name)
-        self._connection.lrem(key, 1, job_id.encode(errors="surrogateescape"))  # type: ignore[arg-type]
+        self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
 
     def _check(self, pipeline: Pipeline, queue_name: str, rq_job: JsonJob) -> None:
         """Watch what says that the claim is ours, then look: whoever takes over from here on, or withdraws the job,
@@ -158,9 +162,6 @@ class JobStarter:
 
     def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
         """The job, and why it cannot be read, if so; no job when there is none (any more)."""
-        if not _RQ_JOB_ID.fullmatch(job_id):
-            log.error("%r is not an id RQ allows; it is dropped", job_id)
-            return None, None
         try:
             return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection)), None
         except NoSuchJobError:  # its time to live in the queue has passed
