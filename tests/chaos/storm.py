@@ -60,7 +60,8 @@ class Storm:
             name = others if has_others else todo.pop()
             time.sleep(self._random.uniform(*self._breed.pause_s))
             self.crew.see_to_worker()
-            self._lose_replies()
+            if not has_to_wait:  # else so much is lost that the worker never gets to what is waited for
+                self._lose_replies()
             self._say(name)
             was_had = self._episodes.have(name)
             self.counts[name] += was_had
