@@ -109,6 +109,8 @@ class LossyProxy:
                 server = socket.create_connection(("127.0.0.1", self.server_port))
             except OSError:
                 return
+            for end in (client, server):  # a transaction is many small frames
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open += [client, server]
             asked: deque[Exchange | None] = deque()
