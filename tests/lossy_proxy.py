@@ -125,6 +125,8 @@ class LossyProxy:
             except OSError:  # the server is away, and may come back
                 _close(client)
                 continue
+            for end in (client, server):  # a transaction is many small frames
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open += [client, server]
             asked: deque[Exchange | None] = deque()

@@ -7,10 +7,11 @@ is held while Redis is asked: what is just being ended is noted, so that heartbe
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from redis import Redis
-from rq.job import Job, JobStatus
+from redis.exceptions import RedisError
+from rq.job import JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
@@ -20,12 +21,12 @@ from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
+from stoker_worker.rq_worker.behind_runs import BehindRuns
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.housekeeping import Housekeeping
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import agent_in
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.ownership import Ownership
 from stoker_worker.rq_worker.pulse import Pulse
@@ -68,7 +69,7 @@ class RqQueue:
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
         self._ending: set[str] = set()  # executions
-        self._behind_a_run: dict[str, str | None] = {}
+        self._behind_runs = BehindRuns(connection, self._ownership, self._requeue, self._starter, self._in_flight)
         identity.on_stop_job = self._ask_stop
 
     # --- inbox thread ---
@@ -100,11 +101,12 @@ class RqQueue:
 
     def _claim_from(self, name: str, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
         room, backlog = limit - len(claimed), self._backlogs[name]
-        busy = busy_agents | {job.request.agent_id for job in claimed} | self._agents_behind_a_run()
+        busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
         alone = not self._in_flight
         for job_id in backlog.claim(room, busy, self._lease.held_value(name), nothing_runs=alone):
             if (running := self._in_flight.get(job_id)) is not None:
-                busy |= self._meet_again(name, running)
+                self._behind_runs.put(name, running)
+                busy |= self._behind_runs.agents()
                 continue
             job = self._starter.start(name, job_id)
             if job is None:
@@ -116,21 +118,6 @@ class RqQueue:
             self._in_flight[job_id] = job
             claimed.append(job)
             busy |= {job.request.agent_id}
-
-    def _meet_again(self, queue_name: str, running: ClaimedJob) -> frozenset[str]:
-        """The id of a job that runs was in the queue again; returns the agents that have to wait for it."""
-        job_id = running.job_id
-        if self._ownership.of(running.handle) == "ours":  # the same delivery
-            self._starter.drop_id(queue_name, job_id)
-            return frozenset()
-        # Another one: it keeps its place, and its agent's order, until this worker has let go of the run.
-        self._requeue(InFlight(job_id, queue_name, None), counts_as_attempt=False)
-        self._behind_a_run[job_id] = agent_in(cast(bytes | None, self._connection.hget(Job.key_for(job_id), "data")))
-        return self._agents_behind_a_run()
-
-    def _agents_behind_a_run(self) -> frozenset[str]:
-        self._behind_a_run = {key: agent for key, agent in self._behind_a_run.items() if key in self._in_flight}
-        return frozenset(agent for agent in self._behind_a_run.values() if agent is not None)
 
     def waiting_agents(self) -> frozenset[str]:
         waiting = [agents for backlog in self._backlogs.values() if (agents := backlog.agents())]
@@ -168,6 +155,8 @@ class RqQueue:
         return recovered
 
     def is_empty(self) -> bool:
+        if self._in_doubt:  # what the last claim left stands in no queue
+            return False
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> None:
@@ -245,7 +234,10 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         self._ending.add(handle.execution.id)
         try:
-            self._ender.fail(handle, error)
+            try:
+                self._ender.fail(handle, error)
+            except RedisError:  # one connection broke: nobody else tries again
+                self._ender.fail(handle, error)
         finally:
             self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
