@@ -14,7 +14,8 @@ from typing import Any
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
+from stoker_worker.memory.agent_folder import AgentFolder, Pieces
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import cached_blocks
 from stoker_worker.memory.block_search import n_readers
@@ -106,6 +107,8 @@ class AgentStore:
             AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
         """
         state = self._state(turn.agent_id)
+        if state.unreadable is not None:
+            raise state.unreadable
         if state.version.number != turn.parent:
             raise AgentVersionConflict(
                 f"agent {turn.agent_id!r} is at version {state.version.number}, the turn continues {turn.parent}"
