@@ -86,6 +86,14 @@ class RqIdentity(BaseWorker):
         self.on_stop_job: Callable[[str], None] = lambda job_id: None
         self.on_shutdown: Callable[[], None] = lambda: None
 
+    def sign_on(self) -> None:
+        """Be registered and listen to commands; may be repeated after Redis went away in the middle of it."""
+        self.connection.delete(self.key)  # RQ refuses a name that is there; ours is nobody else's
+        self.register_birth()
+        if self.pubsub_thread is None:
+            self.subscribe()
+        self.set_state("idle")
+
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
