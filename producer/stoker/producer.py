@@ -21,6 +21,7 @@ from stoker_shared.wire import (
     DEFAULT_JOB_TIMEOUT_S,
     DEFAULT_QUEUE,
     DEFAULT_RESULT_TTL_S,
+    FIELD_AGENT,
     REQUEST_KWARG,
     TASK_PATH,
 )
@@ -196,6 +197,8 @@ class Producer:
         """One round trip: without dependencies RQ only buffers, and the transaction here sends it all."""
         with redis_errors(self._connection), self._connection.pipeline(transaction=True) as pipeline:
             enqueued = queue.enqueue_many(jobs, pipeline=pipeline)
+            for job in enqueued:
+                pipeline.hset(job.key, FIELD_AGENT, job.kwargs[REQUEST_KWARG]["agent_id"])
             pipeline.execute()
         return [Ticket(self._connection, job.id) for job in enqueued]
 

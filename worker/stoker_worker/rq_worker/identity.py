@@ -19,7 +19,7 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_TOKENS
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class RqIdentity(BaseWorker):
         """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
         if isinstance(job, JsonJob):
             job.check_once(pipeline)
-        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS)
         super().cleanup_execution(job, pipeline, execution)
 
     def handle_payload(self, message: Any) -> None:
