@@ -21,7 +21,7 @@ from stoker.connection import REFUSED
 from stoker.job_options import JobOptions
 from stoker_shared.errors import InvalidRequest, JobIdTaken
 from stoker_shared.request import request_digest
-from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import FIELD_AGENT, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _CHUNK_JOBS: Final = 500
 _CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
@@ -111,7 +111,8 @@ def _enqueued(queue: Queue, jobs: list[EnqueueData], *, look_first: bool) -> boo
         if look_first and pipeline.exists(*keys):
             return False
         pipeline.multi()
-        queue.enqueue_many(jobs, pipeline=pipeline)
+        for job in queue.enqueue_many(jobs, pipeline=pipeline):
+            pipeline.hset(job.key, FIELD_AGENT, job.kwargs[REQUEST_KWARG]["agent_id"])
         pipeline.execute()
     return True
 

@@ -27,13 +27,20 @@ DEFAULT_FAILURE_TTL_S: Final = 7 * 86_400
 """Seconds a failed job is kept; RQ's own default is a year, and prompts are private."""
 
 MAX_ATTEMPTS: Final = 3
-"""A job that was in flight while this many workers died is not generated again."""
+"""A job whose worker was lost this many times while nothing ran beside it is not generated again."""
 
 META_PARTIAL: Final = "partial"
 """Key in `job.meta` under which a timed-out job's text stands."""
 
 FIELD_ATTEMPTS: Final = "stoker_attempts"
 """Field of the job hash that counts how often a dead worker had the job in flight."""
+
+FIELD_LOST_ALONE: Final = "stoker_lost_alone"
+"""Field of the job hash: how many of these times the job ran alone."""
+
+FIELD_AGENT: Final = "stoker_agent"
+"""Field of the job hash: the request's agent id, so that a worker that looks ahead need not read the request. Optional;
+what the request says counts."""
 
 FIELD_TOKENS: Final = "stoker_tokens"
 """Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""

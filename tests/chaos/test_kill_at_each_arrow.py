@@ -233,17 +233,17 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     scene.assert_nothing_is_left()
 
 
-def test_a_recovery_that_is_killed_half_way_is_finished_by_the_next_and_counts_one_death(scene, connection):
+@pytest.mark.parametrize(("when", "place"), [("before", STARTED), ("after", QUEUED)])
+def test_a_recovery_that_is_killed_is_finished_by_the_next_and_counts_one_death(scene, connection, when, place):
     first = scene.worker("first", "--scripted-steps-per-s", "100")
     scene.others_run(first)
     scene.enqueue("victim", "victim", "x", 150)
     first.wait_for(lambda: scene.job("victim").get_status() == "started")
     first.kill()
-    # The last job goes back first, so that the first one stands at the front in the end.
-    hooks = {"die": {"target": RQ + "requeue:Requeue.__call__", "when": "after", "needles": ["victim"]}}
+    hooks = {"die": {"target": RQ + "requeue:Requeue.all", "when": when, "needles": ["victim"]}}
     second = scene.worker("second", hooks=hooks)
     assert second.wait() == -signal.SIGKILL, second.log
-    assert [places(connection, name) for name in ("victim", "other-1", "other-2")] == [QUEUED, STARTED, STARTED]
+    assert [places(connection, name) for name in ("victim", "other-1", "other-2")] == [place] * 3
     scene.drain("third")
     assert {scene.job(name).return_value()["attempt"] for name in ("victim", "other-1", "other-2")} == {2}
     assert scene.turns() == ["victim"]

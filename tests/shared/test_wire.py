@@ -10,5 +10,7 @@ def test_the_names_on_the_wire_are_stable():
     assert wire.META_PARTIAL == "partial"
     assert wire.FIELD_TOKENS == "stoker_tokens"
     assert wire.FIELD_ATTEMPTS == "stoker_attempts"
+    assert wire.FIELD_LOST_ALONE == "stoker_lost_alone"
+    assert wire.FIELD_AGENT == "stoker_agent"
     assert wire.LEASE_KEY == "stoker:lease:{queue}"
     assert wire.FENCE_KEY == "stoker:fence:{queue}"

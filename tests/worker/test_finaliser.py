@@ -8,6 +8,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from stoker_shared import build_request
+from stoker_shared.errors import EngineFailed
 from stoker_worker.conversation import Prompt
 from stoker_worker.finaliser import Finaliser
 from stoker_worker.loader import Ended, Prepared
@@ -21,7 +22,7 @@ class Queue:
 
     def __init__(self):
         self.finished, self.given_back, self.lease_lost = [], [], False
-        self.dropped = []
+        self.dropped, self.losses = [], []
         self.answers = []  # what Redis says to the next calls of `finish`
 
     def owns(self, job):
@@ -35,13 +36,14 @@ class Queue:
     def drop(self, job):
         self.dropped.append(job.job_id)
 
-    def give_back(self, jobs, *, counts_as_attempt):
+    def give_back(self, jobs, *, counts_as_attempt, alone=False):
         if self.lease_lost:
             return 0
         for job in jobs:
             if job.job_id == "job-odd":
                 raise ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
         self.given_back += [job.job_id for job in jobs]
+        self.losses += ["alone" if alone else "among others"] if counts_as_attempt else []
         return len(jobs)
 
 
@@ -181,3 +183,19 @@ def test_a_deposed_worker_does_not_claim_to_have_given_jobs_back(running, caplog
         finaliser.join()
     assert "jobs given back" not in caplog.text
     assert "2 jobs not given back" in caplog.text
+
+
+@pytest.mark.parametrize(("n_rows", "losses"), [(1, ["alone"]), (2, ["among others"] * 2)])
+def test_a_job_that_was_alone_in_an_engine_that_broke_is_told_apart(running, n_rows, losses):
+    finaliser, queue, _, ended = running
+    for number in range(n_rows):
+        finaliser.put(Ended(claimed(f"row {number}", number), error=EngineFailed("broke")))
+    stopping = claimed("loaded", 9)
+    stopping.cancel.set("stopping")
+    finaliser.put(Ended(stopping))
+    for _ in range(n_rows + 1):
+        assert ended.acquire(timeout=20)
+    finaliser.finish()
+    finaliser.join()
+    assert queue.losses == losses
+    assert len(queue.given_back) == n_rows + 1

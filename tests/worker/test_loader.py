@@ -3,6 +3,7 @@
 from queue import Queue
 
 from stoker_shared import build_request
+from stoker_shared.errors import WorkerLostTooOften
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.loader import Loader
 from stoker_worker.ports import AgentVersion, ClaimedJob, Delivery, Restored
@@ -22,9 +23,10 @@ class Store:
         return Restored(None, "none")
 
 
-def claimed(agent_id):
+def claimed(agent_id, attempt=1, lost_alone=0):
     request = build_request({"agent_id": agent_id, "prompt": "p"})
-    return ClaimedJob(agent_id, "q", request, Delivery(agent_id, "2026"), 1, 0.0, 0.0, 0, None, None)
+    delivery = Delivery(agent_id, "2026")
+    return ClaimedJob(agent_id, "q", request, delivery, attempt, 0.0, 0.0, 0, None, None, lost_alone)
 
 
 def test_a_job_says_whether_another_is_right_behind_it_and_the_store_hears_whether_rows_run():
@@ -39,3 +41,17 @@ def test_a_job_says_whether_another_is_right_behind_it_and_the_store_hears_wheth
     loader.finish()
     loader.join(30)
     assert ended.empty()
+
+
+def test_a_job_is_given_up_for_what_happened_while_it_was_alone_only():
+    _, model = ScriptedProvider(max_batch=4, steps_per_s=1000).load()
+    ready, ended = Queue(), Queue()
+    loader = Loader(Store(), model, to_engine=ready.put, to_finaliser=ended.put, rows_run=lambda: False)
+    loader.put(claimed("innocent", attempt=4, lost_alone=2))
+    loader.put(claimed("poison", attempt=4, lost_alone=3))
+    loader.start()
+    assert ready.get(timeout=30).job.job_id == "innocent"
+    given_up = ended.get(timeout=30)
+    assert (given_up.job.job_id, type(given_up.error)) == ("poison", WorkerLostTooOften)
+    loader.finish()
+    loader.join(30)

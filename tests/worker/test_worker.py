@@ -83,7 +83,7 @@ class EndlessQueue:
     def is_empty(self):
         return False
 
-    def give_back(self, jobs, *, counts_as_attempt):
+    def give_back(self, jobs, *, counts_as_attempt, alone=False):
         self.given_back += len(jobs)
         return len(jobs)
 

@@ -208,7 +208,7 @@ class Finaliser:
 
     def _give_back_now(self, job: ClaimedJob) -> None:
         try:
-            self._queue.give_back([job], counts_as_attempt=True)
+            self._queue.give_back([job], counts_as_attempt=True, alone=True)
         except Exception:
             log.exception("job %s could not be given back; recovery takes it up", job.job_id)
 
@@ -216,8 +216,9 @@ class Finaliser:
         """What the stop cut short goes back as if never claimed; what was in a broken engine has used up a try."""
         left = sorted(self._left, key=lambda entry: entry[0].claim_number, reverse=True)  # the first has to go last
         given_back = 0
+        alone = sum(counts for _, counts in left) == 1  # in the engine, when it broke
         for job, counts in left:
-            give_back = partial(self._queue.give_back, [job], counts_as_attempt=counts)
+            give_back = partial(self._queue.give_back, [job], counts_as_attempt=counts, alone=alone)
             try:
                 given_back += self._when_redis_is_there(give_back)
             except Exception as error:

@@ -57,6 +57,7 @@ class Inbox(threading.Thread):
         self._watch = Every(0.5)
         self._tidy = Every(1.0)
         self._burst = burst
+        self._goes_on = False
         self._ended: SimpleQueue[ClaimedJob] = SimpleQueue()
         self._draining = threading.Event()
         self.idle = threading.Event()
@@ -72,9 +73,10 @@ class Inbox(threading.Thread):
             except Exception:  # one odd entry in Redis must not end the loop that watches all the others
                 log.exception("the inbox met something it cannot handle")
                 time.sleep(max(self._poll_s, 0.5))
-            self._release_ended(wait_s=self._poll_s)
+            self._release_ended(wait_s=0.0 if self._goes_on else self._poll_s)
 
     def _tick(self) -> None:
+        self._goes_on = False
         if self._draining.is_set() and not self._admission.jobs:
             self.idle.set()  # decided before anything asks Redis: a stop ends also when Redis is away
             return
@@ -86,9 +88,12 @@ class Inbox(threading.Thread):
             self._protect_agents()
             for job in claimed:
                 self._to_loader(job)
+            # Whoever could have a place that is free may stand behind those that were read.
+            self._goes_on = self._admission.room > 0 and self._queue.has_unread()
         self._stop_what_must_not_go_on()
-        if self._tidy.is_due():
-            self._queue.tidy()
+        if self._tidy.is_due() and self._queue.tidy():
+            self._tidy.make_due()
+            self._goes_on = True
         if self._burst and not self._admission.jobs and self._queue.is_empty():
             self.idle.set()
 

@@ -125,9 +125,9 @@ class Loader(threading.Thread):
         if (answer := agent.answer_to(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
-        if job.attempt > MAX_ATTEMPTS:
+        if job.lost_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
-            raise WorkerLostTooOften(f"in flight while {job.attempt - 1} workers died")
+            raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
         prompt = build_prompt(request, agent.transcript, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
         if request.cache != "off" and model.spec.can_be_stored:

@@ -1,11 +1,13 @@
 """Claiming looks ahead, claims in order, and leaves an id in exactly one list."""
 
+import json
+
 import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.backlog import Backlog
 
 pytestmark = pytest.mark.server
@@ -39,8 +41,9 @@ def claimed(connection):
     return [job_id.decode() for job_id in connection.lrange("rq:queue:generate:intermediate", 0, -1)]
 
 
-def claim(backlog, limit=10, busy=(), lease=LEASE, nothing_runs=False):
-    return backlog.claim(limit, frozenset(busy), lease, nothing_runs=nothing_runs)
+def claim(backlog, limit=10, busy=(), lease=LEASE):
+    backlog.read_ahead(limit, frozenset(busy))
+    return backlog.claim(limit, frozenset(busy), lease)
 
 
 def claim_soon(backlog, **options):
@@ -116,14 +119,25 @@ def test_a_job_nobody_can_read_is_claimed_so_that_it_can_be_refused(connection, 
     assert claim(backlog) == [good, "no-hash", "junk", "text"]
 
 
-def test_a_job_lost_once_waits_until_nothing_runs_and_is_then_claimed_alone(connection, backlog, submit):
-    first, suspect, behind = submit("a", "b", "c")
+def test_a_job_lost_once_is_claimed_by_itself_only_and_others_but_its_agents_pass_it_by(connection, backlog, submit):
+    first, suspect, same_agent, behind = submit("a", "b", "b", "c")
     connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
-    assert claim(backlog, nothing_runs=True) == [first]
-    assert backlog.waits_for_quiet
-    assert claim(backlog, nothing_runs=False) == []
-    assert claim(backlog, nothing_runs=True) == [suspect]
-    assert claim(backlog) == [behind]
+    assert claim(backlog) == [first, behind]
+    assert backlog.has_suspect
+    assert backlog.claim_suspect(LEASE) == [suspect]
+    assert not backlog.has_suspect
+    assert claim(backlog) == [same_agent]
+
+
+def test_a_suspect_that_somebody_took_away_is_not_claimed(connection, backlog, submit):
+    gone, suspect = submit("a", "b")
+    for job_id in (gone, suspect):
+        connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 1)
+    assert claim(backlog) == []
+    connection.lrem("rq:queue:generate", 1, gone)
+    assert backlog.claim_suspect("somebody else's") == []
+    assert backlog.claim_suspect(LEASE) == [suspect]
+    assert backlog.claim_suspect(LEASE) == []
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_asking(connection, backlog, submit):
@@ -208,6 +222,64 @@ def test_a_job_that_became_a_suspect_since_it_was_read_is_read_again(connection,
     connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
     connection.lrem("rq:queue:generate:intermediate", 1, first)
     connection.lpush("rq:queue:generate", first)
-    assert claim(backlog, nothing_runs=False) == []
-    assert claim(backlog, nothing_runs=True) == [first]
     assert claim(backlog) == [second]
+    assert backlog.claim_suspect(LEASE) == [first]
+
+
+def test_a_job_of_another_producer_is_known_by_its_request(connection, backlog, submit):
+    request = {"agent_id": "plain", "prompt": "x"}
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    plain = [queue.enqueue(TASK_PATH, request=request).id for _ in range(2)]
+    (ours,) = submit("a")
+    connection.hset("rq:job:four-commands", "data", '["x", null, [], {"request": {"agent_id": "four"}}]')
+    connection.rpush("rq:queue:generate", "four-commands")
+    assert claim(backlog) == [plain[0], ours, "four-commands"]
+    assert backlog.agents() == {"plain"}
+
+
+def test_requests_are_not_read_where_the_producer_noted_the_agent(connection, backlog, submit):
+    a, b = submit("a", "\u00fc \U0001f642/..")
+    for job_id in (a, b):
+        connection.hset(f"rq:job:{job_id}", "data", b"nobody can read this")
+    claim(backlog, limit=0)
+    assert backlog.agents() == {"a", "\u00fc \U0001f642/.."}
+
+
+def test_no_more_than_one_large_request_is_read_at_once(connection, backlog, monkeypatch):
+    monkeypatch.setattr("stoker_worker.rq_worker.backlog._MAX_DATA_BYTES", 1000)
+    names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
+    for name in names:
+        request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
+        connection.hset(f"rq:job:{name}", "data", json.dumps(["x", None, [], {"request": request}]))
+        connection.rpush("rq:queue:generate", name)
+    replies, real = [], backlog._read_at
+    monkeypatch.setattr(backlog, "_read_at", lambda **words: replies.append(real(**words)) or replies[-1])
+    while len(backlog.agents()) < len(names):
+        claim(backlog, limit=0)
+    assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, _, _ in replies)
+    assert len(replies) < 15
+    assert claim(backlog, limit=50) == names
+
+
+def test_whether_all_was_read_is_known(connection, producer, backlog, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.rq_worker.backlog._LEARN_S", 0)
+    assert not backlog.has_unread
+    producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 600)
+    claim(backlog, limit=0)
+    assert backlog.has_unread
+    looks = 0
+    while backlog.has_unread:
+        claim(backlog, limit=0)
+        looks += 1
+    assert 2 < looks < 20
+    submit("other")
+    claim(backlog, limit=0)
+    assert backlog.agents() == {"heavy", "other"}
+
+
+@pytest.mark.parametrize("nth", [0, 30, 59])
+def test_a_job_is_found_from_either_end_of_a_long_queue(connection, backlog, submit, nth):
+    ids = submit(*(f"a{n}" for n in range(60)))
+    others = [f"a{n}" for n in range(60) if n != nth]
+    assert claim(backlog, busy=others) == [ids[nth]]
+    assert waiting(connection) == ids[:nth] + ids[nth + 1 :]

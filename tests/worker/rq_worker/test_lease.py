@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -13,7 +14,7 @@ from redis import Redis
 from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.rq_worker.connect import _acquire
+from stoker_worker.rq_worker.connect import _take_over
 from stoker_worker.rq_worker.lease import Lease
 
 pytestmark = pytest.mark.server
@@ -70,7 +71,7 @@ def test_a_standby_says_once_for_whom_it_waits(connection, monkeypatch, caplog):
             connection.delete(key)
 
     monkeypatch.setattr("stoker_worker.rq_worker.connect.time.sleep", look_again)
-    _acquire(lease(connection, "second"), standby=True)
+    _take_over(lease(connection, "second"), SimpleNamespace(sign_on=lambda: None), standby=True)
     assert len(looks) == 5
     assert caplog.text.count("standing by: queue 'q' is held by worker first") == 1
 

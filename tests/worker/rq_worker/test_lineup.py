@@ -20,17 +20,18 @@ def agent_of(job_id):
     return AGENTS[int(job_id.removeprefix("job-")) % len(AGENTS)]
 
 
-def plainly(known, limit, busy, suspects, nothing_runs, given, served):
+def plainly(known, limit, busy, suspects, given, served):
     """What is to be chosen of the jobs that are `known` without a gap, said the plain way: by looking at all of them.
 
     `given` places were given so far; `served` are the agents with waiting jobs that had one, longest ago first.
     """
-    end = next((n for n, job_id in enumerate(known) if job_id in suspects), len(known))
-    chosen, taken = [], set(busy)
+    first_of = {agent_of(job_id) or job_id: job_id for job_id in reversed(known)}
+    ready = [job_id for job_id in known if job_id in suspects and job_id in first_of.values()]
+    chosen, taken = [], {agent_of(job_id) or job_id for job_id in ready} | set(busy)
     while len(chosen) < limit:
         heads = {agent_of(job_id) or job_id: job_id for job_id in reversed(known) if job_id not in chosen}
-        free = [job_id for job_id in known[:end] if heads.get(agent_of(job_id) or job_id) == job_id]
-        free = [job_id for job_id in free if agent_of(job_id) not in taken]
+        free = [job_id for job_id in known if heads.get(agent_of(job_id) or job_id) == job_id]
+        free = [job_id for job_id in free if (agent_of(job_id) or job_id) not in taken]
         if not free:
             break
         pick = free[0]
@@ -40,9 +41,7 @@ def plainly(known, limit, busy, suspects, nothing_runs, given, served):
             pick = next((job_id for job_id in (*new[:1], longest_ago) if job_id in free), pick)
         chosen.append(pick)
         taken |= {agent_of(pick)} - {None}
-    if len(chosen) == limit or end == len(known):
-        return chosen, False
-    return (chosen, True) if chosen or not nothing_runs else ([known[end]], False)
+    return chosen, (ready[0] if ready else None)
 
 
 class LineupMachine(RuleBasedStateMachine):
@@ -94,19 +93,27 @@ class LineupMachine(RuleBasedStateMachine):
     @rule(
         limit=st.integers(1, 6),
         busy=st.sets(st.sampled_from("abc")),
-        nothing_runs=st.booleans(),
         claim=st.booleans(),
     )
-    def choose(self, limit, busy, nothing_runs, claim):
+    def choose(self, limit, busy, claim):
         unread = next((n for n, job_id in enumerate(self.waiting) if job_id not in self.known), len(self.waiting))
-        wanted = plainly(self.waiting[:unread], limit, busy, self.suspects, nothing_runs, self.given, self.served)
-        assert self.lineup.choose(limit, busy, nothing_runs=nothing_runs) == wanted
-        for job_id in wanted[0] if claim else ():
-            self.remove([job_id])
-            self.given += 1
-            if agent_of(job_id) in {agent_of(known) for known in self.known} - {None}:
-                self.served = [agent for agent in self.served if agent != agent_of(job_id)] + [agent_of(job_id)]
-            self.lineup.serve(job_id)
+        wanted, suspect = plainly(self.waiting[:unread], limit, busy, self.suspects, self.given, self.served)
+        assert self.lineup.choose(limit, busy) == wanted
+        assert self.lineup.suspect() == suspect
+        for job_id in wanted if claim else ():
+            self.serve(job_id)
+
+    @rule()
+    def claim_suspect(self):
+        if (job_id := self.lineup.suspect()) is not None:
+            self.serve(job_id)
+
+    def serve(self, job_id):
+        self.remove([job_id])
+        self.given += 1
+        if agent_of(job_id) in {agent_of(known) for known in self.known} - {None}:
+            self.served = [agent for agent in self.served if agent != agent_of(job_id)] + [agent_of(job_id)]
+        self.lineup.serve(job_id)
 
     @invariant()
     def its_ends_are_those_of_the_list(self):
@@ -127,7 +134,7 @@ def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
     for job_id in lineup.unlearned(100):
         lineup.learn(job_id, agent_of(job_id), suspect=False)
     chosen = []
-    while found := lineup.choose(2, (), nothing_runs=True)[0]:
+    while found := lineup.choose(2, ()):
         for job_id in found:
             lineup.serve(job_id)
         chosen += found
@@ -150,7 +157,7 @@ class Places:
 
     def give(self, n_places=1, busy=()):
         for _ in range(n_places):
-            for job_id in self.lineup.choose(1, busy, nothing_runs=False)[0]:
+            for job_id in self.lineup.choose(1, busy):
                 self.lineup.serve(job_id)
                 self.given.append(job_id.partition("-")[0])
         return self.given
@@ -212,7 +219,7 @@ def test_what_was_chosen_and_not_claimed_counts_for_nothing():
     places = Places()
     places.submit(*["heavy"] * 5, "new")
     places.give()
-    choices = [places.lineup.choose(1, (), nothing_runs=False) for _ in range(4)]
+    choices = [places.lineup.choose(1, ()) for _ in range(4)]
     assert choices == choices[:1] * 4
 
 
@@ -224,7 +231,7 @@ def test_nothing_is_kept_of_agents_that_have_nothing_waiting():
     places.give(10)
     assert len(places.given) == 400
     assert len(places.lineup) == 0
-    places.lineup.first(1), places.lineup.choose(1, (), nothing_runs=False)
+    places.lineup.first(1), places.lineup.choose(1, ())
     seen, todo = {}, [vars(places.lineup)]
     while todo:
         for found in gc.get_referents(todo.pop()):

@@ -1,6 +1,7 @@
 """Scheduled jobs are enqueued when they are due, once, whoever schedules beside us."""
 
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -46,6 +47,30 @@ def test_what_is_due_is_enqueued_once_in_the_order_of_its_times_and_the_rest_wai
     assert waiting(connection) == [second, first]
     assert places(connection, third) == ["scheduled"]
     assert Job.fetch(first, connection, JSONSerializer).get_status() == "queued"
+
+
+@pytest.mark.parametrize("n_limited", [0, 3])
+def test_thousands_that_are_due_at_once_are_enqueued_in_steps_one_right_after_the_other(
+    connection, plain, queue, monkeypatch, n_limited
+):
+    """Each step is short, for running jobs are watched on the same thread, and none waits for the next second."""
+    monkeypatch.setattr("stoker_worker.rq_worker.scheduler._STEP_S", 0)
+    ids = [f"job-{n}" for n in range(1000)]
+    with connection.pipeline() as pipeline:
+        for n, job_id in enumerate(ids):
+            job = plain.create_job(TASK_PATH, kwargs={"request": REQUEST}, job_id=job_id, status="scheduled")
+            if n < n_limited:
+                job.rate_limit_key, job.rate_limit_concurrency = "key", 1000
+            job.save(pipeline=pipeline)
+            pipeline.zadd("rq:scheduled:generate", {job_id: n + 1})
+        pipeline.execute()
+    lengths = [0]
+    while queue.tidy():
+        lengths.append(connection.llen("rq:queue:generate"))
+    assert sorted(waiting(connection)) == sorted(ids)
+    assert [job_id for job_id in waiting(connection) if job_id in ids[n_limited:]] == ids[n_limited:]
+    assert max(after - before for before, after in pairwise(lengths)) <= 200
+    assert not connection.zcard("rq:scheduled:generate")
 
 
 def test_a_retry_with_an_interval_waits_in_the_scheduled_registry_and_comes_back(connection, plain, queue):
@@ -125,14 +150,14 @@ def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):
 def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how, limit):
     job_id = later(plain, rate_limit=limit)
     make_due(connection, job_id)
-    real = queue._housekeeping._scheduler._guards
+    real = queue._housekeeping.scheduler._guards
 
     def withdraw_first(name):
         if places(connection, job_id) == ["scheduled"]:
             getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
         return real(name)
 
-    monkeypatch.setattr(queue._housekeeping._scheduler, "_guards", withdraw_first)
+    monkeypatch.setattr(queue._housekeeping.scheduler, "_guards", withdraw_first)
     queue.tidy()
     assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
 

@@ -32,6 +32,7 @@ class ClaimedJob:
 
     Attributes:
         attempt: 1, or more after a worker died with this job in flight.
+        lost_alone: how many of these workers ran nothing else.
         enqueued_at, claimed_at: Unix time in seconds.
         claim_number: grows with each job this process claims: the order to give them back in. A clock may jump.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
@@ -49,6 +50,7 @@ class ClaimedJob:
     claim_number: int
     deadline: float | None
     handle: Any = field(repr=False)
+    lost_alone: int = 0
     cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
 
 
@@ -57,6 +59,10 @@ class QueuePort(Protocol):
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
         """Take up to `limit` waiting jobs, in order, at most one per agent and none of a busy one."""
+        ...
+
+    def has_unread(self) -> bool:
+        """Whether the last `claim` stopped before it knew all that waits, so that the next may find more."""
         ...
 
     def waiting_agents(self) -> frozenset[str]:
@@ -96,8 +102,12 @@ class QueuePort(Protocol):
         """Forget a job that is not ours any more: our execution is removed, the job's own state is left as it is."""
         ...
 
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool, alone: bool = False) -> int:
         """Put jobs back at the front of their queues, in their order.
+
+        Args:
+            counts_as_attempt: they were lost, as if with their worker.
+            alone: one that nothing ran beside when it was.
 
         Returns:
             how many: none that has ended meanwhile, and none at all when the queue is not ours any more.
@@ -108,8 +118,12 @@ class QueuePort(Protocol):
         """Put back what dead workers had in flight; returns how many jobs that were."""
         ...
 
-    def tidy(self) -> None:
-        """One small step of housekeeping, about once a second: what is due by the clock, got lost or expired."""
+    def tidy(self) -> bool:
+        """One small step of housekeeping, about once a second: what is due by the clock, got lost or expired.
+
+        Returns:
+            whether there is more to do at once.
+        """
         ...
 
     def is_empty(self) -> bool:

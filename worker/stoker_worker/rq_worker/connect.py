@@ -12,11 +12,10 @@ from typing import Final
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from stoker_shared.errors import QueueHeld, RedisUnavailable
+from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.identity import NAME_PREFIX, RqIdentity
 from stoker_worker.rq_worker.lease import Lease
@@ -48,14 +47,14 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
     """Hold the queues and be registered as an RQ worker for as long as the context lasts.
 
     Args:
-        standby: wait while another worker holds one of the queues, instead of refusing.
+        standby: wait while another worker holds one of the queues, or Redis is away, instead of refusing.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker holds one of the queues.
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
-    connection = connect(redis_url)
+    connection = connect(redis_url, wait=standby)
     callbacks = Callbacks(connection, settings.callback_modules)
     name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
     identity = RqIdentity(
@@ -68,10 +67,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
     )
     lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
     try:
-        _acquire(lease, standby=standby)
-        identity.register_birth()
-        identity.subscribe()
-        identity.set_state("idle")
+        _take_over(lease, identity, standby=standby)
     except RedisError as error:  # a replica, or an ACL that forbids what a worker does
         lease.release_quietly()
         shown = mask_password(redis_url)
@@ -94,15 +90,20 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         connection.close()
 
 
-def _acquire(lease: Lease, *, standby: bool) -> None:
-    """
+def _take_over(lease: Lease, identity: RqIdentity, *, standby: bool) -> None:
+    """Hold the queues and be registered, both or neither: what was begun before Redis went away is given back, or runs
+    out by itself.
+
     Raises:
         QueueHeld: another live worker holds one of the queues, and `standby` is not asked for.
+        RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
     """
     said = ""
     while True:
         try:
-            return lease.acquire()
+            lease.acquire()
+            identity.sign_on()
+            return
         except QueueHeld as error:
             if not standby:
                 raise
@@ -110,15 +111,19 @@ def _acquire(lease: Lease, *, standby: bool) -> None:
             if holder != said:
                 log.info("standing by: %s", error)
                 said = holder
-        except (RedisConnectionError, RedisTimeoutError):
-            if not standby:
+        except RedisError as error:
+            if not (standby and may_pass(error)):
                 raise
-            log.warning("standing by: Redis is away")
+            lease.release_quietly()
+            said = _say_once(error, said)
         time.sleep(_STANDBY_POLL_S)
 
 
-def connect(redis_url: str) -> Redis:
+def connect(redis_url: str, *, wait: bool = False) -> Redis:
     """
+    Args:
+        wait: for a server that is away or cannot work just now, instead of giving up.
+
     Raises:
         RedisUnavailable: as for `open_queue`; the message never holds the password.
     """
@@ -129,7 +134,7 @@ def connect(redis_url: str) -> Redis:
         # The parser's own text can quote a piece of the password.
         raise RedisUnavailable(f"{shown} is not a Redis URL: redis://[[user]:password@]host[:port][/db]") from None
     try:
-        version = tuple(int(part) for part in str(connection.info("server")["redis_version"]).split(".")[:3])
+        version = tuple(int(part) for part in _version(connection, wait=wait).split(".")[:3])
     except (AuthenticationError, ResponseError) as error:
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
     except (RedisError, ValueError, OSError) as error:
@@ -150,6 +155,25 @@ def _client(redis_url: str, *, timeout_s: float) -> Redis:
         socket_connect_timeout=min(5.0, timeout_s),
         socket_keepalive=True,
     )
+
+
+def _version(connection: Redis, *, wait: bool) -> str:
+    said = ""
+    while True:
+        try:
+            return str(connection.info("server")["redis_version"])
+        except RedisError as error:
+            if not (wait and may_pass(error)) or isinstance(error, AuthenticationError):
+                raise
+            said = _say_once(error, said)
+        time.sleep(_STANDBY_POLL_S)
+
+
+def _say_once(error: RedisError, said: str) -> str:
+    reason = type(error).__name__
+    if reason != said:
+        log.warning("standing by: Redis is away (%s)", reason)
+    return reason
 
 
 def _without_password(error: Exception, connection: Redis) -> str:

@@ -1,10 +1,9 @@
-"""What is done about once a second beside claiming: due jobs, lost jobs, expired ones. Inbox thread.
+"""What has to be seen to by the clock: jobs that are due, jobs that got lost, entries that have expired. Inbox thread.
 
-Owns when which of it is due. What is behind it is scheduler.py, audit.py and RQ's own cleaning of its registries.
+Owns when each of them is looked at. A step is short, because the inbox watches running jobs on the same thread.
 """
 
 from collections.abc import Container
-from typing import Final
 
 from redis import Redis
 from rq.group import Group
@@ -18,27 +17,35 @@ from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.scheduler import Scheduler
 
-_CLEAN_EVERY_S: Final = 60.0
-_GROUPS_EVERY_S: Final = 600  # as RQ's own workers
+_GROUPS_EVERY_S = 600  # as RQ's own workers
 
 
 class Housekeeping:
-    """One small step at a time, for the queues of one worker."""
+    """RQ's scheduler, the audit and RQ's cleaning, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, queues: list[str], lease: Lease, *, worker_name: str) -> None:
+    def __init__(self, connection: Redis, queues: list[str], lease: Lease, *, name: str) -> None:
+        """
+        Args:
+            name: the worker's own; the scheduler's locks are held under it.
+        """
         self._connection = connection
         self._queues = queues
-        self._scheduler = Scheduler(connection, queues, lease, name=worker_name)
+        self.scheduler = Scheduler(connection, queues, lease, name=name)
         self._audit = Audit(connection, queues, lease)
-        self._clean = Every(_CLEAN_EVERY_S)
+        self._go_on = Every(1.0)
+        self._clean = Every(60.0)
 
-    def step(self, in_flight: Container[str]) -> None:
+    def step(self, in_flight: Container[str]) -> bool:
         """
         Args:
             in_flight: ids of the jobs this worker runs.
+
+        Returns:
+            whether more jobs are due already, so that the next step should come soon.
         """
-        self._scheduler.enqueue_due()
-        self._audit.step(in_flight)
+        more_due = self.scheduler.enqueue_due()
+        if self._go_on.is_due():
+            self._audit.step(in_flight)
         if self._clean.is_due():
             for name in self._queues:
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
@@ -47,6 +54,4 @@ class Housekeeping:
                 limit.cleanup()
             if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
                 Group.clean_registries(self._connection)
-
-    def sign_off(self) -> None:
-        self._scheduler.sign_off()
+        return more_due

@@ -22,7 +22,7 @@ from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_TOKENS
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, FIELD_TOKENS
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class RqIdentity(BaseWorker):
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_stop_job: Callable[[str], None] = lambda job_id: None
         self.on_shutdown: Callable[[], None] = lambda: None
+
+    def sign_on(self) -> None:
+        """Be registered and listen to commands; may be repeated after Redis went away in the middle of it."""
+        self.connection.delete(self.key)  # RQ refuses a name that is there; ours is nobody else's
+        self.register_birth()
+        if self.pubsub_thread is None:
+            self.subscribe()
+        self.set_state("idle")
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
@@ -180,7 +188,7 @@ class RqIdentity(BaseWorker):
             job.check_once(pipeline)
             if job.write_note is not None:
                 job.write_note(pipeline)
-        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_TOKENS)
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS)
         super().cleanup_execution(job, pipeline, execution)
 
     def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:

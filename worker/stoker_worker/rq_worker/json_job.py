@@ -12,7 +12,7 @@ from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.request import GenerationRequest, build_request, request_digest
-from stoker_shared.wire import FIELD_ATTEMPTS, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
 _UNREADABLE = "<unreadable>"
@@ -28,6 +28,8 @@ class JsonJob(Job):
     payload_error: Exception | None = None
     deaths: int = 0
     """Workers that died with this job in flight."""
+    lost_alone: int = 0
+    """Those of them that ran nothing else."""
     check: Callable[[Pipeline], None] | None = None
     """Called once, with the transaction in which RQ ends the job, before anything stands in it."""
     write_note: Callable[[Pipeline], None] | None = None
@@ -49,6 +51,7 @@ class JsonJob(Job):
             raw_data = {**raw_data, b"data": b"[]"}
         super().restore(raw_data)
         self.deaths = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
+        self.lost_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:

@@ -134,7 +134,8 @@ class Lease:
                 return
             believed = held.decode(errors="replace")
             holder = _holder(believed)
-            if not _identity(holder).is_certainly_dead():
+            # Our own, when the reply that told us so was lost.
+            if holder["worker"] != self._worker_name and not _identity(holder).is_certainly_dead():
                 break
         raise QueueHeld(
             f"queue {queue!r} is held by worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}; "

@@ -116,7 +116,7 @@ class Lineup:
             self._jobs_of[agent_id] += 1
         if suspect:
             self._suspects[job_id] = entry.place
-        key = (0, agent_id) if agent_id is not None else (1, job_id)
+        key = self._line_of(job_id)
         line = self._lines.setdefault(key, deque())
         if not line or entry < line[0]:
             line.appendleft(entry)
@@ -128,19 +128,16 @@ class Lineup:
         else:
             insort(line, entry)
 
-    def choose(self, limit: int, busy_agents: Iterable[str], *, nothing_runs: bool) -> tuple[list[str], bool]:
+    def choose(self, limit: int, busy_agents: Iterable[str]) -> list[str]:
         """The next jobs: at most `limit`, the oldest of each agent that is not busy. They stay in the lineup.
 
-        A job whose agent nobody can read has its place in queue order, but no turn. Nothing behind a suspect is
-        chosen before it, and it only alone.
-
-        Returns:
-            the jobs in the order they were chosen, and whether a suspect waits until nothing runs.
+        A job whose agent nobody can read has its place in queue order, but no turn. A suspect is never among them, nor
+        what its agent has behind it; others pass it by.
         """
-        barrier = min(self._suspects.values(), default=inf)
         unread = self._next_unlearned()
-        end = barrier if unread is None else min(barrier, unread.place)
-        taken = {(0, agent_id) for agent_id in busy_agents}
+        end = inf if unread is None else unread.place
+        taken: set[Line] = {(0, agent_id) for agent_id in busy_agents}
+        taken.update(self._line_of(job_id) for job_id in self._suspects if self._is_next(job_id))
         chosen: list[str] = []
         while len(chosen) < limit:
             in_turn = (self._n_served + len(chosen)) % 2 == 1
@@ -152,11 +149,27 @@ class Lineup:
             chosen.append(entry.job_id)
         self._heads.put_back()
         self._turns.put_back()
-        if end != barrier or barrier == inf or len(chosen) == limit:
-            return chosen, False
-        if chosen or not nothing_runs:
-            return chosen, True
-        return [job_id for job_id, place in self._suspects.items() if place == barrier], False
+        return chosen
+
+    def suspect(self) -> str | None:
+        """The oldest suspect that waits for nothing but to be alone; it stays in the lineup."""
+        unread = self._next_unlearned()
+        end = inf if unread is None else unread.place
+        ready = [(place, job_id) for job_id, place in self._suspects.items() if place < end and self._is_next(job_id)]
+        return min(ready)[1] if ready else None
+
+    def is_nearer_to_the_end(self, job_id: str) -> bool:
+        """Of the queue, than to its front."""
+        return 2 * self._places[job_id] > self._order[0].place + self._back
+
+    def _line_of(self, job_id: str) -> Line:
+        agent_id = self._agent_of.get(job_id)
+        return (1, job_id) if agent_id is None else (0, agent_id)
+
+    def _is_next(self, job_id: str) -> bool:
+        """Whether none of its agent's jobs stands before it."""
+        head = self._head(self._line_of(job_id))
+        return head is not None and head.job_id == job_id
 
     def _next_unlearned(self) -> Entry | None:
         while self._unlearned and self._is_stale(self._unlearned[0]):

@@ -6,7 +6,9 @@ orphan: its owner is dead, or deposed and barred from ending it.
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, cast
 
 from redis import Redis
@@ -42,6 +44,8 @@ class Recovery:
                 whose connection broke.
         """
         found = [orphan for queue in self._queues for orphan in self._of(queue, own_execution_ids)]
+        beside = Counter(_owner(orphan) for orphan in found)
+        found = [replace(orphan, alone=beside[_owner(orphan)] == 1) if _owner(orphan) else orphan for orphan in found]
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:
                 pipeline.hget(raw(Job.key_for(orphan.job_id)), "enqueued_at")
@@ -88,3 +92,7 @@ class Recovery:
         for entry in cast(list[bytes], self._connection.lrange(intermediate.key, 0, -1)):
             if (job_id := text(entry)) not in running:
                 yield InFlight(job_id, queue_name, None)
+
+
+def _owner(orphan: InFlight) -> str:
+    return orphan.execution.worker_name if orphan.execution is not None else ""

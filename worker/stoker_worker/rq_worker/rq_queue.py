@@ -6,6 +6,7 @@ is held while Redis is asked: what is just being ended is noted, so that heartbe
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
 
+_SUSPECT_WAITS_S = 5.0
+"""How long work that has room goes on beside a suspect that has to run alone. Then nothing is claimed until it has."""
+
 # HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
 _PROGRESS = (
     "if redis.call('HGET', KEYS[1], 'status') == 'started' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
@@ -61,9 +65,11 @@ class RqQueue:
         self._ender = JobEnder(connection, identity, self._ownership, self._aftermath)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
-        self._housekeeping = Housekeeping(connection, self._queues, lease, worker_name=identity.name)
+        self._housekeeping = Housekeeping(connection, self._queues, lease, name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
+        self._suspect_since: float | None = None
+        self._has_unread = False
         self._in_doubt = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
@@ -75,6 +81,7 @@ class RqQueue:
     # --- inbox thread ---
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+        self._has_unread = False
         self._identity.settle_state()
         if self._look_if_suspended.is_due():
             self._suspended = is_suspended(self._connection)
@@ -85,11 +92,7 @@ class RqQueue:
         self._in_doubt = True
         claimed: list[ClaimedJob] = []
         try:
-            for name in self._queues:
-                self._claim_from(name, limit, busy_agents, claimed)
-                is_full = 0 < limit == len(claimed)  # with no room at all, each is read ahead
-                if is_full or self._backlogs[name].waits_for_quiet or self._suspect_runs():
-                    break
+            self._claim(limit, busy_agents, claimed)
         except Exception as error:
             if not claimed:
                 raise
@@ -99,25 +102,63 @@ class RqQueue:
             self._in_doubt = False
         return claimed
 
-    def _claim_from(self, name: str, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        room, backlog = limit - len(claimed), self._backlogs[name]
+    def _claim(self, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
+        nothing_runs = limit > 0 and not self._in_flight
+        if nothing_runs:
+            for backlog in self._backlogs.values():
+                backlog.read_ahead(limit, busy_agents)
+            if self._claim_suspect(claimed):
+                return
+        room = 0 if self._makes_way() else limit
+        for name, backlog in self._backlogs.items():
+            if not nothing_runs:
+                backlog.read_ahead(room - len(claimed), busy_agents)
+            self._claim_from(name, room - len(claimed), busy_agents, claimed)
+            if 0 < room == len(claimed):  # with no room at all, each is read ahead
+                break
+        self._has_unread = any(backlog.has_unread for backlog in self._backlogs.values())
+
+    def _claim_suspect(self, claimed: list[ClaimedJob]) -> bool:
+        """With nothing in flight the suspects of all queues come first: no other moment costs less."""
+        for name, backlog in self._backlogs.items():
+            while job_ids := backlog.claim_suspect(self._lease.held_value(name)):
+                self._start(name, job_ids[0], frozenset(), claimed)
+                if claimed:
+                    return True
+        return False
+
+    def _makes_way(self) -> bool:
+        """Whether a suspect has waited for so long that nothing may start before it."""
+        if not any(backlog.has_suspect for backlog in self._backlogs.values()):
+            self._suspect_since = None
+            return False
+        if self._suspect_since is None:
+            self._suspect_since = time.monotonic()
+        return time.monotonic() - self._suspect_since >= _SUSPECT_WAITS_S
+
+    def _claim_from(self, name: str, room: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
         busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
-        alone = not self._in_flight
-        for job_id in backlog.claim(room, busy, self._lease.held_value(name), nothing_runs=alone):
-            if (running := self._in_flight.get(job_id)) is not None:
-                self._behind_runs.put(name, running)
-                busy |= self._behind_runs.agents()
-                continue
-            job = self._starter.start(name, job_id)
-            if job is None:
-                continue
-            if job.request.agent_id in busy:
-                # The id was used again for another agent since we looked: its turn comes when that agent is free.
-                self.give_back([job], counts_as_attempt=False)
-                continue
-            self._in_flight[job_id] = job
-            claimed.append(job)
-            busy |= {job.request.agent_id}
+        for job_id in self._backlogs[name].claim(room, busy, self._lease.held_value(name)):
+            self._start(name, job_id, busy, claimed)
+            busy |= {job.request.agent_id for job in claimed[-1:]} | self._behind_runs.agents()
+
+    def _start(self, name: str, job_id: str, busy: frozenset[str], claimed: list[ClaimedJob]) -> None:
+        if (running := self._in_flight.get(job_id)) is not None:
+            self._behind_runs.put(name, running)
+            return
+        job = self._starter.start(name, job_id)
+        if job is None:
+            return
+        if job.request.agent_id in busy or (job.attempt > 1 and self._in_flight):
+            # Not what it was when we looked, or not what its producer noted: its turn comes when it may run.
+            self._backlogs[name].set_right(job_id, job.request.agent_id, suspect=job.attempt > 1)
+            self.give_back([job], counts_as_attempt=False)
+            return
+        self._in_flight[job_id] = job
+        claimed.append(job)
+
+    def has_unread(self) -> bool:
+        return self._has_unread
 
     def waiting_agents(self) -> frozenset[str]:
         waiting = [agents for backlog in self._backlogs.values() if (agents := backlog.agents())]
@@ -143,11 +184,11 @@ class RqQueue:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
         if not all(self._lease.is_ours(name) for name in self._queues):
             return 0
-        recovered = 0
         # In this order: what is being ended stands in both until it is over.
         own = frozenset(job.handle.execution.id for job in list(self._in_flight.values())) | self._ending
-        for lost in self._recovery.orphans(own):
-            recovered += self._requeue(lost, counts_as_attempt=lost.owner_died) == "requeued"
+        orphans = self._recovery.orphans(own)
+        recovered = self._requeue.all(orphans)
+        for lost in orphans:
             if lost.execution is not None:
                 self._identity.executions.pop(lost.execution.id, None)
         self._recovery.forget_dead_workers()
@@ -159,12 +200,12 @@ class RqQueue:
             return False
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
-    def tidy(self) -> None:
-        self._housekeeping.step(self._in_flight)
+    def tidy(self) -> bool:
+        return self._housekeeping.step(self._in_flight)
 
     def sign_off(self) -> None:
         """The last word to Redis. Main thread, after all others."""
-        self._housekeeping.sign_off()
+        self._housekeeping.scheduler.sign_off()
 
     # --- heartbeat thread ---
 
@@ -209,12 +250,12 @@ class RqQueue:
         finally:
             self._forget(job)
 
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool) -> int:
+    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool, alone: bool = False) -> int:
         given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
             self._ending.add(job.handle.execution.id)
             try:
-                lost = InFlight(job.job_id, job.queue, job.handle.execution)
+                lost = InFlight(job.job_id, job.queue, job.handle.execution, alone=alone)
                 if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
                     self._ownership.let_go(job.handle)
                 else:

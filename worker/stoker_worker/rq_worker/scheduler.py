@@ -6,6 +6,7 @@ brings canceled ones back. Here taking a job out of the registry and putting it 
 """
 
 import os
+import time
 from contextlib import suppress
 from typing import Final, cast
 
@@ -28,23 +29,25 @@ from stoker_worker.rq_worker.lease import Lease
 
 _LOCK_S: Final = 61  # as RQ's own
 _AT_ONCE: Final = 200
+_STEP_S: Final = 0.02  # then whoever waits for this thread has its turn
 
 _ENQUEUE = """
 if redis.call('GET', KEYS[3]) ~= ARGV[1] or redis.call('GET', KEYS[4]) ~= ARGV[2] then return 0 end
-local enqueued = 0
+local taken = 0
 for i = 5, #KEYS do
   local job, job_id = KEYS[i], ARGV[i]
-  if redis.call('ZREM', KEYS[1], job_id) == 1 and redis.call('TYPE', job).ok == 'hash' then
+  local due = redis.call('ZREM', KEYS[1], job_id)
+  taken = taken + due
+  if due == 1 and redis.call('TYPE', job).ok == 'hash' then
     local f = redis.call('HMGET', job, 'enqueue_at_front', 'enqueue_at_front_on_retry', 'ended_at', 'ttl')
     local front = f[1] == '1' or (f[2] == '1' and f[3] and f[3] ~= '')
     redis.call('HSET', job, 'status', 'queued', 'origin', ARGV[3], 'enqueued_at', ARGV[4])
     local ttl = tonumber(f[4] or '')
     if ttl and ttl > 0 then redis.call('EXPIRE', job, ttl) end
     redis.call(front and 'LPUSH' or 'RPUSH', KEYS[2], job_id)
-    enqueued = enqueued + 1
   end
 end
-return enqueued
+return taken
 """
 
 
@@ -64,15 +67,16 @@ class Scheduler:
         self._show = Every(_LOCK_S / 3)
         self._enqueue = connection.register_script(_ENQUEUE)
 
-    def enqueue_due(self) -> int:
-        """Enqueue what is due, oldest first, up to a few hundred jobs; returns how many."""
+    def enqueue_due(self) -> bool:
+        """Enqueue what is due, oldest first, for a moment; returns whether more is."""
         held = [queue for queue in self._queues if self._holds_lock(queue)]
         if held and self._show.is_due():
             self._shown.pid, self._shown.last_heartbeat = os.getpid(), now()
             with self._connection.pipeline() as pipeline:
                 self._shown.save(pipeline)
                 pipeline.execute()
-        return sum(self._enqueue_due_of(queue) for queue in held)
+        until = time.monotonic() + _STEP_S
+        return any([self._enqueue_due_of(queue, until) for queue in held])  # each gets on
 
     def sign_off(self) -> None:
         """Leave the locks to whoever schedules next."""
@@ -91,31 +95,43 @@ class Scheduler:
             return acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken"
         return False
 
-    def _enqueue_due_of(self, queue: str) -> int:
+    def _enqueue_due_of(self, queue: str, until: float) -> bool:
+        """Until a time on the monotonic clock, but one batch at least."""
         scheduled = ScheduledJobRegistry(queue, connection=self._connection)
+        while True:
+            due = self._due(scheduled)
+            plain = [job_id for job_id, is_limited in due if not is_limited]
+            taken = self._enqueue_plain(queue, scheduled, plain) if plain else 0
+            for job_id, is_limited in due:
+                if is_limited and (taken == 0 or time.monotonic() < until):
+                    taken += self._enqueue_limited(queue, scheduled, job_id)
+            # Whatever could not be taken now is looked at again in a second.
+            if taken == 0 or (taken == len(due) < _AT_ONCE):
+                return False
+            if time.monotonic() > until:
+                return True
+
+    def _due(self, scheduled: ScheduledJobRegistry) -> list[tuple[bytes, bool]]:
+        """The next jobs, and whether each has a rate limit."""
         due = cast(
             list[bytes], self._connection.zrangebyscore(scheduled.key, 0, current_timestamp(), start=0, num=_AT_ONCE)
         )
         if not due:
-            return 0
+            return []
         prefix = Job.key_for("").encode()
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in due:
                 pipeline.hget(prefix + job_id, "rate_limit_key")
-            limited = [isinstance(key, bytes) and key != b"" for key in pipeline.execute(raise_on_error=False)]
-        plain = [job_id for job_id, is_limited in zip(due, limited, strict=True) if not is_limited]
-        enqueued = self._enqueue_plain(queue, scheduled, plain)
-        for job_id, is_limited in zip(due, limited, strict=True):
-            if is_limited:
-                enqueued += self._enqueue_limited(queue, scheduled, job_id)
-        return enqueued
+            limits = pipeline.execute(raise_on_error=False)
+        return [(job_id, isinstance(key, bytes) and key != b"") for job_id, key in zip(due, limits, strict=True)]
 
     def _enqueue_plain(self, queue: str, scheduled: ScheduledJobRegistry, job_ids: list[bytes]) -> int:
+        """Returns how many left the registry."""
         prefix = Job.key_for("").encode()
         keys: list[str | bytes] = [scheduled.key, Queue(queue, connection=self._connection).key, *self._guards(queue)]
         args: list[str | bytes] = [self._lease.held_value(queue), self._name, queue, utcformat(now())]
-        enqueued: int = self._enqueue(keys=[*keys, *(prefix + job_id for job_id in job_ids)], args=[*args, *job_ids])
-        return enqueued
+        taken: int = self._enqueue(keys=[*keys, *(prefix + job_id for job_id in job_ids)], args=[*args, *job_ids])
+        return taken
 
     def _guards(self, queue: str) -> list[str]:
         return [LEASE_KEY.format(queue=queue), RQScheduler.get_locking_key(queue)]

@@ -183,6 +183,7 @@ def _claimed(handle: RqHandle, request: GenerationRequest, claim_number: int) ->
         request=request,
         delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left, rq_job.digest()),
         attempt=rq_job.deaths + 1,
+        lost_alone=rq_job.lost_alone,
         enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
         claimed_at=now,
         claim_number=claim_number,

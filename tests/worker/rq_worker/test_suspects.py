@@ -1,0 +1,243 @@
+"""A job that was in flight when a worker died runs alone, soon, whatever other queues do; and only what happens while
+it runs alone counts against it."""
+
+from contextlib import ExitStack
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+WAIT = "stoker_worker.rq_worker.rq_queue._SUSPECT_WAITS_S"
+
+
+@pytest.fixture
+def opened(redis_url):
+    """Opens a worker's queues, `high` before `generate`, one worker after the other."""
+    with ExitStack() as at_the_end:
+        workers = []
+
+        def open_next():
+            for earlier in workers:
+                earlier.close()
+            workers.append(ExitStack())
+            at_the_end.callback(workers[-1].close)
+            settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+            return workers[-1].enter_context(open_queue(settings, redis_url)).rq_queue
+
+        yield open_next
+
+
+def submit(producer, *agents, queue="generate"):
+    return [producer.submit(agent_id=agent, prompt="x", queue=queue).job_id for agent in agents]
+
+
+def claim(queue, limit=16, running=()):
+    return queue.claim(limit, frozenset(job.request.agent_id for job in running))
+
+
+def ids(jobs):
+    return [job.job_id for job in jobs]
+
+
+def lose(opened, *, n_jobs):
+    """A worker claims so many jobs and dies; the next one has put them back."""
+    assert len(claim(opened(), n_jobs)) == n_jobs
+    queue = opened()
+    assert queue.recover() == n_jobs
+    return queue
+
+
+def counted(connection, job_id):
+    return [int(field or 0) for field in connection.hmget(f"rq:job:{job_id}", FIELD_ATTEMPTS, FIELD_LOST_ALONE)]
+
+
+def test_after_a_crash_the_suspects_of_every_queue_run_first_one_after_another(producer, opened):
+    lost = submit(producer, "a", "b")
+    queue = lose(opened, n_jobs=2)
+    urgent = submit(producer, "u", "v", queue="high")
+    for suspect in lost:
+        (job,) = claim(queue)
+        assert job.job_id == suspect
+        assert claim(queue, running=[job]) == []
+        queue.finish(job, {})
+    assert ids(claim(queue)) == urgent
+
+
+def test_a_suspect_runs_alone_soon_though_a_higher_queue_never_runs_empty(connection, producer, opened, monkeypatch):
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    suspect, *beside = submit(producer, "a", "b", "c", "d")
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+
+    monkeypatch.setattr(WAIT, 3600)
+    for n in range(1, 4):  # while it waits, work that has room goes on
+        submit(producer, f"u{n}", queue="high")
+        running += claim(queue, limit=2, running=running)
+    assert set(beside) < set(ids(running))
+    assert len(running) == 7
+
+    monkeypatch.setattr(WAIT, 0)
+    while running:
+        submit(producer, f"more {len(running)}", queue="high")
+        assert claim(queue, running=running) == []
+        queue.finish(running.pop(), {})
+    (job,) = claim(queue)
+    assert job.job_id == suspect
+    assert claim(queue, running=[job]) == []
+    queue.finish(job, {})
+    assert len(claim(queue)) == 7
+
+
+def test_the_clock_of_a_suspect_starts_when_it_is_seen(connection, producer, opened, monkeypatch):
+    monkeypatch.setattr(WAIT, 3600)
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    for n in (1, 2):
+        (suspect,) = submit(producer, f"a{n}")
+        connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+        assert claim(queue, running=running) == []
+        connection.lrem("rq:queue:generate", 1, suspect)  # canceled
+        queue.finish(running.pop(), {})
+        submit(producer, f"u{n}", queue="high")
+        running = claim(queue)
+        assert [job.queue for job in running] == ["high"]
+        assert queue._suspect_since is None
+
+
+def test_the_turns_of_a_suspects_agent_stay_in_order(connection, producer, opened, monkeypatch):
+    monkeypatch.setattr(WAIT, 3600)
+    queue = opened()
+    submit(producer, "u", queue="high")
+    running = claim(queue)
+    suspect, second, other = submit(producer, "a", "a", "b")
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+    running += claim(queue, running=running)
+    assert ids(running[1:]) == [other]
+    for job in running:
+        queue.finish(job, {})
+    (first,) = claim(queue)
+    assert first.job_id == suspect
+    queue.finish(first, {})
+    assert ids(claim(queue)) == [second]
+
+
+def test_a_job_that_turns_out_to_be_a_suspect_when_it_is_started_beside_others_goes_back_and_waits(
+    connection, producer, opened, monkeypatch
+):
+    queue = opened()
+    submit(producer, "u", queue="high")
+    running = claim(queue)
+    (suspect,) = submit(producer, "a")
+    queue.claim(0, frozenset())  # it is read
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+    assert claim(queue, running=running) == []
+    assert claim(queue, running=running) == []
+    queue.finish(running[0], {})
+    assert ids(claim(queue)) == [suspect]
+    assert counted(connection, suspect) == [1, 0]
+
+
+def test_the_first_loss_counts_against_a_job_only_when_nothing_ran_beside_it(connection, producer, opened):
+    first, second, alone = submit(producer, "a", "b", "c")
+    queue = lose(opened, n_jobs=2)
+    assert [counted(connection, job_id) for job_id in (first, second)] == [[1, 0], [1, 0]]
+    for job_id in (first, second):
+        (job,) = claim(queue)
+        assert (job.job_id, job.attempt, job.lost_alone) == (job_id, 2, 0)
+        queue.finish(job, {})
+    (job,) = claim(queue)
+    opened().recover()
+    assert job.job_id == alone
+    assert counted(connection, alone) == [1, 1]
+
+
+def test_a_loss_is_alone_also_when_the_other_queues_jobs_have_ended(connection, producer, opened):
+    queue = opened()
+    submit(producer, "u", queue="high")
+    (job_id,) = submit(producer, "a")
+    queue.finish(next(job for job in claim(queue) if job.queue == "high"), {})
+    opened().recover()
+    assert counted(connection, job_id) == [1, 1]
+
+
+def test_jobs_of_two_queues_were_beside_each_other(connection, producer, opened):
+    (urgent,) = submit(producer, "u", queue="high")
+    (job_id,) = submit(producer, "a")
+    lose(opened, n_jobs=2)
+    assert counted(connection, urgent) == counted(connection, job_id) == [1, 0]
+
+
+def test_every_later_loss_counts_and_an_end_begins_the_count_anew(connection, producer, opened):
+    job_id, _ = submit(producer, "a", "b")
+    lose(opened, n_jobs=2)
+    for n in (1, 2):
+        queue = lose(opened, n_jobs=1)
+        assert counted(connection, job_id) == [1 + n, n]
+    (job,) = claim(queue)
+    assert (job.job_id, job.attempt, job.lost_alone) == (job_id, 4, 2)
+    queue.finish(job, {})
+    assert counted(connection, job_id) == [0, 0]
+
+
+def test_what_was_claimed_and_not_started_is_no_suspect(connection, producer, opened):
+    claimed, beside = submit(producer, "a", "b")
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    queue = opened()
+    assert queue.recover() == 1
+    assert [(job.job_id, job.attempt) for job in claim(queue)] == [(claimed, 1), (beside, 1)]
+
+
+def test_a_recovery_whose_reply_is_lost_takes_nothing_for_alone_that_was_not(connection, producer, opened, monkeypatch):
+    ids = submit(producer, "a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    real = type(queue._requeue).all
+
+    def lost(*args):
+        real(*args)
+        raise RedisConnectionError("gone")
+
+    monkeypatch.setattr(type(queue._requeue), "all", lost)
+    with pytest.raises(RedisConnectionError):
+        queue.recover()
+    monkeypatch.undo()
+    assert queue.recover() == 0
+    assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
+
+
+def test_what_ran_side_by_side_goes_back_in_one_transaction(connection, producer, opened):
+    ids = submit(producer, "a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    with connection.monitor() as monitor:
+        assert queue.recover() == 3
+        connection.ping()
+        seen = []
+        while not (seen and seen[-1] == "PING"):
+            seen.append(monitor.next_command()["command"].split(" ")[0].upper())
+    calls = [name for name in seen if name in {"MULTI", "EVALSHA", "EXEC"}]
+    assert ["MULTI", "EVALSHA", "EVALSHA", "EVALSHA", "EXEC"] in [calls[n : n + 5] for n in range(len(calls))]
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+
+
+def test_a_producers_note_of_another_agent_is_set_right_when_the_job_is_claimed(connection, producer, opened):
+    """Or it would be claimed and given back for ever, and nothing behind it would get on."""
+    queue = opened()
+    submit(producer, "a")
+    running = claim(queue)
+    wrong, behind = submit(producer, "a", "b")
+    connection.hset(f"rq:job:{wrong}", FIELD_AGENT, "somebody else")
+    assert ids(claim(queue, running=running)) == [behind]
+    for _ in range(3):
+        assert claim(queue, running=running) == []
+    assert queue.waiting_agents() == {"a"}
+    assert counted(connection, wrong) == [0, 0]
+    queue.finish(running[0], {})
+    assert ids(claim(queue)) == [wrong]
