@@ -234,10 +234,13 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         self._ending.add(handle.execution.id)
         try:
-            try:
-                self._ender.fail(handle, error)
-            except RedisError:  # one connection broke: nobody else tries again
-                self._ender.fail(handle, error)
+            for tries_left in (2, 1, 0):  # nobody else tries again when a connection broke
+                try:
+                    self._ender.fail(handle, error)
+                    break
+                except RedisError:
+                    if not tries_left:
+                        raise
         finally:
             self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
