@@ -1,6 +1,7 @@
 """The inbox tells agent memory whose cache must stay, before anybody relies on it."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from stoker_shared.request import GenerationRequest
@@ -63,3 +64,15 @@ def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it
         inbox.ended(running[number])
     inbox.join()
     assert events == [{"a", "b"}, "a", {"b"}, "b", set()]
+
+
+def test_the_end_of_a_run_does_not_free_the_place_of_its_ids_next_one() -> None:
+    """The id was enqueued again, for another agent, and claimed before the first run's end was told."""
+    admission = Admission(2)
+    first, second = job("a"), replace(job("a"), request=GenerationRequest(agent_id="b", prompt="x"))
+    admission.admit([first])
+    admission.admit([second])
+    admission.release(first)
+    assert admission.busy_agents == {"b"}
+    admission.release(second)
+    assert admission.busy_agents == frozenset()

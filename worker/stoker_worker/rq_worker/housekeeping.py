@@ -1,6 +1,7 @@
 """What is done about once a second beside claiming: due jobs, lost jobs, expired ones. Inbox thread.
 
-Owns when which of it is due. What is behind it is scheduler.py, audit.py and RQ's own cleaning of its registries.
+Owns when which of it is due. What is behind it is scheduler.py, audit.py, deferred.py and RQ's own cleaning of its
+registries.
 """
 
 from collections.abc import Container
@@ -13,7 +14,9 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
 from rq.serializers import JSONSerializer
 
 from stoker_worker.every import Every
+from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.audit import Audit
+from stoker_worker.rq_worker.deferred import DeferredJobs
 from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.scheduler import Scheduler
@@ -25,11 +28,14 @@ _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 class Housekeeping:
     """One small step at a time, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, queues: list[str], lease: Lease, *, worker_name: str) -> None:
+    def __init__(
+        self, connection: Redis, queues: list[str], lease: Lease, aftermath: Aftermath, *, worker_name: str
+    ) -> None:
         self._connection = connection
         self._queues = queues
         self._scheduler = Scheduler(connection, queues, lease, name=worker_name)
         self._audit = Audit(connection, queues, lease)
+        self._deferred = DeferredJobs(connection, queues, aftermath)
         self._clean = Every(_CLEAN_EVERY_S)
 
     def step(self, in_flight: Container[str]) -> None:
@@ -39,6 +45,7 @@ class Housekeeping:
         """
         self._scheduler.enqueue_due()
         self._audit.step(in_flight)
+        self._deferred.step()
         if self._clean.is_due():
             for name in self._queues:
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):

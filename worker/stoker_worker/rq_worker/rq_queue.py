@@ -61,7 +61,7 @@ class RqQueue:
         self._ender = JobEnder(connection, identity, self._ownership, self._aftermath)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
-        self._housekeeping = Housekeeping(connection, self._queues, lease, worker_name=identity.name)
+        self._housekeeping = Housekeeping(connection, self._queues, lease, self._aftermath, worker_name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
         self._in_doubt = False
