@@ -222,3 +222,20 @@ def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lo
     for of_agent in results.values():
         assert [result.cache.agent_version for result in of_agent] == [1, 2, 3, 4]
         assert {result.attempt for result in of_agent} == {1}
+
+
+def test_a_worker_keeps_its_lease_while_the_reply_to_an_end_hangs(redis_url, connection, proxy, tmp_path):
+    """For longer than the lease lasts; it goes on with other jobs meanwhile."""
+    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
+        worker.wait_until_ready()
+        proxy.hold_back(lambda exchange: exchange.is_transaction and exchange.holds("rq:finished:generate"), 3)
+        slow = producer.submit(agent_id="a", prompt="say slow")
+        worker.wait_for(lambda: slow.status().state == "finished")
+        start = time.monotonic()
+        others = [producer.submit(agent_id=agent, prompt="say x") for agent in "bcd"]
+        while time.monotonic() < start + 2.5:
+            assert connection.exists("stoker:lease:generate")
+            time.sleep(0.05)
+        assert {ticket.status().state for ticket in others} == {"finished"}
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
