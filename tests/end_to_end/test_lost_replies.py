@@ -31,11 +31,16 @@ pytestmark = pytest.mark.server
 MODULE = called_back.__name__
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 REGISTRIES = ("wip", "scheduled", "deferred", "ready")
-OUTCOMES = {
+CALLBACKS = {"on_success": "succeeded", "on_failure": "failed", "on_stopped": "stopped"}
+ONE_AGENT = {
     "first": "finished", "second": "failed", "third": "finished", "after-first": "finished", "after-second": "finished",
+}  # fmt: skip
+OTHER_ENDS = {
     "stopped": "stopped", "canceled": "canceled", "refused": "failed", "given-back": "finished", "one": "finished",
     "two": "finished",
 }  # fmt: skip
+IN_ORDER = ("first", "second", "third")
+CALLED = {"first": "succeeded", "second": "failed", "stopped": "stopped", "refused": "failed"}
 
 
 @pytest.fixture
@@ -51,11 +56,11 @@ def proxy(redis_url):
 
 
 class Round:
-    """One play of all kinds of ends, with the worker's parts called one after the other: the n-th write is the same
+    """One play of several kinds of ends, with the worker's parts called one after the other: the n-th write is the same
     one in each round. Ids carry the round's number."""
 
-    def __init__(self, queue, connection, number):
-        self.queue, self.connection, self.number = queue, connection, number
+    def __init__(self, queue, connection, number, outcomes):
+        self.queue, self.connection, self.number, self.outcomes = queue, connection, number, outcomes
         self.plain = Queue("generate", connection=connection, serializer=JSONSerializer)
         self.running = {}
         self.starts = []
@@ -70,11 +75,13 @@ class Round:
 
     def enqueue_all(self):
         called = {when: Callback(f"{MODULE}.{name}") for when, name in CALLBACKS.items()}
-        self.enqueue("first", "a", **called)
-        self.enqueue("second", "a", retry=Retry(max=1), **called)
-        self.enqueue("third", "a")
-        self.enqueue("after-first", "b", depends_on=self.name("first"))
-        self.enqueue("after-second", "c", depends_on=Dependency(jobs=[self.name("second")], allow_failure=True))
+        if self.outcomes is ONE_AGENT:
+            self.enqueue("first", "a", **called)
+            self.enqueue("second", "a", retry=Retry(max=1), **called)
+            self.enqueue("third", "a")
+            self.enqueue("after-first", "b", depends_on=self.name("first"))
+            self.enqueue("after-second", "c", depends_on=Dependency(jobs=[self.name("second")], allow_failure=True))
+            return
         self.enqueue("stopped", "d", **called)
         self.enqueue("canceled", "e")
         self.enqueue("refused", "f", func="os.getcwd", **called)
@@ -141,14 +148,16 @@ class Round:
         raise AssertionError("Redis does not come back")
 
     def check(self):
-        states = {job_id: self.connection.hget(f"rq:job:{self.name(job_id)}", "status").decode() for job_id in OUTCOMES}
-        assert states == OUTCOMES
-        results = {job_id: self.connection.xlen(f"rq:results:{self.name(job_id)}") for job_id in OUTCOMES}
-        assert results == dict.fromkeys(OUTCOMES, 1) | {"canceled": 0}
+        ids = {job_id: self.name(job_id) for job_id in self.outcomes}
+        states = {job_id: self.connection.hget(f"rq:job:{name}", "status").decode() for job_id, name in ids.items()}
+        assert states == self.outcomes
+        results = {job_id: self.connection.xlen(f"rq:results:{name}") for job_id, name in ids.items()}
+        assert results == {job_id: int(job_id != "canceled") for job_id in ids}
         order = [job_id for agent, job_id in self.starts if agent == "a"]
-        assert [job_id for job_id, _ in itertools.groupby(order)] == ["first", "second", "third"]
-        called = [("failed", "refused"), ("failed", "second"), ("stopped", "stopped"), ("succeeded", "first")]
-        assert self.calls() == called
+        assert [job_id for job_id, _ in itertools.groupby(order)] == [job_id for job_id in ids if job_id in IN_ORDER]
+        # The one that is tried again calls back for each try.
+        called = sorted((CALLED[job_id], name) for job_id, name in ids.items() if job_id in CALLED)
+        assert self.calls(len(called) + ("second" in ids)) == called
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
         entries += self.connection.lrange("rq:queue:generate", 0, -1)
         entries += self.connection.lrange("rq:queue:generate:intermediate", 0, -1)
@@ -156,36 +165,40 @@ class Round:
             entries += self.connection.scan_iter(pattern)
         assert entries == []
 
-    def calls(self):
-        """Which callbacks were called; waited for. One that fails twice calls back for each try."""
+    def calls(self, count):
+        """Which callbacks were called; `count` calls are waited for."""
         end = time.monotonic() + 10
-        while (n_calls := self.connection.llen("called")) < 5 and time.monotonic() < end:
+        while self.connection.llen("called") < count and time.monotonic() < end:
             time.sleep(0.002)
-        called = [json.loads(call)[:2] for call in self.connection.lrange("called", 0, -1)]
+        calls = [tuple(json.loads(call)[:2]) for call in self.connection.lrange("called", 0, -1)]
         self.connection.delete("called")
-        assert n_calls == 5
-        return sorted((what, job_id.rpartition("-")[0]) for what, job_id in {tuple(call) for call in called})
+        assert len(calls) == count
+        return sorted(set(calls))
 
 
-CALLBACKS = {"on_success": "succeeded", "on_failure": "failed", "on_stopped": "stopped"}
-
-
-def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy):
+@pytest.mark.parametrize("in_a_row", [1, 2])
+@pytest.mark.parametrize("outcomes", [ONE_AGENT, OTHER_ENDS], ids=["one agent", "other ends"])
+def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy, outcomes, in_a_row):
+    """Also that of the next one, which mostly is the look at what became of the first."""
     settings = read_settings({"redis_url": proxy.url, "allow_callbacks": MODULE})
-    lost = defaultdict(int)
     with open_queue(settings, proxy.url) as opened:
         for number in itertools.count():
-            round_ = Round(opened.rq_queue, connection, number)
-            proxy.lose_nth_write(number)
+            round_ = Round(opened.rq_queue, connection, number, outcomes)
+            proxy.lost.clear()
+            proxy.lose(from_write(number), in_a_row)
             try:
                 round_.play()
                 round_.check()
             except Exception as error:
-                raise AssertionError(f"write {number}, {proxy.lost[number:]}: {error}") from error
-            if len(proxy.lost) == number:  # there are no more
+                raise AssertionError(f"write {number}, {proxy.lost}: {error}") from error
+            if not proxy.lost:  # there are no more
                 break
-            lost[proxy.lost[-1].names[-1]] += 1
-    assert sum(lost.values()) > 60, dict(lost)
+    assert number > 30
+
+
+def from_write(number):
+    counter = itertools.count()
+    return lambda exchange: exchange.is_write and next(counter) >= number
 
 
 def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lost(redis_url, proxy, tmp_path):
@@ -209,3 +222,20 @@ def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lo
     for of_agent in results.values():
         assert [result.cache.agent_version for result in of_agent] == [1, 2, 3, 4]
         assert {result.attempt for result in of_agent} == {1}
+
+
+def test_a_worker_keeps_its_lease_while_the_reply_to_an_end_hangs(redis_url, connection, proxy, tmp_path):
+    """For longer than the lease lasts; it goes on with other jobs meanwhile."""
+    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
+        worker.wait_until_ready()
+        proxy.hold_back(lambda exchange: exchange.is_transaction and exchange.holds("rq:finished:generate"), 3)
+        slow = producer.submit(agent_id="a", prompt="say slow")
+        worker.wait_for(lambda: slow.status().state == "finished")
+        start = time.monotonic()
+        others = [producer.submit(agent_id=agent, prompt="say x") for agent in "bcd"]
+        while time.monotonic() < start + 2.5:
+            assert connection.exists("stoker:lease:generate")
+            time.sleep(0.05)
+        assert {ticket.status().state for ticket in others} == {"finished"}
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0

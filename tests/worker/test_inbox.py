@@ -1,6 +1,7 @@
 """The inbox tells agent memory whose cache must stay, before anybody relies on it."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def inbox_of(queue: ScriptedQueue, n_places: int, claimed: list[str]) -> Inbox:
     def take(job: ClaimedJob) -> None:
         claimed.append(job.job_id)
         inbox.leave()
-        inbox.ended(job.job_id)
+        inbox.ended(job)
 
     inbox = Inbox(
         queue,  # type: ignore[arg-type]
@@ -128,5 +129,17 @@ def test_with_every_place_taken_looks_are_no_more_frequent_than_asked_for() -> N
     time.sleep(0.05)
     assert queue.looks == 1
     inbox.leave()
-    inbox.ended("nobody")
+    inbox.ended(job("nobody"))
     inbox.join(30)
+
+
+def test_the_end_of_a_run_does_not_free_the_place_of_its_ids_next_one() -> None:
+    """The id was enqueued again, for another agent, and claimed before the first run's end was told."""
+    admission = Admission(2)
+    first, second = job("a"), replace(job("a"), request=GenerationRequest(agent_id="b", prompt="x"))
+    admission.admit([first])
+    admission.admit([second])
+    admission.release(first)
+    assert admission.busy_agents == {"b"}
+    admission.release(second)
+    assert admission.busy_agents == frozenset()

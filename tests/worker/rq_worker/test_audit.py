@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 from rq import Retry
-from rq.job import Job
+from rq.job import Dependency, Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
@@ -157,3 +157,27 @@ def test_the_worker_audits_while_it_tidies(connection, plain, queue):
     for _ in range(16):
         queue.tidy()
     assert places(connection, job_id) == ["generate"]
+
+
+def test_a_deferred_job_whose_failed_dependency_set_nobody_free_is_enqueued(connection, plain, queue, monkeypatch):
+    """As a worker of RQ's leaves it that dies just behind the failure."""
+    failed, finished, waiting = enqueue(plain), enqueue(plain), enqueue(plain)
+    allows = enqueue(plain, depends_on=Dependency(jobs=[failed, finished], allow_failure=True))
+    others = [
+        enqueue(plain, depends_on=failed),
+        enqueue(plain, depends_on=Dependency(jobs=[failed, waiting], allow_failure=True)),
+    ]
+    deleted = enqueue(plain)
+    others.append(enqueue(plain, depends_on=Dependency(jobs=[failed, deleted], allow_failure=True)))
+    connection.delete(f"rq:job:{deleted}")
+    connection.lrem("rq:queue:generate", 1, deleted)
+    connection.hset(f"rq:job:{others[0]}", "dependency_ids", "no JSON")
+    for job_id, status in ((failed, "failed"), (finished, "finished")):
+        connection.lrem("rq:queue:generate", 1, job_id)
+        connection.hset(f"rq:job:{job_id}", "status", status)
+    queue.tidy()
+    assert places(connection, allows) == ["generate"]
+    assert connection.hget(f"rq:job:{allows}", "status") == b"queued"
+    assert [places(connection, job_id) for job_id in others] == [["deferred"]] * 3
+    queue.tidy()
+    assert places(connection, allows) == ["generate"]

@@ -243,6 +243,18 @@ def test_what_a_worker_left_undone_behind_an_end_is_done_by_the_next_one(
         assert nothing_is_left(connection)
 
 
+def test_a_dependent_that_cannot_be_read_keeps_no_end_from_being_over(connection, queue, enqueue):
+    enqueue("job", on_failure=Callback(f"{MODULE}.failed"))
+    enqueue("odd", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.hset("rq:job:odd", "timeout", "no number")
+    (job,) = claim(queue)
+    queue.fail(job, ValueError("x"))
+    assert [called[:2] for called in calls(connection)] == [["failed", "job"]]
+    queue.tidy()
+    queue.tidy()
+    assert nothing_is_left(connection)
+
+
 def test_a_failed_job_that_was_requeued_meanwhile_sets_nobody_free_on_its_old_failure(
     redis_url, connection, enqueue, monkeypatch
 ):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import cast
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.exceptions import InvalidJobOperation
 from rq.job import Job, JobStatus
 from rq.queue import Queue
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _READY = JobStatus.READY_TO_ENQUEUE.value.encode()
-_FAILED = JobStatus.FAILED.value.encode()
+_OVER = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
 
 
 class Aftermath:
@@ -45,9 +46,15 @@ class Aftermath:
             RedisError: not all is done; the note still stands.
         """
         job_id = member.partition(":")[0]
-        if note.end == "failed" and note.dependents:
-            self._set_free(queue_name, job_id)
-        self._enqueue(note.dependents)
+        try:
+            if note.end == "failed" and note.dependents:
+                self.set_free(job_id, note.dependents)
+            else:
+                self._enqueue(note.dependents)
+        except RedisError:
+            raise
+        except Exception:  # one of them cannot be read; that must not keep this worker for ever
+            log.exception("not all that wait for job %s could be enqueued", job_id)
         if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
         self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
@@ -66,14 +73,14 @@ class Aftermath:
                     log.warning("job %s has ended; doing what follows", name.partition(":")[0])
                     self.carry_out(queue_name, name, EndedNote.from_json(text.decode()))
 
-    def _set_free(self, queue_name: str, job_id: str) -> None:
-        """Those that wait for a failed job and allow that it fails; after a success RQ's transaction did it."""
+    def set_free(self, job_id: str, dependents: list[str]) -> None:
+        """Enqueue those of a job's dependents that may run now that it is over."""
         # RQ takes a job with any status but failed, stopped or canceled for one that has succeeded.
-        if self._connection.hget(Job.key_for(job_id), "status") != _FAILED:
-            return
-        queue = Queue(queue_name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
-        with suppress(InvalidJobOperation):  # it was deleted just now
-            queue.move_dependents_to_ready(JsonJob(job_id, connection=self._connection))
+        if self._connection.hget(Job.key_for(job_id), "status") in _OVER:
+            queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+            with suppress(InvalidJobOperation):  # it was deleted just now
+                queue.move_dependents_to_ready(JsonJob(job_id, connection=self._connection))
+        self._enqueue(dependents)
 
     def _enqueue(self, job_ids: list[str]) -> None:
         """RQ's own step skips a job when the reply was lost, and leaves it to a cleaning a minute later."""

@@ -65,7 +65,7 @@ class RqQueue:
         self._ender = JobEnder(connection, identity, self._ownership, self._aftermath)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
-        self._housekeeping = Housekeeping(connection, self._queues, lease, name=identity.name)
+        self._housekeeping = Housekeeping(connection, self._queues, lease, self._aftermath, name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
         self._suspect_since: float | None = None
@@ -275,10 +275,13 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         self._ending.add(handle.execution.id)
         try:
-            try:
-                self._ender.fail(handle, error)
-            except RedisError:  # one connection broke: nobody else tries again
-                self._ender.fail(handle, error)
+            for tries_left in (2, 1, 0):  # nobody else tries again when a connection broke
+                try:
+                    self._ender.fail(handle, error)
+                    break
+                except RedisError:
+                    if not tries_left:
+                        raise
         finally:
             self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
