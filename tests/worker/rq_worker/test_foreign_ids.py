@@ -145,3 +145,14 @@ def test_canceling_one_that_waits_says_that_rq_cannot(server):
 def open_at(url):
     with open_queue(read_settings({"redis_url": url}), url) as opened:
         yield opened.rq_queue
+
+
+def test_one_that_waited_for_its_time_is_failed_when_it_is_due(server, queue):
+    for job_id in (b"a.b", b"agent-\xc3\xbc", b"good"):
+        enqueue(server, job_id, status="scheduled")
+        server.zadd("rq:scheduled:generate", {job_id: 1})
+    server.delete("rq:queue:generate")
+    queue.tidy()
+    claimed = [job.job_id for _ in range(3) for job in queue.claim(8, frozenset())]  # one of an agent at a time
+    assert claimed == ["good"]
+    assert set(server.zrange("rq:failed:generate", 0, -1)) == {b"a.b", b"agent-\xc3\xbc"}
