@@ -119,12 +119,13 @@ class Crew:
         self.kills += 1
 
     def put_to_sleep(self) -> bool:
-        """Stop it, unless it runs a job's last try: that would be the third death of one that kills nobody."""
+        """Stop it, unless it runs a job's last try: it would be failed, and kills nobody."""
         self.worker.signal(signal.SIGSTOP)
         time.sleep(0.02)  # until Redis has read what it has sent
         if self.worker.returncode is not None:  # a job was faster
             return False
-        if any(self._view.deaths(job_id) >= MAX_ATTEMPTS - 1 for job_id in self._view.in_flight(name_of(self.worker))):
+        in_flight = self._view.in_flight(name_of(self.worker))
+        if any(self._view.lost_alone(job_id) >= MAX_ATTEMPTS - 1 for job_id in in_flight):
             self.worker.signal(signal.SIGCONT)
             return False
         return True

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from redis import Redis
 from tests.chaos.plan import QUEUES
 
-from stoker_shared.wire import FIELD_ATTEMPTS
+from stoker_shared.wire import FIELD_LOST_ALONE
 
 
 class RedisView:
@@ -36,9 +36,9 @@ class RedisView:
     def in_flight(self, worker_name: str | None) -> list[str]:
         return [job_id for job_id, owner in self.started() if owner == worker_name]
 
-    def deaths(self, job_id: str) -> int:
-        """As they are counted in the job's hash."""
-        return int(self.connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) or 0)
+    def lost_alone(self, job_id: str) -> int:
+        """How many workers the job has lost while nothing ran beside it, as its hash counts them."""
+        return int(self.connection.hget(f"rq:job:{job_id}", FIELD_LOST_ALONE) or 0)
 
     def states(self, job_ids: Iterable[str]) -> list[str | None]:
         found = [self.connection.hget(f"rq:job:{job_id}", "status") for job_id in job_ids]
