@@ -4,7 +4,7 @@ import random
 
 import mlx.core as mx
 import pytest
-from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine import sampling
@@ -241,6 +241,25 @@ def test_rows_that_break_whenever_they_run_together_are_soon_left_apart(caplog):
     assert layout.model.breaks == 0  # not even after as many quiet steps as there may be
 
 
+def test_a_row_that_begins_again_after_a_break_counts_nothing_as_cached():
+    layout = Layout("llama")
+    first = works_of(random.Random(15), (60, 5), (90, 5))
+    again = [
+        work((*one.prompt_ids, *done.generated_ids, 1, 2), 6, prefix_of(done.cache, len(one.prompt_ids)))
+        for one, done in zip(first, run(layout.engine(), first), strict=True)
+    ]
+    assert [done.cached_tokens for done in run(layout.engine(), again)] == [60, 90]
+    calls = []
+
+    def at_the_third(tokens):
+        calls.append(1)
+        return len(calls) == 3
+
+    layout.model = Fragile(layout.model, at_the_third)
+    assert [done.cached_tokens for done in run(layout.engine(), again)] == [0, 0]
+    assert layout.model.breaks == 1
+
+
 def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, monkeypatch):
     from stoker_worker.engine import batch_engine
 
@@ -294,8 +313,6 @@ def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
 
 
 def test_a_seed_gives_the_same_text_alone_in_company_restored_and_set_aside(llama):
-    from tests.worker.engine.layouts import prefix_of
-
     rng = random.Random(9)
     ids = random_ids(rng, 300)
     fields = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.2}

@@ -233,7 +233,12 @@ class BlockPoolBatchEngine:
 
     def _completion(self, row: Row, **how: Any) -> Completion:
         return Completion(
-            uid=row.uid, generated_ids=tuple(row.generated), logprobs=row.all_logprobs(), timing=row.timing(), **how
+            uid=row.uid,
+            generated_ids=tuple(row.generated),
+            cached_tokens=row.n_reused,
+            logprobs=row.all_logprobs(),
+            timing=row.timing(),
+            **how,
         )
 
     def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
