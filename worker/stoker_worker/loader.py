@@ -130,7 +130,7 @@ class Loader(threading.Thread):
             raise WorkerLostTooOften(f"in flight while {job.attempt - 1} workers died")
         prompt = build_prompt(request, agent.transcript, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
-        if request.cache != "off" and model.spec.can_be_stored:
+        if request.cache != "off" and model.has_memory:
             restored = self._store.restore(
                 prompt.ids, agent=agent, model=model, salt=salt, beside_others=self._rows_run()
             )

@@ -1,10 +1,13 @@
 """Tiny models with an engine and the reference beside it: what every exactness test of the engine starts from."""
 
+from dataclasses import replace
+
 from tests.worker.engine.tiny_models import VOCABULARY, make_model
 
 from stoker_shared import build_request
 from stoker_worker.cache_spec import ModelCacheSpec
 from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.serving_mode import Rows, ServingMode
 
 EOS = VOCABULARY - 1
 
@@ -17,6 +20,9 @@ class Codec:
 
     def fork(self):
         return self
+
+    def encode(self, text, *, special_start):
+        return [(37 * i + ord(letter)) % (VOCABULARY - 1) for i, letter in enumerate(text)]
 
     def decode(self, token_ids):
         return "".join(f"<{token_id}>" for token_id in token_ids)
@@ -31,14 +37,14 @@ class Layout:
         codec = Codec() if eos else Codec(frozenset({10**9}))
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, codec)
 
-    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000):
+    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, rows=Rows.BATCHED):
         from stoker_worker.engine.build import assemble
         from stoker_worker.engine.pricing import BatchPricing
 
         max_bytes = blocks * BatchPricing(self.spec, prefill_tokens).block_bytes
         return assemble(
             self.model,
-            self.loaded,
+            replace(self.loaded, mode=ServingMode(rows)),
             max_bytes=max_bytes,
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,

@@ -42,20 +42,31 @@ class BlockPoolBatchEngine:
         pricing: BatchPricing,
         pace: PrefillPace,
         max_batch: int,
+        prefill_rows: int,
     ) -> None:
         """
         Args:
             model: an mlx-lm model, evaluated on this thread.
             make_generator: a fresh, empty generator; called again after a step that broke.
+            max_batch, prefill_rows: most rows in the batch, and of those in prefill.
         """
         self._spec = loaded.spec
+        self._hands_over_caches = loaded.has_memory
         self._codec = loaded.codec.fork()
         self._make_generator = make_generator
         self._generator = make_generator()
         self._pool = pool
         self._pricing = pricing
         self._pace = pace
-        self._roster = Roster(model, loaded.spec, pool=pool, pricing=pricing, pace=pace, max_batch=max_batch)
+        self._roster = Roster(
+            model,
+            loaded.spec,
+            pool=pool,
+            pricing=pricing,
+            pace=pace,
+            max_batch=max_batch,
+            prefill_rows=min(prefill_rows, max_batch),
+        )
         self._next_uid = 0
 
     @property
@@ -226,7 +237,7 @@ class BlockPoolBatchEngine:
     def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
         """What of a finished row's caches is to be saved: up to the last of `kept` tokens of its answer."""
         start = row.work.save_from
-        if start is None or not self._spec.can_be_stored:
+        if start is None or not self._hands_over_caches:
             return None
         snapshots = row.snapshots
         if self._spec.snapshot_layers and kept == len(row.generated):  # a window cannot be cut back to a stop string

@@ -10,7 +10,7 @@ from typing import Any, Final
 from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 from stoker_worker.engine.arrays import PrefixMover
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.generator import PREFILL_ROWS, Generator
+from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.pace import PrefillPace
 from stoker_worker.engine.pricing import BatchPricing, RowPrices
 from stoker_worker.engine.row import Row
@@ -37,11 +37,12 @@ class Roster:
         pricing: BatchPricing,
         pace: PrefillPace,
         max_batch: int,
+        prefill_rows: int,
     ) -> None:
         """
         Args:
             pool: KV memory; the rows in the batch hold what `pricing` says.
-            max_batch: most rows in the batch.
+            max_batch, prefill_rows: most rows in the batch, and of those in prefill.
         """
         self._model = model
         self._spec = spec
@@ -49,6 +50,7 @@ class Roster:
         self._pricing = pricing
         self._pace = pace
         self._max_batch = max_batch
+        self._prefill_rows = prefill_rows
         self._width = max_batch  # how many may run together: less for a while after a step that broke
         self._quiet_steps = 0
         self._joining: Row | None = None  # on its way into the batch
@@ -75,7 +77,7 @@ class Roster:
 
     def let_in(self, generator: Generator) -> None:
         """Move waiting rows into the batch while there is a place and their blocks are free."""
-        while len(self.prefilling) < PREFILL_ROWS:
+        while len(self.prefilling) < self._prefill_rows:
             if self._joining is None:
                 if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width:
                     break

@@ -95,7 +95,7 @@ class AgentStore:
         beside_others: bool = False,
     ) -> Restored:
         """See `CacheStorePort.restore`."""
-        if not model.spec.can_be_stored:
+        if not model.has_memory:
             return Restored(None, "none")
         return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt, n_readers(beside_others)))
 
@@ -188,7 +188,7 @@ class AgentStore:
         """Blocks first, durable before the record that speaks of them; returns HEAD as written."""
         folder, cache = self._agent(turn.agent_id), turn.cache
         pieces: Pieces = {}
-        if cache is not None and turn.model.spec.can_be_stored:
+        if cache is not None and turn.model.has_memory:
             last_block = self._blocks.save(run_of(turn, cache), cache.layers)
             pieces = own_pieces(turn, cache, folder, last_block)
         return folder.commit(state, turn.parent + 1, record, pieces)

@@ -23,7 +23,7 @@ def cached_prefix(turn: Turn, state: AgentState) -> CachedPrefix | None:
         ValueError: the turn's cache is not the cache of its transcript.
     """
     token_ids, cache, model = turn.transcript.token_ids, turn.cache, turn.model
-    if not model.spec.can_be_stored:
+    if not model.has_memory:
         return None
     snapshots: tuple[int, ...] = ()
     if cache is not None:
