@@ -45,15 +45,18 @@ def installed() -> set[str]:
     return {name for name, source in sources.items() if _MODEL.search(source) and "\nclass ModelArgs" in source}
 
 
+def config_of(name: str) -> Config:
+    return {**COMMON, "model_type": architecture_of(name), **ARCHITECTURES[name]}
+
+
 def make_model(name: str, seed: int = 0) -> Any:
     """A float32 model with random weights, large enough that its answers depend on the whole prompt."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
 
     module = import_module(f"mlx_lm.models.{architecture_of(name)}")
-    config = {**COMMON, "model_type": architecture_of(name), **ARCHITECTURES[name]}
     mx.random.seed(seed + zlib.crc32(name.encode()))
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
     model.set_dtype(mx.float32)
     model.update(tree_map_with_path(_weight, model.parameters()))
     mx.eval(model.parameters())

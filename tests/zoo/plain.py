@@ -4,10 +4,7 @@ from typing import Final
 
 from tests.zoo.common import GROWING, LATENT, LONG_ROPE, Config, inside
 
-_DYNAMIC: Final[Config] = {
-    "rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0},
-    "max_position_embeddings": 32,
-}
+_DYNAMIC: Final[Config] = {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}}
 _GPT: Final[Config] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 512, "n_ctx": 512, "n_inner": 48}
 _SCALED: Final[Config] = {
     "logits_scaling": 1.0,
