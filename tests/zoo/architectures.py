@@ -22,7 +22,6 @@ NOT_BUILT: Final[dict[str, str]] = {
     "bitnet": "its linear layers are Metal kernels",
     "muse_spark": "its attention is a Metal kernel",
     "olmo": "its module ends the process unless ai2-olmo is installed",
-    "phi3small": "its block-sparse attention kills the process on a CPU",
 }
 
 
