@@ -161,7 +161,7 @@ class Finaliser:
         job, agent = prepared.job, prepared.agent
 
         def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
-            report = cache_report(prepared, agent_version=version, saved=saved, save_error=save_error)
+            report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
             return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
 
         if job.request.cache != "readwrite":

@@ -47,7 +47,6 @@ class Prepared:
     restored: Restored
     work: GenerationWork
     salt: str | None
-    cached_tokens: int
     submitted_at: float
     has_next: bool = False
 
@@ -140,9 +139,8 @@ class Loader(threading.Thread):
             prefix=restored.prefix,
             save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
         )
-        cached_tokens = restored.prefix.n_tokens if restored.prefix else 0
         has_next = not self._claimed.empty()
-        return Prepared(job, agent, prompt, restored, work, salt, cached_tokens, time.time(), has_next)
+        return Prepared(job, agent, prompt, restored, work, salt, time.time(), has_next)
 
     def _salt(self, request: GenerationRequest) -> str | None:
         if self._share_prefixes:

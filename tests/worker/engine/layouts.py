@@ -32,19 +32,22 @@ class Layout:
     """One tiny model with an engine maker and the reference beside it."""
 
     def __init__(self, name, *, eos=True, **changes):
+        from stoker_worker.engine.probe import can_be_batched
+
         self.model = make_model(name, **changes)
         self.spec = ModelCacheSpec.from_model(self.model)
         codec = Codec() if eos else Codec(frozenset({10**9}))
+        self.rows = Rows.BATCHED if can_be_batched(self.model) else Rows.ALONE
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, codec)
 
-    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, rows=Rows.BATCHED):
+    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, rows=None):
         from stoker_worker.engine.build import assemble
         from stoker_worker.engine.pricing import BatchPricing
 
         max_bytes = blocks * BatchPricing(self.spec, prefill_tokens).block_bytes
         return assemble(
             self.model,
-            replace(self.loaded, mode=ServingMode(rows)),
+            replace(self.loaded, mode=ServingMode(rows or self.rows)),
             max_bytes=max_bytes,
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,

@@ -12,6 +12,7 @@ from typing import Any, Final
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_shared.result import TokenLogprob
 from stoker_worker.engine.arrays import slice_caches, take_snapshot
+from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.generator import Generator, Prefilled, Said
 from stoker_worker.engine.pace import PrefillPace
@@ -58,13 +59,14 @@ class BlockPoolBatchEngine:
         self._pool = pool
         self._pricing = pricing
         self._pace = pace
+        self._width = BatchWidth(max_batch)
         self._roster = Roster(
             model,
             loaded.spec,
             pool=pool,
             pricing=pricing,
             pace=pace,
-            max_batch=max_batch,
+            width=self._width,
             prefill_rows=min(prefill_rows, max_batch),
         )
         self._next_uid = 0
@@ -141,7 +143,7 @@ class BlockPoolBatchEngine:
         self._note(time.perf_counter() - began, decoding, prefilled)
         yield from self._look_at_prefill(prefilled)
         yield from self._advance(said)
-        roster.widen()
+        self._width.went_well()
 
     def _note(self, step_s: float, decoding: int, prefilled: list[Prefilled]) -> None:
         """Let the pace learn from a step; not from one where a row only changed over."""
@@ -231,7 +233,12 @@ class BlockPoolBatchEngine:
 
     def _completion(self, row: Row, **how: Any) -> Completion:
         return Completion(
-            uid=row.uid, generated_ids=tuple(row.generated), logprobs=row.all_logprobs(), timing=row.timing(), **how
+            uid=row.uid,
+            generated_ids=tuple(row.generated),
+            cached_tokens=row.n_reused,
+            logprobs=row.all_logprobs(),
+            timing=row.timing(),
+            **how,
         )
 
     def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
@@ -253,7 +260,8 @@ class BlockPoolBatchEngine:
 
     def _start_over(self, error: Exception) -> Iterator[Completion]:
         """Rebuild from token ids what was in the batch, half as many rows at a time, so that what broke it is found."""
-        rows = self._roster.narrow()
+        rows = self._roster.empty()
+        self._width.broke([row.uid for row in rows])
         _log.error("a step of %d rows broke; starting over from their tokens", len(rows), exc_info=error)
         if not rows:
             raise error
@@ -263,6 +271,7 @@ class BlockPoolBatchEngine:
             row.restart()
             row.breaks += len(rows) == 1
             if row.breaks >= _MOST_BREAKS:
+                self._width.blame(row.uid)
                 yield self._failed(row, error)
             else:
                 self._roster.waiting.add(row)

@@ -56,13 +56,14 @@ class MlxProvider:
         """The widest mode that is right for the model, by proof or from what is remembered of one."""
         import mlx.core as mx
 
+        from stoker_worker.engine.probe import can_be_batched
         from stoker_worker.engine.proof import prove
         from stoker_worker.engine.verdicts import Verdicts
 
         max_batch = self.settings.max_batch
         if self.settings.skip_proof:
             log.warning("NOT PROVED: nobody has looked whether this model answers rightly in a batch (--skip-proof)")
-            return ServingMode(proved=False)
+            return ServingMode(Rows.BATCHED if can_be_batched(model) else Rows.ALONE, proved=False)
         verdict = Verdicts(self.settings.store_folder / "model-proofs.json").of(
             loaded.fingerprint,
             max_batch=max_batch,
@@ -108,10 +109,9 @@ def assemble(
     from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
     from stoker_worker.engine.generator import PREFILL_ROWS, BatchedRows, Generator
     from stoker_worker.engine.lone_generator import REFERENCE_CHUNK_TOKENS, LoneRow
-    from stoker_worker.engine.probe import can_be_batched
 
     eos_ids, rows = loaded.codec.eos_ids, loaded.mode.rows
-    if rows in (Rows.ALONE, Rows.WHOLE) or not can_be_batched(model):
+    if rows in (Rows.ALONE, Rows.WHOLE):
         max_batch = prefill_rows = 1
         chunk_tokens = REFERENCE_CHUNK_TOKENS if rows == Rows.WHOLE else None
         make: Callable[[], Generator] = partial(LoneRow, model, eos_ids=eos_ids, chunk_tokens=chunk_tokens)

@@ -25,11 +25,12 @@ from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, Restore
 
 Logprobs = NDArray[np.float32]
 
-MOST_APART: Final = {"float32": 5e-3, "float16": 0.1, "bfloat16": 0.2}
+MOST_APART: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.07}
 """How far the log-probabilities of a row in a batch may be from those of the row alone, by the dtype of the logits.
 
 Root mean square of the difference, in standard deviations of the row's own. In float32 at every step; in half precision
-at half of a row's steps, because a mixture of experts may take another expert for one token."""
+at half of a row's steps, because a mixture of experts may take another expert for one token. Seen among the
+architectures of mlx-lm: right ones up to 0.0001, 0.002 and 0.03, wrong ones from 0.14, 0.09 and 0.09 on."""
 
 _ENOUGH_BYTES: Final = 1 << 50  # the pool is not what is tried
 
