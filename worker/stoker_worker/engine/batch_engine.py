@@ -7,6 +7,7 @@ jobs, disk or Redis: work comes in as token ids and a restored prefix, and leave
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
@@ -52,7 +53,7 @@ class BlockPoolBatchEngine:
             max_batch, prefill_rows: most rows in the batch, and of those in prefill.
         """
         self._spec = loaded.spec
-        self._hands_over_caches = loaded.has_memory
+        self._has_memory = loaded.has_memory
         self._codec = loaded.codec.fork()
         self._make_generator = make_generator
         self._generator = make_generator()
@@ -96,6 +97,8 @@ class BlockPoolBatchEngine:
                 f"{self._pricing.longest_row(self._pool.total)} (--kv-max-bytes)"
             )
         stops = StopScanner(self._codec, request.stop) if request.stop else None
+        if not self._has_memory:
+            work = replace(work, save_from=None)
         row = Row(uid=self._next_uid, work=work, sampling=RowSampling(request), stops=stops)
         self._next_uid += 1
         self._roster.waiting.add(row)
@@ -244,7 +247,7 @@ class BlockPoolBatchEngine:
     def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
         """What of a finished row's caches is to be saved: up to the last of `kept` tokens of its answer."""
         start = row.work.save_from
-        if start is None or not self._hands_over_caches:
+        if start is None:
             return None
         snapshots = row.snapshots
         if self._spec.snapshot_layers and kept == len(row.generated):  # a window cannot be cut back to a stop string

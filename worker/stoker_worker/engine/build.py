@@ -64,6 +64,7 @@ class MlxProvider:
         if self.settings.skip_proof:
             log.warning("NOT PROVED: nobody has looked whether this model answers rightly in a batch (--skip-proof)")
             return ServingMode(Rows.BATCHED if can_be_batched(model) else Rows.ALONE, proved=False)
+        log.info("trying the model in a batch, unless that was done before")
         verdict = Verdicts(self.settings.store_folder / "model-proofs.json").of(
             loaded.fingerprint,
             max_batch=max_batch,

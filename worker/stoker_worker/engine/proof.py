@@ -14,7 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from stoker_worker.engine.probe import can_be_batched
-from stoker_worker.engine.trial import Found, Reference, try_rows
+from stoker_worker.engine.trial import Reference, try_rows
 from stoker_worker.engine.trial_rows import TrialPlan, plan
 from stoker_worker.ports import LoadedModel, TextCodec
 from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
@@ -65,29 +65,30 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     except Exception as error:  # the model itself cannot do with rows of more than one token
         alone = f"alone: {type(error).__name__}: {' '.join(str(error).split())}"
         return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began)
-    found: dict[Rows, Found] = {}
     why = [with_rows.untried] if with_rows.untried else []
     if not can_be_batched(model):
         why.append(f"{Rows.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
+    right_when_fresh: set[Rows] = set()
     mode = WIDEST_FIRST[-1]
     for candidate in _candidates(model, loaded):
-        if candidate.rows not in found:
-            trial = try_rows(
-                model,
-                replace(loaded, mode=candidate),
-                with_rows.plan,
-                with_rows.reference,
-                max_batch=max_batch,
-                dtype=with_rows.dtype,
-            )
-            found[candidate.rows] = trial
-            wrong = trial.fresh or (trial.restored and f"restored: {trial.restored}")
-            why += [f"{candidate.rows}: {wrong}"] if wrong else []
-            _log.debug("tried %s: %s", candidate, trial)
-        seen = found[candidate.rows]
-        if seen.fresh is None and (seen.restored is None or not candidate.memory):
+        if candidate.rows in right_when_fresh:
             mode = candidate
             break
+        found = try_rows(
+            model,
+            replace(loaded, mode=candidate),
+            with_rows.plan,
+            with_rows.reference,
+            max_batch=max_batch,
+            dtype=with_rows.dtype,
+        )
+        _log.debug("tried %s: %s", candidate, found)
+        if found.fresh is None and found.restored is None:
+            mode = candidate
+            break
+        if found.fresh is None:
+            right_when_fresh.add(candidate.rows)
+        why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
     return Verdict(mode, tuple(why), time.perf_counter() - began)
 
 
