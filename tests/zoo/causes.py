@@ -24,7 +24,7 @@ _DYNAMIC: Final = Cause("dynamic RoPE takes one offset for all rows", "dynamic-r
 _KIND: Final = Cause("mlx-lm has no batch form of its cache", "caches-without-a-batch-form")
 
 CAUSES: Final[dict[str, Cause]] = {
-    "afm7": Cause("layers that reuse K/V count positions from the padding", "afm7-counts-positions-from-the-padding"),
+    "afm7": Cause("layers that reuse K/V count positions from the padding", "afm-7-counts-positions-from-the-padding"),
     "baichuan_m1": _PADDING,
     "bailing_moe_linear": _PADDING,
     "deepseek_v41": _KIND,

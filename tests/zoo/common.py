@@ -76,6 +76,13 @@ YARN: Final[Config] = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+LLAMA3: Final[Config] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 LONG_ROPE: Final[Config] = {
     "type": "longrope",
     "original_max_position_embeddings": 4096,

@@ -32,6 +32,7 @@ EXPERT: Final[dict[str, Config]] = {
     "deepseek": EXPERTS,
     "deepseek_v2": {**EXPERTS, **LATENT, "topk_method": "greedy", "rope_scaling": YARN},
     "deepseek_v3": {**EXPERTS, **LATENT},
+    "deepseek_v3+yarn": {**EXPERTS, **LATENT, "rope_scaling": YARN},
     "deepseek_v41": {
         **EXPERTS,
         "head_dim": 32,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tests.zoo.common import GROWING, LATENT, LONG_ROPE, Config, inside
+from tests.zoo.common import GROWING, LATENT, LLAMA3, LONG_ROPE, YARN, Config, inside
 
 _DYNAMIC: Final[Config] = {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}}
 _GPT: Final[Config] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 512, "n_ctx": 512, "n_inner": 48}
@@ -33,6 +33,7 @@ PLAIN: Final[dict[str, Config]] = {
     "gemma2": {"query_pre_attn_scalar": 8.0},
     "glm": {},
     "glm4": {"partial_rotary_factor": 0.5},
+    "gemma2+one-kv-head": {"query_pre_attn_scalar": 8.0, "num_key_value_heads": 1},
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
     "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.5},
@@ -47,6 +48,9 @@ PLAIN: Final[dict[str, Config]] = {
     "lille-130m": {"block_size": 512, "n_embd": 96, "n_head": 4, "n_kv_heads": 2, "n_layer": 4},
     "llama": {},
     "llama+dynamic-rope": _DYNAMIC,
+    "llama+llama3-rope": {"rope_scaling": LLAMA3},
+    "llama+one-kv-head": {"num_key_value_heads": 1},
+    "llama+yarn": {"rope_scaling": YARN},
     "llama4_text": {"intermediate_size_mlp": 48, "no_rope_layers": [1, 1, 1, 0], "use_qk_norm": True},
     "mimo": {},
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 1.0},
@@ -68,6 +72,7 @@ PLAIN: Final[dict[str, Config]] = {
     },
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {},
+    "phi3+long-rope": {"rope_scaling": LONG_ROPE, "max_position_embeddings": 8192},
     "phi3small": {  # it writes to logits of reserved tokens, the last of which is the 100,352nd
         "vocab_size": 100_352,
         "dense_attention_every_n_layers": 2,

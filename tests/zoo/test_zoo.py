@@ -44,6 +44,12 @@ def test_why_a_model_is_not_batched_is_known(surveyed, name):
     assert (name in CAUSES) == (surveyed[name].mode != "batched")
 
 
+def test_an_architecture_that_ends_its_process_is_one_line_of_the_survey():
+    found = survey_all(["no such architecture", "llama"], processes=1)
+    assert found["no such architecture"].died.startswith("exit status 1: ModuleNotFoundError")
+    assert found["llama"].mode == "batched"
+
+
 @pytest.mark.skipif(not ALL, reason="the page is about all architectures: make zoo")
 def test_the_page_of_models_is_what_was_found(surveyed):
     assert PAGE.read_text() == page(surveyed), "make models"
