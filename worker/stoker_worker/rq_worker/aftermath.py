@@ -57,7 +57,8 @@ class Aftermath:
             log.exception("not all that wait for job %s could be enqueued", job_id)
         if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
-        self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
+        with suppress(RedisError):  # all is done; if the note stayed, it is done once more, to no effect
+            self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
 
     def catch_up(self, leave: Container[str]) -> None:
         """Carry out what a dead worker left, or this one.
