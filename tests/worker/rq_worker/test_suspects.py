@@ -5,6 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rq.job import Job
+from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.rq_worker.connect import open_queue
@@ -111,6 +113,19 @@ def test_the_clock_of_a_suspect_starts_when_it_is_seen(connection, producer, ope
         running = claim(queue)
         assert [job.queue for job in running] == ["high"]
         assert queue._suspect_since is None
+
+
+def test_nobody_makes_way_for_a_suspect_that_was_canceled_meanwhile(connection, producer, opened, monkeypatch):
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    suspect, other = submit(producer, "a", "b")
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+    assert ids(claim(queue, running=running)) == [other]
+    Job.fetch(suspect, connection, JSONSerializer).cancel()
+    monkeypatch.setattr(WAIT, 0)
+    urgent = submit(producer, "u1", queue="high")
+    assert ids(claim(queue, running=running)) == urgent
 
 
 def test_the_turns_of_a_suspects_agent_stay_in_order(connection, producer, opened, monkeypatch):
