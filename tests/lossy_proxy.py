@@ -87,6 +87,18 @@ class LossyProxy:
         with self._lock:
             self._hold.append((chooses, seconds))
 
+    def spare_all(self) -> None:
+        """Lose and hold back nothing more of what was asked for so far."""
+        with self._lock:
+            self._lose.clear()
+            self._hold.clear()
+
+    def take_seen(self) -> list[Exchange]:
+        """What was seen since the last call; it is forgotten, for runs that see very much."""
+        with self._lock:
+            seen, self.seen = self.seen, []
+            return seen
+
     def cut_all(self) -> None:
         """Close every connection there is."""
         with self._lock:
@@ -106,9 +118,15 @@ class LossyProxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self.server_port))
             except OSError:
                 return
+            try:
+                server = socket.create_connection(("127.0.0.1", self.server_port))
+            except OSError:  # the server is away, and may come back
+                _close(client)
+                continue
+            for end in (client, server):  # a transaction is many small frames
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open += [client, server]
             asked: deque[Exchange | None] = deque()

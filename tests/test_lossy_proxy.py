@@ -8,6 +8,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
+from tests.chaos.restarting_server import RestartingServer
 from tests.lossy_proxy import LossyProxy
 
 
@@ -58,3 +59,26 @@ def test_a_reply_is_held_back(client, proxy):
     began = time.monotonic()
     client.get("slow")
     assert time.monotonic() - began >= 0.3
+
+
+def test_it_stays_while_its_server_is_away(tmp_path):
+    server = RestartingServer(tmp_path / "redis")
+    try:
+        with LossyProxy(server.port) as proxy, Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0)) as client:
+            client.set("key", "value")
+            server.kill()
+            with pytest.raises(RedisConnectionError):
+                client.get("key")
+            server.start()
+            assert client.get("key") == b"value"
+    finally:
+        server.stop()
+
+
+def test_what_was_asked_for_is_taken_back(client, proxy):
+    proxy.lose(lambda exchange: True, times=100)
+    with pytest.raises(RedisConnectionError):
+        client.get("n")
+    proxy.spare_all()
+    _count(client)
+    assert client.get("n") == b"1"

@@ -4,7 +4,7 @@ from redis import Redis
 from redis.exceptions import WatchError
 from rq.command import PUBSUB_CHANNEL_TEMPLATE, send_stop_job_command
 from rq.exceptions import InvalidJobOperation, NoSuchJobError
-from rq.job import Job, JobStatus
+from rq.job import Job, JobStatus, validate_job_id
 from rq.serializers import JSONSerializer
 
 from stoker.job_record import ENDED
@@ -16,9 +16,13 @@ def cancel_job(connection: Redis, job_id: str) -> bool:
     """Whether the job was canceled, or the worker that runs it was told to stop it; ``False`` when it had ended.
 
     Raises:
-        JobNotFound: there is no such job.
+        JobNotFound: there is no such job, or RQ allows no such id (then it fails when a worker comes to it).
         redis.exceptions.RedisError: no server, or it refused.
     """
+    try:
+        validate_job_id(job_id)
+    except ValueError as error:
+        raise JobNotFound(job_id, f"RQ reads no such id: {error}") from None
     try:
         while True:
             job = Job.fetch(job_id, connection=connection, serializer=JSONSerializer)

@@ -66,6 +66,7 @@ def cli(context: click.Context, redis_url: str) -> None:
 @click.option("--queue", default=DEFAULT_QUEUE)
 @click.option("--stop", multiple=True, help="Text that ends the generation; may be given several times.")
 @click.option("--seed", type=int)
+@click.option("--job-id", metavar="ID", help="Your own id: the same command again makes no second job.")
 @click.option("--wait", is_flag=True, help="Wait for the job and print what it generated.")
 @_timeout_option
 @_json_option

@@ -99,6 +99,14 @@ class _Bytelike(str):
 class _ReadableJob(Job):
     """A job as the pages read it."""
 
+    @classmethod
+    def fetch(cls, id: str, connection: Redis | None = None, serializer: Any = None) -> Job:
+        """RQ's own raises for an id it does not allow, and the page with all the others is gone."""
+        job = cls(connection=connection, serializer=serializer)
+        job._id = id
+        job.refresh()  # type: ignore[no-untyped-call]
+        return job
+
     def get_meta(self, refresh: bool = True) -> dict[str, Any]:
         return self.meta  # just read, and bytes where it is not JSON; a second reading would raise
 

@@ -1,7 +1,6 @@
 """The producer: validates generation requests and enqueues them as RQ jobs. Owns the enqueueing, not the waiting."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -9,6 +8,7 @@ from redis import Redis
 from rq.queue import EnqueueData, Queue
 
 from stoker.connection import address, open_connection, redis_errors
+from stoker.enqueueing import chunks_of, enqueue, job_data, require_job_ids
 from stoker.job_options import JobOptions
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
@@ -21,13 +21,7 @@ from stoker_shared.wire import (
     DEFAULT_JOB_TIMEOUT_S,
     DEFAULT_QUEUE,
     DEFAULT_RESULT_TTL_S,
-    FIELD_AGENT,
-    REQUEST_KWARG,
-    TASK_PATH,
 )
-
-_CHUNK_JOBS = 500
-_CHUNK_BYTES = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
 
 
 class Producer:
@@ -49,6 +43,7 @@ class Producer:
         """
         self._queue_name = _checked_queue_name(queue)
         self._connection = open_connection(redis)
+        self._own_queue = self._opened(self._queue_name)
         self._owns_connection = isinstance(redis, str)
 
     def __repr__(self) -> str:
@@ -104,16 +99,23 @@ class Producer:
         failure_ttl_s: int = DEFAULT_FAILURE_TTL_S,
         ttl_s: int | None = None,
         at_front: bool = False,
+        job_id: str | None = None,
     ) -> Ticket:
         """Enqueue one generation job. The request's fields are those of `GenerationRequest`.
 
+        A reply that is lost on the way makes no second job. With a `job_id` of the caller's the whole call may be
+        made again: the same id, request and queue are the job that is there, in whatever state, as long as Redis
+        keeps it.
+
         Args:
             queue: another queue than the producer's own.
+            job_id: letters, digits, ``-`` and ``_``; made up where it is not given.
             job_timeout_s, result_ttl_s, failure_ttl_s, ttl_s, at_front: see `JobOptions`; whole seconds.
 
         Raises:
             InvalidRequest: a field is missing, of the wrong type or out of range; the message names it.
             RequestTooLarge: over ``MAX_REQUEST_BYTES``.
+            JobIdTaken: `job_id` names a job with another request or queue.
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
         options = JobOptions(job_timeout_s, result_ttl_s, failure_ttl_s, ttl_s, at_front)
@@ -140,7 +142,9 @@ class Producer:
             "metadata": _plain(metadata) or {},
         }
         payload = build_request(fields).as_payload()
-        return self._enqueue(self._queue(queue), [_job_data(payload, options)])[0]
+        if job_id is not None:
+            require_job_ids([job_id])
+        return self._enqueue(self._queue(queue), [job_data(payload, options, job_id)], ids_are_new=job_id is None)[0]
 
     def submit_many(
         self,
@@ -151,22 +155,35 @@ class Producer:
         result_ttl_s: int = DEFAULT_RESULT_TTL_S,
         failure_ttl_s: int = DEFAULT_FAILURE_TTL_S,
         ttl_s: int | None = None,
+        job_ids: Sequence[str] | None = None,
     ) -> list[Ticket]:
-        """Enqueue many jobs, a few hundred per round trip; tickets come in the order of `requests`.
+        """Enqueue many jobs, hundreds in one transaction; tickets come in the order of `requests`.
 
         All requests are validated before the first is enqueued. Each chunk is one transaction: when the server goes
-        away in the middle, earlier chunks are enqueued and later ones are not.
+        away in the middle, earlier chunks are enqueued and later ones are not. With `job_ids` the same call may then
+        be made again, and enqueues what is missing.
+
+        Args:
+            job_ids: one for each request, as `job_id` of `submit`.
 
         Raises:
             InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message says which request.
+            JobIdTaken: as for `submit`; nothing of the chunk it is in was enqueued.
             RedisUnavailable: no server answers.
         """
         options = JobOptions(job_timeout_s, result_ttl_s, failure_ttl_s, ttl_s)
         rq_queue = self._queue(queue)
         payloads = [_checked_payload(index, request) for index, request in enumerate(requests)]
+        ids: Sequence[str | None] = [None] * len(payloads) if job_ids is None else job_ids
+        if job_ids is not None:
+            require_job_ids(job_ids)
+        if len(ids) != len(payloads):
+            raise InvalidRequest(f"job_ids: {len(ids)} for {len(payloads)} requests")
+        left = iter(ids)
         tickets: list[Ticket] = []
-        for chunk in _chunks(payloads):
-            tickets += self._enqueue(rq_queue, [_job_data(payload, options) for payload in chunk])
+        for chunk in chunks_of(payloads):
+            jobs = [job_data(payload, options, next(left)) for payload in chunk]
+            tickets += self._enqueue(rq_queue, jobs, ids_are_new=job_ids is None)
         return tickets
 
     def ticket(self, job_id: str) -> Ticket:
@@ -190,31 +207,15 @@ class Producer:
         return self.ticket(job_id).cancel()
 
     def _queue(self, name: str | None) -> Queue:
-        name = self._queue_name if name is None else _checked_queue_name(name)
+        return self._own_queue if name is None else self._opened(_checked_queue_name(name))
+
+    def _opened(self, name: str) -> Queue:
         return Queue(name, connection=self._connection, serializer=WireJson)
 
-    def _enqueue(self, queue: Queue, jobs: list[EnqueueData]) -> list[Ticket]:
-        """One round trip: without dependencies RQ only buffers, and the transaction here sends it all."""
-        with redis_errors(self._connection), self._connection.pipeline(transaction=True) as pipeline:
-            enqueued = queue.enqueue_many(jobs, pipeline=pipeline)
-            for job in enqueued:
-                pipeline.hset(job.key, FIELD_AGENT, job.kwargs[REQUEST_KWARG]["agent_id"])
-            pipeline.execute()
-        return [Ticket(self._connection, job.id) for job in enqueued]
-
-
-def _job_data(payload: dict[str, Any], options: JobOptions) -> EnqueueData:
-    return Queue.prepare_data(
-        TASK_PATH,
-        kwargs={REQUEST_KWARG: payload},
-        # RQ's own description is the whole call, prompt included, and every dashboard shows it.
-        description=f"generate for agent {payload['agent_id'][:60]!r}",
-        timeout=options.job_timeout_s,
-        result_ttl=options.result_ttl_s,
-        failure_ttl=options.failure_ttl_s,
-        ttl=options.ttl_s,
-        at_front=options.at_front,
-    )
+    def _enqueue(self, queue: Queue, jobs: list[EnqueueData], *, ids_are_new: bool) -> list[Ticket]:
+        with redis_errors(self._connection):
+            enqueue(queue, jobs, ids_are_new=ids_are_new)
+        return [Ticket(self._connection, str(job.job_id)) for job in jobs]
 
 
 def _checked_payload(index: int, request: GenerationRequest | Mapping[str, Any]) -> dict[str, Any]:
@@ -222,20 +223,6 @@ def _checked_payload(index: int, request: GenerationRequest | Mapping[str, Any])
         return (request if isinstance(request, GenerationRequest) else build_request(request)).as_payload()
     except RequestError as error:
         raise type(error)(f"request {index}: {error}") from None
-
-
-def _chunks(payloads: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    chunk: list[dict[str, Any]] = []
-    chunk_bytes = 0
-    for payload in payloads:
-        size = len(json.dumps(payload, ensure_ascii=False))
-        if chunk and (len(chunk) == _CHUNK_JOBS or chunk_bytes + size > _CHUNK_BYTES):
-            yield chunk
-            chunk, chunk_bytes = [], 0
-        chunk.append(payload)
-        chunk_bytes += size
-    if chunk:
-        yield chunk
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ Both sides use this one model: the producer refuses a bad request before it is e
 came past the producer (a plain RQ client, redis-cli, another language) with the same words.
 """
 
+import hashlib
 import json
 import unicodedata
 from collections.abc import Mapping
@@ -136,6 +137,18 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
         return GenerationRequest.model_validate(dict(fields))
     except ValidationError as error:
         raise InvalidRequest(_one_line(error)) from None
+
+
+def request_digest(payload: Any) -> str:
+    """SHA-256 of a request as it stands on the wire, in hex: what is left out is not what is said with its default.
+
+    Of the JSON and not of the model, so that no later version of the model changes it.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON, or nested too deeply.
+    """
+    canonical = json.dumps(payload, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _one_line(error: ValidationError) -> str:

@@ -45,8 +45,14 @@ what the request says counts."""
 FIELD_TOKENS: Final = "stoker_tokens"
 """Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""
 
+FIELD_DELIVERY: Final = "stoker_delivery"
+"""Field of an execution's hash: which delivery of its job it runs (a hash of `created_at`, `repeats_left`, `data`)."""
+
 LEASE_KEY: Final = "stoker:lease:{queue}"
 """String: who works on this queue (JSON: worker, host, pid, boot, started, fence); expires with its heartbeat."""
 
 FENCE_KEY: Final = "stoker:fence:{queue}"
 """Integer: the last fencing number handed out for this queue, with its lease."""
+
+ENDED_KEY: Final = "stoker:ended:{queue}"
+"""Hash: ends of jobs behind which something is left to do (JSON by `<job id>:<execution id>`)."""

@@ -3,17 +3,20 @@
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.chaos.crew import Breed
 from tests.chaos.invariants import Aftermath
+from tests.chaos.losses import Losses
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import PlannedJob
 from tests.chaos.restarting_server import RestartingServer
-from tests.chaos.storm import Breed, Storm
+from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
 from tests.dashboard_process import running_dashboard
 
@@ -45,9 +48,10 @@ def play(
     draw = random.Random(seed)
     jobs = draw_plan(draw)
     server = RestartingServer(folder / "redis")
-    traffic = Traffic(server, jobs, random.Random(draw.random()), course.lasts_s)
-    with _dashboard_where_there_is_one(server.url, folder) as page:
-        storm = Storm(breed, server, traffic, draw, folder, dashboard=page)
+    losses = Losses(server.port, random.Random(draw.random()))
+    traffic = Traffic(losses.producers, jobs, random.Random(draw.random()), course.lasts_s)
+    with losses, _dashboard_where_there_is_one(server.url, folder) as page:
+        storm = Storm(breed, server, losses, traffic, draw, folder, dashboard=page)
         try:
             traffic.start()
             storm.rage(course.n_kills)
@@ -60,7 +64,13 @@ def play(
             traffic.leave()
             storm.end()
             server.stop()
-    print(f"episodes {dict(storm.counts)}, {storm.loud_exits} loud exits, {len(traffic.in_doubt)} enqueues in doubt")
+    sent = traffic.deliveries
+    in_doubt, met = (
+        sum(not one.is_acknowledged for one in sent),
+        Counter(str(state) for one in sent for state in one.met),
+    )
+    print(f"episodes {dict(storm.counts)}, {storm.crew.loud_exits} loud exits, {losses.lost} replies lost")
+    print(f"{len(sent)} deliveries, {in_doubt} in doubt; what had the id when it was sent: {dict(met)}")
     print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
     return broken
 

@@ -7,11 +7,11 @@ and the machine make of it is another matter). ``CHAOS=long`` is `make chaos`.
 import os
 
 import pytest
+from tests.chaos.crew import SHORT, Breed
+from tests.chaos.drawing import SCRIPTED, draw_jobs
 from tests.chaos.forked_worker import ForkServer
 from tests.chaos.oracle import ScriptedOracle
-from tests.chaos.plan import SCRIPTED, draw_jobs
 from tests.chaos.play import Course, play
-from tests.chaos.storm import SHORT, Breed
 from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server

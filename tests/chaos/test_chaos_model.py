@@ -6,12 +6,12 @@ A hundred jobs; the poison among them kills its worker as soon as it is in the e
 import os
 
 import pytest
+from tests.chaos.crew import SHORT, Breed
+from tests.chaos.drawing import Mix, draw_jobs
 from tests.chaos.fresh_worker import start_fresh
 from tests.chaos.hooks import MLX_ENGINE
 from tests.chaos.oracle import ModelOracle
-from tests.chaos.plan import Mix, draw_jobs
 from tests.chaos.play import Course, play
-from tests.chaos.storm import SHORT, Breed
 from tests.server_fixture import require_server_program
 
 pytestmark = [

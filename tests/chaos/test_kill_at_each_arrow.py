@@ -82,11 +82,15 @@ ARROWS = {
     ),
     "finalise: before": Arrow(RQ + "ender:JobEnder.finish", "before", STARTED, turn_saved=True),
     "finalise: RQ's transaction is put together": Arrow(
-        RQ + "ender:JobEnder._check", "after", STARTED, turn_saved=True
+        RQ + "ownership:Ownership.watch", "after", STARTED, turn_saved=True
+    ),
+    "finalise: before what follows it": Arrow(
+        RQ + "aftermath:Aftermath.carry_out", "before", ["finished"], turn_saved=True
     ),
     "finalise: after": Arrow(RQ + "ender:JobEnder.finish", "after", ["finished"], turn_saved=True),
     "fail: before": Arrow(RQ + "ender:JobEnder.fail", "before", STARTED, 2, **FAILS),
     "fail: after": Arrow(RQ + "ender:JobEnder.fail", "after", ["failed"], 1, **FAILS),
+    "fail: before what follows it": Arrow(RQ + "aftermath:Aftermath.carry_out", "before", ["failed"], 1, **FAILS),
     "fail: it is retried at once": Arrow(
         RQ + "ender:JobEnder.fail", "after", QUEUED, 2, **FAILS, options=(("retry", Retry(max=1)),)
     ),
@@ -164,6 +168,7 @@ class Scene:
         assert not self.connection.keys("rq:execution*")
         assert not self.connection.keys("rq:workers*")
         assert not self.connection.keys("stoker:lease:*")
+        assert not self.connection.keys("stoker:ended:*")
         assert look_at(self.store).verify() == []
 
 

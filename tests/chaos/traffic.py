@@ -1,4 +1,9 @@
-"""The two people who use the queue during a chaos run: one enqueues the plan, one withdraws jobs. A thread each."""
+"""The people who use the queue during a chaos run: one enqueues the plan, one withdraws jobs, one enqueues ids once
+more. A thread each.
+
+All of them are behind a wire that loses replies. Owns what they have sent; what a reply was lost of is sent once more
+by most of them, as it was.
+"""
 
 import threading
 import time
@@ -6,41 +11,39 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
 
-from redis.exceptions import RedisError, WatchError
-from rq import Queue
-from rq.command import send_stop_job_command
-from rq.exceptions import InvalidJobOperation, NoSuchJobError
-from rq.job import Job
-from rq.serializers import JSONSerializer
-from tests.chaos.plan import PlannedJob
-from tests.chaos.restarting_server import RestartingServer
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from tests.chaos.deliveries import ENDED, Delivery
+from tests.chaos.enqueuer import Enqueuer
+from tests.chaos.plan import Again, PlannedJob
+from tests.chaos.withdrawal import Withdrawal
 
 from stoker import Producer
-from stoker_shared.errors import JobNotFound, RedisUnavailable
-from stoker_shared.wire import TASK_PATH
+from stoker_shared.errors import RedisUnavailable
 
 AWAY = (RedisError, RedisUnavailable, OSError)
-ENDED = {"finished", "failed", "stopped", "canceled"}
+_SENDS_AGAIN = 0.7  # how many of those whose reply was lost
 
 
 class Traffic:
     """Attributes:
-    acknowledged: jobs whose enqueue returned, in that order.
-    in_doubt: jobs whose enqueue did not: the server went away. They may be there or not.
+    deliveries: everything that was sent so far, in that order.
     pause: held by whoever wants Redis to stand still.
     """
 
-    def __init__(self, server: RestartingServer, jobs: Sequence[PlannedJob], random: Random, lasts_s: float) -> None:
-        self._server = server
+    def __init__(self, redis_url: str, jobs: Sequence[PlannedJob], random: Random, lasts_s: float) -> None:
+        self._url = redis_url
         self._jobs = jobs
         self._random = random
         self._lasts_s = lasts_s
-        self.acknowledged: list[PlannedJob] = []
-        self.in_doubt: list[PlannedJob] = []
+        self.deliveries: list[Delivery] = []
         self.errors: list[str] = []
         self.pause = threading.Lock()
         self._leave = threading.Event()
-        self._threads = [threading.Thread(target=self._safely, args=(run,)) for run in (self._enqueue, self._withdraw)]
+        people = (self._enqueue, self._withdraw, self._enqueue_again)
+        self._threads = [threading.Thread(target=self._safely, args=(run,)) for run in people]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -58,6 +61,7 @@ class Traffic:
 
     @property
     def is_enqueued(self) -> bool:
+        """Everything once, at least."""
         return not self._threads[0].is_alive()
 
     def _safely(self, run: Callable[[], None]) -> None:
@@ -66,35 +70,36 @@ class Traffic:
         except BaseException as error:
             self.errors.append(f"{run.__name__}: {type(error).__name__}: {error}")
 
+    def _connect(self) -> Redis:
+        """Nothing is sent a second time behind our back."""
+        return Redis.from_url(self._url, retry=Retry(NoBackoff(), 0), socket_timeout=10)
+
     def _enqueue(self) -> None:
-        connection = self._server.connection()
+        connection = self._connect()
+        enqueuer = Enqueuer(connection, Producer(self._url))
         mean_s = self._lasts_s / len(self._jobs)
         at = 0
         while at < len(self._jobs) and not self._leave.is_set():
             burst = self._random.randrange(1, 8)
             for job in self._jobs[at : at + burst]:
-                self._wait_for_server(connection)
-                with self.pause:
-                    try:
-                        self._enqueue_one(connection, job)
-                    except AWAY:
-                        self.in_doubt.append(job)
-                    else:
-                        self.acknowledged.append(job)
+                self._send(connection, enqueuer, Delivery(job), is_new=True)
             at += burst
             time.sleep(mean_s * burst * self._random.uniform(0.2, 1.2))
 
-    def _enqueue_one(self, connection, job: PlannedJob) -> None:
-        queue = Queue(job.queue, connection=connection, serializer=JSONSerializer)
-        options = {**job.options, "job_id": job.job_id, "description": "chaos"}
-        if job.delay_s is None:
-            queue.enqueue(TASK_PATH, request=job.request, **options)
-        else:
-            import datetime
+    def _send(self, connection: Redis, enqueuer: Enqueuer, delivery: Delivery, *, is_new: bool) -> None:
+        if not any(sent is delivery for sent in self.deliveries):
+            self.deliveries.append(delivery)
+        delivery.is_settled = False
+        while not self._leave.is_set():
+            self._wait_for_server(connection)
+            with self.pause, suppress(*AWAY):
+                enqueuer.send(delivery, is_new=is_new)
+                break
+            if self._random.random() > _SENDS_AGAIN:
+                break
+        delivery.is_settled = True
 
-            queue.enqueue_in(datetime.timedelta(seconds=job.delay_s), TASK_PATH, request=job.request, **options)
-
-    def _wait_for_server(self, connection) -> None:
+    def _wait_for_server(self, connection: Redis) -> None:
         while not self._leave.is_set():
             with suppress(*AWAY):
                 connection.ping()
@@ -102,41 +107,49 @@ class Traffic:
             time.sleep(0.02)
 
     def _withdraw(self) -> None:
-        connection = self._server.connection()
-        producer = Producer(connection)
+        connection = self._connect()
+        withdrawal = Withdrawal(connection, Producer(self._url))
         done: set[str] = set()
         while not self._leave.is_set():
             over = self.is_enqueued
-            known = [*self.acknowledged, *self.in_doubt]
+            known = [delivery.job for delivery in list(self.deliveries) if delivery.is_settled]
             waiting = [job for job in known if job.withdraw and job.job_id not in done]
             for job in waiting:
-                try:
-                    with self.pause:
-                        if self._withdraw_one(connection, producer, job):
-                            done.add(job.job_id)
-                except (NoSuchJobError, JobNotFound):
-                    done.add(job.job_id)
-                except (InvalidJobOperation, WatchError, *AWAY):
-                    pass
+                with self.pause:
+                    if withdrawal.has_come_to_its_end(job):
+                        done.add(job.job_id)
             if over and not waiting:
                 return
             time.sleep(0.03)
 
-    def _withdraw_one(self, connection, producer: Producer, job: PlannedJob) -> bool:
-        """Whether nothing is left to do. A stop command may be lost with the worker it was sent to."""
-        rq_job = Job.fetch(job.job_id, connection, JSONSerializer)
-        state = rq_job.get_status(refresh=False)
-        if state in ENDED:
-            return True
-        if job.withdraw_when == "started" and state != "started":
-            return False
-        match job.withdraw:
-            case "ticket":
-                producer.cancel(job.job_id)
-            case "cancel":
-                rq_job.cancel()
-            case "delete":
-                rq_job.delete()
-            case "stop" if state == "started" and rq_job.worker_name:
-                send_stop_job_command(connection, job.job_id, serializer=JSONSerializer)
-        return False
+    def _enqueue_again(self) -> None:
+        connection = self._connect()
+        enqueuer = Enqueuer(connection, Producer(self._url))
+        done: set[str] = set()
+        while not self._leave.is_set():
+            over = self.is_enqueued
+            firsts = [delivery for delivery in list(self.deliveries) if delivery.job.again and delivery.is_settled]
+            waiting = [first for first in firsts if first.job.name not in done]
+            for first in waiting:
+                again = first.job.again
+                assert again is not None
+                with suppress(*AWAY):
+                    status = connection.hget(f"rq:job:{first.job_id}", "status")
+                    if _is_time(again, status and status.decode()):
+                        done.add(first.job.name)
+                        self._send(connection, enqueuer, _second(first, again), is_new=False)
+            if over and not waiting:
+                return
+            time.sleep(0.01)
+
+
+def _is_time(again: Again, status: str | None) -> bool:
+    """Also when that time has passed, or was never to come: nothing may be there."""
+    return status == again.when or status in ENDED or status is None
+
+
+def _second(first: Delivery, again: Again) -> Delivery:
+    if again.same_moment and again.job.name == first.job.name:
+        return first
+    created_at = first.created_at if again.same_moment else None
+    return Delivery(again.job, created_at)

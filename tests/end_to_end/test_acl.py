@@ -87,6 +87,8 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
     assert canceled.cancel()
     requests = [{"agent_id": f"a{n}", "prompt": "x", "max_tokens": 4} for n in range(3)]
     tickets = [*producer.submit_many(requests), producer.submit(agent_id="f", prompt="x", at_front=True, ttl_s=600)]
+    for _ in range(2):
+        tickets.append(producer.submit(**requests[0], job_id="again"))
     assert tickets[0].status().position == 1
     with Redis.from_url(url("stoker-producer")) as connection:
         queue = Queue("generate", connection=connection, serializer=JSONSerializer)

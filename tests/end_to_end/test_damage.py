@@ -79,3 +79,39 @@ def test_damage_is_a_named_miss_or_a_refused_append_and_never_another_answer(red
         if what in ("block", "tail"):
             assert result.cache.miss_reason == f"{what}_{FAULTS[how]}", agent
             assert result.usage.cached_tokens < right.usage.cached_tokens
+
+
+def test_an_agents_folder_that_cannot_be_read_is_a_named_miss_or_a_refused_append(redis_url, tmp_path):
+    """A file in its place stands for what permissions do to those who are not root."""
+    producer, store = Producer(redis_url), tmp_path / "store"
+
+    def ask_all(prompt):
+        agents = [(agent_id, context) for agent_id in ("bad", "good") for context in ("full", "append")]
+        return {
+            (agent_id, context): producer.submit(
+                agent_id=f"{agent_id} {context}", prompt=prompt, context=context, max_tokens=4
+            )
+            for agent_id, context in agents
+        }
+
+    def spoil():
+        for context in ("full", "append"):
+            folder = look_at(store).agent(f"bad {context}").path
+            folder.rename(folder.with_name("aside " + folder.name))
+            folder.touch()
+
+    def check(tickets):
+        result = tickets["bad", "full"].result(timeout_s=30)
+        assert (result.cache.miss_reason, result.cache.saved) == ("transcript_unreadable", False)
+        assert "NotADirectoryError" in result.cache.save_error
+        with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable: .*'bad append'.* cannot be read"):
+            tickets["bad", "append"].result(timeout_s=30)
+        for context in ("full", "append"):
+            assert tickets["good", context].result(timeout_s=30).cache.saved
+
+    with running_worker(redis_url, store):
+        assert all(ticket.result(timeout_s=30).cache.saved for ticket in ask_all(WORDS).values())
+        spoil()
+        check(ask_all(WORDS + "and on"))
+    with running_worker(redis_url, store, log_name="anew.log"):
+        check(ask_all(WORDS + "and on and on"))

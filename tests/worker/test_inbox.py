@@ -1,6 +1,7 @@
 """The inbox tells agent memory whose cache must stay, before anybody relies on it."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,10 +47,16 @@ class ScriptedQueue:
 
 def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it_has_ended() -> None:
     events: list[Any] = []
+    running: list[ClaimedJob] = []
+
+    def to_loader(job: ClaimedJob) -> None:
+        running.append(job)
+        events.append(job.job_id)
+
     inbox = Inbox(
         ScriptedQueue("a", "b"),  # type: ignore[arg-type]
         Admission(1),
-        to_loader=lambda job: events.append(job.job_id),
+        to_loader=to_loader,
         protect=lambda agents: events.append(set(agents)),
         progress=dict,
         poll_s=0.001,
@@ -57,10 +64,10 @@ def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it
         burst=True,
     )
     inbox.start()
-    for number, agent in enumerate("ab", start=1):
-        while sum(isinstance(event, str) for event in events) < number:
+    for number in range(2):
+        while sum(isinstance(event, str) for event in events) <= number:
             time.sleep(0.001)
-        inbox.ended(agent)
+        inbox.ended(running[number])
     inbox.join()
     assert events == [{"a", "b"}, "a", {"b"}, "b", set()]
 
@@ -90,7 +97,7 @@ def inbox_of(queue: ScriptedQueue, n_places: int, claimed: list[str]) -> Inbox:
     def take(job: ClaimedJob) -> None:
         claimed.append(job.job_id)
         inbox.leave()
-        inbox.ended(job.job_id)
+        inbox.ended(job)
 
     inbox = Inbox(
         queue,  # type: ignore[arg-type]
@@ -122,5 +129,17 @@ def test_with_every_place_taken_looks_are_no_more_frequent_than_asked_for() -> N
     time.sleep(0.05)
     assert queue.looks == 1
     inbox.leave()
-    inbox.ended("nobody")
+    inbox.ended(job("nobody"))
     inbox.join(30)
+
+
+def test_the_end_of_a_run_does_not_free_the_place_of_its_ids_next_one() -> None:
+    """The id was enqueued again, for another agent, and claimed before the first run's end was told."""
+    admission = Admission(2)
+    first, second = job("a"), replace(job("a"), request=GenerationRequest(agent_id="b", prompt="x"))
+    admission.admit([first])
+    admission.admit([second])
+    admission.release(first)
+    assert admission.busy_agents == {"b"}
+    admission.release(second)
+    assert admission.busy_agents == frozenset()

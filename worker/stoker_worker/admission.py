@@ -28,5 +28,6 @@ class Admission:
     def admit(self, jobs: Iterable[ClaimedJob]) -> None:
         self._jobs.update((job.job_id, job) for job in jobs)
 
-    def release(self, job_id: str) -> None:
-        self._jobs.pop(job_id, None)
+    def release(self, job: ClaimedJob) -> None:
+        if self._jobs.get(job.job_id) is job:  # its id may have been enqueued again, and admitted since
+            del self._jobs[job.job_id]

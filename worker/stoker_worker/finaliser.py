@@ -41,13 +41,13 @@ class Finaliser:
         store: CacheStorePort,
         model: LoadedModel,
         *,
-        on_ended: Callable[[str], None],
+        on_ended: Callable[[ClaimedJob], None],
         retry_s: float = 0.5,
         n_threads: int = 4,
     ) -> None:
         """
         Args:
-            on_ended: called with a job's id once this worker has nothing more to do with it.
+            on_ended: called with a job once this worker has nothing more to do with it.
             retry_s: pause between two tries while Redis is away.
         """
         names = (f"finaliser-{n}" for n in range(1, n_threads + 1))
@@ -100,7 +100,7 @@ class Finaliser:
                 else:
                     log.exception("job %s could not be ended as it should", ended.job.job_id)
                     self._fail_at_last(ended.job, error)
-            self._on_ended(ended.job.job_id)
+            self._on_ended(ended.job)
         if next(self._leaving) == len(self._threads):  # the others have ended their last jobs too
             self._give_back()
 
@@ -161,7 +161,7 @@ class Finaliser:
         job, agent = prepared.job, prepared.agent
 
         def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
-            report = cache_report(prepared, agent_version=version, saved=saved, save_error=save_error)
+            report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
             return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
 
         if job.request.cache != "readwrite":

@@ -58,7 +58,7 @@ class Inbox(threading.Thread):
         self._tidy = Every(1.0)
         self._burst = burst
         self._goes_on = False
-        self._ended: SimpleQueue[str] = SimpleQueue()
+        self._ended: SimpleQueue[ClaimedJob] = SimpleQueue()
         self._draining = threading.Event()
         self.idle = threading.Event()
 
@@ -99,9 +99,9 @@ class Inbox(threading.Thread):
 
     # --- called from other threads ---
 
-    def ended(self, job_id: str) -> None:
+    def ended(self, job: ClaimedJob) -> None:
         """The finaliser has done with a job: its slot and its agent are free."""
-        self._ended.put(job_id)
+        self._ended.put(job)
 
     def drain(self) -> None:
         """Claim nothing more; `idle` is set once all that is in flight has ended."""

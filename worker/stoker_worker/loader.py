@@ -47,7 +47,6 @@ class Prepared:
     restored: Restored
     work: GenerationWork
     salt: str | None
-    cached_tokens: int
     submitted_at: float
     has_next: bool = False
 
@@ -122,7 +121,7 @@ class Loader(threading.Thread):
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
         agent = self._agent(job)
-        if (answer := agent.results.get(job.delivery)) is not None:
+        if (answer := agent.answer_to(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
         if job.lost_alone >= MAX_ATTEMPTS:
@@ -130,7 +129,7 @@ class Loader(threading.Thread):
             raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
         prompt = build_prompt(request, agent.transcript, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
-        if request.cache != "off" and model.spec.can_be_stored:
+        if request.cache != "off" and model.has_memory:
             restored = self._store.restore(
                 prompt.ids, agent=agent, model=model, salt=salt, beside_others=self._rows_run()
             )
@@ -140,9 +139,8 @@ class Loader(threading.Thread):
             prefix=restored.prefix,
             save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
         )
-        cached_tokens = restored.prefix.n_tokens if restored.prefix else 0
         has_next = not self._claimed.empty()
-        return Prepared(job, agent, prompt, restored, work, salt, cached_tokens, time.time(), has_next)
+        return Prepared(job, agent, prompt, restored, work, salt, time.time(), has_next)
 
     def _salt(self, request: GenerationRequest) -> str | None:
         if self._share_prefixes:
@@ -161,7 +159,7 @@ class Loader(threading.Thread):
                 raise
             # `full` brings the whole conversation along, so a damaged record costs it only time; and a turn that was
             # applied stays applied, whatever became of the record of another.
-            if request.context == "append" and job.delivery not in usable.results:
+            if request.context == "append" and usable.answer_to(job.delivery) is None:
                 raise
             log.warning("agent of job %s: %s", job.job_id, error)
             return usable

@@ -20,7 +20,7 @@ def build_result(
         finish_reason="length" if completion.ended_by == "length" else "stop",
         usage=Usage(
             prompt_tokens=len(prepared.work.prompt_ids),
-            cached_tokens=prepared.cached_tokens,
+            cached_tokens=completion.cached_tokens,
             completion_tokens=len(completion.generated_ids),
         ),
         cache=cache,
@@ -39,11 +39,19 @@ def build_result(
 
 
 def cache_report(
-    prepared: Prepared, *, agent_version: int | None, saved: bool = False, save_error: str | None = None
+    prepared: Prepared,
+    completion: Completion,
+    *,
+    agent_version: int | None,
+    saved: bool = False,
+    save_error: str | None = None,
 ) -> CacheReport:
+    restored = prepared.restored
+    # What was restored is lost when a step breaks: the row then begins again from its tokens.
+    is_lost = restored.source != "none" and completion.cached_tokens == 0
     return CacheReport(
-        source=prepared.restored.source,
-        miss_reason=prepared.prompt.rendered_anew or prepared.restored.miss_reason,
+        source="none" if is_lost else restored.source,
+        miss_reason=prepared.prompt.rendered_anew or ("step_broke" if is_lost else restored.miss_reason),
         agent_version=agent_version,
         saved=saved,
         save_error=save_error,

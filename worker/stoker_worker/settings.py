@@ -27,6 +27,7 @@ class WorkerSettings(BaseSettings):
     model: str | None = None
     engine: Literal["mlx", "scripted"] = "mlx"
     dtype: Literal["auto", "native", "float32"] = "auto"
+    skip_proof: bool = False
     max_batch: Annotated[int, Field(ge=1, le=256)] = 16
     share_prefixes: bool = True
     store_dtype: StoreDtype = "native"

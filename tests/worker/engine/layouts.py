@@ -1,10 +1,13 @@
 """Tiny models with an engine and the reference beside it: what every exactness test of the engine starts from."""
 
+from dataclasses import replace
+
 from tests.worker.engine.tiny_models import VOCABULARY, make_model
 
 from stoker_shared import build_request
 from stoker_worker.cache_spec import ModelCacheSpec
 from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.serving_mode import Rows, ServingMode
 
 EOS = VOCABULARY - 1
 
@@ -18,6 +21,9 @@ class Codec:
     def fork(self):
         return self
 
+    def encode(self, text, *, special_start):
+        return [(37 * i + ord(letter)) % (VOCABULARY - 1) for i, letter in enumerate(text)]
+
     def decode(self, token_ids):
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
@@ -26,19 +32,22 @@ class Layout:
     """One tiny model with an engine maker and the reference beside it."""
 
     def __init__(self, name, *, eos=True, **changes):
+        from stoker_worker.engine.probe import can_be_batched
+
         self.model = make_model(name, **changes)
         self.spec = ModelCacheSpec.from_model(self.model)
         codec = Codec() if eos else Codec(frozenset({10**9}))
+        self.rows = Rows.BATCHED if can_be_batched(self.model) else Rows.ALONE
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, codec)
 
-    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000):
+    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, rows=None):
         from stoker_worker.engine.build import assemble
         from stoker_worker.engine.pricing import BatchPricing
 
         max_bytes = blocks * BatchPricing(self.spec, prefill_tokens).block_bytes
         return assemble(
             self.model,
-            self.loaded,
+            replace(self.loaded, mode=ServingMode(rows or self.rows)),
             max_bytes=max_bytes,
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,

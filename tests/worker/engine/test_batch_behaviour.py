@@ -4,7 +4,7 @@ import random
 
 import mlx.core as mx
 import pytest
-from tests.worker.engine.layouts import Layout, random_ids, run, work
+from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine import sampling
@@ -222,6 +222,44 @@ def test_a_step_that_breaks_once_costs_nobody_a_token(name):
     ]
 
 
+def test_rows_that_break_whenever_they_run_together_are_soon_left_apart(caplog):
+    layout = Layout("llama", eos=False)
+    works = works_of(random.Random(14), *[(9, 30)] * 12)
+    plain = run(layout.engine(), works)
+    layout.model = Fragile(layout.model, lambda tokens: tokens.shape[0] > 1)
+    engine = layout.engine(max_batch=8)
+    done = run(engine, works)
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+    n_breaks = layout.model.breaks
+    assert n_breaks <= 8
+    assert "cannot batch this model" in caplog.text
+    layout.model.breaks = 0
+    for one in works[:8]:
+        engine.submit(one)
+    while engine.in_flight:
+        engine.step()
+    assert layout.model.breaks == 0  # not even after as many quiet steps as there may be
+
+
+def test_a_row_that_begins_again_after_a_break_counts_nothing_as_cached():
+    layout = Layout("llama")
+    first = works_of(random.Random(15), (60, 5), (90, 5))
+    again = [
+        work((*one.prompt_ids, *done.generated_ids, 1, 2), 6, prefix_of(done.cache, len(one.prompt_ids)))
+        for one, done in zip(first, run(layout.engine(), first), strict=True)
+    ]
+    assert [done.cached_tokens for done in run(layout.engine(), again)] == [60, 90]
+    calls = []
+
+    def at_the_third(tokens):
+        calls.append(1)
+        return len(calls) == 3
+
+    layout.model = Fragile(layout.model, at_the_third)
+    assert [done.cached_tokens for done in run(layout.engine(), again)] == [0, 0]
+    assert layout.model.breaks == 1
+
+
 def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, monkeypatch):
     from stoker_worker.engine import batch_engine
 
@@ -275,8 +313,6 @@ def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
 
 
 def test_a_seed_gives_the_same_text_alone_in_company_restored_and_set_aside(llama):
-    from tests.worker.engine.layouts import prefix_of
-
     rng = random.Random(9)
     ids = random_ids(rng, 300)
     fields = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.2}
@@ -333,14 +369,13 @@ def test_logprobs_are_the_models_own_with_the_likeliest_beside_them(llama):
 # --- layouts that cannot be batched ---
 
 
-def test_a_cache_that_cannot_be_batched_runs_one_row_at_a_time(caplog):
+def test_a_cache_that_cannot_be_batched_runs_one_row_at_a_time():
     layout = Layout("llama4")
     assert not layout.spec.can_be_stored
     rng = random.Random(13)
     works = works_of(rng, (5, 6), (90, 6), (1, 1), (64, 9))
     works += works_of(rng, (30, 12), temperature=1.0, seed=2, logprobs=True, repetition_penalty=1.2)
     engine = layout.engine(max_batch=4)
-    assert "one job at a time" in caplog.text
     cancelled = engine.submit(work(random_ids(rng, 200), 5))
     engine.step()
     engine.cancel(cancelled)

@@ -9,6 +9,7 @@ from tests.worker.engine.tiny_models import CONFIGS, make_model
 
 from stoker_worker.cache_spec import LayerKind, ModelCacheSpec
 from stoker_worker.ports import LoadedModel
+from stoker_worker.serving_mode import Rows
 
 pytestmark = pytest.mark.mlx
 
@@ -25,16 +26,17 @@ def test_cold_rows_of_unequal_length_in_one_batch_say_what_each_says_alone(layou
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
 
-def test_a_turn_that_goes_on_from_the_end_of_the_last_one_says_what_it_says_uncached(layout):
+@pytest.mark.parametrize("rows", Rows)
+def test_a_turn_that_goes_on_from_the_end_of_the_last_one_says_what_it_says_uncached(layout, rows):
     rng = random.Random(2)
     first = [work(random_ids(rng, n), 5) for n in (300, 40, 249, 130)]
     second = []
-    for one, done in zip(first, run(layout.engine(), first), strict=True):
+    for one, done in zip(first, run(layout.engine(rows=rows), first), strict=True):
         ids = (*one.prompt_ids, *done.generated_ids, *random_ids(rng, rng.randint(1, 90)))
         n_cached = len(one.prompt_ids) + len(done.generated_ids)
         second.append(work(ids, 9, prefix_of(done.cache, n_cached)))
     second.append(work(random_ids(rng, 20), 9))  # a cold row among the restored ones
-    for one, done in zip(second, run(layout.engine(prefill_tokens=32), second), strict=True):
+    for one, done in zip(second, run(layout.engine(prefill_tokens=32, rows=rows), second), strict=True):
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
 
 

@@ -1,10 +1,14 @@
-"""File systems that fail: one whose power is cut after any single step, and one that runs out of space."""
+"""File systems that fail: one whose power is cut after any step, one that is full, one that cannot be read."""
 
 import errno
+import io
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 from stoker_worker.memory.files import Chunk
 
@@ -142,3 +146,31 @@ class FullFiles:
         self._step_number += 1
         if self._step_number in self._failing:
             raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def unreadable(path: Path, number: int) -> Iterator[None]:
+    """Inside, the system refuses to look into `path`: to open it or to name anything below it. `path` itself can be
+    seen from above, as a folder of mode 000 can."""
+
+    def refusing(function: Callable[..., Any], *, opens: bool) -> Callable[..., Any]:
+        def call(*paths: Any, **options: Any) -> Any:
+            for given in paths[:2]:
+                named = Path(given) if isinstance(given, str | os.PathLike) else None
+                if named is not None and (path in named.parents or (opens and named == path)):
+                    raise OSError(number, os.strerror(number), str(given))
+            return function(*paths, **options)
+
+        return call
+
+    opening, naming = ("open", "listdir", "scandir"), ("stat", "lstat", "mkdir", "rename", "replace", "unlink", "rmdir")
+    functions = [(os, name, True) for name in opening] + [(os, name, False) for name in naming]
+    patches = [patch.object(m, name, refusing(getattr(m, name), opens=opens)) for m, name, opens in functions]
+    patches += [patch.object(m, "open", refusing(io.open, opens=True)) for m in (io, __import__("builtins"))]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in reversed(patches):
+            one.stop()

@@ -8,7 +8,7 @@ import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 
 from stoker_worker.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.agent_folder import AgentState
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.recent import RecentAgents
 from stoker_worker.memory.store import AgentStore

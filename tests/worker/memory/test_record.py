@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoker_shared.request import Message
 from stoker_worker.memory.record import CachedPrefix, TurnRecord, delta, record_checksum, replay
 from stoker_worker.memory.sealed import Damaged
-from stoker_worker.ports import Delivery, Transcript
+from stoker_worker.ports import AgentVersion, Delivery, Transcript
 
 json_values: Any = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.0, -0.0, 1.0, 1e300]) | st.text(max_size=3),
@@ -117,3 +117,33 @@ def test_equal_records_have_equal_checksums_and_others_do_not() -> None:
     other = dataclasses.replace(one, token_ids=(2,))
     assert record_checksum(encode(None, one)) == record_checksum(encode(None, one))
     assert record_checksum(encode(None, one)) != record_checksum(encode(None, other))
+
+
+OLD = Delivery("job", "2026", 1)
+NEW = Delivery("job", "2026", 1, "digest")
+
+
+@pytest.mark.parametrize(
+    ("remembered", "asked", "is_answered"),
+    [
+        (NEW, NEW, True),
+        (NEW, dataclasses.replace(NEW, request="other"), False),
+        (NEW, dataclasses.replace(NEW, repeats_left=0), False),
+        (NEW, dataclasses.replace(NEW, created_at="2027"), False),
+        (OLD, NEW, True),
+        (OLD, dataclasses.replace(NEW, created_at="2027"), False),
+        (dataclasses.replace(OLD, created_at=""), dataclasses.replace(NEW, created_at=""), False),
+        (dataclasses.replace(NEW, created_at=""), dataclasses.replace(NEW, created_at=""), True),
+    ],
+)
+def test_a_delivery_is_answered_from_history_if_it_is_the_same_as_far_as_the_record_tells(
+    remembered: Delivery, asked: Delivery, is_answered: bool
+) -> None:
+    version = AgentVersion("a", 1, None, {remembered: {"text": "then"}})
+    assert (version.answer_to(asked) is not None) == is_answered
+
+
+def test_a_record_without_the_digest_of_its_request_is_read() -> None:
+    data = encode(None, Transcript((1,), "t", None, "x", "eos"))
+    assert b'"request"' not in data
+    assert TurnRecord.decode(data, agent_id="agent", version=1).delivery.request == ""

@@ -24,7 +24,7 @@ from tests.worker.memory.agents import (
 
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess, hold
-from stoker_worker.memory.agent_folder import AgentState
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.blocks import chain, chain_root
 from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.census import newest_blocks

@@ -5,12 +5,13 @@ from datetime import timedelta
 
 import pytest
 from rq import Retry
-from rq.job import Job
+from rq.job import Dependency, Job
 from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.every import Every
 from stoker_worker.rq_worker.audit import Audit
 
 pytestmark = pytest.mark.server
@@ -152,8 +153,33 @@ def test_one_lost_job_among_thousands_is_found(connection, plain, producer, queu
 
 def test_the_worker_audits_while_it_tidies(connection, plain, queue):
     queue._housekeeping._audit._wait_s = 0
+    queue._housekeeping._go_on = Every(0.0)
     job_id = enqueue(plain)
     lose(connection, job_id)
     for _ in range(16):
         queue.tidy()
     assert places(connection, job_id) == ["generate"]
+
+
+def test_a_deferred_job_whose_failed_dependency_set_nobody_free_is_enqueued(connection, plain, queue, monkeypatch):
+    """As a worker of RQ's leaves it that dies just behind the failure."""
+    failed, finished, waiting = enqueue(plain), enqueue(plain), enqueue(plain)
+    allows = enqueue(plain, depends_on=Dependency(jobs=[failed, finished], allow_failure=True))
+    others = [
+        enqueue(plain, depends_on=failed),
+        enqueue(plain, depends_on=Dependency(jobs=[failed, waiting], allow_failure=True)),
+    ]
+    deleted = enqueue(plain)
+    others.append(enqueue(plain, depends_on=Dependency(jobs=[failed, deleted], allow_failure=True)))
+    connection.delete(f"rq:job:{deleted}")
+    connection.lrem("rq:queue:generate", 1, deleted)
+    connection.hset(f"rq:job:{others[0]}", "dependency_ids", "no JSON")
+    for job_id, status in ((failed, "failed"), (finished, "finished")):
+        connection.lrem("rq:queue:generate", 1, job_id)
+        connection.hset(f"rq:job:{job_id}", "status", status)
+    queue.tidy()
+    assert places(connection, allows) == ["generate"]
+    assert connection.hget(f"rq:job:{allows}", "status") == b"queued"
+    assert [places(connection, job_id) for job_id in others] == [["deferred"]] * 3
+    queue.tidy()
+    assert places(connection, allows) == ["generate"]

@@ -56,13 +56,14 @@ def test_a_take_over_between_looking_and_writing_undoes_the_write(connection, pr
     """What a process does that slept exactly there."""
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    real = queue._ender._check
+    real = queue._ownership.of
 
-    def look_then_sleep(pipeline, handle):
-        real(pipeline, handle)
+    def look_then_sleep(handle):
+        found = real(handle)
         taken_over(connection)
+        return found
 
-    monkeypatch.setattr(queue._ender, "_check", look_then_sleep)
+    monkeypatch.setattr(queue._ownership, "of", look_then_sleep)
     with pytest.raises(OwnershipLost):
         queue.finish(job, RESULT)
     assert connection.xlen(f"rq:results:{job_id}") == 0
@@ -319,15 +320,14 @@ def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhil
 ):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    real = queue._ender.owns
+    real = queue._ownership.of
 
     def look_then_sleep(handle):
-        owned = real(handle)
-        if owned:
-            connection.delete(f"rq:job:{job_id}")
-        return owned
+        found = real(handle)
+        connection.delete(f"rq:job:{job_id}")
+        return found
 
-    monkeypatch.setattr(queue._ender, "owns", look_then_sleep)
+    monkeypatch.setattr(queue._ownership, "of", look_then_sleep)
     with suppress(OwnershipLost, RedisUnavailable):
         queue.fail(job, GenerationTimedOut("late"), "so far")
     assert not connection.exists(f"rq:job:{job_id}")
@@ -431,15 +431,15 @@ def test_a_heartbeat_does_not_bring_back_the_execution_of_a_run_before(connectio
     for name, agent in (("other", "b"), ("retried", "a")):
         plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
     jobs = {job.job_id: job for job in claim(queue)}
-    real = queue._identity.beat_execution
+    real = queue._pulse.beat_execution
 
-    def beat_then_look_away(job, execution):
-        real(job, execution)
-        if job.id == "other":
+    def beat_then_look_away(handle):
+        real(handle)
+        if handle.job.id == "other":
             queue.fail(jobs["retried"], GenerationTimedOut("late"))
             assert [job.job_id for job in claim(queue)] == ["retried"]
 
-    monkeypatch.setattr(queue._identity, "beat_execution", beat_then_look_away)
+    monkeypatch.setattr(queue._pulse, "beat_execution", beat_then_look_away)
     queue.beat()
     assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
 
@@ -590,21 +590,21 @@ def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(co
 
 
 @pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])
-@pytest.mark.parametrize("where", ["owns", "_check"])
+@pytest.mark.parametrize("where", ["of", "watch"])
 @pytest.mark.parametrize("end", ["fail", "stopped"])
 def test_a_take_over_between_looking_and_writing_undoes_a_failure_too(
     connection, plain, queue, monkeypatch, retry, where, end
 ):
     plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job", retry=retry)
     (job,) = claim(queue)
-    real = getattr(queue._ender, where)
+    real = getattr(queue._ownership, where)
 
     def look_then_sleep(*arguments):
         found = real(*arguments)
         taken_over(connection)
         return found
 
-    monkeypatch.setattr(queue._ender, where, look_then_sleep)
+    monkeypatch.setattr(queue._ownership, where, look_then_sleep)
     with pytest.raises((OwnershipLost, RedisUnavailable)):  # for the second the finaliser tries again, and looks
         queue.fail(job, ValueError("late")) if end == "fail" else queue.stopped(job)
     assert places(connection, "job") == ["wip"]

@@ -103,9 +103,10 @@ def take_snapshot(caches: Sequence[Any], n_tokens: int, spec: ModelCacheSpec) ->
 def _state(cache: Any, layer: LayerSpec, n_tokens: int) -> list[mx.array]:
     if layer.kind == LayerKind.RECURRENT:
         return [mx.contiguous(array[0]) for array in cache.cache]
-    # Extracted caches are in temporal order; in the middle of a prefill they hold more than the window.
-    first = cache.keys.shape[2] - min(n_tokens, layer.window_tokens)
-    return [mx.contiguous(array[0, :, max(0, first) :, :]) for array in (cache.keys, cache.values)]
+    # The window of a row that decodes alone goes round in its buffer; in mid-prefill it holds more than a window.
+    in_order = [cache._temporal_order(array) for array in (cache.keys, cache.values)]
+    n_kept = min(n_tokens, layer.window_tokens)
+    return [mx.contiguous(array[0, :, max(0, array.shape[2] - n_kept) :, :]) for array in in_order]
 
 
 def _to_mlx(array: Array, dtype: str) -> mx.array:

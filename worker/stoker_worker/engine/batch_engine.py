@@ -7,11 +7,13 @@ jobs, disk or Redis: work comes in as token ids and a restored prefix, and leave
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_shared.result import TokenLogprob
 from stoker_worker.engine.arrays import slice_caches, take_snapshot
+from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.generator import Generator, Prefilled, Said
 from stoker_worker.engine.pace import PrefillPace
@@ -42,20 +44,32 @@ class BlockPoolBatchEngine:
         pricing: BatchPricing,
         pace: PrefillPace,
         max_batch: int,
+        prefill_rows: int,
     ) -> None:
         """
         Args:
             model: an mlx-lm model, evaluated on this thread.
             make_generator: a fresh, empty generator; called again after a step that broke.
+            max_batch, prefill_rows: most rows in the batch, and of those in prefill.
         """
         self._spec = loaded.spec
+        self._has_memory = loaded.has_memory
         self._codec = loaded.codec.fork()
         self._make_generator = make_generator
         self._generator = make_generator()
         self._pool = pool
         self._pricing = pricing
         self._pace = pace
-        self._roster = Roster(model, loaded.spec, pool=pool, pricing=pricing, pace=pace, max_batch=max_batch)
+        self._width = BatchWidth(max_batch)
+        self._roster = Roster(
+            model,
+            loaded.spec,
+            pool=pool,
+            pricing=pricing,
+            pace=pace,
+            width=self._width,
+            prefill_rows=min(prefill_rows, max_batch),
+        )
         self._next_uid = 0
 
     @property
@@ -83,6 +97,8 @@ class BlockPoolBatchEngine:
                 f"{self._pricing.longest_row(self._pool.total)} (--kv-max-bytes)"
             )
         stops = StopScanner(self._codec, request.stop) if request.stop else None
+        if not self._has_memory:
+            work = replace(work, save_from=None)
         row = Row(uid=self._next_uid, work=work, sampling=RowSampling(request), stops=stops)
         self._next_uid += 1
         self._roster.waiting.add(row)
@@ -130,7 +146,7 @@ class BlockPoolBatchEngine:
         self._note(time.perf_counter() - began, decoding, prefilled)
         yield from self._look_at_prefill(prefilled)
         yield from self._advance(said)
-        roster.widen()
+        self._width.went_well()
 
     def _note(self, step_s: float, decoding: int, prefilled: list[Prefilled]) -> None:
         """Let the pace learn from a step; not from one where a row only changed over."""
@@ -220,13 +236,18 @@ class BlockPoolBatchEngine:
 
     def _completion(self, row: Row, **how: Any) -> Completion:
         return Completion(
-            uid=row.uid, generated_ids=tuple(row.generated), logprobs=row.all_logprobs(), timing=row.timing(), **how
+            uid=row.uid,
+            generated_ids=tuple(row.generated),
+            cached_tokens=row.n_reused,
+            logprobs=row.all_logprobs(),
+            timing=row.timing(),
+            **how,
         )
 
     def _cache(self, row: Row, caches: list[Any], kept: int) -> CacheSlice | None:
         """What of a finished row's caches is to be saved: up to the last of `kept` tokens of its answer."""
         start = row.work.save_from
-        if start is None or not self._spec.can_be_stored:
+        if start is None:
             return None
         snapshots = row.snapshots
         if self._spec.snapshot_layers and kept == len(row.generated):  # a window cannot be cut back to a stop string
@@ -242,7 +263,8 @@ class BlockPoolBatchEngine:
 
     def _start_over(self, error: Exception) -> Iterator[Completion]:
         """Rebuild from token ids what was in the batch, half as many rows at a time, so that what broke it is found."""
-        rows = self._roster.narrow()
+        rows = self._roster.empty()
+        self._width.broke([row.uid for row in rows])
         _log.error("a step of %d rows broke; starting over from their tokens", len(rows), exc_info=error)
         if not rows:
             raise error
@@ -252,6 +274,7 @@ class BlockPoolBatchEngine:
             row.restart()
             row.breaks += len(rows) == 1
             if row.breaks >= _MOST_BREAKS:
+                self._width.blame(row.uid)
                 yield self._failed(row, error)
             else:
                 self._roster.waiting.add(row)

@@ -11,10 +11,12 @@ from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.pace import PrefillPace
 from stoker_worker.engine.pricing import BatchPricing
 from stoker_worker.ports import GenerationEnginePort, LoadedModel
+from stoker_worker.serving_mode import WIDEST, Rows, ServingMode
 from stoker_worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+    from stoker_worker.engine.generator import Generator
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class MlxProvider:
             self.settings.model,
             self.settings.dtype,
             self._engine,
+            decide_mode=self._mode,
             store_dtype=self.settings.store_dtype,
             digest_cache=self.settings.store_folder / "model-digests.json",
         ).load()
@@ -48,6 +51,29 @@ class MlxProvider:
         import mlx.core as mx
 
         mx.clear_streams()
+
+    def _mode(self, model: Any, loaded: LoadedModel, load_s: float) -> ServingMode:
+        """The widest mode that is right for the model, by proof or from what is remembered of one."""
+        import mlx.core as mx
+
+        from stoker_worker.engine.probe import can_be_batched
+        from stoker_worker.engine.proof import prove
+        from stoker_worker.engine.verdicts import Verdicts
+
+        max_batch = self.settings.max_batch
+        if self.settings.skip_proof:
+            log.warning("NOT PROVED: nobody has looked whether this model answers rightly in a batch (--skip-proof)")
+            return ServingMode(Rows.BATCHED if can_be_batched(model) else Rows.ALONE, proved=False)
+        log.info("trying the model in a batch, unless that was done before")
+        verdict = Verdicts(self.settings.store_folder / "model-proofs.json").of(
+            loaded.fingerprint,
+            max_batch=max_batch,
+            device=mx.default_device().type.name,
+            prove=lambda: prove(model, loaded, max_batch=max_batch, load_s=load_s),
+        )
+        level = logging.INFO if verdict.mode == WIDEST else logging.WARNING
+        log.log(level, "rows run %s (%s)", verdict.mode, "; ".join(verdict.why) or "each says what it says alone")
+        return verdict.mode
 
     def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
         import mlx.core as mx
@@ -67,32 +93,52 @@ class MlxProvider:
 
 
 def assemble(
-    model: Any, loaded: LoadedModel, *, max_bytes: int, max_batch: int, prefill_tokens: int, max_step_s: float
+    model: Any,
+    loaded: LoadedModel,
+    *,
+    max_bytes: int,
+    max_batch: int,
+    prefill_tokens: int,
+    max_step_s: float,
+    watch: "Callable[[Generator], Generator] | None" = None,
 ) -> "BlockPoolBatchEngine":
-    """An engine over `model` with `max_bytes` of KV memory."""
-    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
-    from stoker_worker.engine.generator import BatchedRows, Generator
-    from stoker_worker.engine.lone_generator import LoneRow
-    from stoker_worker.engine.probe import can_be_batched
+    """An engine over `model` with `max_bytes` of KV memory, in the mode that `loaded` says.
 
-    eos_ids = loaded.codec.eos_ids
-    make_generator: Callable[[], Generator] = partial(
-        BatchedRows, model, eos_ids=eos_ids, max_batch=max_batch, most_chunk_tokens=prefill_tokens
-    )
-    if not can_be_batched(model):
-        log.warning("mlx-lm cannot batch this model's cache: it runs one job at a time")
-        max_batch, make_generator = 1, partial(LoneRow, model, eos_ids=eos_ids)
+    Args:
+        watch: put around each generator that the engine makes (the proof listens there).
+    """
+    from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
+    from stoker_worker.engine.generator import PREFILL_ROWS, BatchedRows, Generator
+    from stoker_worker.engine.lone_generator import REFERENCE_CHUNK_TOKENS, LoneRow
+
+    eos_ids, rows = loaded.codec.eos_ids, loaded.mode.rows
+    if rows in (Rows.ALONE, Rows.WHOLE):
+        max_batch = prefill_rows = 1
+        chunk_tokens = REFERENCE_CHUNK_TOKENS if rows == Rows.WHOLE else None
+        make: Callable[[], Generator] = partial(LoneRow, model, eos_ids=eos_ids, chunk_tokens=chunk_tokens)
+    else:
+        prefill_rows = 1 if rows == Rows.SINGLE_PREFILL else PREFILL_ROWS
+        make = partial(
+            BatchedRows,
+            model,
+            eos_ids=eos_ids,
+            max_batch=max_batch,
+            prefill_rows=prefill_rows,
+            most_chunk_tokens=prefill_tokens,
+        )
     pricing = BatchPricing(loaded.spec, prefill_tokens)
     pool = BlockPool(max_bytes // pricing.block_bytes)
-    log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, pricing.block_bytes, max_bytes // 2**20)
+    if watch is None:
+        log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, pricing.block_bytes, max_bytes // 2**20)
     return BlockPoolBatchEngine(
         model,
         loaded,
-        make_generator=make_generator,
+        make_generator=make if watch is None else lambda: watch(make()),
         pool=pool,
         pricing=pricing,
         pace=PrefillPace(max_step_s, prefill_tokens),
         max_batch=max_batch,
+        prefill_rows=prefill_rows,
     )
 
 

@@ -1,5 +1,5 @@
-"""Identity of a model: what must be equal for cached bytes or token ids to mean the same. Owns the digests and their
-memo file; imports no MLX. Engine thread, while the model is loaded.
+"""Identity of a model: what must be equal for cached bytes or token ids to mean the same. Owns the digests; imports no
+MLX. Engine thread, while the model is loaded.
 
 Weight files are hashed with xxh3 (they are tens of gigabytes, and nobody attacks their own cache); SHA-256 joins the
 parts. A file's digest is remembered by path, size, time and inode, so that an unchanged one is not read again.
@@ -8,14 +8,15 @@ parts. A file's digest is remembered by path, size, time and inode, so that an u
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
+
+from stoker_worker.engine.memo_file import read_memo, write_memo
+from stoker_worker.serving_mode import ServingMode
 
 _CHUNK_BYTES: Final = 1 << 22
 
@@ -63,7 +64,7 @@ class ModelFolder:
         return _digest(parts)
 
     def _weight_digests(self, files: Sequence[Path]) -> list[str]:
-        known = self._read_memo()
+        known = read_memo(self.memo)
         fresh: dict[str, Any] = {}
         paths = [os.path.realpath(file) for file in files]
         for path in paths:
@@ -74,29 +75,8 @@ class ModelFolder:
                 entry = {"identity": identity, "xxh3_128": _xxh3_128(Path(path))}
             fresh[path] = entry
         if any(known.get(path) != entry for path, entry in fresh.items()):
-            self._write_memo({**known, **fresh})
+            write_memo(self.memo, {**known, **fresh})
         return [str(fresh[path]["xxh3_128"]) for path in paths]
-
-    def _read_memo(self) -> dict[str, Any]:
-        """What is remembered; nothing when the memo is missing or damaged: it only saves time."""
-        try:
-            content = json.loads(self.memo.read_text(encoding="utf-8")) if self.memo else {}
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
-
-    def _write_memo(self, content: Mapping[str, Any]) -> None:
-        if self.memo is None:
-            return
-        draft = self.memo.with_name(f".{self.memo.name}.{uuid.uuid4().hex[:8]}")
-        try:
-            self.memo.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=1, sort_keys=True) + "\n")
-            draft.replace(self.memo)
-        except OSError:  # the next start hashes again
-            with suppress(OSError):
-                draft.unlink()
 
 
 def _xxh3_128(file: Path) -> str:
@@ -105,6 +85,11 @@ def _xxh3_128(file: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def in_mode(fingerprint: str, mode: ServingMode) -> str:
+    """The fingerprint of a model that is served in `mode`: a cache made in one mode may be wrong in another."""
+    return _digest({"model": fingerprint, "mode": str(mode)})
 
 
 def _digest(parts: Mapping[str, Any]) -> str:

@@ -90,12 +90,14 @@ class Generator(Protocol):
 class BatchedRows:
     """`Generator` over mlx-lm's `BatchGenerator`."""
 
-    def __init__(self, model: Any, *, eos_ids: frozenset[int], max_batch: int, most_chunk_tokens: int) -> None:
+    def __init__(
+        self, model: Any, *, eos_ids: frozenset[int], max_batch: int, prefill_rows: int, most_chunk_tokens: int
+    ) -> None:
         self._generator = BatchGenerator(
             model,
             stop_tokens=[[token_id] for token_id in sorted(eos_ids)],
             completion_batch_size=max_batch,
-            prefill_batch_size=min(PREFILL_ROWS, max_batch),
+            prefill_batch_size=min(prefill_rows, max_batch),
             prefill_step_size=most_chunk_tokens,
         )
 

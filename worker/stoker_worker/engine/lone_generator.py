@@ -1,9 +1,9 @@
-"""One row at a time, for models with a cache that mlx-lm cannot batch. Engine thread.
+"""One row at a time, for models that mlx-lm cannot batch, or batches wrongly. Engine thread.
 
 Behaves as `BatchedRows` does with a batch of one: a token is said once it is in the cache, with the next one sampled.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
@@ -11,13 +11,21 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_worker.engine.generator import Prefilled, RowStart, Said, TakenOut
 
+REFERENCE_CHUNK_TOKENS: Final = 2048
+"""The chunks in which `mlx_lm.generate` prefills."""
+
 
 class LoneRow:
     """`Generator` that holds one row; the engine inserts no second one."""
 
-    def __init__(self, model: Any, *, eos_ids: frozenset[int]) -> None:
+    def __init__(self, model: Any, *, eos_ids: frozenset[int], chunk_tokens: int | None = None) -> None:
+        """
+        Args:
+            chunk_tokens: prefill in chunks of so many tokens, whatever a step is asked for.
+        """
         self._model = model
         self._eos_ids = eos_ids
+        self._chunk_tokens = chunk_tokens
         self._uid = -1
         self._row: RowStart | None = None
         self._caches: list[Any] = []
@@ -50,7 +58,9 @@ class LoneRow:
             self._segments.clear()
             self._sample(self._row)
             return [Prefilled(self._uid, len(self._tokens) - self._n_start, True, True)], []
-        n = min(chunk_tokens, len(segment) - is_last)  # the very last token gives the first logits
+        n = min(
+            self._chunk_tokens or chunk_tokens, len(segment) - is_last
+        )  # the very last token gives the first logits
         self._feed(segment[:n])
         del segment[:n]
         if not segment:

@@ -1,20 +1,23 @@
-"""Loads the model. Owns finding it, its dtype and its identity; the engine is made by whoever is passed in. Engine
-thread, which owns everything MLX from then on. MLX is imported by `load()`, not before.
+"""Loads the model. Owns finding it, its dtype and its identity. Engine thread, which owns everything MLX from then on.
 
+The mode it is served in is decided, and the engine made, by functions that are passed in. MLX is imported by `load()`.
 Code that comes with a model is never run.
 """
 
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.cache_spec import ModelCacheSpec, StoreDtype
 from stoker_worker.engine.codec import ModelCodec, chat_template_text
-from stoker_worker.engine.fingerprint import ModelFolder
+from stoker_worker.engine.fingerprint import ModelFolder, in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel
+from stoker_worker.serving_mode import ServingMode
 
 Dtype = Literal["auto", "native", "float32"]
 """`auto`: as stored on a GPU; float32 on a CPU, where MLX has no fast path for packed or half-precision weights."""
@@ -39,6 +42,7 @@ class MlxModelProvider:
         dtype: Dtype,
         make_engine: Callable[[Any, LoadedModel], GenerationEnginePort],
         *,
+        decide_mode: Callable[[Any, LoadedModel, float], ServingMode] | None = None,
         store_dtype: StoreDtype = "native",
         digest_cache: Path | None = None,
     ) -> None:
@@ -46,12 +50,14 @@ class MlxModelProvider:
         Args:
             model: a folder in mlx-lm's format, or a Hugging Face repo such as ``mlx-community/Qwen3-4B-4bit``.
             make_engine: called with the mlx-lm model once it is loaded.
+            decide_mode: called before that, with the seconds that loading took; ``None``: the widest mode.
             store_dtype: precision of cache blocks on disk.
             digest_cache: file in which digests of weight files are remembered between starts.
         """
         self._model = model
         self._dtype = dtype
         self._make_engine = make_engine
+        self._decide_mode = decide_mode
         self._store_dtype = store_dtype
         self._digest_cache = digest_cache
 
@@ -61,6 +67,7 @@ class MlxModelProvider:
         Raises:
             ModelNotLoadable: it is not there, cannot be fetched, or cannot be served; one line says why.
         """
+        began = time.perf_counter()
         local = local_folder(self._model)
         folder = local or _download(self._model)
         dtype = self._resolved_dtype()
@@ -86,6 +93,9 @@ class MlxModelProvider:
             spec=spec,
             codec=codec,
         )
+        if self._decide_mode is not None:
+            loaded = replace(loaded, mode=self._decide_mode(network, loaded, time.perf_counter() - began))
+        loaded = replace(loaded, fingerprint=in_mode(loaded.fingerprint, loaded.mode))
         return self._make_engine(network, loaded), loaded
 
     def _resolved_dtype(self) -> str:

@@ -5,19 +5,17 @@ Owns the way of a row from waiting into the batch. What rows say, and how they e
 
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 from stoker_worker.engine.arrays import PrefixMover
+from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.generator import PREFILL_ROWS, Generator
+from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.pace import PrefillPace
 from stoker_worker.engine.pricing import BatchPricing, RowPrices
 from stoker_worker.engine.row import Row
 from stoker_worker.engine.waiting_rows import WaitingRows
-
-_QUIET_STEPS: Final = 64
-"""Steps without a break after which twice as many rows may run together again."""
 
 
 class Roster:
@@ -36,21 +34,22 @@ class Roster:
         pool: BlockPool,
         pricing: BatchPricing,
         pace: PrefillPace,
-        max_batch: int,
+        width: BatchWidth,
+        prefill_rows: int,
     ) -> None:
         """
         Args:
             pool: KV memory; the rows in the batch hold what `pricing` says.
-            max_batch: most rows in the batch.
+            width: how many rows may be in the batch.
+            prefill_rows: most of them in prefill.
         """
         self._model = model
         self._spec = spec
         self._pool = pool
         self._pricing = pricing
         self._pace = pace
-        self._max_batch = max_batch
-        self._width = max_batch  # how many may run together: less for a while after a step that broke
-        self._quiet_steps = 0
+        self._width = width
+        self._prefill_rows = prefill_rows
         self._joining: Row | None = None  # on its way into the batch
         self._mover: PrefixMover | None = None
         self.waiting = WaitingRows()
@@ -75,9 +74,9 @@ class Roster:
 
     def let_in(self, generator: Generator) -> None:
         """Move waiting rows into the batch while there is a place and their blocks are free."""
-        while len(self.prefilling) < PREFILL_ROWS:
+        while len(self.prefilling) < self._prefill_rows:
             if self._joining is None:
-                if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width:
+                if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width.now:
                     break
                 self._joining = self.waiting.take(self._fits)
                 if self._joining is None:
@@ -106,7 +105,7 @@ class Roster:
         Not while what broke a step is looked for: a row that breaks the prefill would take its neighbour's last token
         with it, over and over.
         """
-        if self._width < self._max_batch or self._max_batch == 1:
+        if self._width.is_searching or self._width.most == 1:
             return 0
         return sum(row.n_left <= 1 for row in self.decoding.values())
 
@@ -167,20 +166,11 @@ class Roster:
         row.generator_uid = None
         self.waiting.add(row)
 
-    # --- how many together ---
-
-    def narrow(self) -> list[Row]:
-        """After a step that broke: empty the batch, and let half as many rows into the next one."""
+    def empty(self) -> list[Row]:
+        """After a step that broke: take every row out of the batch."""
         rows = list(self.in_batch())
         if self._joining is not None:
             rows.append(self._joining)
-        self._width, self._quiet_steps = max(1, min(self._width, len(rows)) // 2), 0
         for row in rows:
             self.drop(row)
         return rows
-
-    def widen(self) -> None:
-        """After a step that did not: let more rows in again, once there were enough of those."""
-        self._quiet_steps += 1
-        if self._width < self._max_batch and self._quiet_steps >= _QUIET_STEPS:
-            self._width, self._quiet_steps = min(self._max_batch, 2 * self._width), 0

@@ -19,6 +19,7 @@ class Row:
         generated: tokens said so far; all of them are in the row's cache, but for a last one that was `pending` when
             the row was set aside.
         caches: the row's own caches while it waits with some: restored ones, or those it was set aside with.
+        n_reused: how many of the prompt's tokens came restored, and were not prefilled for this answer.
         n_cached: how many of its tokens were in its caches when it joined the batch.
         n_prefilled: how many have come in since.
         ended_by: how it ended; a row whose last token is not in its cache yet stays until it is.
@@ -34,6 +35,7 @@ class Row:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     caches: list[Any] | None = None
+    n_reused: int = 0
     n_cached: int = 0
     n_prefilled: int = 0
     ended_by: EndedBy | None = None
@@ -68,6 +70,7 @@ class Row:
         if prefix.states and prefix.n_tokens == self.n_prompt - 1:
             self.snapshots.append(Snapshot(prefix.n_tokens, prefix.states))  # nothing is prefilled before this point
         self.caches, self.n_cached = caches, prefix.n_tokens
+        self.n_reused = prefix.n_tokens
         self.work = replace(self.work, prefix=None)
 
     def join(self, generator: Generator) -> None:
@@ -90,7 +93,7 @@ class Row:
     def restart(self) -> None:
         """Forget all caches: the row begins again with nothing but its tokens."""
         self.work = replace(self.work, prefix=None)
-        self.generator_uid, self.caches, self.n_cached = None, None, 0
+        self.generator_uid, self.caches, self.n_cached, self.n_reused = None, None, 0, 0
         self.snapshots.clear()
         self.sampling.start(len(self.generated))
 

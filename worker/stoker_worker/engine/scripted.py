@@ -170,6 +170,7 @@ class ScriptedEngine:
             text=text,
             ended_by=ended_by,
             kept=kept,
+            cached_tokens=row.work.prefix.n_tokens if row.work.prefix else 0,
             carry_text=carry_text,
             cache=_cache_of((*row.work.prompt_ids, *row.generated[:kept]), row.work.save_from),
             timing=_timing(row),

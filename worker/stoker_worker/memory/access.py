@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from stoker_shared.errors import AgentMemoryError, AgentTranscriptUnreadable, StoreUnusable
 from stoker_shared.request import AgentId
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.files import Disk, DurableWriter, Files
 from stoker_worker.memory.store_folder import StoreFolder, check_format

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.files import Chunk, DurableWriter, Files
 from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, TurnRecord, record_checksum, replay
+from stoker_worker.memory.record import MOST_SNAPSHOTS, TurnRecord, record_checksum, replay
 from stoker_worker.memory.sealed import Damaged
 from stoker_worker.ports import AgentVersion, Delivery
 
@@ -26,27 +27,6 @@ _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
 
 Pieces = Mapping[Path, Iterable[Chunk]]
 """The tail and the snapshots of a version: their files and the bytes of them."""
-
-
-@dataclass(frozen=True)
-class AgentState:
-    """What an agent's folder holds.
-
-    Attributes:
-        version: the newest version; after a `problem`, what a full replacement may go on from.
-        record: checksum of its record, where its transcript could be read; the next record's `parent`.
-        cache: which cache of its transcript was saved.
-        head: HEAD as read, byte for byte; empty when there is none.
-        problem: why nobody can be sure of the transcript; ``None`` when all is well.
-        record_bytes: size of its records on disk, as a measure of its size in memory.
-    """
-
-    version: AgentVersion
-    record: str | None = None
-    cache: CachedPrefix | None = None
-    head: bytes = b""
-    problem: str | None = None
-    record_bytes: int = 0
 
 
 class AgentFolder:
@@ -83,9 +63,18 @@ class AgentFolder:
 
     def read(self) -> AgentState:
         """The agent's state, whatever is in the folder: damage is a `problem`, never an exception."""
-        head = self.read_head()
-        unsaved = not head and self._unsaved.exists()
-        numbers = self._record_numbers()
+        head, fault = b"", None
+        try:
+            head = _bytes_if_there(self._head)
+        except OSError as error:
+            fault = error
+        try:
+            names = self._names()
+        except OSError as error:
+            return replace(self._broken(f"its folder cannot be read: {error}", 0, {}), unreadable=error)
+        numbers, unsaved = _record_numbers(names), not head and self._unsaved.name in names
+        if fault is not None:
+            return self._broken(f"HEAD cannot be read: {fault}", max(numbers, default=0), self._read_records(numbers))
         if not head and not unsaved and not numbers:
             return AgentState(AgentVersion(self.agent_id, 0, None))
         try:
@@ -99,15 +88,18 @@ class AgentFolder:
 
     def read_records(self) -> dict[int, TurnRecord]:
         """Every record that can be read by itself, by version, oldest first; also one that was never committed."""
-        records = self._read_records(self._record_numbers())
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = self._names()
+        records = self._read_records(_record_numbers(names))
         return {n: record.content for n, record in records.items() if isinstance(record.content, TurnRecord)}
 
-    def _record_numbers(self) -> list[int]:
+    def _names(self) -> list[str]:
+        """What is in the folder. Raises `OSError`: one that cannot be read is not one that is not there."""
         try:
-            names = os.listdir(self.path)
-        except OSError:
+            return os.listdir(self.path)
+        except FileNotFoundError:
             return []
-        return sorted(int(name.removesuffix(".json")) for name in names if _RECORD_NAME.fullmatch(name))
 
     def _read_to(self, head: Head, numbers: list[int]) -> AgentState:
         """The state that `head` names. A record just above it is a turn that was never committed."""
@@ -237,9 +229,21 @@ class _ReadRecord:
     n_bytes: int
 
 
+def _record_numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(name.removesuffix(".json")) for name in names if _RECORD_NAME.fullmatch(name))
+
+
 def _results(records: Mapping[int, _ReadRecord]) -> Mapping[Delivery, Mapping[str, Any]]:
     contents = (record.content for record in records.values())
     return MappingProxyType({x.delivery: x.result for x in contents if isinstance(x, TurnRecord)})
+
+
+def _bytes_if_there(path: Path) -> bytes:
+    """The file's content, nothing when it is missing. Raises `OSError`."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -18,6 +18,7 @@ from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 from stoker_worker.memory.blocks import chain, chain_root, common_length
 from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers
+from stoker_worker.memory.files import is_there
 from stoker_worker.ports import Array, LayerKV, LayerState
 
 _MOST_READERS: Final = 4
@@ -144,7 +145,7 @@ class BlockSearch:
             start = index * BLOCK_TOKENS
             path = self._path(self._chain[index + 1])
             is_own = self._own_tokens >= start + BLOCK_TOKENS
-            if start >= self._limit or not (is_own or path.exists()):
+            if start >= self._limit or not (is_own or is_there(path)):
                 break
             piece = self._piece("block", index, self._prompt[start : start + BLOCK_TOKENS])
             steps.append(_Step(piece, path, min(BLOCK_TOKENS, self._limit - start)))

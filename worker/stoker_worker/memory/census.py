@@ -6,14 +6,17 @@ not known: blocks only save time, so not knowing is never wrong.
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_paths import PathOf, cached_blocks
+from stoker_worker.memory.disk_usage import agent_folders, entries_of
 from stoker_worker.memory.record import CachedPrefix, TurnRecord
 from stoker_worker.ports import AgentVersion
 
@@ -42,7 +45,7 @@ class AgentEntry:
     @property
     def is_unsaved(self) -> bool:
         """Its last turn is not in its transcript; what is there can be read."""
-        return self.state.problem is not None and (self.folder / "HEAD.unsaved").exists()
+        return self.state.problem is not None and os.path.lexists(self.folder / "HEAD.unsaved")
 
     @property
     def knows_blocks(self) -> bool:
@@ -52,13 +55,12 @@ class AgentEntry:
 def take_census(store: "StoreAccess") -> list[AgentEntry]:
     """Every agent, also those that cannot be read; not those whose first turn was never committed."""
     entries = []
-    for folder in sorted(store.agents.glob("*/*")):
+    for folder in agent_folders(store.agents):
         agent_id = agent_id_in(folder)
         if agent_id is not None:
             state = read_settled(store.agent(agent_id))
         else:
-            lost = any(folder.glob("*.json")) or (folder / "HEAD.unsaved").exists()
-            state = AgentState(AgentVersion("", 0, None), problem="no record can be read" if lost else None)
+            state = AgentState(AgentVersion("", 0, None), problem="no record can be read" if _is_lost(folder) else None)
         if state.version.number or state.problem is not None:
             entries.append(AgentEntry(folder, agent_id, state, newest_blocks(state, store.blocks.path_of)))
     return entries
@@ -109,9 +111,20 @@ def read_settled(folder: AgentFolder) -> AgentState:
     return state
 
 
+def _is_lost(folder: Path) -> bool:
+    """Whether an agent's turns were in a folder that says no agent; a stray file is none."""
+    try:
+        names = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    except OSError:
+        return True
+    return "HEAD.unsaved" in names or any(name.endswith(".json") for name in names)
+
+
 def agent_id_in(folder: Path) -> str | None:
     """Whose folder it is: said by the first record that can be read and hashes to the folder's name."""
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(Path(entry.path) for entry in entries_of(folder) if entry.name.endswith(".json")):
         try:
             agent_id = json.loads(path.read_bytes().partition(b"\n")[2])["agent_id"]
         except (OSError, ValueError, KeyError, TypeError):

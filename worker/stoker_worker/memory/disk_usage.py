@@ -50,7 +50,7 @@ def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
     if kept is None:
         return None
     records = {}
-    for entry in _entries(folder):
+    for entry in entries_of(folder):
         version = int(entry.name[:-5]) if _RECORD_NAME.fullmatch(entry.name) else None
         if version is not None and version <= before.settled:
             continue
@@ -69,7 +69,7 @@ def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
 
 def pieces_in(folder: Path) -> list[Path]:
     """The tail and the snapshots in an agent's folder."""
-    return [Path(entry.path) for entry in _entries(folder) if entry.name.startswith(_PIECES)]
+    return [Path(entry.path) for entry in entries_of(folder) if entry.name.startswith(_PIECES)]
 
 
 def store_parts(store: Path) -> Iterator[Path]:
@@ -80,7 +80,21 @@ def store_parts(store: Path) -> Iterator[Path]:
     for entry in _entries(store / "agents"):
         yield Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from (Path(agent.path) for agent in _entries(Path(entry.path)))
+            yield from (Path(agent.path) for agent in entries_of(Path(entry.path)))
+
+
+def agent_folders(agents: Path) -> list[Path]:
+    """What stands where an agent's folder belongs, in order. Raises `OSError` when the place itself cannot be read."""
+    halves = [Path(entry.path) for entry in _entries(agents) if entry.is_dir(follow_symlinks=False)]
+    return sorted(Path(entry.path) for half in halves for entry in entries_of(half))
+
+
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing when it cannot be read: one agent's folder must not stop what is done for all."""
+    try:
+        return _entries(folder)
+    except OSError:
+        return []
 
 
 def _below(folder: Path) -> Iterator[Path]:

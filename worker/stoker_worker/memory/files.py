@@ -142,6 +142,15 @@ class DurableWriter:
                 self._files.remove(path)
 
 
+def is_there(path: Path) -> bool:
+    """Whether the file is there as far as can be seen; never raises, as `Path.exists` does for lack of permission."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
 def chunks_of(path: Path) -> Iterator[bytes]:
     """A file's bytes, a piece at a time. Raises `OSError`."""
     with open(path, "rb") as file:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.archive import PIECE_NAMES, list_members
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import is_fingerprint

@@ -12,13 +12,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import chain_paths
 from stoker_worker.memory.block_search import Found, OwnCache, Source
 from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.budget import DiskBudget
-from stoker_worker.memory.files import Files
+from stoker_worker.memory.files import Files, is_there
 from stoker_worker.memory.hot import HotMemory
 from stoker_worker.memory.restore import find_prefix
 from stoker_worker.ports import AgentVersion, LoadedModel, Restored, RestoredPrefix
@@ -77,7 +78,7 @@ class Recall:
 
     def _from_memory(self, asked: Question, own: OwnCache | None, blocks: tuple[Path, ...]) -> Restored | None:
         """What the agent's hot cache gives; ``None`` when the disk may give more. `blocks` are the prompt's."""
-        saved_blocks = sum(1 for _ in takewhile(Path.exists, blocks))
+        saved_blocks = sum(1 for _ in takewhile(is_there, blocks))
         disk_tokens = common_length(own.token_ids, asked.prompt[: asked.limit]) if own else 0
         if not asked.model.spec.snapshot_layers:
             disk_tokens = max(disk_tokens, min(asked.limit, saved_blocks * BLOCK_TOKENS))
@@ -108,7 +109,7 @@ class Recall:
         state, transcript = self._state_of(agent.agent_id), agent.transcript
         cache = state.cache if state.version.number == agent.number else None
         if cache is None or transcript is None:
-            return None, None
+            return None, "transcript_unreadable" if state.problem and state.version.transcript is None else None
         if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
             return None, "other_tokenizer"
         if cache.model != model.fingerprint:

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from stoker_worker.memory.agent_folder import AgentState
+from stoker_worker.memory.agent_state import AgentState
 
 MAX_RECORD_BYTES: Final = 64 * 2**20
 """Size on disk of the records whose agents are held; in memory they take several times that."""

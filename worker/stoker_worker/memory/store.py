@@ -14,7 +14,8 @@ from typing import Any
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
+from stoker_worker.memory.agent_folder import AgentFolder, Pieces
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import cached_blocks
 from stoker_worker.memory.block_search import n_readers
@@ -95,7 +96,7 @@ class AgentStore:
         beside_others: bool = False,
     ) -> Restored:
         """See `CacheStorePort.restore`."""
-        if not model.spec.can_be_stored:
+        if not model.has_memory:
             return Restored(None, "none")
         return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt, n_readers(beside_others)))
 
@@ -106,6 +107,8 @@ class AgentStore:
             AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
         """
         state = self._state(turn.agent_id)
+        if state.unreadable is not None:
+            raise state.unreadable
         if state.version.number != turn.parent:
             raise AgentVersionConflict(
                 f"agent {turn.agent_id!r} is at version {state.version.number}, the turn continues {turn.parent}"
@@ -188,7 +191,7 @@ class AgentStore:
         """Blocks first, durable before the record that speaks of them; returns HEAD as written."""
         folder, cache = self._agent(turn.agent_id), turn.cache
         pieces: Pieces = {}
-        if cache is not None and turn.model.spec.can_be_stored:
+        if cache is not None and turn.model.has_memory:
             last_block = self._blocks.save(run_of(turn, cache), cache.layers)
             pieces = own_pieces(turn, cache, folder, last_block)
         return folder.commit(state, turn.parent + 1, record, pieces)

@@ -14,9 +14,9 @@ from stoker_worker.memory.files import DurableWriter, Files
 
 _log = logging.getLogger(__name__)
 
-FORMAT: Final = 2
-_READABLE: Final = (1, FORMAT)
-"""Format 1 knew native blocks and tails only; all that is in such a store is valid in format 2."""
+FORMAT: Final = 3
+_READABLE: Final = (1, 2, FORMAT)
+"""Format 1 knew native blocks and tails only, format 2 no digest of the request: all that is in them is valid in 3."""
 
 
 class StoreFolder:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState, Pieces
+from stoker_worker.memory.agent_folder import AgentFolder, Pieces
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.blocks import chain, chain_root, common_length
 from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.cache_layout import fits, state_fits
@@ -23,7 +24,7 @@ def cached_prefix(turn: Turn, state: AgentState) -> CachedPrefix | None:
         ValueError: the turn's cache is not the cache of its transcript.
     """
     token_ids, cache, model = turn.transcript.token_ids, turn.cache, turn.model
-    if not model.spec.can_be_stored:
+    if not model.has_memory:
         return None
     snapshots: tuple[int, ...] = ()
     if cache is not None:

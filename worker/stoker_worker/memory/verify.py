@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.agent_folder import AgentFolder, AgentState
+from stoker_worker.memory.agent_folder import AgentFolder
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.blocks import chain, chain_root
 from stoker_worker.memory.cache_file import is_intact, read_metadata
 from stoker_worker.memory.census import agent_id_in, read_settled

@@ -1,7 +1,7 @@
 """The seam of agent memory: versions, turns, and the store that keeps them. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from stoker_shared.request import Message
@@ -11,11 +11,17 @@ from stoker_worker.ports.model import LoadedModel
 
 @dataclass(frozen=True)
 class Delivery:
-    """One enqueue of one job: recovery and requeueing keep it, RQ's Repeat and a reused id make a new one."""
+    """One enqueue of one job: recovery and requeueing keep it, RQ's Repeat and a reused id make a new one.
+
+    Attributes:
+        created_at: as the job's hash has it; empty where its enqueuer wrote none.
+        request: digest of the request; empty in records older than store format 3.
+    """
 
     job_id: str
     created_at: str
     repeats_left: int | None = None
+    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,17 @@ class AgentVersion:
     transcript: Transcript | None
     results: Mapping[Delivery, Mapping[str, Any]] = field(default_factory=dict)
     """Result (as JSON) of every delivery remembered in the agent's history."""
+
+    def answer_to(self, delivery: Delivery) -> Mapping[str, Any] | None:
+        """What `delivery` was answered, if it was.
+
+        A record that does not say the request counts when it has the job's time: without one, any later job of the
+        same id would be taken for it, and an answer to another prompt is worse than a turn taken twice.
+        """
+        answer = self.results.get(delivery)
+        if answer is None and delivery.created_at:
+            answer = self.results.get(replace(delivery, request=""))
+        return answer
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from stoker_shared.request import Message
 from stoker_worker.cache_spec import ModelCacheSpec
 from stoker_worker.ports.engine import GenerationEnginePort
+from stoker_worker.serving_mode import WIDEST, ServingMode
 
 
 @runtime_checkable
@@ -73,9 +74,10 @@ class LoadedModel:
     Attributes:
         name: as given with ``--model`` (or the folder's name); `request.model` must equal it, if given.
         fingerprint: hex digest over weights, config, tokenizer, chat template, cache layout and dtype. Cache bytes of
-            another fingerprint are never loaded.
+            another fingerprint, and so those made in another mode, are never loaded.
         tokenizer_fingerprint: hex digest over tokenizer and chat template: token ids of another one mean nothing.
         context_tokens: the most tokens (prompt + generated) the model can attend to.
+        mode: how its rows run, and whether its caches may be kept.
     """
 
     name: str
@@ -84,6 +86,12 @@ class LoadedModel:
     context_tokens: int
     spec: ModelCacheSpec
     codec: TextCodec
+    mode: ServingMode = WIDEST
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether caches of this model are saved and restored."""
+        return self.mode.memory and self.spec.can_be_stored
 
 
 class ModelProviderPort(Protocol):

@@ -15,6 +15,7 @@ from rq.queue import Queue
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.every import Every
+from stoker_worker.rq_worker.job_ids import raw, text
 from stoker_worker.rq_worker.json_job import agent_in
 from stoker_worker.rq_worker.lineup import Lineup
 
@@ -137,7 +138,7 @@ class Backlog:
     def suspect_still_waits(self) -> bool:
         """As `has_suspect`, asked of the server: nobody makes way for one that was canceled meanwhile."""
         while (job_id := self._lineup.suspect()) is not None:
-            if self._connection.lpos(self._key, _raw(job_id)) is not None:  # type: ignore[arg-type]
+            if self._connection.lpos(self._key, raw(job_id)) is not None:  # type: ignore[arg-type]
                 return True
             self._forget(job_id)
         return False
@@ -164,11 +165,11 @@ class Backlog:
             return []
         args: list[str | bytes | int] = [lease_value]
         for job_id in chosen:
-            args += [-1 if self._lineup.is_nearer_to_the_end(job_id) else 1, _raw(job_id)]
+            args += [-1 if self._lineup.is_nearer_to_the_end(job_id) else 1, raw(job_id)]
         found = self._claim(keys=self._claim_keys, args=args)
         if found is None:
             return []
-        claimed = [_text(job_id) for job_id in found]
+        claimed = [text(job_id) for job_id in found]
         for job_id in claimed:
             self._lineup.serve(job_id)
         for job_id in chosen:  # one that was not claimed was taken from the list by somebody else
@@ -184,12 +185,12 @@ class Backlog:
         for _ in range(2):
             first, last = self._lineup.first(_KNOWN_ENDS), self._lineup.last(_KNOWN_ENDS)
             sizes = [_PAGE, _MAX_IN_FRONT, len(first)]
-            args: list[bytes | int] = [*sizes, *map(_raw, first), *map(_raw, last)]
+            args: list[bytes | int] = [*sizes, *map(raw, first), *map(raw, last)]
             length, goes_on, before, behind = self._look_at(keys=[self._key], args=args)
             if not goes_on:
                 self._lineup.clear()
-            self._lineup.prepend(map(_text, before))
-            self._lineup.append(map(_text, behind))
+            self._lineup.prepend(map(text, before))
+            self._lineup.append(map(text, behind))
             unknown = length - len(self._lineup)
             self._is_whole = len(behind) < _PAGE
             # Somebody removed many, or put some where nobody does: an id that stands there twice looks like that too.
@@ -216,11 +217,11 @@ class Backlog:
             return
         if len(self._learned) > _MAX_REMEMBERED:
             self._learned.clear()  # jobs that others took from the list are never forgotten one by one
-        keys = [_raw(Job.key_for(job_id)) for job_id in job_ids]
+        keys = [raw(Job.key_for(job_id)) for job_id in job_ids]
         reply: list[list[Any]] = self._read_at(keys=keys, args=[FIELD_AGENT, FIELD_ATTEMPTS, _MAX_DATA_BYTES])
         found, with_data, suspects = reply[0], frozenset(reply[1]), frozenset(reply[2])
-        for number, (job_id, raw) in enumerate(zip(job_ids, found, strict=False), start=1):
-            agent_id = agent_in(raw) if number in with_data else raw.decode(errors="replace")
+        for number, (job_id, value) in enumerate(zip(job_ids, found, strict=False), start=1):
+            agent_id = agent_in(value) if number in with_data else value.decode(errors="replace")
             self._learned[job_id] = agent_id, number in suspects
 
 
@@ -228,12 +229,3 @@ def _learn_s(limit: int, n_chosen: int) -> float:
     if 0 < limit == n_chosen:
         return 0.0  # once
     return _LEARN_S if n_chosen or limit == 0 else _LEARN_WHEN_IDLE_S
-
-
-def _text(job_id: bytes) -> str:
-    """Any bytes can be pushed onto a list; what is no text comes back from `_raw` unchanged."""
-    return job_id.decode(errors="surrogateescape")
-
-
-def _raw(job_id: str) -> bytes:
-    return job_id.encode(errors="surrogateescape")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -19,6 +19,7 @@ from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.identity import NAME_PREFIX, RqIdentity
 from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.pulse import Pulse
 from stoker_worker.rq_worker.rq_queue import RqQueue
 from stoker_worker.settings import WorkerSettings, mask_password
 
@@ -31,11 +32,8 @@ EXECUTION_LEASE_S: Final = 7 * 86_400
 held up by it."""
 
 
-_SOCKET: Final[dict[str, Any]] = {
-    "socket_connect_timeout": 5,
-    "socket_timeout": 25,  # a server that hangs must not hang the heartbeat for ever; RQ raises lower ones
-    "socket_keepalive": True,
-}
+_TIMEOUT_S: Final = 25.0
+"""A server that hangs must not hang a thread for ever; RQ raises lower ones."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,9 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         shown = mask_password(redis_url)
         raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
     log.info("worker %s holds %s", name, settings.queues)
-    rq_queue = RqQueue(connection, identity, lease, callbacks)
+    # Two tries within the time that is left after a beat.
+    beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
+    rq_queue = RqQueue(connection, identity, lease, callbacks, Pulse(beating, identity, lease))
     try:
         yield OpenQueue(identity, rq_queue)
     finally:
@@ -86,6 +86,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         except RedisError as error:  # a server that is gone has nothing to be told; the lease expires by itself
             log.warning("not signed off: %s", type(error).__name__)
         callbacks.finish(settings.grace_s)
+        beating.close()
         connection.close()
 
 
@@ -128,9 +129,7 @@ def connect(redis_url: str, *, wait: bool = False) -> Redis:
     """
     shown = mask_password(redis_url)
     try:
-        # No hidden second tries: a transaction whose reply was lost may have been carried out, and every caller here
-        # looks at what is so before it tries again.
-        connection = Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), **_SOCKET)
+        connection = _client(redis_url, timeout_s=_TIMEOUT_S)
     except (ValueError, TypeError):
         # The parser's own text can quote a piece of the password.
         raise RedisUnavailable(f"{shown} is not a Redis URL: redis://[[user]:password@]host[:port][/db]") from None
@@ -144,6 +143,18 @@ def connect(redis_url: str, *, wait: bool = False) -> Redis:
         raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
     _warn_if_forgetful(connection, shown)
     return connection
+
+
+def _client(redis_url: str, *, timeout_s: float) -> Redis:
+    """Without hidden second tries: a transaction whose reply was lost may have been carried out, and every caller here
+    looks at what is so before it tries again."""
+    return Redis.from_url(
+        redis_url,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=min(5.0, timeout_s),
+        socket_keepalive=True,
+    )
 
 
 def _version(connection: Redis, *, wait: bool) -> str:

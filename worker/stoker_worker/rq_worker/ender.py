@@ -1,11 +1,13 @@
 """Ends jobs with RQ's own transactions, once, and only while they are ours. Finaliser thread (inbox: refused jobs).
 
-Owns the check of ownership. It stands inside the transaction: a reply that got lost, or a process that slept between
-looking and writing, cannot end a job a second time.
+Owns that the end is written once and that all that follows is done, whatever reply got lost. The check of ownership
+stands inside the transaction, and with the end a note is written (ended_note.py). A worker that finds the note where it
+tries to write an end has written it before, and goes on with what follows.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
@@ -15,21 +17,22 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
-from stoker_shared.wire import LEASE_KEY, META_PARTIAL
+from stoker_shared.wire import ENDED_KEY, META_PARTIAL
+from stoker_worker.rq_worker.aftermath import Aftermath
+from stoker_worker.rq_worker.ended_note import End, EndedNote
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
-from stoker_worker.rq_worker.lease import HOLDS, Lease
+from stoker_worker.rq_worker.ownership import Ownership
 
-# The execution's hash goes with its entry in the registry of started jobs, in one transaction, whoever ends it.
-_OWNS = (
-    HOLDS
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-if redis.call('HGET', KEYS[3], 'status') ~= 'started' then return 0 end
-return redis.call('EXISTS', KEYS[4])
-"""
-)
+_TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
+
+
+class _AlreadyWritten(Exception):
+    """This worker has written the end before, and the reply was lost."""
+
+    def __init__(self, note: EndedNote) -> None:
+        self.note = note
 
 
 class OwnedQueue(Queue):
@@ -38,7 +41,7 @@ class OwnedQueue(Queue):
     RQ calls `move_dependents_to_ready` inside its WATCH loop, before the transaction and again for each new try.
     """
 
-    check: Callable[[Pipeline], None]
+    ending: "_Ending"
     retries_in_place = False
 
     def _enqueue_job(
@@ -50,37 +53,128 @@ class OwnedQueue(Queue):
     def move_dependents_to_ready(
         self, job: Job, pipeline: Pipeline | None = None, *args: Any, **options: Any
     ) -> dict[str, list[str]]:
-        if pipeline is not None:
-            self.check(pipeline)
-        return super().move_dependents_to_ready(job, pipeline, *args, **options)
+        assert pipeline is not None  # without one it is called by the aftermath, on a queue of RQ's
+        self.ending.check(pipeline)
+        by_queue = super().move_dependents_to_ready(job, pipeline, *args, **options)
+        self.ending.note.dependents = [job_id for ids in by_queue.values() for job_id in ids]
+        return by_queue
+
+    def enqueue_ready_jobs_by_queue(self, job_ids_by_queue_name: dict[str, list[str]]) -> None:
+        """Nothing: the aftermath does it, and knows when it was not done."""
+
+
+class _Ending:
+    """One try to end a job: its note, and the check that begins the transaction."""
+
+    def __init__(self, ownership: Ownership, handle: RqHandle, end: End) -> None:
+        self._ownership = ownership
+        self._handle = handle
+        self.note = EndedNote(end, rate_limit=handle.job.rate_limit_key or "")
+
+    def written(self) -> EndedNote | None:
+        """The note, when this end was written already.
+
+        Raises:
+            OwnershipLost: the execution is not ours (any more), or has ended in another way.
+        """
+        state = self._ownership.of(self._handle)
+        if state == "ours":
+            return None
+        if state == "lost" or state.end != self.note.end:
+            raise OwnershipLost(f"job {self._handle.job.id} is no longer this worker's, or has ended already")
+        return state
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Watch what says that the execution is ours, then look: a change from here on undoes the transaction."""
+        self._ownership.watch(pipeline, self._handle)
+        if (note := self.written()) is not None:
+            raise _AlreadyWritten(note)
+
+    def open_failure(self, pipeline: Pipeline) -> None:
+        """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
+        rq_job = self._handle.job
+        self.check(pipeline)
+        self.note.dependents = rq_job.dependent_ids
+        pipeline.multi()
+        if META_PARTIAL in rq_job.meta:
+            pipeline.hset(rq_job.key, "meta", rq_job._serialize_meta())
+
+    def write_note(self, pipeline: Pipeline) -> None:
+        handle = self._handle
+        pipeline.hset(ENDED_KEY.format(queue=handle.job.origin), handle.execution.composite_key, self.note.to_json())
 
 
 class JobEnder:
     """The last word on jobs of this worker."""
 
-    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease) -> None:
+    def __init__(self, connection: Redis, identity: RqIdentity, ownership: Ownership, aftermath: Aftermath) -> None:
         self._connection = connection
         self._identity = identity
-        self._lease = lease
-        self._owns = connection.register_script(_OWNS)
-
-    def owns(self, handle: RqHandle) -> bool:
-        """Also takes a lease up again that ran out while Redis was away, as `Lease.is_ours` does."""
-        queue = handle.job.origin
-        keys = [*self._lease.keys(queue), handle.job.key, handle.execution.key]
-        held: int = self._owns(keys=keys, args=self._lease.args(queue))
-        return held == 1
+        self._ownership = ownership
+        self._aftermath = aftermath
 
     def finish(self, handle: RqHandle, result: Mapping[str, Any]) -> None:
         """
         Raises:
             OwnershipLost: the execution is not ours (any more), or it is finished already.
         """
-        rq_job, queue = handle.job, self._queue_of(handle)
+        ending = _Ending(self._ownership, handle, "finished")
+        try:
+            self._write_success(handle, ending, result)
+        except _AlreadyWritten as written:
+            ending.note = written.note
+        self._follow_up(handle, ending.note)
+
+    def fail(
+        self, handle: RqHandle, error: Exception, *, partial_text: str | None = None, may_retry: bool = True
+    ) -> None:
+        """
+        Raises:
+            OwnershipLost: the execution is not ours (any more).
+            RedisUnavailable: RQ could not write it.
+        """
+        rq_job, ending = handle.job, _Ending(self._ownership, handle, "failed")
+        if partial_text is not None:
+            rq_job.meta[META_PARTIAL] = partial_text  # written with the rest: the job may be deleted by then
+        if isinstance(error, RequestError) or not may_retry:
+            rq_job.retries_left = 0  # the same request fails the same way
+        self._end_badly(handle, ending, f"{type(error).__name__}: {error}")
+
+    def stop(self, handle: RqHandle) -> bool:
+        """End a job that was stopped on request, canceled or deleted; ``True`` for one that was stopped."""
+        if self._ownership.of(handle) == "lost":
+            self._ownership.let_go(handle)
+            return False
+        self._end_badly(handle, _Ending(self._ownership, handle, "stopped"), "JobStopped: stopped on request")
+        return True
+
+    def _end_badly(self, handle: RqHandle, ending: _Ending, reason: str) -> None:
+        for _ in range(_TRIES):
+            note = ending.written()
+            if note is None:
+                self._write_failure(handle, ending, reason)
+                note = ending.written()
+            if note is not None:
+                self._follow_up(handle, note)
+                return
+        raise RedisUnavailable(f"the failure of job {handle.job.id} could not be written")
+
+    def _follow_up(self, handle: RqHandle, note: EndedNote) -> None:
+        self._aftermath.carry_out(handle.job.origin, handle.execution.composite_key, note)
+
+    def _queue_of(self, ending: _Ending, rq_job: JsonJob) -> OwnedQueue:
+        queue = OwnedQueue(rq_job.origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+        queue.ending = ending
+        return queue
+
+    def _write_success(self, handle: RqHandle, ending: _Ending, result: Mapping[str, Any]) -> None:
+        rq_job = handle.job
         rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
         rq_job._result = dict(result)
         rq_job._status = JobStatus.FINISHED
+        rq_job.write_note = ending.write_note
         repeat = rq_job.repeats_left, rq_job.repeat_intervals
+        queue = self._queue_of(ending, rq_job)
         try:
             self._identity.handle_job_success(
                 job=rq_job,
@@ -92,86 +186,25 @@ class JobEnder:
             rq_job.repeats_left, rq_job.repeat_intervals = repeat
             raise
 
-    def fail(
-        self, handle: RqHandle, error: Exception, *, partial_text: str | None = None, may_retry: bool = True
-    ) -> None:
-        """
-        Raises:
-            OwnershipLost: the execution is not ours (any more).
-            RedisUnavailable: RQ could not write it.
-        """
-        rq_job, queue = handle.job, self._opened(handle)
-        if partial_text is not None:
-            rq_job.meta[META_PARTIAL] = partial_text  # written with the rest: the job may be deleted by then
-        if isinstance(error, RequestError) or not may_retry:
-            rq_job.retries_left = 0  # the same request fails the same way
-        self._write_failure(handle, queue, f"{type(error).__name__}: {error}")
-
-    def stop(self, handle: RqHandle) -> bool:
-        """End a job that was stopped on request, canceled or deleted; ``True`` for one that was stopped."""
-        if not self.owns(handle):
-            self.clean_up(handle)
-            return False
-        self._identity._stopped_job_id = handle.job.id
-        self._write_failure(handle, self._opened(handle), "JobStopped: stopped on request")
-        return True
-
-    def clean_up(self, handle: RqHandle) -> None:
-        """Remove our execution of a job that somebody else has ended; the job's own state is theirs to write.
-
-        One that still stands as started is left: whoever holds the queue now has to find it to put it back. So is one
-        that was put back: what was counted of it counts.
-        """
-        status = self._connection.hget(handle.job.key, "status")
-        if status in {JobStatus.STARTED.value.encode(), JobStatus.QUEUED.value.encode()}:
-            return
-        with self._connection.pipeline() as pipeline:
-            self._identity.cleanup_execution(handle.job, pipeline=pipeline, execution=handle.execution)
-            pipeline.execute()
-
-    def _opened(self, handle: RqHandle) -> OwnedQueue:
-        if not self.owns(handle):
-            raise OwnershipLost(f"job {handle.job.id} is no longer this worker's")
-        return self._queue_of(handle)
-
-    def _queue_of(self, handle: RqHandle) -> OwnedQueue:
-        queue = OwnedQueue(handle.job.origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
-        queue.check = lambda pipeline: self._check(pipeline, handle)
-        return queue
-
-    def _check(self, pipeline: Pipeline, handle: RqHandle) -> None:
-        """Watch what says that the execution is ours, then look: a change from here on undoes the transaction."""
-        pipeline.watch(  # type: ignore[no-untyped-call]
-            LEASE_KEY.format(queue=handle.job.origin), handle.execution.key, handle.job.key
-        )
-        if not self.owns(handle):
-            raise OwnershipLost(f"job {handle.job.id} is no longer this worker's, or finished already")
-
-    def _open_transaction(self, pipeline: Pipeline, handle: RqHandle) -> None:
-        """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
-        self._check(pipeline, handle)
-        pipeline.multi()
-        if META_PARTIAL in handle.job.meta:
-            pipeline.hset(handle.job.key, "meta", handle.job._serialize_meta())
-
-    def _write_failure(self, handle: RqHandle, queue: OwnedQueue, reason: str) -> None:
+    def _write_failure(self, handle: RqHandle, ending: _Ending, reason: str) -> None:
+        """RQ logs and swallows what happens to its transaction, be it undone, refused, or written without a reply."""
         rq_job = handle.job
         rq_job._status = JobStatus.FAILED
         rq_job.ended_at = rq_job.last_heartbeat = now()
+        if ending.note.end == "stopped":
+            self._identity._stopped_job_id = rq_job.id
         retries_left = rq_job.retries_left
+        queue = self._queue_of(ending, rq_job)
         queue.retries_in_place = True
-        rq_job.check = lambda pipeline: self._open_transaction(pipeline, handle)
+        rq_job.check, rq_job.write_note = ending.open_failure, ending.write_note
         try:
-            self._identity.handle_job_failure(
-                job=rq_job,
-                queue=queue,
-                started_job_registry=queue.started_job_registry,
-                exc_string=reason,
-                execution=handle.execution,
-            )
+            with suppress(_AlreadyWritten):
+                self._identity.handle_job_failure(
+                    job=rq_job,
+                    queue=queue,
+                    started_job_registry=queue.started_job_registry,
+                    exc_string=reason,
+                    execution=handle.execution,
+                )
         finally:  # as with repeats
-            rq_job.retries_left, rq_job.check = retries_left, None
-        # RQ logs and swallows a failure of its own transaction; the job would stay "started" under a live worker.
-        still_there = self._connection.exists(handle.execution.key)
-        if still_there:
-            raise RedisUnavailable(f"the failure of job {rq_job.id} could not be written")
+            rq_job.retries_left, rq_job.check, self._identity._stopped_job_id = retries_left, None, None

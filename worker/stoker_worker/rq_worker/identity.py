@@ -1,6 +1,7 @@
 """This worker as RQ's own tools see it: its hash, heartbeats, commands. Owns no job's fate."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,7 +12,8 @@ from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq import worker_registration
 from rq.command import parse_payload
-from rq.executions import Execution, ExecutionRegistry
+from rq.exceptions import NoSuchJobError
+from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
@@ -19,7 +21,8 @@ from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS
+from stoker_shared.errors import OwnershipLost
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, FIELD_TOKENS
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -33,18 +36,6 @@ if not redis.call('HGET', KEYS[1], 'birth') then return 0 end
 redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('EXPIRE', KEYS[2], ARGV[1])
-return 1
-"""
-_BEAT_EXECUTION = """
-local execution, wip, of_job, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local id, member, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-if redis.call('EXISTS', execution) == 0 then return 0 end
-redis.call('HSET', execution, 'last_heartbeat', ARGV[4])
-redis.call('EXPIRE', execution, ttl)
-redis.call('ZADD', wip, 'XX', math.floor(now) + ttl, member)
-redis.call('ZADD', of_job, 'XX', math.floor(now) + ttl + 60, id)
-redis.call('EXPIRE', of_job, ttl + 60)
-if redis.call('EXISTS', job) == 1 then redis.call('HSET', job, 'last_heartbeat', ARGV[5]) end
 return 1
 """
 
@@ -66,6 +57,7 @@ class RqIdentity(BaseWorker):
         lease_ttl_s: int,
         heartbeat_s: float,
     ) -> None:
+        self._stopped_on = threading.local()
         super().__init__(
             queues,
             name=name,
@@ -80,7 +72,6 @@ class RqIdentity(BaseWorker):
         self._record_ttl_s = worker_ttl_s + 60  # as RQ's own
         self._execution_lease_s = lease_ttl_s
         self._write_into_record = connection.register_script(_WRITE_INTO_RECORD)
-        self._beat_execution = connection.register_script(_BEAT_EXECUTION)
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_stop_job: Callable[[str], None] = lambda job_id: None
@@ -98,28 +89,29 @@ class RqIdentity(BaseWorker):
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
         return self._execution_lease_s
 
-    def beat(self) -> None:
-        """Show that this worker lives; it is registered anew when the server has lost it, or was away for too long."""
+    @property
+    def _stopped_job_id(self) -> str | None:
+        """RQ marks the job of this id as stopped when it writes a failure: one job for each thread that ends jobs."""
+        return getattr(self._stopped_on, "job_id", None)
+
+    @_stopped_job_id.setter
+    def _stopped_job_id(self, job_id: str | None) -> None:
+        self._stopped_on.job_id = job_id
+
+    def beat(self, connection: Redis) -> None:
+        """Show that this worker lives; it is registered anew when the server has lost it, or was away for too long.
+
+        Args:
+            connection: the heartbeat's own.
+        """
         self.last_heartbeat = now()
-        if self._write_record("last_heartbeat", utcformat(self.last_heartbeat)):
+        if self._write_record("last_heartbeat", utcformat(self.last_heartbeat), connection):
             return
-        with self.connection.pipeline() as pipeline:
+        with connection.pipeline() as pipeline:
             pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
             pipeline.expire(self.key, self._record_ttl_s)
             worker_registration.register(self, pipeline)
             pipeline.execute()
-
-    def beat_execution(self, job: Job, execution: Execution) -> None:
-        """RQ's `Execution.heartbeat`, for one that is still there."""
-        execution.last_heartbeat = job.last_heartbeat = moment = now()
-        keys = [
-            execution.key,
-            job.started_job_registry.key,
-            ExecutionRegistry(job.id, connection=self.connection).key,
-            job.key,
-        ]
-        args: list[str | int | float] = [execution.id, execution.composite_key, self._execution_lease_s]
-        self._beat_execution(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)])
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
@@ -134,9 +126,9 @@ class RqIdentity(BaseWorker):
         super().increment_total_working_time(job_execution_time, pipeline)
         pipeline.expire(self.key, self._record_ttl_s)
 
-    def _write_record(self, field: str, value: str) -> bool:
+    def _write_record(self, field: str, value: str, connection: Redis | None = None) -> bool:
         keys = [self.key, self.executions_key]
-        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value]))
+        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value], client=connection))
 
     def begin(self, job: Job, check: Callable[[Pipeline], None]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
@@ -147,29 +139,62 @@ class RqIdentity(BaseWorker):
             check: watches what the transaction depends on, and raises when there is nothing to begin.
         """
         was_idle = self.get_state() != WorkerStatus.BUSY
-        with self.connection.pipeline() as pipeline:
-            while True:
-                check(pipeline)
-                pipeline.multi()
-                execution = Execution.create(job, self._execution_lease_s, pipeline=pipeline, worker_name=self.name)
-                job.prepare_for_execution(self.name, pipeline=pipeline)
-                pipeline.persist(job.key)
-                pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
-                if was_idle:
-                    self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
-                self.executions[execution.id] = execution
-                try:
-                    pipeline.execute()
-                    return execution
-                except WatchError:  # the heartbeat renewed the lease just now, or it is lost: look again
-                    del self.executions[execution.id]
+        tried: list[Execution] = []
+        begun: Execution | None = None
+        try:
+            with self.connection.pipeline() as pipeline:
+                while begun is None:
+                    begun = self._try_to_begin(job, check, pipeline, tried, was_idle)
+            return begun
+        finally:
+            for execution in tried:
+                if execution is not begun:
+                    self.executions.pop(execution.id, None)
+
+    def _try_to_begin(
+        self, job: Job, check: Callable[[Pipeline], None], pipeline: Pipeline, tried: list[Execution], was_idle: bool
+    ) -> Execution | None:
+        try:
+            check(pipeline)
+        except (NoSuchJobError, OwnershipLost):
+            if (begun := self._begun(tried)) is not None:  # that is why it is not claimed any more
+                return begun
+            raise
+        pipeline.multi()
+        execution = Execution.create(job, self._execution_lease_s, pipeline=pipeline, worker_name=self.name)
+        tried.append(execution)
+        self.executions[execution.id] = execution  # before it is so: a stop that comes just then is for us
+        if isinstance(job, JsonJob) and job.stamp:
+            pipeline.hset(execution.key, FIELD_DELIVERY, job.stamp)
+        job.prepare_for_execution(self.name, pipeline=pipeline)
+        pipeline.persist(job.key)
+        pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
+        if was_idle:
+            self.set_state(WorkerStatus.BUSY, pipeline=pipeline)
+        try:
+            pipeline.execute()
+            return execution
+        except WatchError:  # undone by another's write; or carried out, and the reply lost
+            return self._begun(tried)
+
+    def _begun(self, tried: list[Execution]) -> Execution | None:
+        """The try that was carried out after all. One that comes to the server later than this look undoes itself: it
+        watches what the next try, or whoever puts the job back, writes."""
+        return next((execution for execution in tried if self.connection.exists(execution.key)), None)
 
     def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
         """What was counted belongs to this run: a requeue by an operator, or RQ's Repeat, begins anew."""
         if isinstance(job, JsonJob):
             job.check_once(pipeline)
+            if job.write_note is not None:
+                job.write_note(pipeline)
         pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS)
         super().cleanup_execution(job, pipeline, execution)
+
+    def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:
+        """Nothing, and no slot released either: RQ does it after a failure unless it fails; the aftermath does it."""
+
+    def _release_slot_safely(self, job: Job) -> None: ...
 
     def handle_payload(self, message: Any) -> None:
         """A command from RQ's pubsub thread. Stock handlers know one current job; here there are many."""

@@ -1,16 +1,17 @@
 """An RQ job whose payload is only ever read as JSON. Owns what is read off a job's hash; any thread."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Final
 
 from redis.client import Pipeline
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
-from stoker_shared.request import GenerationRequest, build_request
+from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
@@ -31,13 +32,20 @@ class JsonJob(Job):
     """Those of them that ran nothing else."""
     check: Callable[[Pipeline], None] | None = None
     """Called once, with the transaction in which RQ ends the job, before anything stands in it."""
+    write_note: Callable[[Pipeline], None] | None = None
+    """Called with that transaction once more, when it is nearly whole."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
+    raw_repeats_left: bytes = b""
+    stamp: str = ""
+    """`delivery_stamp` of the hash as it was read."""
 
     def restore(self, raw_data: Any) -> Any:
         # Before anything is read: RQ restores `meta` and old results with it, and its default is pickle.
         self.serializer = JSONSerializer
         data = raw_data.get(b"data", b"")
-        text = _decompress(data)
+        self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
+        self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
+        text = unpacked(data)
         if len(text) > _MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             raw_data = {**raw_data, b"data": b"[]"}
@@ -111,6 +119,31 @@ class JsonJob(Job):
             raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")
         return build_request(request)
 
+    def digest(self) -> str:
+        """Of the request, which `generation_request` has found to be valid; the same for every delivery of it.
+
+        Raises:
+            PayloadRefused: it is nested too deeply.
+        """
+        try:
+            return request_digest(self.kwargs[REQUEST_KWARG])
+        except (ValueError, RecursionError):
+            raise PayloadRefused("the request is nested too deeply") from None
+
+
+def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
+    """Tells the deliveries of one id apart: `DELIVERY` in Lua computes the same."""
+    return hashlib.sha1(b"\0".join((created_at, repeats_left, data)), usedforsecurity=False).hexdigest()
+
+
+DELIVERY: Final = """
+local function delivery(job)
+  local f = redis.call('HMGET', job, 'created_at', 'repeats_left', 'data')
+  return redis.sha1hex((f[1] or '') .. '\\0' .. (f[2] or '') .. '\\0' .. (f[3] or ''))
+end
+"""
+"""Lua: the stamp of a job's hash as it is now."""
+
 
 def agent_in(data: bytes | None) -> str | None:
     """The agent id in a job's stored `data`, ``None`` when there is none to be read.
@@ -118,7 +151,7 @@ def agent_in(data: bytes | None) -> str | None:
     Used to look ahead in the queue: plain RQ producers write the agent nowhere else.
     """
     try:
-        agent_id = json.loads(_decompress(data or b""))[3][REQUEST_KWARG]["agent_id"]
+        agent_id = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]["agent_id"]
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return None
     return agent_id if isinstance(agent_id, str) else None
@@ -129,7 +162,7 @@ def as_count(value: bytes | None) -> int:
     return int(value) if value is not None and value.isdigit() else 0
 
 
-def _decompress(data: bytes) -> bytes:
+def unpacked(data: bytes) -> bytes:
     """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
     try:
         return zlib.decompressobj().decompress(data, _MAX_DATA_BYTES + 1)

@@ -85,9 +85,13 @@ class Lease:
             self.release()
             raise
 
-    def renew(self) -> bool:
-        """Push the expiry out; ``False`` when somebody else holds a queue, or has held it since: we are deposed."""
-        return all(self._renew_one(queue) for queue in self._held)
+    def renew(self, connection: Redis | None = None) -> bool:
+        """Push the expiry out; ``False`` when somebody else holds a queue, or has held it since: we are deposed.
+
+        Args:
+            connection: used instead of the lease's own.
+        """
+        return all(self._renew_one(queue, connection) for queue in self._held)
 
     def release(self) -> None:
         for queue, held in self._held.items():
@@ -115,8 +119,8 @@ class Lease:
         """Value, number, ttl_ms: its first ARGV."""
         return [*self._held[queue], self._ttl_ms]
 
-    def _renew_one(self, queue: str) -> bool:
-        renewed: int = self._renew(keys=self.keys(queue), args=self.args(queue))
+    def _renew_one(self, queue: str, connection: Redis | None = None) -> bool:
+        renewed: int = self._renew(keys=self.keys(queue), args=self.args(queue), client=connection)
         return renewed == 1
 
     def _acquire_one(self, queue: str) -> None:

@@ -20,6 +20,7 @@ from rq.registry import StartedJobRegistry
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
 from stoker_worker.rq_worker.identity import NAME_PREFIX
+from stoker_worker.rq_worker.job_ids import raw, text
 from stoker_worker.rq_worker.requeue import InFlight
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Recovery:
         found = [replace(orphan, alone=beside[_owner(orphan)] == 1) if _owner(orphan) else orphan for orphan in found]
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:
-                pipeline.hget(Job.key_for(orphan.job_id), "enqueued_at")
+                pipeline.hget(raw(Job.key_for(orphan.job_id)), "enqueued_at")
             # A key that is no hash is one job nobody can run, not a failure of the recovery.
             replies = [reply if isinstance(reply, bytes) else b"" for reply in pipeline.execute(raise_on_error=False)]
         enqueued_at = dict(zip((orphan.job_id for orphan in found), replies, strict=True))
@@ -89,7 +90,7 @@ class Recovery:
         running = {execution.job_id for execution in executions}
         intermediate = IntermediateQueue(Queue(queue_name, connection=self._connection).key, self._connection)
         for entry in cast(list[bytes], self._connection.lrange(intermediate.key, 0, -1)):
-            if entry.isascii() and (job_id := entry.decode()) not in running:
+            if (job_id := text(entry)) not in running:
                 yield InFlight(job_id, queue_name, None)
 
 

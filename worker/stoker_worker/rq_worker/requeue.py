@@ -11,30 +11,49 @@ from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
-from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, LEASE_KEY
+from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, LEASE_KEY
+from stoker_worker.rq_worker.job_ids import raw
+from stoker_worker.rq_worker.json_job import DELIVERY
 from stoker_worker.rq_worker.lease import Lease
 
-Outcome = Literal["requeued", "ended"]
+Outcome = Literal["requeued", "stands", "ended"]
 
 # Only a job's first loss can be one among others: from then on it runs alone.
 # Nothing is written by a worker that lost its lease: what it has in flight is the new holder's to put back. And nothing
 # is written unless the job still stands where a claimed or started job stands, so doing this twice, or after
 # the job was finished, canceled or deleted by somebody else, changes nothing.
-_REQUEUE = """
+_REQUEUE = (
+    DELIVERY
+    + """
 if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
 local queue, intermediate, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local claimed = redis.call('LREM', intermediate, 1, job_id)
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
-if claimed == 0 and not started then return 'ended' end
 local status = redis.pcall('HGET', job, 'status') -- of a key that is no hash: an error, which is no status
+if claimed == 0 and not started then
+  return status == 'queued' and redis.call('LPOS', queue, job_id) and 'stands' or 'ended'
+end
 local runs = status == 'started' or status == 'queued'
+if started and status == 'queued' then -- its id was enqueued again while it ran
+  local named = ARGV[7] .. (redis.call('HGET', job, 'origin') or '')
+  local stands = redis.call('LPOS', named, job_id)
+  local ran = redis.call('HGET', KEYS[5], ARGV[8])
+  if stands and ran and ran ~= delivery(job) then
+    runs = false -- another delivery, which has a place of its own
+    redis.call('HDEL', job, ARGV[5], ARGV[10])
+  else
+    redis.call('LREM', named, 0, job_id)
+    redis.call('LREM', queue, 0, job_id)
+    redis.call('HSET', job, 'origin', ARGV[9])
+  end
+end
 local function count(field)
   local n = (tonumber(redis.call('HGET', job, field)) or 0) + 1
   redis.call('HSET', job, field, n)
   return n
 end
-if runs and started and counts == '1' and (count(ARGV[5]) > 1 or ARGV[8] == '1') then count(ARGV[7]) end
+if runs and started and counts == '1' and (count(ARGV[5]) > 1 or ARGV[11] == '1') then count(ARGV[10]) end
 if started then
   redis.call('ZREM', wip, member)
   redis.call('DEL', KEYS[5])
@@ -47,6 +66,7 @@ redis.call('HDEL', job, 'worker_name')
 redis.call('LPUSH', queue, job_id)
 return 'requeued'
 """
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,8 @@ class Requeue:
     def __call__(self, lost: InFlight, *, counts_as_attempt: bool) -> Outcome:
         """
         Returns:
-            ``requeued``, or ``ended`` when there was nothing to put back, or the queue is not ours any more.
+            ``requeued``; ``stands`` when the job waits in its queue already, as after a lost reply; ``ended`` when
+            there was nothing to put back, or the queue is not ours any more.
         """
         outcome: Outcome = self._run(lost, self._connection, counts_as_attempt=counts_as_attempt).decode()
         return outcome
@@ -99,23 +120,26 @@ class Requeue:
         queue_key = Queue(lost.queue, connection=self._connection).key
         execution = lost.execution
         member = execution.composite_key if execution else ""
-        keys = [
+        keys: list[str | bytes] = [
             queue_key,
             IntermediateQueue.get_intermediate_queue_key(queue_key),
             StartedJobRegistry(lost.queue, connection=self._connection).key,
-            Job.key_for(lost.job_id),
+            raw(Job.key_for(lost.job_id)),
             execution.key if execution else "",
-            ExecutionRegistry(lost.job_id, connection=self._connection).key,
+            raw(ExecutionRegistry(lost.job_id, connection=self._connection).key),
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
             LEASE_KEY.format(queue=lost.queue),
         ]
-        args = [
-            lost.job_id,
+        args: list[str | bytes | int] = [
+            raw(lost.job_id),
             member,
             execution.id if execution else "",
             int(counts_as_attempt),
             FIELD_ATTEMPTS,
             self._lease.held_value(lost.queue),
+            Queue.redis_queue_namespace_prefix,
+            FIELD_DELIVERY,
+            lost.queue,
             FIELD_LOST_ALONE,
             int(lost.alone),
         ]

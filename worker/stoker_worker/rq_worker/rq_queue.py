@@ -1,17 +1,17 @@
 """The queue adapter, `QueuePort` in RQ's terms: which jobs this worker has taken out of its queues.
 
 Owns that list, and what is asked about its jobs. Does not decide what to claim or when (admission), and does not know
-what a job computes. Claiming, watching and recovery run on the inbox thread, ending on the finaliser thread; the one
-lock keeps a heartbeat from writing to an execution that is just being ended.
+what a job computes. Claiming, watching and recovery run on the inbox thread, ending on the finaliser threads. No lock
+is held while Redis is asked: what is just being ended is noted, so that heartbeat and recovery leave it alone.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.job import JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
@@ -20,13 +20,17 @@ from stoker_shared.errors import RequestError
 from stoker_shared.wire import FIELD_TOKENS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
+from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
+from stoker_worker.rq_worker.behind_runs import BehindRuns
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.housekeeping import Housekeeping
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.lease import Lease
+from stoker_worker.rq_worker.ownership import Ownership
+from stoker_worker.rq_worker.pulse import Pulse
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
 from stoker_worker.rq_worker.starter import JobStarter
@@ -45,18 +49,23 @@ _PROGRESS = (
 class RqQueue:
     """Every job this worker has taken out of its queues."""
 
-    def __init__(self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks) -> None:
+    def __init__(
+        self, connection: Redis, identity: RqIdentity, lease: Lease, callbacks: Callbacks, pulse: Pulse
+    ) -> None:
         self._connection = connection
         self._identity = identity
+        self._pulse = pulse
         self._lease = lease
         self._queues = identity.queue_names()
         self._backlogs = {name: Backlog(connection, name) for name in self._queues}
         self._callbacks = callbacks
         self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
-        self._ender = JobEnder(connection, identity, lease)
+        self._ownership = Ownership(connection, lease, worker_name=identity.name)
+        self._aftermath = Aftermath(connection, self._queues)
+        self._ender = JobEnder(connection, identity, self._ownership, self._aftermath)
         self._recovery = Recovery(connection, self._queues, worker_name=identity.name)
         self._requeue = Requeue(connection, lease)
-        self._housekeeping = Housekeeping(connection, self._queues, lease, name=identity.name)
+        self._housekeeping = Housekeeping(connection, self._queues, lease, self._aftermath, name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
         self._suspect_since: float | None = None
@@ -65,7 +74,8 @@ class RqQueue:
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
-        self._ending = threading.RLock()
+        self._ending: set[str] = set()  # executions
+        self._behind_runs = BehindRuns(connection, self._ownership, self._requeue, self._starter, self._in_flight)
         identity.on_stop_job = self._ask_stop
 
     # --- inbox thread ---
@@ -129,14 +139,14 @@ class RqQueue:
         return any(backlog.suspect_still_waits() for backlog in self._backlogs.values())
 
     def _claim_from(self, name: str, room: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        busy = busy_agents | {job.request.agent_id for job in claimed}
+        busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
         for job_id in self._backlogs[name].claim(room, busy, self._lease.held_value(name)):
             self._start(name, job_id, busy, claimed)
-            busy |= {job.request.agent_id for job in claimed[-1:]}
+            busy |= {job.request.agent_id for job in claimed[-1:]} | self._behind_runs.agents()
 
     def _start(self, name: str, job_id: str, busy: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        if job_id in self._in_flight:  # an id that stood in the queue twice
-            self._starter.drop_id(name, job_id)
+        if (running := self._in_flight.get(job_id)) is not None:
+            self._behind_runs.put(name, running)
             return
         job = self._starter.start(name, job_id)
         if job is None:
@@ -169,24 +179,27 @@ class RqQueue:
         return [
             job
             for job, status in zip(jobs, statuses, strict=True)
-            if status != started or job.job_id in self._stop_asked
+            if job.job_id in self._stop_asked or (status != started and self._ownership.of(job.handle) != "ours")
         ]
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        with self._ending:
-            if not all(self._lease.is_ours(name) for name in self._queues):
-                return 0
-        own = frozenset(job.handle.execution.id for job in list(self._in_flight.values()))
+        if not all(self._lease.is_ours(name) for name in self._queues):
+            return 0
+        # In this order: what is being ended stands in both until it is over.
+        own = frozenset(job.handle.execution.id for job in list(self._in_flight.values())) | self._ending
         orphans = self._recovery.orphans(own)
         recovered = self._requeue.all(orphans)
         for lost in orphans:
             if lost.execution is not None:
                 self._identity.executions.pop(lost.execution.id, None)
         self._recovery.forget_dead_workers()
+        self._aftermath.catch_up(leave=self._ending)
         return recovered
 
     def is_empty(self) -> bool:
+        if self._in_doubt:  # what the last claim left stands in no queue
+            return False
         return all(Queue(name, connection=self._connection).count == 0 for name in self._queues)
 
     def tidy(self) -> bool:
@@ -200,57 +213,57 @@ class RqQueue:
 
     def beat(self) -> bool:
         """Refresh worker, executions and lease; ``False`` when the lease is somebody else's: we are deposed."""
-        with self._ending:  # a transaction that ends a job watches the lease
-            if not self._lease.renew():
-                return False
-        self._identity.beat()
+        if not self._pulse.beat():
+            return False
         for job in list(self._in_flight.values()):
-            with self._ending:
-                if self._in_flight.get(job.job_id) is job:  # not over, and not claimed anew since
-                    self._identity.beat_execution(job.handle.job, job.handle.execution)
+            if job.handle.execution.id not in self._ending:  # each beat undoes a transaction that is on its way
+                self._pulse.beat_execution(job.handle)
         return True
 
     # --- finaliser thread ---
 
     def owns(self, job: ClaimedJob) -> bool:
-        return self._ender.owns(job.handle)
+        return self._ownership.of(job.handle) == "ours"
 
     def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
-        with self._ending:
-            self._ender.finish(job.handle, result)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        self._ender.finish(job.handle, result)
+        self._forget(job)
         self._callbacks.succeeded(job.handle.job, result)
 
     def fail(
         self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
     ) -> None:
-        with self._ending:
-            self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
+        self._forget(job)
         self._callbacks.failed(job.handle.job, error)
 
     def stopped(self, job: ClaimedJob) -> None:
-        with self._ending:
-            was_stopped = self._ender.stop(job.handle)
-            self._forget(job)
+        self._ending.add(job.handle.execution.id)
+        was_stopped = self._ender.stop(job.handle)
+        self._forget(job)
         if was_stopped:
             self._callbacks.stopped(job.handle.job)
 
     def drop(self, job: ClaimedJob) -> None:
-        with self._ending:
+        try:
+            self._ownership.let_go(job.handle)
+        finally:
             self._forget(job)
-            self._ender.clean_up(job.handle)
 
     def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool, alone: bool = False) -> int:
         given_back = 0
         for job in reversed(jobs):  # each goes to the very front, so the first has to go last
-            with self._ending:
-                self._forget(job)  # whatever comes: recovery leaves alone what stands here
+            self._ending.add(job.handle.execution.id)
+            try:
                 lost = InFlight(job.job_id, job.queue, job.handle.execution, alone=alone)
-                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "requeued":
-                    given_back += 1
+                if self._requeue(lost, counts_as_attempt=counts_as_attempt) == "ended":
+                    self._ownership.let_go(job.handle)
                 else:
-                    self._ender.clean_up(job.handle)
+                    given_back += 1
+            finally:
+                self._forget(job)  # whatever comes: recovery takes up what could not be given back
         return given_back
 
     # --- steps ---
@@ -262,8 +275,17 @@ class RqQueue:
             self._stop_asked.add(job_id)
 
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
-        with self._ending:
-            self._ender.fail(handle, error)
+        self._ending.add(handle.execution.id)
+        try:
+            for tries_left in (2, 1, 0):  # nobody else tries again when a connection broke
+                try:
+                    self._ender.fail(handle, error)
+                    break
+                except RedisError:
+                    if not tries_left:
+                        raise
+        finally:
+            self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
 
     def _suspect_runs(self) -> bool:
@@ -273,3 +295,4 @@ class RqQueue:
         self._in_flight.pop(job.job_id, None)
         self._stop_asked.discard(job.job_id)
         self._identity.executions.pop(job.handle.execution.id, None)
+        self._ending.discard(job.handle.execution.id)

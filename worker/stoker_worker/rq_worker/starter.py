@@ -5,9 +5,9 @@ Owns the count of jobs started. Whatever a stranger wrote into Redis costs that 
 
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Container
+from contextlib import suppress
 from typing import Final, cast
 
 from redis import Redis
@@ -15,36 +15,51 @@ from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from rq.exceptions import NoSuchJobError
 from rq.intermediate_queue import IntermediateQueue
-from rq.job import Job, JobStatus
+from rq.job import JobStatus
 from rq.queue import Queue
+from rq.registry import DeferredJobRegistry, ScheduledJobRegistry
 
-from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError
+from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.ports import ClaimedJob, Delivery
+from stoker_worker.rq_worker.foreign_ids import ForeignIds
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
-from stoker_worker.rq_worker.json_job import JsonJob
+from stoker_worker.rq_worker.job_ids import is_rqs, raw
+from stoker_worker.rq_worker.json_job import DELIVERY, JsonJob
 from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 log = logging.getLogger(__name__)
 
-_RQ_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]+")
+_REGISTRIES: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
-# Still claimed by us; -1 for a job that was withdrawn since it was read.
+_READS: Final = 10
+
+# Still claimed by us; -1 for a job that was withdrawn since it was read, or that waits elsewhere: its id was enqueued
+# beside that. -2 for one that was enqueued anew since it was read.
 _MAY_START = (
     HOLDS
+    + DELIVERY
     + """
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-if not redis.call('LPOS', KEYS[3], ARGV[4]) then return 0 end
-local status = redis.call('HGET', KEYS[4], 'status')
-for i = 5, #ARGV do
+local job, job_id, stamp = KEYS[4], ARGV[4], ARGV[5]
+if not redis.call('LPOS', KEYS[3], job_id) then return 0 end
+local status = redis.call('HGET', job, 'status')
+for i = 6, #ARGV do
   if status == ARGV[i] then return -1 end
 end
-return redis.call('EXISTS', KEYS[4]) == 1 and 1 or -1
+if redis.call('EXISTS', job) == 0 then return -1 end
+if status == 'scheduled' and redis.call('ZSCORE', KEYS[5], job_id) then return -1 end
+if status == 'deferred' and redis.call('ZSCORE', KEYS[6], job_id) then return -1 end
+return (stamp == '' or stamp == delivery(job)) and 1 or -2
 """
 )
+
+
+class _EnqueuedAnew(Exception):
+    """Another delivery stands under the id since it was read."""
 
 
 class JobStarter:
@@ -70,6 +85,7 @@ class JobStarter:
         self._lease = lease
         self._refuse = refuse
         self._may_start = connection.register_script(_MAY_START)
+        self._foreign_ids = ForeignIds(connection, lease)
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
@@ -78,6 +94,15 @@ class JobStarter:
         Raises:
             RedisError: the server went away in between; recovery finds what was begun.
         """
+        if not is_rqs(job_id):
+            self._foreign_ids.fail(queue_name, job_id)
+            return None
+        for _ in range(_READS):
+            with suppress(_EnqueuedAnew):
+                return self._start(queue_name, job_id)
+        raise RedisUnavailable(f"job {job_id} is enqueued anew all the time")  # put back, and tried again
+
+    def _start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
         try:
             rq_job, broken = self._read(job_id)
         except ResponseError as error:  # the key is no hash
@@ -89,7 +114,7 @@ class JobStarter:
             return None
         rq_job.origin = queue_name
         try:
-            execution = self._identity.begin(rq_job, lambda pipeline: self._check(pipeline, queue_name, job_id))
+            execution = self._identity.begin(rq_job, lambda pipeline: self._check(pipeline, queue_name, rq_job))
         except NoSuchJobError:
             self.drop_id(queue_name, job_id)
             return None
@@ -110,32 +135,33 @@ class JobStarter:
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id behind which there is nothing to run."""
         key = self._intermediate_key(queue_name)
-        self._connection.lrem(key, 1, job_id.encode(errors="surrogateescape"))  # type: ignore[arg-type]
+        self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
 
-    def _check(self, pipeline: Pipeline, queue_name: str, job_id: str) -> None:
+    def _check(self, pipeline: Pipeline, queue_name: str, rq_job: JsonJob) -> None:
         """Watch what says that the claim is ours, then look: whoever takes over from here on, or withdraws the job,
         undoes the transaction.
 
         Without it a worker that slept since its claim would start a job again that another has finished meanwhile, and
         a job that was canceled just now would stand as started and as canceled.
         """
-        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name), Job.key_for(job_id)]
-        pipeline.watch(*keys)  # type: ignore[no-untyped-call]
+        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name), rq_job.key]
+        pipeline.watch(*keys[1:])  # type: ignore[no-untyped-call]  # the lease is renewed every second
         over = [status.value for status in _OVER]
-        may_start: int = self._may_start(keys=keys, args=[*self._lease.args(queue_name), job_id, *over])
+        waits = [registry(queue_name, connection=self._connection).key for registry in _REGISTRIES]
+        args = [*self._lease.args(queue_name), rq_job.id, rq_job.stamp, *over]
+        may_start: int = self._may_start(keys=[*keys, *waits], args=args)
+        if may_start == -2:
+            raise _EnqueuedAnew
         if may_start < 0:
             raise NoSuchJobError
         if may_start == 0:
-            raise OwnershipLost(f"job {job_id} is no longer claimed by this worker")
+            raise OwnershipLost(f"job {rq_job.id} is no longer claimed by this worker")
 
     def _intermediate_key(self, queue_name: str) -> str:
         return IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
 
     def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
         """The job, and why it cannot be read, if so; no job when there is none (any more)."""
-        if not _RQ_JOB_ID.fullmatch(job_id):
-            log.error("%r is not an id RQ allows; it is dropped", job_id)
-            return None, None
         try:
             return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection)), None
         except NoSuchJobError:  # its time to live in the queue has passed
@@ -155,7 +181,7 @@ def _claimed(handle: RqHandle, request: GenerationRequest, claim_number: int) ->
         job_id=rq_job.id,
         queue=rq_job.origin,
         request=request,
-        delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left),
+        delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left, rq_job.digest()),
         attempt=rq_job.deaths + 1,
         lost_alone=rq_job.lost_alone,
         enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,

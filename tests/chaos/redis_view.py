@@ -1,0 +1,60 @@
+"""What stands in Redis while a chaos run goes on, read by a connection of its own that nothing is lost on."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from redis import Redis
+from tests.chaos.plan import QUEUES
+
+from stoker_shared.wire import FIELD_LOST_ALONE
+
+
+class RedisView:
+    def __init__(self, connection: Redis) -> None:
+        self.connection = connection
+
+    def left(self) -> list[str]:
+        """What has not ended, at one instant. A deferred job that nobody will run is not among it."""
+        zsets = [f"rq:{kind}:{queue}" for queue in QUEUES for kind in ("wip", "scheduled", "ready")]
+        lists = [f"rq:queue:{queue}{part}" for queue in QUEUES for part in (":intermediate", "")]
+        with self.connection.pipeline(transaction=True) as pipeline:
+            for key in zsets:
+                pipeline.zrange(key, 0, -1)
+            for key in lists:
+                pipeline.lrange(key, 0, -1)
+            replies = pipeline.execute()
+        return [
+            f"{entry.decode()} in {key}" for key, found in zip(zsets + lists, replies, strict=True) for entry in found
+        ]
+
+    def started(self) -> list[tuple[str, str]]:
+        """Job ids with their workers' names."""
+        keys = [key for queue in QUEUES for key in self.connection.zrange(f"rq:wip:{queue}", 0, -1)]
+        owners = [self.connection.hget(b"rq:execution:" + key, "worker_name") or b"" for key in keys]
+        return [(key.decode().split(":")[0], owner.decode()) for key, owner in zip(keys, owners, strict=True)]
+
+    def in_flight(self, worker_name: str | None) -> list[str]:
+        return [job_id for job_id, owner in self.started() if owner == worker_name]
+
+    def lost_alone(self, job_id: str) -> int:
+        """How many workers the job has lost while nothing ran beside it, as its hash counts them."""
+        return int(self.connection.hget(f"rq:job:{job_id}", FIELD_LOST_ALONE) or 0)
+
+    def states(self, job_ids: Iterable[str]) -> list[str | None]:
+        found = [self.connection.hget(f"rq:job:{job_id}", "status") for job_id in job_ids]
+        return [state and state.decode() for state in found]
+
+    def results_of(self, worker_name: str | None, job_ids: Iterable[str]) -> Counter[str]:
+        """How many results of each job are that worker's."""
+        job_ids = list(job_ids)
+        with self.connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.xrange(f"rq:results:{job_id}")
+            streams = pipeline.execute()
+        name = (worker_name or "").encode()
+        return Counter(
+            job_id
+            for job_id, stream in zip(job_ids, streams, strict=True)
+            for _, entry in stream
+            if entry[b"worker_name"] == name
+        )

@@ -1,0 +1,96 @@
+"""Under a running worker an id is enqueued again while its job runs: it ends, once, and in its agent's order."""
+
+import time
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.worker_process import running_worker
+
+from stoker_shared.wire import TASK_PATH
+
+pytestmark = pytest.mark.server
+
+ENDED = (b"finished", b"failed", b"stopped", b"canceled")
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def worker(redis_url, tmp_path):
+    with running_worker(redis_url, tmp_path / "store", "--scripted-steps-per-s", "50") as worker:
+        yield worker.wait_until_ready()
+
+
+@pytest.fixture
+def enqueue(connection):
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+
+    def enqueue(job_id, prompt, agent="a", *, timeout=60):
+        request = {"agent_id": agent, "prompt": prompt, "max_tokens": 100_000, "context": "append"}
+        return queue.enqueue_call(TASK_PATH, kwargs={"request": request}, job_id=job_id, timeout=timeout)
+
+    return enqueue
+
+
+@pytest.fixture
+def until(connection, worker):
+    def until(job_id, *states):
+        worker.wait_for(lambda: connection.hget(f"rq:job:{job_id}", "status") in states, 30)  # the audit takes a minute
+
+    return until
+
+
+def texts(connection, job_id):
+    return [result.return_value["text"] for result in Job.fetch(job_id, connection, JSONSerializer).results()]
+
+
+def nothing_is_left(connection):
+    return not (connection.zcard("rq:wip:generate") or list(connection.scan_iter("rq:execution*")))
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_another_delivery_ends_the_run_and_runs_in_its_agents_order(connection, worker, enqueue, until, times):
+    enqueue("job", "an endless one")
+    until("job", b"started")
+    enqueue("next", "say next")
+    for n in range(times):
+        enqueue("job", f"say {n}")
+        time.sleep(0.2)
+    until("job", *ENDED)
+    assert texts(connection, "job") == [str(times - 1)]
+    assert texts(connection, "next") == ["next"]
+    versions = [
+        Job.fetch(name, connection, JSONSerializer).return_value()["cache"]["agent_version"] for name in ("next", "job")
+    ]
+    assert versions == [1, 2]
+    assert nothing_is_left(connection)
+
+
+def test_a_deleted_jobs_id_starts_promptly_for_another_agent(connection, worker, enqueue, until):
+    job = enqueue("job", "an endless one")
+    until("job", b"started")
+    job.delete()
+    enqueue("job", "say new", "b")
+    until("job", *ENDED)
+    assert texts(connection, "job") == ["new"]
+    assert nothing_is_left(connection)
+
+
+def test_a_delivery_sent_again_and_again_is_one_run_with_one_timeout(connection, worker, enqueue, until):
+    job = enqueue("job", "an endless one", timeout=6)
+    until("job", b"started")
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    for _ in range(8):  # well within its timeout
+        queue.enqueue_job(job)
+        time.sleep(0.3)
+    until("job", b"failed")
+    (result,) = Job.fetch("job", connection, JSONSerializer).results()
+    assert result.exc_string.startswith("GenerationTimedOut")
+    assert nothing_is_left(connection)

@@ -1,0 +1,241 @@
+"""Between the worker and Redis replies get lost: in turn that of every transaction and script there is, and many at
+once under a running worker. Order, one result each, dependents and callbacks must come out as if none had been."""
+
+import itertools
+import json
+import signal
+import time
+from collections import defaultdict
+from urllib.parse import urlsplit
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+from rq import Callback, Queue, Retry
+from rq.job import Dependency, Job
+from rq.rate_limit import RateLimit
+from rq.serializers import JSONSerializer
+from tests.lossy_proxy import LossyProxy
+from tests.worker.rq_worker import called_back
+from tests.worker_process import running_worker
+
+from stoker import Producer
+from stoker_shared.errors import GenerationTimedOut, OwnershipLost
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.outage import may_pass
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+MODULE = called_back.__name__
+SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
+REGISTRIES = ("wip", "scheduled", "deferred", "ready")
+CALLBACKS = {"on_success": "succeeded", "on_failure": "failed", "on_stopped": "stopped"}
+ONE_AGENT = {
+    "first": "finished", "second": "failed", "third": "finished", "after-first": "finished", "after-second": "finished",
+}  # fmt: skip
+OTHER_ENDS = {
+    "stopped": "stopped", "canceled": "canceled", "refused": "failed", "given-back": "finished", "one": "finished",
+    "two": "finished",
+}  # fmt: skip
+IN_ORDER = ("first", "second", "third")
+CALLED = {"first": "succeeded", "second": "failed", "stopped": "stopped", "refused": "failed"}
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def proxy(redis_url):
+    with LossyProxy(urlsplit(redis_url).port) as proxy:
+        yield proxy
+
+
+class Round:
+    """One play of several kinds of ends, with the worker's parts called one after the other: the n-th write is the same
+    one in each round. Ids carry the round's number."""
+
+    def __init__(self, queue, connection, number, outcomes):
+        self.queue, self.connection, self.number, self.outcomes = queue, connection, number, outcomes
+        self.plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+        self.running = {}
+        self.starts = []
+        self.given_back = False
+
+    def name(self, job_id):
+        return f"{job_id}-{self.number}"
+
+    def enqueue(self, job_id, agent, **options):
+        request = {"agent_id": agent, "prompt": "x"}
+        self.plain.enqueue(options.pop("func", TASK_PATH), request=request, job_id=self.name(job_id), **options)
+
+    def enqueue_all(self):
+        called = {when: Callback(f"{MODULE}.{name}") for when, name in CALLBACKS.items()}
+        if self.outcomes is ONE_AGENT:
+            self.enqueue("first", "a", **called)
+            self.enqueue("second", "a", retry=Retry(max=1), **called)
+            self.enqueue("third", "a")
+            self.enqueue("after-first", "b", depends_on=self.name("first"))
+            self.enqueue("after-second", "c", depends_on=Dependency(jobs=[self.name("second")], allow_failure=True))
+            return
+        self.enqueue("stopped", "d", **called)
+        self.enqueue("canceled", "e")
+        self.enqueue("refused", "f", func="os.getcwd", **called)
+        self.enqueue("given-back", "g")
+        for job_id, agent in (("one", "h"), ("two", "i")):
+            self.enqueue(job_id, agent, rate_limit=RateLimit(key="narrow", concurrency=1))
+
+    def play(self):
+        self.enqueue_all()
+        for _ in range(20):
+            self.claim()
+            for job in self.when_redis_is_there(lambda: self.queue.withdrawn(list(self.running.values()), {})):
+                self.end(job, self.queue.stopped)
+            for job in list(self.running.values()):
+                self.go_on(job)
+            self.when_redis_is_there(self.queue.tidy)
+            self.when_redis_is_there(self.queue.beat)
+            if not self.running and self.when_redis_is_there(self.queue.is_empty):
+                return
+        raise AssertionError("the jobs do not come to an end")
+
+    def claim(self):
+        busy = frozenset(job.request.agent_id for job in self.running.values())
+        try:
+            claimed = self.queue.claim(8, busy)
+        except RedisError:  # as the inbox
+            self.when_redis_is_there(self.queue.recover)
+            return
+        for job in claimed:
+            assert job.request.agent_id not in busy
+            busy |= {job.request.agent_id}
+            self.running[job.job_id] = job
+            self.starts.append((job.request.agent_id, job.job_id.rpartition("-")[0]))
+
+    def go_on(self, job):
+        what = job.job_id.rpartition("-")[0]
+        if what == "second":
+            self.end(job, lambda job: self.queue.fail(job, GenerationTimedOut("late")))
+        elif what == "stopped":
+            self.queue._ask_stop(job.job_id)
+        elif what == "canceled":
+            Job.fetch(job.job_id, self.connection, JSONSerializer).cancel()
+        elif what == "given-back" and not self.given_back:
+            self.given_back = True
+            self.end(job, lambda job: self.queue.give_back([job], counts_as_attempt=False))
+        else:
+            self.end(job, lambda job: self.queue.finish(job, {"text": what}))
+
+    def end(self, job, how):
+        """As the finaliser."""
+        try:
+            self.when_redis_is_there(lambda: how(job))
+        except OwnershipLost:
+            self.when_redis_is_there(lambda: self.queue.drop(job))
+        del self.running[job.job_id]
+
+    def when_redis_is_there(self, call):
+        for _ in range(5):
+            try:
+                return call()
+            except Exception as error:
+                if not may_pass(error):
+                    raise
+        raise AssertionError("Redis does not come back")
+
+    def check(self):
+        ids = {job_id: self.name(job_id) for job_id in self.outcomes}
+        states = {job_id: self.connection.hget(f"rq:job:{name}", "status").decode() for job_id, name in ids.items()}
+        assert states == self.outcomes
+        results = {job_id: self.connection.xlen(f"rq:results:{name}") for job_id, name in ids.items()}
+        assert results == {job_id: int(job_id != "canceled") for job_id in ids}
+        order = [job_id for agent, job_id in self.starts if agent == "a"]
+        assert [job_id for job_id, _ in itertools.groupby(order)] == [job_id for job_id in ids if job_id in IN_ORDER]
+        # The one that is tried again calls back for each try.
+        called = sorted((CALLED[job_id], name) for job_id, name in ids.items() if job_id in CALLED)
+        assert self.calls(len(called) + ("second" in ids)) == called
+        entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
+        entries += self.connection.lrange("rq:queue:generate", 0, -1)
+        entries += self.connection.lrange("rq:queue:generate:intermediate", 0, -1)
+        for pattern in ("rq:execution*", "rq:worker:*:executions", "stoker:ended:*", "rq:rl:narrow:*"):
+            entries += self.connection.scan_iter(pattern)
+        assert entries == []
+
+    def calls(self, count):
+        """Which callbacks were called; `count` calls are waited for."""
+        end = time.monotonic() + 10
+        while self.connection.llen("called") < count and time.monotonic() < end:
+            time.sleep(0.002)
+        calls = [tuple(json.loads(call)[:2]) for call in self.connection.lrange("called", 0, -1)]
+        self.connection.delete("called")
+        assert len(calls) == count
+        return sorted(set(calls))
+
+
+@pytest.mark.parametrize("in_a_row", [1, 2])
+@pytest.mark.parametrize("outcomes", [ONE_AGENT, OTHER_ENDS], ids=["one agent", "other ends"])
+def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy, outcomes, in_a_row):
+    """Also that of the next one, which mostly is the look at what became of the first."""
+    settings = read_settings({"redis_url": proxy.url, "allow_callbacks": MODULE})
+    with open_queue(settings, proxy.url) as opened:
+        for number in itertools.count():
+            round_ = Round(opened.rq_queue, connection, number, outcomes)
+            proxy.lost.clear()
+            proxy.lose(from_write(number), in_a_row)
+            try:
+                round_.play()
+                round_.check()
+            except Exception as error:
+                raise AssertionError(f"write {number}, {proxy.lost}: {error}") from error
+            if not proxy.lost:  # there are no more
+                break
+    assert number > 30
+
+
+def from_write(number):
+    counter = itertools.count()
+    return lambda exchange: exchange.is_write and next(counter) >= number
+
+
+def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lost(redis_url, proxy, tmp_path):
+    """And its lease: a worker that lost that would leave."""
+    counter = itertools.count(1)
+    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
+        worker.wait_until_ready()
+        proxy.lose(lambda exchange: exchange.is_write and next(counter) % 7 == 0, times=20)
+        tickets = defaultdict(list)
+        for turn in range(4):
+            for agent in "abc":
+                prompt = f"say {agent}{turn}."
+                tickets[agent].append(producer.submit(agent_id=agent, prompt=prompt, context="append", max_tokens=8))
+        results = {agent: [ticket.result(timeout_s=60) for ticket in of_agent] for agent, of_agent in tickets.items()}
+        connection = Redis.from_url(redis_url)
+        streams = [connection.xlen(f"rq:results:{ticket.job_id}") for ticket in itertools.chain(*tickets.values())]
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    assert len(proxy.lost) > 10
+    assert streams == [1] * 12
+    for of_agent in results.values():
+        assert [result.cache.agent_version for result in of_agent] == [1, 2, 3, 4]
+        assert {result.attempt for result in of_agent} == {1}
+
+
+def test_a_worker_keeps_its_lease_while_the_reply_to_an_end_hangs(redis_url, connection, proxy, tmp_path):
+    """For longer than the lease lasts; it goes on with other jobs meanwhile."""
+    with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
+        worker.wait_until_ready()
+        proxy.hold_back(lambda exchange: exchange.is_transaction and exchange.holds("rq:finished:generate"), 3)
+        slow = producer.submit(agent_id="a", prompt="say slow")
+        worker.wait_for(lambda: slow.status().state == "finished")
+        start = time.monotonic()
+        others = [producer.submit(agent_id=agent, prompt="say x") for agent in "bcd"]
+        while time.monotonic() < start + 2.5:
+            assert connection.exists("stoker:lease:generate")
+            time.sleep(0.05)
+        assert {ticket.status().state for ticket in others} == {"finished"}
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0

@@ -1,0 +1,225 @@
+"""The proof at load: right models keep their batch, wrong ones get the widest mode that is right, and both are told."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+from tests.worker.engine.layouts import Layout
+from tests.worker.engine.tiny_models import CONFIGS
+
+from stoker_worker.serving_mode import WIDEST, Rows, ServingMode
+
+pytestmark = pytest.mark.mlx
+
+
+def proof_of(layout, max_batch=8):
+    from stoker_worker.engine.proof import prove
+
+    return prove(layout.model, layout.loaded, max_batch=max_batch)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_is_right_in_a_batch_is_batched(name):
+    verdict = proof_of(Layout(name))
+    assert (verdict.mode, verdict.why) == (WIDEST, ())
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_a_narrow_worker_proves_what_it_runs(max_batch):
+    assert proof_of(Layout("gemma3_text"), max_batch).mode == WIDEST
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+def test_rounding_is_no_fault(name, dtype):
+    import mlx.core as mx
+
+    from stoker_worker.cache_spec import ModelCacheSpec
+
+    layout = Layout(name)
+    layout.model.set_dtype(getattr(mx, dtype))
+    layout.loaded = replace(layout.loaded, spec=ModelCacheSpec.from_model(layout.model))
+    assert proof_of(layout).mode == WIDEST
+
+
+def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
+    verdict = proof_of(Layout("llama4"))
+    assert verdict.mode == ServingMode(Rows.ALONE, memory=False)
+    assert "one batch" in verdict.why[0]
+
+
+def break_when(layout, monkeypatch, is_wrong):
+    """Make the model's answers wrong (or raise what `is_wrong` raises) in passes that it picks by (batch, tokens)."""
+    model = type(layout.model)
+    right = model.__call__
+
+    def call(self, inputs, *args, **options):
+        logits = right(self, inputs, *args, **options)
+        return logits * 0.7 if is_wrong(*inputs.shape) else logits
+
+    monkeypatch.setattr(model, "__call__", call)
+
+
+def test_rows_that_are_wrong_when_prefilled_together_are_prefilled_one_by_one(monkeypatch):
+    layout = Layout("llama")
+    noise = NoisePrefill(layout, monkeypatch)
+    verdict = proof_of(layout)
+    assert noise.made
+    assert verdict.mode == ServingMode(Rows.SINGLE_PREFILL)
+    assert str(Rows.BATCHED) in verdict.why[0]
+
+
+class NoisePrefill:
+    """Prefill of several rows at once writes a wrong cache, as recurrent layers do that take padding for text."""
+
+    def __init__(self, layout, monkeypatch):
+        self.made = 0
+        attention = type(layout.model.model.layers[0].self_attn)
+        right = attention.__call__
+
+        def call(attention, x, mask=None, cache=None):
+            rows, tokens, _ = x.shape
+            if rows > 1 and tokens > 1:
+                self.made += 1
+                x = x[:, ::-1]
+            return right(attention, x, mask, cache)
+
+        monkeypatch.setattr(attention, "__call__", call)
+
+
+def test_rows_that_are_wrong_at_one_width_run_one_at_a_time(monkeypatch):
+    layout = Layout("llama")  # with two KV heads
+    break_when(layout, monkeypatch, lambda rows, tokens: rows == 2)
+    verdict = proof_of(layout)
+    assert verdict.mode == ServingMode(Rows.ALONE)
+
+
+def test_rows_that_raise_together_run_one_at_a_time(monkeypatch):
+    def is_wrong(rows, tokens):
+        if rows > 1:
+            raise ValueError("shapes do not fit")
+        return False
+
+    layout = Layout("llama")
+    break_when(layout, monkeypatch, is_wrong)
+    verdict = proof_of(layout)
+    assert verdict.mode == ServingMode(Rows.ALONE)
+    assert "ValueError: shapes do not fit" in verdict.why[0]
+
+
+def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
+    from stoker_worker.engine import arrays
+
+    right = arrays._to_mlx
+    monkeypatch.setattr(arrays, "_to_mlx", lambda array, dtype: right(array, dtype)[..., ::-1])
+    verdict = proof_of(Layout("llama"))
+    assert verdict.mode == ServingMode(Rows.BATCHED, memory=False)
+    assert "restored" in verdict.why[0]
+
+
+def test_a_model_whose_snapshots_cannot_be_taken_keeps_its_batch_and_has_no_memory(monkeypatch):
+    from stoker_worker.engine import batch_engine
+
+    def refuse(*args):
+        raise ValueError("a window of an odd shape")
+
+    monkeypatch.setattr(batch_engine, "take_snapshot", refuse)
+    verdict = proof_of(Layout("gemma3_text"))
+    assert verdict.mode == ServingMode(Rows.BATCHED, memory=False)
+    assert "a window of an odd shape" in verdict.why[0]
+
+
+def test_a_model_that_depends_on_its_cuts_is_served_as_mlx_lm_does_it(monkeypatch):
+    layout = Layout("llama")
+    break_when(layout, monkeypatch, lambda rows, tokens: tokens in range(2, 20))
+    assert proof_of(layout).mode == ServingMode(Rows.WHOLE, memory=False)
+
+
+# --- what is remembered, and what is said ---
+
+
+@pytest.fixture
+def verdicts(tmp_path):
+    from stoker_worker.engine.proof import Verdict
+    from stoker_worker.engine.verdicts import Verdicts
+
+    class Counted:
+        proofs = 0
+        memo = tmp_path / "model-proofs.json"
+
+        def of(self, fingerprint="f", max_batch=8, device="cpu"):
+            def prove():
+                self.proofs += 1
+                return Verdict(ServingMode(Rows.SINGLE_PREFILL), ("batched: wrong",), 2.0)
+
+            return Verdicts(self.memo).of(fingerprint, max_batch=max_batch, device=device, prove=prove)
+
+    return Counted()
+
+
+def test_only_the_first_start_proves(verdicts):
+    first, second = verdicts.of(), verdicts.of()
+    assert verdicts.proofs == 1
+    assert (first.mode, first.why) == (second.mode, second.why)
+
+
+@pytest.mark.parametrize("changed", [{"fingerprint": "g"}, {"max_batch": 4}, {"device": "gpu"}])
+def test_another_model_batch_or_device_is_proved_for_itself(verdicts, changed):
+    verdicts.of()
+    verdicts.of(**changed)
+    assert verdicts.proofs == 2
+
+
+def test_another_version_is_proved_for_itself(verdicts, monkeypatch):
+    from stoker_worker.engine import verdicts as module
+
+    verdicts.of()
+    monkeypatch.setattr(module, "version", lambda name: "99")
+    verdicts.of()
+    assert verdicts.proofs == 2
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{", '{"KEY": {"rows": "WIDER", "memory": true, "why": []}}', '{"KEY": 3}']
+)
+def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, damage):
+    verdicts.of()
+    (key,) = json.loads(verdicts.memo.read_text())
+    verdicts.memo.write_text(damage.replace("KEY", key))
+    assert verdicts.of().mode == ServingMode(Rows.SINGLE_PREFILL)
+    assert verdicts.proofs == 2
+
+
+def test_a_cache_made_in_another_mode_is_another_models():
+    from stoker_worker.engine.fingerprint import in_mode
+
+    modes = [WIDEST, ServingMode(Rows.SINGLE_PREFILL), ServingMode(proved=False), ServingMode(memory=False)]
+    assert len({in_mode("f", mode) for mode in modes}) == 4
+
+
+def test_to_skip_the_proof_is_loud_and_part_of_the_identity(tmp_path, caplog):
+    from stoker_worker.engine.build import MlxProvider
+    from stoker_worker.settings import read_settings
+
+    layout = Layout("llama")
+    settings = read_settings({"store": tmp_path, "model": "m", "skip_proof": True})
+    with caplog.at_level(logging.WARNING):
+        mode = MlxProvider(settings)._mode(layout.model, layout.loaded, 0.0)
+    assert mode == ServingMode(proved=False)
+    assert "NOT PROVED" in caplog.text
+
+
+def test_the_worker_tells_the_mode_and_why(tmp_path, caplog, monkeypatch):
+    from stoker_worker.engine.build import MlxProvider
+    from stoker_worker.settings import read_settings
+
+    layout = Layout("llama")
+    NoisePrefill(layout, monkeypatch)
+    provider = MlxProvider(read_settings({"store": tmp_path, "model": "m"}))
+    for _ in range(2):  # the second time from what is remembered
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            mode = provider._mode(layout.model, layout.loaded, 0.0)
+        assert mode == ServingMode(Rows.SINGLE_PREFILL)
+        assert "prefilled one by one (batched: a row of" in caplog.text

@@ -1,0 +1,281 @@
+"""An id that is enqueued again while its job runs: the same delivery sent twice goes on, another one takes its turn."""
+
+from datetime import timedelta
+
+import pytest
+from rq.job import Job
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+from tests.worker.rq_worker.looking import places
+
+from stoker_shared.errors import OwnershipLost
+from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+@pytest.fixture
+def enqueue(plain):
+    def enqueue(job_id, agent="a", prompt="x"):
+        request = {"agent_id": agent, "prompt": prompt}
+        return plain.enqueue_call(TASK_PATH, kwargs={"request": request}, job_id=job_id, timeout=60)
+
+    return enqueue
+
+
+@pytest.fixture
+def send_again(connection):
+    """A producer's own keys, with the id pushed once more: a transaction that a client sent twice."""
+
+    def send(job_id, **changed):
+        key = f"rq:job:{job_id}"
+        fields = dict.fromkeys(("worker_name", "started_at", "ended_at"), "") | {"status": "queued"} | changed
+        connection.hset(key, mapping=fields)
+        connection.rpush("rq:queue:generate", job_id)
+
+    return send
+
+
+def claim(queue, busy=()):
+    return queue.claim(8, frozenset(busy))
+
+
+def claims_nothing(queue):
+    """Nor any id that was pushed more than once."""
+    for _ in range(5):
+        queue._backlogs["generate"]._may_start_over.make_due()
+        assert claim(queue) == []
+    return queue.is_empty()
+
+
+def nothing_is_left(connection, job_id):
+    left = [*connection.scan_iter(f"rq:execution*:{job_id}*"), *connection.scan_iter("rq:worker:*:executions")]
+    return left + list(connection.scan_iter("stoker:ended:*")) == [] and places(connection, job_id) == ["finished"]
+
+
+def results(connection, job_id):
+    return [result.return_value for result in Job.fetch(job_id, connection, JSONSerializer).results()]
+
+
+def resend(connection, plain, send_again, how):
+    if how == "raw":
+        send_again("job")
+    elif how == "save":  # an enqueuer that notes something of its own
+        job = Job.fetch("job", connection, JSONSerializer)
+        job._status = "queued"
+        job.save()
+    else:
+        plain.enqueue_job(Job.fetch("job", connection, JSONSerializer))
+
+
+@pytest.mark.parametrize("how", ["raw", "enqueue_job", "save"])
+@pytest.mark.parametrize("seen_by", ["watch", "end"])
+def test_a_delivery_sent_twice_runs_once_and_stands_as_running(
+    connection, plain, queue, enqueue, send_again, how, seen_by
+):
+    enqueue("job")
+    enqueue("next")
+    (job,) = claim(queue)
+    for _ in range(3):
+        resend(connection, plain, send_again, how)
+        if seen_by == "watch":
+            assert queue.withdrawn([job], {}) == []
+            assert connection.hget("rq:job:job", "status") == b"started"
+            assert places(connection, "job") == ["wip"]
+            assert claim(queue, {"a"}) == []
+    queue.finish(job, RESULT)
+    assert results(connection, "job") == [RESULT]
+    assert [job.job_id for job in claim(queue)] == ["next"]
+    assert places(connection, "next") == ["wip"]
+    queue.recover()
+    assert places(connection, "job") == ["finished"]
+
+
+@pytest.mark.parametrize("how", ["enqueue_call", "raw"])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("seen_by", ["watch", "end", "recovery"])
+def test_another_delivery_takes_the_place_of_the_run_and_runs_once_in_its_agents_order(
+    connection, queue, enqueue, send_again, how, times, seen_by
+):
+    enqueue("job", prompt="old")
+    enqueue("next")
+    (old,) = claim(queue)
+    connection.hset("rq:job:job", FIELD_ATTEMPTS, 2)
+    for n in range(times):
+        if how == "raw":
+            other = enqueue("other", prompt=f"new {n}")
+            send_again("job", data=connection.hget("rq:job:other", "data"), created_at="2026-01-01T00:00:00Z")
+            other.delete()
+        else:
+            enqueue("job", prompt=f"new {n}")
+    if seen_by == "watch":
+        assert queue.withdrawn([old], {}) == [old]
+        queue.stopped(old)
+    elif seen_by == "end":
+        with pytest.raises(OwnershipLost):
+            queue.finish(old, RESULT)
+        queue.drop(old)
+    else:
+        queue.recover()
+        assert claim(queue, {"a"}) == []
+        queue.stopped(old)
+    queue.recover()
+    assert not connection.exists("rq:results:job")
+    assert connection.hget("rq:job:job", "status") == b"queued"
+    ran = []
+    for _ in range(2):
+        (job,) = claim(queue)
+        ran.append((job.job_id, job.request.prompt, job.attempt))
+        queue.finish(job, RESULT)
+    assert ran == [("next", "x", 1), ("job", f"new {times - 1}", 1)]
+    assert claims_nothing(queue)
+    assert results(connection, "job") == [RESULT]
+    assert nothing_is_left(connection, "job")
+
+
+@pytest.mark.parametrize("how", ["overwritten", "deleted first"])
+def test_an_id_enqueued_for_another_agent_starts_as_soon_as_the_old_run_is_out(connection, queue, enqueue, how):
+    enqueue("job", prompt="old")
+    (old,) = claim(queue)
+    if how == "deleted first":
+        Job.fetch("job", connection, JSONSerializer).delete()
+    enqueue("job", agent="b", prompt="new")
+    enqueue("later", agent="b")
+    enqueue("beside", agent="c")
+    assert [job.job_id for job in claim(queue, {"a"})] == ["beside"]
+    assert claim(queue, {"a", "c"}) == []
+    assert queue.withdrawn([old], {}) == [old]
+    queue.stopped(old)
+    (new,) = claim(queue, {"a", "c"})
+    assert (new.job_id, new.request.prompt) == ("job", "new")
+    assert claim(queue, {"a", "b", "c"}) == []
+    queue.finish(new, RESULT)
+    assert places(connection, "job") == ["finished"]
+    assert [job.job_id for job in claim(queue, {"a", "c"})] == ["later"]
+
+
+@pytest.mark.parametrize("end", ["finish", "fail"])
+@pytest.mark.parametrize("same", [True, False])
+def test_an_id_enqueued_again_just_before_its_end_is_written(
+    connection, queue, enqueue, send_again, monkeypatch, end, same
+):
+    """Between the look at whose it is and the transaction."""
+    enqueue("job")
+    (old,) = claim(queue)
+    real = queue._ownership.of
+    again = iter([lambda: send_again("job") if same else enqueue("job", prompt="new")])
+
+    def look_then_wait(handle):
+        found = real(handle)
+        next(again, lambda: None)()
+        return found
+
+    monkeypatch.setattr(queue._ownership, "of", look_then_wait)
+
+    def end_it(job):
+        queue.finish(job, RESULT) if end == "finish" else queue.fail(job, ValueError("x"))
+
+    if same:
+        end_it(old)
+        assert claim(queue) == []
+    else:
+        with pytest.raises(OwnershipLost):
+            end_it(old)
+        queue.drop(old)
+        (new,) = claim(queue)
+        assert new.request.prompt == "new"
+        end_it(new)
+    assert connection.xlen("rq:results:job") == 1
+    assert places(connection, "job") == ["finished" if end == "finish" else "failed"]
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+def test_an_id_enqueued_again_right_behind_its_end_is_not_dropped(connection, queue, enqueue, monkeypatch):
+    """While the thread that wrote the end has not come to say so."""
+    enqueue("job")
+    (old,) = claim(queue)
+    real = queue._ender._follow_up
+
+    def follow_up_late(*arguments):
+        enqueue("job", agent="b", prompt="new")
+        assert claim(queue) == []
+        real(*arguments)
+
+    monkeypatch.setattr(queue._ender, "_follow_up", follow_up_late)
+    queue.finish(old, RESULT)
+    monkeypatch.undo()
+    (new,) = claim(queue)
+    assert new.request.prompt == "new"
+    queue.finish(new, RESULT)
+    assert results(connection, "job") == [RESULT, RESULT]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_dead_workers_job_that_was_enqueued_again_keeps_its_agents_order(
+    redis_url, connection, enqueue, send_again, same
+):
+    """The delivery that ran goes to the front; another one has a place of its own."""
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        enqueue("job", prompt="old")
+        enqueue("next")
+        assert len(claim(dead.rq_queue)) == 1
+        send_again("job") if same else enqueue("job", prompt="new")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        alive.rq_queue.recover()
+        ran = []
+        for _ in range(2):
+            (job,) = claim(alive.rq_queue)
+            ran.append((job.job_id, job.request.prompt, job.attempt))
+            alive.rq_queue.finish(job, RESULT)
+        assert claim(alive.rq_queue) == []
+    assert ran == ([("job", "old", 2), ("next", "x", 1)] if same else [("next", "x", 1), ("job", "new", 1)])
+    assert nothing_is_left(connection, "job")
+
+
+def test_an_id_that_was_enqueued_anew_between_reading_and_starting_runs_as_it_stands_now(
+    connection, queue, enqueue, monkeypatch
+):
+    enqueue("job", prompt="old")
+    real = queue._starter._read
+    reads = []
+
+    def read_then_sleep(job_id):
+        found = real(job_id)
+        reads.append(job_id)
+        if len(reads) == 1:
+            enqueue("job", prompt="new")
+        return found
+
+    monkeypatch.setattr(queue._starter, "_read", read_then_sleep)
+    (job,) = claim(queue)
+    assert job.request.prompt == "new"
+    queue.finish(job, RESULT)
+    assert claim(queue) == []
+    assert results(connection, "job") == [RESULT]
+
+
+def test_an_id_beside_a_job_that_waits_for_its_hour_does_not_run_it_twice(connection, plain, queue):
+    request = {"agent_id": "a", "prompt": "x"}
+    plain.enqueue_in(timedelta(hours=1), TASK_PATH, request=request, job_id="job")
+    connection.rpush("rq:queue:generate", "job")
+    assert claim(queue) == []
+    assert places(connection, "job") == ["scheduled"]
+
+
+def test_a_run_that_was_taken_over_by_another_queue_of_ours_leaves_nothing(redis_url, connection, enqueue):
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        queue = opened.rq_queue
+        enqueue("job", prompt="old")
+        (old,) = claim(queue)
+        rq_job = Job.fetch("job", connection, JSONSerializer)
+        Queue("high", connection=connection, serializer=JSONSerializer).enqueue_job(rq_job)
+        assert queue.withdrawn([old], {}) == []
+        assert connection.llen("rq:queue:high") == 0
+        queue.finish(old, RESULT)
+        assert claim(queue) == []
+    assert nothing_is_left(connection, "job")

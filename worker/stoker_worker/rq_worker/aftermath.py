@@ -1,0 +1,117 @@
+"""Does what follows the end of a job: sets free the jobs that waited for it, and its place under a rate limit.
+
+Owns the notes that stand in Redis until that is done (ended_note.py). Every step may be done twice, so whoever does not
+know whether one was done does it: the thread that ended the job when a reply was lost, the inbox thread after a crash.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Set
+from contextlib import suppress
+from typing import cast
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rq.exceptions import InvalidJobOperation
+from rq.job import Job, JobStatus
+from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
+from rq.registry import ReadyJobRegistry
+from rq.serializers import JSONSerializer
+
+from stoker_shared.wire import ENDED_KEY
+from stoker_worker.rq_worker.ended_note import EndedNote
+from stoker_worker.rq_worker.json_job import JsonJob
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_READY = JobStatus.READY_TO_ENQUEUE.value.encode()
+_OVER = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
+
+
+class Aftermath:
+    """What is left to do behind ends that were written."""
+
+    def __init__(self, connection: Redis, queues: list[str]) -> None:
+        self._connection = connection
+        self._queues = queues
+
+    def carry_out(self, queue_name: str, member: str, note: EndedNote) -> None:
+        """
+        Args:
+            member: ``<job id>:<execution id>``.
+
+        Raises:
+            RedisError: not all is done; the note still stands.
+        """
+        job_id = member.rpartition(":")[0]
+        try:
+            if note.end == "failed" and note.dependents:
+                self.set_free(job_id, note.dependents)
+            else:
+                self._enqueue(note.dependents)
+        except RedisError:
+            raise
+        except Exception:  # one of them cannot be read; that must not keep this worker for ever
+            log.exception("not all that wait for job %s could be enqueued", job_id)
+        if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
+            RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
+        with suppress(RedisError):  # all is done; if the note stayed, it is done once more, to no effect
+            self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
+
+    def catch_up(self, leave: Set[str]) -> None:
+        """Carry out what a dead worker left, or this one.
+
+        Args:
+            leave: ids of executions that are being ended just now, kept up to date by those who end them.
+        """
+        before = frozenset(leave)
+        for queue_name in self._queues:
+            key = ENDED_KEY.format(queue=queue_name)
+            for member, text in cast(dict[bytes, bytes], self._connection.hgetall(key)).items():
+                job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
+                if execution_id in before or execution_id in leave:
+                    continue
+                try:
+                    note = EndedNote.from_json(text.decode())
+                except (ValueError, TypeError):
+                    log.error("the note of the end of job %s cannot be read", job_id)
+                    self._connection.hdel(key, member)
+                    continue
+                log.warning("job %s has ended; doing what follows", job_id)
+                self.carry_out(queue_name, member.decode(), note)
+
+    def set_free(self, job_id: str, dependents: list[str]) -> None:
+        """Enqueue those of a job's dependents that may run now that it is over."""
+        # RQ takes a job with any status but failed, stopped or canceled for one that has succeeded.
+        if self._connection.hget(Job.key_for(job_id), "status") in _OVER:
+            queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+            with suppress(InvalidJobOperation):  # it was deleted just now
+                queue.move_dependents_to_ready(JsonJob(job_id, connection=self._connection))
+        self._enqueue(dependents)
+
+    def _enqueue(self, job_ids: list[str]) -> None:
+        """RQ's own step skips a job when the reply was lost, and leaves it to a cleaning a minute later."""
+        for _ in range(_TRIES):
+            ready = self._ready(job_ids)
+            if not ready:
+                return
+            for origin, ids in ready.items():
+                ReadyJobRegistry(
+                    origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer
+                ).enqueue_jobs(ids)
+
+    def _ready(self, job_ids: list[str]) -> dict[str, list[str]]:
+        """Which of the jobs may be enqueued, by queue."""
+        if not job_ids:
+            return {}
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hmget(Job.key_for(job_id), "status", "origin")
+            replies = pipeline.execute(raise_on_error=False)
+        ready = defaultdict(list)
+        for job_id, reply in zip(job_ids, replies, strict=True):
+            if not isinstance(reply, Exception) and reply[0] == _READY and reply[1]:
+                ready[reply[1].decode()].append(job_id)
+        return ready
