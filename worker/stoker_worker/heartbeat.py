@@ -1,7 +1,7 @@
 """The heartbeat thread: shows that this worker lives, and nothing else.
 
-It has a thread of its own because no long prefill, no slow disk and no claim may delay it; it waits at most for the
-few milliseconds in which a job is just being ended.
+It has a thread of its own because no long prefill, no slow disk and no claim may delay it, and the queue a connection
+of its own for it: it waits for nobody.
 """
 
 import logging

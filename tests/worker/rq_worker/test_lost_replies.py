@@ -287,7 +287,7 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
     ending = InBackground(call)
     kept = []
     while ending.is_alive():
-        assert queue.beat()
+        assert again(queue.beat)
         kept.append(connection.exists("stoker:lease:generate"))
         time.sleep(0.1)
     assert ending.error is None
@@ -298,9 +298,17 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
 
 
 def test_a_heartbeat_gives_up_a_connection_that_hangs_before_the_lease_runs_out(connection, proxy, queue):
-    assert queue.beat()
+    assert again(queue.beat)
     proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"), 5)
     start = time.monotonic()
     again(queue.beat)
     assert time.monotonic() - start < 1
     assert connection.exists("stoker:lease:generate")
+
+
+def test_a_note_that_cannot_be_read_keeps_nothing_from_being_recovered(connection, queue, enqueue):
+    enqueue("job")
+    connection.hset("stoker:ended:generate", mapping={"a:b": "no JSON", "c": '{"of": "a later version"}'})
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    assert queue.recover() == 1
+    assert nothing_is_left(connection)

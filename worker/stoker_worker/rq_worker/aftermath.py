@@ -6,7 +6,7 @@ know whether one was done does it: the thread that ended the job when a reply wa
 
 import logging
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Set
 from contextlib import suppress
 from typing import cast
 
@@ -45,7 +45,7 @@ class Aftermath:
         Raises:
             RedisError: not all is done; the note still stands.
         """
-        job_id = member.partition(":")[0]
+        job_id = member.rpartition(":")[0]
         try:
             if note.end == "failed" and note.dependents:
                 self.set_free(job_id, note.dependents)
@@ -57,21 +57,30 @@ class Aftermath:
             log.exception("not all that wait for job %s could be enqueued", job_id)
         if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
-        self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
+        with suppress(RedisError):  # all is done; if the note stayed, it is done once more, to no effect
+            self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
 
-    def catch_up(self, leave: Container[str]) -> None:
+    def catch_up(self, leave: Set[str]) -> None:
         """Carry out what a dead worker left, or this one.
 
         Args:
-            leave: ids of executions that are being ended just now.
+            leave: ids of executions that are being ended just now, kept up to date by those who end them.
         """
+        before = frozenset(leave)
         for queue_name in self._queues:
-            notes = cast(dict[bytes, bytes], self._connection.hgetall(ENDED_KEY.format(queue=queue_name)))
-            for member, text in notes.items():
-                name = member.decode()
-                if name.rpartition(":")[2] not in leave:
-                    log.warning("job %s has ended; doing what follows", name.partition(":")[0])
-                    self.carry_out(queue_name, name, EndedNote.from_json(text.decode()))
+            key = ENDED_KEY.format(queue=queue_name)
+            for member, text in cast(dict[bytes, bytes], self._connection.hgetall(key)).items():
+                job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
+                if execution_id in before or execution_id in leave:
+                    continue
+                try:
+                    note = EndedNote.from_json(text.decode())
+                except (ValueError, TypeError):
+                    log.error("the note of the end of job %s cannot be read", job_id)
+                    self._connection.hdel(key, member)
+                    continue
+                log.warning("job %s has ended; doing what follows", job_id)
+                self.carry_out(queue_name, member.decode(), note)
 
     def set_free(self, job_id: str, dependents: list[str]) -> None:
         """Enqueue those of a job's dependents that may run now that it is over."""

@@ -1,0 +1,72 @@
+"""Writes `docs/models.md` from a survey of all architectures: `python -m tests.zoo.models_page`."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of
+from tests.zoo.causes import CAUSES
+from tests.zoo.survey import ROOT, Surveyed, survey_all
+
+PAGE: Final = ROOT / "docs" / "models.md"
+
+_HEAD: Final = """\
+# Models
+
+How each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes this page from a survey: a tiny
+model of every architecture with random weights, in float32 on a CPU, through the engine in each mode from the widest
+down, against `mlx_lm`'s own single, uncached runs: rows of unequal length, rows that join others, across windows and
+sparse budgets, in chunks of several sizes, and second turns on restored caches. `make zoo` does the survey again and
+fails where it, this page and the proof that the worker makes at load do not agree.
+
+The worker does not read this list. It [proves each model at load](decisions.md), so a model that is not here, or that a
+new release of mlx-lm has mended or broken, is served in the mode that is right for it.
+
+{counts}
+"""
+
+_TABLE: Final = """
+| architecture | layers | mode | reason |
+|---|---|---|---|
+"""
+
+_NOT_BUILT: Final = """
+## Not tried
+
+| architecture | reason |
+|---|---|
+"""
+
+
+def page(surveyed: Mapping[str, Surveyed]) -> str:
+    narrower = sorted(name for name, one in surveyed.items() if one.mode != "batched")
+    batched = sorted(name for name, one in surveyed.items() if one.mode == "batched")
+    n_architectures = len({architecture_of(name) for name in surveyed})
+    counts = (
+        f"{n_architectures} architectures in {len(surveyed)} forms: {len(batched)} are batched, {len(narrower)} are "
+        f"served in a narrower mode, and {len(NOT_BUILT)} more could not be tried."
+    )
+    text = _HEAD.format(mlx_lm=version("mlx-lm"), mlx=version("mlx"), counts=counts)
+    text += "\n## Narrower than batched\n" + _TABLE + "".join(_row(surveyed[name]) for name in narrower)
+    text += "\n## Batched\n" + "\n| architecture | layers |\n|---|---|\n"
+    text += "".join(f"| {_title(name)} | {', '.join(surveyed[name].layers)} |\n" for name in batched)
+    return text + _NOT_BUILT + "".join(f"| {name} | {reason} |\n" for name, reason in sorted(NOT_BUILT.items()))
+
+
+def _row(one: Surveyed) -> str:
+    text, anchor = CAUSES[one.name]
+    return f"| {_title(one.name)} | {', '.join(one.layers)} | {one.mode} | [{text}](upstream.md#{anchor}) |\n"
+
+
+def _title(name: str) -> str:
+    architecture, _, variant = name.partition("+")
+    return f"{architecture}, {variant.replace('-', ' ')}" if variant else architecture
+
+
+def main() -> None:
+    Path(PAGE).write_text(page(survey_all(list(ARCHITECTURES))))
+
+
+if __name__ == "__main__":
+    main()

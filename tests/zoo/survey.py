@@ -1,0 +1,144 @@
+"""Finds out, for every architecture, the widest mode in which all histories are right, and which mode the proof takes.
+
+`python -m tests.zoo.survey NAME ...` prints a JSON line for each. Architectures are surveyed in child processes, so
+that one which kills its process is a line of the result, and not the end of the survey.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any, Final
+
+from tests.zoo.histories import faults
+from tests.zoo.specimen import Specimen
+
+from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+@dataclass
+class Surveyed:
+    """
+    Attributes:
+        layers: the kinds of its layers' caches.
+        mode: the widest mode that is right.
+        wrong: of each wider mode that was tried, the histories in which a row is not what it is alone.
+        proved: the mode that the proof at load takes.
+        why: what the proof says of wider ones.
+        proof_s: how long the proof took.
+        sees_padding: whether a history is wrong when masks let padding through, as they must be to be of use.
+        died: how the process ended, if it did.
+    """
+
+    name: str
+    layers: list[str] = field(default_factory=list)
+    mode: str = ""
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    proved: str = ""
+    why: list[str] = field(default_factory=list)
+    proof_s: float = 0.0
+    sees_padding: bool = True
+    died: str = ""
+
+
+def survey(name: str) -> Surveyed:
+    """Try one architecture in this process."""
+    from stoker_worker.engine.proof import prove
+
+    specimen = Specimen(name)
+    found = Surveyed(name, layers=sorted({str(layer.kind) for layer in specimen.spec.layers}))
+    for mode in _modes(specimen):
+        wrong = [str(fault) for fault in faults(specimen, mode)]
+        if not wrong:
+            found.mode = str(mode)
+            found.sees_padding = mode.rows != Rows.BATCHED or _sees_padding(specimen, mode)
+            break
+        found.wrong[str(mode)] = wrong
+    verdict = prove(specimen.model, specimen.loaded, max_batch=16)
+    found.proved, found.why, found.proof_s = str(verdict.mode), list(verdict.why), verdict.seconds
+    return found
+
+
+def survey_all(names: Sequence[str], *, processes: int = 2) -> dict[str, Surveyed]:
+    """Survey `names` in child processes."""
+    found: dict[str, Surveyed] = {}
+    shares = [list(names[number::processes]) for number in range(processes)]
+    threads = [Thread(target=lambda share=share: found.update(_in_children(share))) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _modes(specimen: Specimen) -> Iterator[ServingMode]:
+    from stoker_worker.engine.probe import can_be_batched
+
+    one_by_one = not can_be_batched(specimen.model)
+    for mode in WIDEST_FIRST:
+        if one_by_one and mode.rows in (Rows.BATCHED, Rows.SINGLE_PREFILL):
+            continue  # the engine would run such a model one row at a time anyway
+        if specimen.spec.can_be_stored or not mode.memory:
+            yield mode
+
+
+def _sees_padding(specimen: Specimen, mode: ServingMode) -> bool:
+    with _masks_that_let_padding_through():
+        return any(True for _ in faults(specimen, mode))
+
+
+@contextmanager
+def _masks_that_let_padding_through() -> Iterator[None]:
+    from mlx_lm.models import cache
+
+    causal, of_arrays = cache.create_causal_mask, cache.ArraysCache.make_mask
+
+    def unpadded(*args: Any, left_padding: Any = None, **kwargs: Any) -> Any:
+        return causal(*args, **kwargs)
+
+    cache.create_causal_mask, cache.ArraysCache.make_mask = unpadded, lambda self, n_tokens: None
+    try:
+        yield
+    finally:
+        cache.create_causal_mask, cache.ArraysCache.make_mask = causal, of_arrays
+
+
+def _in_children(names: list[str]) -> Iterator[tuple[str, Surveyed]]:
+    """One child for all names; a new one for the rest when it dies."""
+    while names:
+        command = [sys.executable, "-m", "tests.zoo.survey", *names]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            for line in child.stdout:
+                surveyed = Surveyed(**json.loads(line))
+                names = names[1:]
+                yield surveyed.name, surveyed
+            said = child.stderr.read().strip().splitlines()
+        if names:
+            died = f"exit status {child.returncode}" + (f": {said[-1]}" if said else "")
+            yield names[0], Surveyed(names[0], died=died)
+            names = names[1:]
+
+
+def main(names: Sequence[str]) -> None:
+    from stoker_worker.engine.blas import preload_openblas
+
+    preload_openblas()
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)  # where float32 is exact enough to tell rounding from a fault, on any machine
+    logging.disable(logging.CRITICAL)
+    for name in names:
+        print(json.dumps(asdict(survey(name))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

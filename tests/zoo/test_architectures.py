@@ -1,0 +1,12 @@
+"""The list of architectures is that of the installed mlx-lm: an upgrade of mlx-lm shows itself here."""
+
+import pytest
+from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of, installed
+
+pytestmark = pytest.mark.mlx
+
+
+def test_every_architecture_of_mlx_lm_is_listed_or_excepted():
+    built = {architecture_of(name) for name in ARCHITECTURES}
+    assert not built & set(NOT_BUILT)
+    assert built | set(NOT_BUILT) == installed()

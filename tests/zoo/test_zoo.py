@@ -1,0 +1,55 @@
+"""The proof at load takes the widest mode in which every history is right: no wider one, and none more careful.
+
+Short in `make test`, with every kind of fault and of layer; all architectures in `make zoo`.
+"""
+
+import os
+
+import pytest
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.causes import CAUSES
+from tests.zoo.models_page import PAGE, page
+from tests.zoo.survey import survey_all
+
+pytestmark = pytest.mark.mlx
+
+ALL = os.environ.get("ZOO") == "all"
+SHORT = (
+    *("afm7", "cohere2", "deepseek_v3", "gemma2", "gemma3", "gpt_bigcode", "internlm2+dynamic-rope", "jamba"),
+    *("kimi_linear", "llama", "llama4", "mamba", "minimax_m3_vl", "nemotron_h", "plamo3", "qwen3_next"),
+    "recurrent_gemma",
+)
+NAMES = tuple(ARCHITECTURES) if ALL else SHORT
+
+
+@pytest.fixture(scope="module")
+def surveyed():
+    return survey_all(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_proof_takes_the_widest_mode_that_is_right(surveyed, name):
+    found = surveyed[name]
+    assert not found.died
+    assert found.proved == found.mode, f"the survey: {found.wrong}; the proof: {found.why}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_see_padding_are_noticed(surveyed, name):
+    assert surveyed[name].sees_padding
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_why_a_model_is_not_batched_is_known(surveyed, name):
+    assert (name in CAUSES) == (surveyed[name].mode != "batched")
+
+
+def test_an_architecture_that_ends_its_process_is_one_line_of_the_survey():
+    found = survey_all(["no such architecture", "llama"], processes=1)
+    assert found["no such architecture"].died.startswith("exit status 1: ModuleNotFoundError")
+    assert found["llama"].mode == "batched"
+
+
+@pytest.mark.skipif(not ALL, reason="the page is about all architectures: make zoo")
+def test_the_page_of_models_is_what_was_found(surveyed):
+    assert PAGE.read_text() == page(surveyed), "make models"
