@@ -37,7 +37,7 @@ def plainly(known, limit, busy, suspects, given, served):
         pick = free[0]
         if (given + len(chosen)) % 2:
             new = [job_id for job_id in free if agent_of(job_id) and agent_of(job_id) not in served]
-            longest_ago = next((heads[agent] for agent in served if agent not in taken), None)
+            longest_ago = next((heads.get(agent) for agent in served if agent not in taken), None)
             pick = next((job_id for job_id in (*new[:1], longest_ago) if job_id in free), pick)
         chosen.append(pick)
         taken |= {agent_of(pick)} - {None}

@@ -5,6 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rq.job import Job
+from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.rq_worker.connect import open_queue
@@ -102,13 +104,28 @@ def test_the_clock_of_a_suspect_starts_when_it_is_seen(connection, producer, ope
     for n in (1, 2):
         (suspect,) = submit(producer, f"a{n}")
         connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
-        assert claim(queue, running=running) == []
+        assert queue._suspect_since is None
+        assert claim(queue, running=running) == claim(queue, running=running) == []
+        assert queue._suspect_since is not None
         connection.lrem("rq:queue:generate", 1, suspect)  # canceled
         queue.finish(running.pop(), {})
         submit(producer, f"u{n}", queue="high")
         running = claim(queue)
         assert [job.queue for job in running] == ["high"]
         assert queue._suspect_since is None
+
+
+def test_nobody_makes_way_for_a_suspect_that_was_canceled_meanwhile(connection, producer, opened, monkeypatch):
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    suspect, other = submit(producer, "a", "b")
+    connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
+    assert ids(claim(queue, running=running)) == [other]
+    Job.fetch(suspect, connection, JSONSerializer).cancel()
+    monkeypatch.setattr(WAIT, 0)
+    urgent = submit(producer, "u1", queue="high")
+    assert ids(claim(queue, running=running)) == urgent
 
 
 def test_the_turns_of_a_suspects_agent_stay_in_order(connection, producer, opened, monkeypatch):
@@ -184,6 +201,15 @@ def test_every_later_loss_counts_and_an_end_begins_the_count_anew(connection, pr
     assert (job.job_id, job.attempt, job.lost_alone) == (job_id, 4, 2)
     queue.finish(job, {})
     assert counted(connection, job_id) == [0, 0]
+
+
+def test_a_later_loss_counts_also_when_nobody_can_tell_whose_it_was(connection, producer, opened):
+    job_id, _ = submit(producer, "a", "b")
+    queue = lose(opened, n_jobs=2)
+    assert len(claim(queue)) == 1
+    connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
+    opened().recover()
+    assert counted(connection, job_id) == [2, 1]
 
 
 def test_what_was_claimed_and_not_started_is_no_suspect(connection, producer, opened):

@@ -135,6 +135,14 @@ class Backlog:
         """Whether a suspect that was read waits to run alone."""
         return self._lineup.suspect() is not None
 
+    def suspect_still_waits(self) -> bool:
+        """As `has_suspect`, asked of the server: nobody makes way for one that was canceled meanwhile."""
+        while (job_id := self._lineup.suspect()) is not None:
+            if self._connection.lpos(self._key, _raw(job_id)) is not None:  # type: ignore[arg-type]
+                return True
+            self._forget(job_id)
+        return False
+
     def claim_suspect(self, lease_value: str) -> list[str]:
         """As `claim`, the oldest suspect only; the caller sees to it that it runs alone."""
         while (job_id := self._lineup.suspect()) is not None:
@@ -165,9 +173,12 @@ class Backlog:
         for job_id in claimed:
             self._lineup.serve(job_id)
         for job_id in chosen:  # one that was not claimed was taken from the list by somebody else
-            self._lineup.discard(job_id)
-            self._learned.pop(job_id, None)
+            self._forget(job_id)
         return claimed
+
+    def _forget(self, job_id: str) -> None:
+        self._lineup.discard(job_id)
+        self._learned.pop(job_id, None)
 
     def _look(self) -> None:
         """Take in what came in at either end since the last look, a page at a time."""

@@ -134,7 +134,9 @@ class RqQueue:
             return False
         if self._suspect_since is None:
             self._suspect_since = time.monotonic()
-        return time.monotonic() - self._suspect_since >= _SUSPECT_WAITS_S
+        if time.monotonic() - self._suspect_since < _SUSPECT_WAITS_S:
+            return False
+        return any(backlog.suspect_still_waits() for backlog in self._backlogs.values())
 
     def _claim_from(self, name: str, room: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
         busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
