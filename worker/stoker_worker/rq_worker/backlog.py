@@ -138,7 +138,7 @@ class Backlog:
     def suspect_still_waits(self) -> bool:
         """As `has_suspect`, asked of the server: nobody makes way for one that was canceled meanwhile."""
         while (job_id := self._lineup.suspect()) is not None:
-            if self._connection.lpos(self._key, _raw(job_id)) is not None:  # type: ignore[arg-type]
+            if self._connection.lpos(self._key, raw(job_id)) is not None:  # type: ignore[arg-type]
                 return True
             self._forget(job_id)
         return False
