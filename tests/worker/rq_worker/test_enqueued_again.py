@@ -47,7 +47,7 @@ def claim(queue, busy=()):
 def claims_nothing(queue):
     """Nor any id that was pushed more than once."""
     for _ in range(5):
-        queue._backlogs["generate"]._may_start_over.make_due()
+        queue._claiming.backlogs["generate"]._may_start_over.make_due()
         assert claim(queue) == []
     return queue.is_empty()
 
