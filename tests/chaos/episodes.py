@@ -67,9 +67,12 @@ class Episodes:
         self._crew.stop_in_order(twice_after_s=self._random.uniform(0, 0.2))
         self._crew.replace()
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         """Longer than the lease, with a standby on the same store: nobody else can write there, so it waits on."""
         crew = self._crew
+        crew.wait_until_ready()  # or the standby is faster
+        if not crew.is_ready:
+            return False
         standby, crashes = crew.start("--standby"), crew.crashes
         standby.wait_for(lambda: "standing by" in standby.log or crew.worker.returncode is not None)
         crew.worker.signal(signal.SIGSTOP)
@@ -86,6 +89,7 @@ class Episodes:
             crew.stop_in_order()
         self.uncounted_deaths += crew.crashes - crashes
         crew.replace(standby)
+        return True
 
     def deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""

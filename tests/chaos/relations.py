@@ -17,9 +17,14 @@ _POISON = 40
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the jobs whose id comes twice, that depend on others, that the producer submits."""
+    """Of the jobs whose id comes twice, that depend on others, that the producer submits.
+
+    Attributes:
+        fails: how many of those that ask for something else under a used id fail, where an engine can be told to.
+    """
 
     again: float = 0.12
+    fails: float = 0.2
     dependent: float = 0.12
     submitted: float = 0.12
 
@@ -33,7 +38,7 @@ def related(random: Random, jobs: Sequence[PlannedJob], shares: Shares, long: ra
         if not _is_plain(job):
             done.append(job)
         elif chance < shares.again and job.cache == "readwrite" and job.ends == {"finished"}:
-            done.append(_again(random, job, len(jobs) + len(done), long))
+            done.append(_again(random, job, len(jobs) + len(done), shares.fails, long))
         elif shares.again <= chance < shares.again + shares.dependent and parents:
             done.append(replace(job, parents=parents, allow_failure=random.random() < 0.5))
         elif chance > 1 - shares.submitted and "retry" not in job.options:
@@ -57,14 +62,14 @@ def _parents(random: Random, before: Sequence[PlannedJob]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(job.job_id for job in chosen))
 
 
-def _again(random: Random, job: PlannedJob, index: int, long: range) -> PlannedJob:
+def _again(random: Random, job: PlannedJob, index: int, fails: float, long: range) -> PlannedJob:
     when = random.choice(("queued", "started", "ended"))
     if when == "started":
         job = replace(job, max_tokens=random.choice(long), prompt=job.prompt.rpartition("\n")[0] + "\ngo on")
     if random.random() < 0.5:
         same = replace(job, reuses=job.index)
         return replace(job, again=Again(when, same, same_moment=random.random() < 0.6))
-    last, ends = ("go on", {"finished"}) if random.random() < 0.8 else (f"fail number {index}", {"failed"})
+    last, ends = (f"fail number {index}", {"failed"}) if random.random() < fails else ("go on", {"finished"})
     other = replace(
         job,
         index=index,

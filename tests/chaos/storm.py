@@ -51,8 +51,9 @@ class Storm:
 
     def rage(self, n_kills: int) -> None:
         """Until everything is enqueued, and that many workers have been killed, and each episode was had once."""
-        todo = list(EPISODES)  # each of them once, then at random
+        todo = [name for name in EPISODES if name != "deposed"]  # each of them once, then at random
         self._random.shuffle(todo)
+        todo.append("deposed")  # from the end: it cannot be had while poison waits, and that comes later
         has_to_wait = False
         while not self._traffic.is_enqueued or self.crew.kills < n_kills or todo:
             others = "kill" if self._traffic.is_enqueued else self._draw_episode()

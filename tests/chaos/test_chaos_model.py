@@ -12,6 +12,7 @@ from tests.chaos.fresh_worker import start_fresh
 from tests.chaos.hooks import MLX_ENGINE
 from tests.chaos.oracle import ModelOracle
 from tests.chaos.play import Course, play
+from tests.chaos.relations import Shares
 from tests.server_fixture import require_server_program
 
 pytestmark = [
@@ -37,6 +38,7 @@ REAL = Mix(
     long=range(30, 60),
     endless=1500,
     may_end_early=True,
+    shares=Shares(fails=0),
 )  # fmt: skip
 SIZE = {"n_jobs": 100, "n_agents": 10, "n_crash": 1}
 COURSE = Course(lasts_s=60, n_kills=6, calm_s=240)

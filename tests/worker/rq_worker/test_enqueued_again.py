@@ -47,7 +47,7 @@ def claim(queue, busy=()):
 def claims_nothing(queue):
     """Nor any id that was pushed more than once."""
     for _ in range(5):
-        queue._backlogs["generate"]._may_start_over.make_due()
+        queue._claiming.backlogs["generate"]._may_start_over.make_due()
         assert claim(queue) == []
     return queue.is_empty()
 
@@ -279,3 +279,34 @@ def test_a_run_that_was_taken_over_by_another_queue_of_ours_leaves_nothing(redis
         queue.finish(old, RESULT)
         assert claim(queue) == []
     assert nothing_is_left(connection, "job")
+
+
+@pytest.mark.parametrize("first", ["finished", "failed", "canceled", "scheduled"])
+@pytest.mark.parametrize("other_queue", [False, True])
+def test_an_id_leaves_the_registry_of_what_had_it_before(redis_url, connection, plain, first, other_queue):
+    """Else it stands as finished and as failed, in two queues perhaps; and a scheduler would enqueue it once more."""
+    request = {"request": {"agent_id": "a", "prompt": "x"}}
+    options = {"job_id": "job", "timeout": 60}
+    settings = read_settings({"redis_url": redis_url, "queues": "generate,second"})
+    with open_queue(settings, redis_url) as opened:
+        queue = opened.rq_queue
+        if first == "scheduled":
+            plain.enqueue_in(timedelta(hours=1), TASK_PATH, **request, job_id="job")
+        else:
+            plain.enqueue_call(TASK_PATH, kwargs=request, **options)
+        if first == "canceled":
+            Job.fetch("job", connection, JSONSerializer).cancel()
+        elif first != "scheduled":
+            (job,) = claim(queue)
+            queue.finish(job, RESULT) if first == "finished" else queue.fail(job, ValueError("so"), may_retry=False)
+        assert places(connection, "job") == [first]
+
+        name = "second" if other_queue else "generate"
+        again = Queue(name, connection=connection, serializer=JSONSerializer)
+        again.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "a", "prompt": "y"}}, **options)
+        (job,) = claim(queue)
+        assert places(connection, "job") == ([] if other_queue else ["wip"])
+        queue.fail(job, ValueError("so"), may_retry=False) if first == "finished" else queue.finish(job, RESULT)
+        end = "failed" if first == "finished" else "finished"
+        assert places(connection, "job") == ([] if other_queue else [end])
+        assert connection.zrange(f"rq:{end}:{name}", 0, -1) == [b"job"]

@@ -244,7 +244,7 @@ def test_a_stop_of_a_job_that_is_not_ours_is_not_kept_for_later(producer, queue)
 
 def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connection, producer, queue, monkeypatch):
     (job_id,) = submit(producer, "a")
-    backlog = queue._backlogs["generate"]
+    backlog = queue._claiming.backlogs["generate"]
     real = backlog.claim
 
     def claim_then_cancel(*args, **options):

@@ -14,7 +14,7 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
-WAIT = "stoker_worker.rq_worker.rq_queue._SUSPECT_WAITS_S"
+WAIT = "stoker_worker.rq_worker.claiming._SUSPECT_WAITS_S"
 
 
 @pytest.fixture
@@ -104,15 +104,15 @@ def test_the_clock_of_a_suspect_starts_when_it_is_seen(connection, producer, ope
     for n in (1, 2):
         (suspect,) = submit(producer, f"a{n}")
         connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
-        assert queue._suspect_since is None
+        assert queue._claiming._suspect_since is None
         assert claim(queue, running=running) == claim(queue, running=running) == []
-        assert queue._suspect_since is not None
+        assert queue._claiming._suspect_since is not None
         connection.lrem("rq:queue:generate", 1, suspect)  # canceled
         queue.finish(running.pop(), {})
         submit(producer, f"u{n}", queue="high")
         running = claim(queue)
         assert [job.queue for job in running] == ["high"]
-        assert queue._suspect_since is None
+        assert queue._claiming._suspect_since is None
 
 
 def test_nobody_makes_way_for_a_suspect_that_was_canceled_meanwhile(connection, producer, opened, monkeypatch):

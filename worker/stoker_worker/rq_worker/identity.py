@@ -130,13 +130,14 @@ class RqIdentity(BaseWorker):
         keys = [self.key, self.executions_key]
         return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value], client=connection))
 
-    def begin(self, job: Job, check: Callable[[Pipeline], None]) -> Execution:
+    def begin(self, job: Job, check: Callable[[Pipeline], list[str]]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
 
         The worker's own heartbeat, which RQ sends along with each job, has a thread here.
 
         Args:
-            check: watches what the transaction depends on, and raises when there is nothing to begin.
+            check: watches what the transaction depends on, and raises when there is nothing to begin; returns the
+                sorted sets that the job has to leave.
         """
         was_idle = self.get_state() != WorkerStatus.BUSY
         tried: list[Execution] = []
@@ -152,10 +153,15 @@ class RqIdentity(BaseWorker):
                     self.executions.pop(execution.id, None)
 
     def _try_to_begin(
-        self, job: Job, check: Callable[[Pipeline], None], pipeline: Pipeline, tried: list[Execution], was_idle: bool
+        self,
+        job: Job,
+        check: Callable[[Pipeline], list[str]],
+        pipeline: Pipeline,
+        tried: list[Execution],
+        was_idle: bool,
     ) -> Execution | None:
         try:
-            check(pipeline)
+            leaves = check(pipeline)
         except (NoSuchJobError, OwnershipLost):
             if (begun := self._begun(tried)) is not None:  # that is why it is not claimed any more
                 return begun
@@ -168,6 +174,8 @@ class RqIdentity(BaseWorker):
             pipeline.hset(execution.key, FIELD_DELIVERY, job.stamp)
         job.prepare_for_execution(self.name, pipeline=pipeline)
         pipeline.persist(job.key)
+        for key in leaves:
+            pipeline.zrem(key, job.id)
         pipeline.lrem(Queue(job.origin, connection=self.connection).intermediate_queue_key, 1, job.id)
         if was_idle:
             self.set_state(WorkerStatus.BUSY, pipeline=pipeline)

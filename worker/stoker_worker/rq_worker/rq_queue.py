@@ -6,7 +6,6 @@ is held while Redis is asked: what is just being ended is noted, so that heartbe
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.behind_runs import BehindRuns
 from stoker_worker.rq_worker.callbacks import Callbacks
+from stoker_worker.rq_worker.claiming import Claiming
 from stoker_worker.rq_worker.ender import JobEnder
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.housekeeping import Housekeeping
@@ -36,9 +36,6 @@ from stoker_worker.rq_worker.requeue import InFlight, Requeue
 from stoker_worker.rq_worker.starter import JobStarter
 
 log = logging.getLogger(__name__)
-
-_SUSPECT_WAITS_S = 5.0
-"""How long work that has room goes on beside a suspect that has to run alone. Then nothing is claimed until it has."""
 
 # HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
 _PROGRESS = (
@@ -57,7 +54,6 @@ class RqQueue:
         self._pulse = pulse
         self._lease = lease
         self._queues = identity.queue_names()
-        self._backlogs = {name: Backlog(connection, name) for name in self._queues}
         self._callbacks = callbacks
         self._starter = JobStarter(connection, identity, lease, callbacks=callbacks, refuse=self._refuse)
         self._ownership = Ownership(connection, lease, worker_name=identity.name)
@@ -68,20 +64,22 @@ class RqQueue:
         self._housekeeping = Housekeeping(connection, self._queues, lease, self._aftermath, name=identity.name)
         self._look_if_suspended = Every(0.25)
         self._suspended = False
-        self._suspect_since: float | None = None
-        self._has_unread = False
         self._in_doubt = False
         self._publish = connection.register_script(_PROGRESS)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
         self._ending: set[str] = set()  # executions
-        self._behind_runs = BehindRuns(connection, self._ownership, self._requeue, self._starter, self._in_flight)
+        behind_runs = BehindRuns(connection, self._ownership, self._requeue, self._starter, self._in_flight)
+        backlogs = {name: Backlog(connection, name) for name in self._queues}
+        self._claiming = Claiming(
+            backlogs, lease, self._starter, behind_runs, self._in_flight, give_back=self._give_back_unstarted
+        )
         identity.on_stop_job = self._ask_stop
 
     # --- inbox thread ---
 
     def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
-        self._has_unread = False
+        self._claiming.has_unread = False
         self._identity.settle_state()
         if self._look_if_suspended.is_due():
             self._suspended = is_suspended(self._connection)
@@ -92,7 +90,7 @@ class RqQueue:
         self._in_doubt = True
         claimed: list[ClaimedJob] = []
         try:
-            self._claim(limit, busy_agents, claimed)
+            self._claiming.claim(limit, busy_agents, claimed)
         except Exception as error:
             if not claimed:
                 raise
@@ -102,69 +100,11 @@ class RqQueue:
             self._in_doubt = False
         return claimed
 
-    def _claim(self, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        nothing_runs = limit > 0 and not self._in_flight
-        if nothing_runs:
-            for backlog in self._backlogs.values():
-                backlog.read_ahead(limit, busy_agents)
-            if self._claim_suspect(claimed):
-                return
-        room = 0 if self._makes_way() else limit
-        for name, backlog in self._backlogs.items():
-            if not nothing_runs:
-                backlog.read_ahead(room - len(claimed), busy_agents)
-            self._claim_from(name, room - len(claimed), busy_agents, claimed)
-            if 0 < room == len(claimed):  # with no room at all, each is read ahead
-                break
-        self._has_unread = any(backlog.has_unread for backlog in self._backlogs.values())
-
-    def _claim_suspect(self, claimed: list[ClaimedJob]) -> bool:
-        """With nothing in flight the suspects of all queues come first: no other moment costs less."""
-        for name, backlog in self._backlogs.items():
-            while job_ids := backlog.claim_suspect(self._lease.held_value(name)):
-                self._start(name, job_ids[0], frozenset(), claimed)
-                if claimed:
-                    return True
-        return False
-
-    def _makes_way(self) -> bool:
-        """Whether a suspect has waited for so long that nothing may start before it."""
-        if not any(backlog.has_suspect for backlog in self._backlogs.values()):
-            self._suspect_since = None
-            return False
-        if self._suspect_since is None:
-            self._suspect_since = time.monotonic()
-        if time.monotonic() - self._suspect_since < _SUSPECT_WAITS_S:
-            return False
-        return any(backlog.suspect_still_waits() for backlog in self._backlogs.values())
-
-    def _claim_from(self, name: str, room: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
-        for job_id in self._backlogs[name].claim(room, busy, self._lease.held_value(name)):
-            self._start(name, job_id, busy, claimed)
-            busy |= {job.request.agent_id for job in claimed[-1:]} | self._behind_runs.agents()
-
-    def _start(self, name: str, job_id: str, busy: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        if (running := self._in_flight.get(job_id)) is not None:
-            self._behind_runs.put(name, running)
-            return
-        job = self._starter.start(name, job_id)
-        if job is None:
-            return
-        if job.request.agent_id in busy or (job.attempt > 1 and self._in_flight):
-            # Not what it was when we looked, or not what its producer noted: its turn comes when it may run.
-            self._backlogs[name].set_right(job_id, job.request.agent_id, suspect=job.attempt > 1)
-            self.give_back([job], counts_as_attempt=False)
-            return
-        self._in_flight[job_id] = job
-        claimed.append(job)
-
     def has_unread(self) -> bool:
-        return self._has_unread
+        return self._claiming.has_unread
 
     def waiting_agents(self) -> frozenset[str]:
-        waiting = [agents for backlog in self._backlogs.values() if (agents := backlog.agents())]
-        return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
+        return self._claiming.waiting_agents()
 
     def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
         with self._connection.pipeline(transaction=False) as pipeline:
@@ -267,6 +207,9 @@ class RqQueue:
         return given_back
 
     # --- steps ---
+
+    def _give_back_unstarted(self, job: ClaimedJob) -> None:
+        self.give_back([job], counts_as_attempt=False)
 
     def _ask_stop(self, job_id: str) -> None:
         """RQ's stop command, on its pubsub thread."""

@@ -6,7 +6,7 @@ Owns the count of jobs started. Whatever a stranger wrote into Redis costs that 
 import itertools
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Final, cast
 
@@ -17,7 +17,15 @@ from rq.exceptions import NoSuchJobError
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import JobStatus
 from rq.queue import Queue
-from rq.registry import DeferredJobRegistry, ScheduledJobRegistry
+from rq.registry import (
+    BaseRegistry,
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    FailedJobRegistry,
+    FinishedJobRegistry,
+    ReadyJobRegistry,
+    ScheduledJobRegistry,
+)
 
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest
@@ -32,13 +40,14 @@ from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 log = logging.getLogger(__name__)
 
-_REGISTRIES: Final = (ScheduledJobRegistry, DeferredJobRegistry)
+_WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
+_REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 _OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
 _READS: Final = 10
 
 # Still claimed by us; -1 for a job that was withdrawn since it was read, or that waits elsewhere: its id was enqueued
-# beside that. -2 for one that was enqueued anew since it was read.
+# beside that. -2 for one that was enqueued anew since it was read. 2 when a registry still has what had the id before.
 _MAY_START = (
     HOLDS
     + DELIVERY
@@ -53,7 +62,11 @@ end
 if redis.call('EXISTS', job) == 0 then return -1 end
 if status == 'scheduled' and redis.call('ZSCORE', KEYS[5], job_id) then return -1 end
 if status == 'deferred' and redis.call('ZSCORE', KEYS[6], job_id) then return -1 end
-return (stamp == '' or stamp == delivery(job)) and 1 or -2
+if stamp ~= '' and stamp ~= delivery(job) then return -2 end
+for i = 5, #KEYS do
+  if redis.call('ZSCORE', KEYS[i], job_id) then return 2 end
+end
+return 1
 """
 )
 
@@ -86,6 +99,7 @@ class JobStarter:
         self._refuse = refuse
         self._may_start = connection.register_script(_MAY_START)
         self._foreign_ids = ForeignIds(connection, lease)
+        self._registries = {name: self._keys(name, _REGISTRIES) for name in identity.queue_names()}
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, job_id: str) -> ClaimedJob | None:
@@ -137,25 +151,32 @@ class JobStarter:
         key = self._intermediate_key(queue_name)
         self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
 
-    def _check(self, pipeline: Pipeline, queue_name: str, rq_job: JsonJob) -> None:
+    def _check(self, pipeline: Pipeline, queue_name: str, rq_job: JsonJob) -> list[str]:
         """Watch what says that the claim is ours, then look: whoever takes over from here on, or withdraws the job,
         undoes the transaction.
 
         Without it a worker that slept since its claim would start a job again that another has finished meanwhile, and
         a job that was canceled just now would stand as started and as canceled.
+
+        Returns:
+            keys of the registries that the id has to leave: it was used again, and RQ leaves it where it was.
         """
         keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name), rq_job.key]
         pipeline.watch(*keys[1:])  # type: ignore[no-untyped-call]  # the lease is renewed every second
         over = [status.value for status in _OVER]
-        waits = [registry(queue_name, connection=self._connection).key for registry in _REGISTRIES]
+        registries = [key for of_queue in self._registries.values() for key in of_queue]
         args = [*self._lease.args(queue_name), rq_job.id, rq_job.stamp, *over]
-        may_start: int = self._may_start(keys=[*keys, *waits], args=args)
+        may_start: int = self._may_start(keys=[*keys, *self._keys(queue_name, _WAITS), *registries], args=args)
         if may_start == -2:
             raise _EnqueuedAnew
         if may_start < 0:
             raise NoSuchJobError
         if may_start == 0:
             raise OwnershipLost(f"job {rq_job.id} is no longer claimed by this worker")
+        return registries if may_start == 2 else []
+
+    def _keys(self, queue_name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
+        return [registry(queue_name, connection=self._connection).key for registry in registries]
 
     def _intermediate_key(self, queue_name: str) -> str:
         return IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
