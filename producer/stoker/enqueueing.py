@@ -16,6 +16,7 @@ from redis.exceptions import RedisError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq.job import Job, validate_job_id
 from rq.queue import EnqueueData, Queue
+from rq.utils import utcformat
 
 from stoker.connection import REFUSED
 from stoker.job_options import JobOptions
@@ -112,7 +113,8 @@ def _enqueued(queue: Queue, jobs: list[EnqueueData], *, look_first: bool) -> boo
             return False
         pipeline.multi()
         for job in queue.enqueue_many(jobs, pipeline=pipeline):
-            pipeline.hset(job.key, FIELD_AGENT, job.kwargs[REQUEST_KWARG]["agent_id"])
+            agent_id = job.kwargs[REQUEST_KWARG]["agent_id"]
+            pipeline.hset(job.key, FIELD_AGENT, f"{utcformat(job.created_at)} {agent_id}")
         pipeline.execute()
     return True
 

@@ -38,24 +38,21 @@ def finished_by_the_standby(server, standby):
 @pytest.mark.parametrize("trouble", ["away", "out of memory"])
 def test_a_standby_takes_over_after_redis_was_in_trouble_when_its_turn_came(server, tmp_path, trouble):
     store = tmp_path / "store"
-    with (
-        server.connection() as connection,
-        running_worker(server.url, store, env=SHORT) as first,
-        running_worker(server.url, store, "--standby", log_name="standby.log", env=SHORT) as standby,
-    ):
+    with server.connection() as connection, running_worker(server.url, store, env=SHORT) as first:
         first.wait_until_ready()
-        standby.wait_for(lambda: "standing by" in standby.log)
-        if trouble == "away":
-            server.kill()
-        else:
-            connection.config_set("maxmemory", 1)
-        first.kill()
-        standby.wait_for(lambda: "standing by: Redis is away" in standby.log)
-        time.sleep(2)  # longer than the lease, and some looks
-        assert standby.returncode is None, standby.log
-        server.start() if trouble == "away" else connection.config_set("maxmemory", 0)
-        assert finished_by_the_standby(server, standby).finish_reason == "length"
-        assert standby.log.count("standing by: Redis is away") <= 2  # it says so once, not at each look
+        with running_worker(server.url, store, "--standby", log_name="standby.log", env=SHORT) as standby:
+            standby.wait_for(lambda: "standing by" in standby.log)
+            if trouble == "away":
+                server.kill()
+            else:
+                connection.config_set("maxmemory", 1)
+            first.kill()
+            standby.wait_for(lambda: "standing by: Redis is away" in standby.log)
+            time.sleep(2)  # longer than the lease, and some looks
+            assert standby.returncode is None, standby.log
+            server.start() if trouble == "away" else connection.config_set("maxmemory", 0)
+            assert finished_by_the_standby(server, standby).finish_reason == "length"
+            assert standby.log.count("standing by: Redis is away") <= 2  # it says so once, not at each look
 
 
 def test_a_standby_that_starts_while_redis_is_away_waits_for_it(server, tmp_path):

@@ -40,7 +40,7 @@ def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
     assert SECRET in zlib.decompress(fields.pop(b"data")).decode()
     assert not any(SECRET.encode() in value for value in fields.values())
     assert b"meta" not in fields
-    assert fields[b"stoker_agent"] == b"a" * 200
+    assert fields[b"stoker_agent"] == fields[b"created_at"] + b" " + b"a" * 200
     assert fields[b"description"] == b"generate for agent '" + b"a" * 60 + b"'"
 
 

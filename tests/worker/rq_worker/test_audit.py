@@ -11,6 +11,7 @@ from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.every import Every
 from stoker_worker.rq_worker.audit import Audit
 
 pytestmark = pytest.mark.server
@@ -152,6 +153,7 @@ def test_one_lost_job_among_thousands_is_found(connection, plain, producer, queu
 
 def test_the_worker_audits_while_it_tidies(connection, plain, queue):
     queue._housekeeping._audit._wait_s = 0
+    queue._housekeeping._go_on = Every(0.0)
     job_id = enqueue(plain)
     lose(connection, job_id)
     for _ in range(16):

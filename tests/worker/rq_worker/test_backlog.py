@@ -237,6 +237,16 @@ def test_a_job_of_another_producer_is_known_by_its_request(connection, backlog, 
     assert backlog.agents() == {"plain"}
 
 
+def test_a_note_of_an_id_that_was_enqueued_anew_for_another_agent_counts_for_nothing(connection, backlog, submit):
+    (job_id,) = submit("a")
+    connection.lrem("rq:queue:generate", 0, job_id)
+    plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+    plain.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "b", "prompt": "x"}}, job_id=job_id)
+    assert connection.hget(f"rq:job:{job_id}", "stoker_agent").endswith(b" a")
+    backlog.read_ahead(0, frozenset())
+    assert backlog.agents() == {"b"}
+
+
 def test_requests_are_not_read_where_the_producer_noted_the_agent(connection, backlog, submit):
     a, b = submit("a", "\u00fc \U0001f642/..")
     for job_id in (a, b):

@@ -33,15 +33,17 @@ end
 return claimed
 """
 
-# For each of the jobs KEYS its agent's id, or its whole data where no field holds that; it stops when those are over
-# ARGV[3] bytes. And which of them are suspects. A key that is no hash is one unreadable job, not a failure of the look.
+# For each of the jobs KEYS its agent's id, or its whole data where no field holds that, or one of an enqueueing before;
+# it stops when those are over ARGV[3] bytes. And which of them are suspects. A key that is no hash is one unreadable job, not a failure of the look.
 _READ = """
 local agents, with_data, suspects, room = {}, {}, {}, tonumber(ARGV[3])
 for i, job in ipairs(KEYS) do
-  local fields = redis.pcall('HMGET', job, ARGV[1], ARGV[2])
-  if fields.err then fields = {false, false} end
-  local agent = fields[1]
-  if not agent then
+  local fields = redis.pcall('HMGET', job, ARGV[1], ARGV[2], 'created_at')
+  if fields.err then fields = {false, false, false} end
+  local agent, of_this_job = fields[1], (fields[3] or '') .. ' '
+  if agent and string.sub(agent, 1, #of_this_job) == of_this_job then
+    agent = string.sub(agent, #of_this_job + 1)
+  else
     agent = redis.pcall('HGET', job, 'data')
     if type(agent) ~= 'string' then agent = '' end
     if #agent > room and i > 1 then break end

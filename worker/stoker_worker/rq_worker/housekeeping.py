@@ -36,6 +36,7 @@ class Housekeeping:
         self.scheduler = Scheduler(connection, queues, lease, name=name)
         self._audit = Audit(connection, queues, lease)
         self._deferred = DeferredJobs(connection, queues, aftermath)
+        self._go_on = Every(1.0)
         self._clean = Every(60.0)
 
     def step(self, in_flight: Container[str]) -> bool:
@@ -46,10 +47,10 @@ class Housekeeping:
         Returns:
             whether more jobs are due already, so that the next step should come soon.
         """
-        if self.scheduler.enqueue_due():
-            return True  # the rest can wait
-        self._audit.step(in_flight)
-        self._deferred.step()
+        more_due = self.scheduler.enqueue_due()
+        if self._go_on.is_due():
+            self._audit.step(in_flight)
+            self._deferred.step()
         if self._clean.is_due():
             for name in self._queues:
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
@@ -58,4 +59,4 @@ class Housekeeping:
                 limit.cleanup()
             if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
                 Group.clean_registries(self._connection)
-        return False
+        return more_due
