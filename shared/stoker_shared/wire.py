@@ -39,8 +39,8 @@ FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 """Field of the job hash: how many of these times the job ran alone."""
 
 FIELD_AGENT: Final = "stoker_agent"
-"""Field of the job hash: `created_at`, a space and the request's agent id, so that a worker that looks ahead need not read
-the request. Optional; it counts for nothing beside another `created_at`, which is that of an id enqueued anew."""
+"""Field of the job hash: `created_at`, a space and the request's agent id, so that a worker that looks ahead need not
+read the request. Optional; beside another `created_at`, that of an id enqueued anew, it counts for nothing."""
 
 FIELD_TOKENS: Final = "stoker_tokens"
 """Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""

@@ -33,8 +33,9 @@ end
 return claimed
 """
 
-# For each of the jobs KEYS its agent's id, or its whole data where no field holds that, or one of an enqueueing before;
-# it stops when those are over ARGV[3] bytes. And which of them are suspects. A key that is no hash is one unreadable job, not a failure of the look.
+# For each of the jobs KEYS its agent's id, or its whole data where no field holds that of this `created_at`. It stops
+# when those are over ARGV[3] bytes. And which of them are suspects. A key that is no hash is one unreadable job, not a
+# failure of the look.
 _READ = """
 local agents, with_data, suspects, room = {}, {}, {}, tonumber(ARGV[3])
 for i, job in ipairs(KEYS) do
