@@ -68,7 +68,7 @@ class Storm:
             self.counts[name] += was_had
             has_to_wait = not has_others and not was_had
             if has_to_wait:
-                todo.insert(0, name)
+                todo.insert(-1, name)  # after another one
             assert not self._traffic.errors, self._traffic.errors
 
     def calm(self, timeout_s: float) -> None:
