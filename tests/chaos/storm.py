@@ -15,7 +15,7 @@ from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
 
 _SAYS_EVERY_S = 5.0
-_LOSES, _HOLDS_BACK = 0.6, 0.15  # how often with an episode
+_LOSES, _HOLDS_BACK = 0.8, 0.15  # how often with an episode
 
 
 class Storm:
