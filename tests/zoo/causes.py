@@ -6,6 +6,8 @@ and is missing here fails `make zoo`, as does one that is here and is batched.
 
 from typing import Final, NamedTuple
 
+from tests.zoo.architectures import architecture_of
+
 
 class Cause(NamedTuple):
     """
@@ -51,3 +53,8 @@ CAUSES: Final[dict[str, Cause]] = {
     "recurrent_gemma": _PADDING,
     "rwkv7": _PADDING,
 }
+
+
+def cause_of(name: str) -> Cause | None:
+    """That of this very config, or of its architecture."""
+    return CAUSES.get(name) or CAUSES.get(architecture_of(name))

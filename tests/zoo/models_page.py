@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of
-from tests.zoo.causes import CAUSES
+from tests.zoo.causes import cause_of
 from tests.zoo.survey import ROOT, Surveyed, survey_all
 
 PAGE: Final = ROOT / "docs" / "models.md"
@@ -55,8 +55,9 @@ def page(surveyed: Mapping[str, Surveyed]) -> str:
 
 
 def _row(one: Surveyed) -> str:
-    text, anchor = CAUSES[one.name]
-    return f"| {_title(one.name)} | {', '.join(one.layers)} | {one.mode} | [{text}](upstream.md#{anchor}) |\n"
+    cause = cause_of(one.name)
+    reason = f"[{cause.text}](upstream.md#{cause.anchor})" if cause else "not known"
+    return f"| {_title(one.name)} | {', '.join(one.layers)} | {one.mode} | {reason} |\n"
 
 
 def _title(name: str) -> str:

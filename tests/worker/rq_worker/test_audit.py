@@ -153,7 +153,7 @@ def test_one_lost_job_among_thousands_is_found(connection, plain, producer, queu
 
 def test_the_worker_audits_while_it_tidies(connection, plain, queue):
     queue._housekeeping._audit._wait_s = 0
-    queue._housekeeping._go_on = Every(0.0)
+    queue._housekeeping._look_for_lost = Every(0.0)
     job_id = enqueue(plain)
     lose(connection, job_id)
     for _ in range(16):

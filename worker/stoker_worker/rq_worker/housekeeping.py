@@ -36,7 +36,7 @@ class Housekeeping:
         self.scheduler = Scheduler(connection, queues, lease, name=name)
         self._audit = Audit(connection, queues, lease)
         self._deferred = DeferredJobs(connection, queues, aftermath)
-        self._go_on = Every(1.0)
+        self._look_for_lost = Every(1.0)
         self._clean = Every(60.0)
 
     def step(self, in_flight: Container[str]) -> bool:
@@ -48,7 +48,7 @@ class Housekeeping:
             whether more jobs are due already, so that the next step should come soon.
         """
         more_due = self.scheduler.enqueue_due()
-        if self._go_on.is_due():
+        if self._look_for_lost.is_due():
             self._audit.step(in_flight)
             self._deferred.step()
         if self._clean.is_due():
