@@ -51,7 +51,7 @@ def draw_jobs(
 ) -> list[PlannedJob]:
     """The jobs in the order they are enqueued first. `n_crash` of them kill their worker, `n_break` its engine."""
     kinds = random.choices(list(mix.kinds), list(mix.kinds.values()), k=n_jobs)
-    poison = random.sample(range(n_jobs // 8, n_jobs), n_crash + n_break)
+    poison = random.sample(range(n_jobs // 3, n_jobs), n_crash + n_break)
     for at in poison[:n_crash]:
         kinds[at] = "crash"
     for at in poison[n_crash:]:

@@ -93,6 +93,7 @@ class Episodes:
 
     def deposed(self) -> bool:
         """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
+        self._crew.wait_until_ready()
         with self._traffic.pause:  # no new poison: a successor that dies first leaves the queue to the one that wakes
             crew = self._crew
             return crew.is_ready and not self._poison_waits() and crew.put_to_sleep() and self._depose()

@@ -1,8 +1,10 @@
 """The wires of a chaos run, one for workers and one for producers, and the replies that are lost on them.
 
-Every kind of transaction and script has the same chance, however often it is seen. Owns the proxies.
+What is seen often loses more, but less than in proportion; transactions start and end jobs, so they lose more than
+scripts. Owns the proxies.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from random import Random
@@ -11,6 +13,8 @@ from typing import Self
 from tests.lossy_proxy import Exchange, LossyProxy
 
 Kind = tuple[str, ...]
+_TRANSACTION = "MULTI"
+_TRANSACTIONS = 0.6  # of what is lost
 _MOST_AT_ONCE = 3
 _MOST_WAITING = 20  # how many of a kind pass before one is lost, at most
 
@@ -24,7 +28,7 @@ class Losses:
     def __init__(self, server_port: int, random: Random) -> None:
         self._random = random
         self._proxies = [LossyProxy(server_port), LossyProxy(server_port)]
-        self._kinds: dict[int, set[Kind]] = {proxy.port: set() for proxy in self._proxies}
+        self._seen: dict[int, Counter[Kind]] = {proxy.port: Counter() for proxy in self._proxies}
         self.workers, self.producers = (proxy.url for proxy in self._proxies)
         self._stack = ExitStack()
 
@@ -59,9 +63,12 @@ class Losses:
 
     def _draw(self, proxy: LossyProxy) -> Callable[[Exchange], bool]:
         """A kind, and from which on: mostly the next of them."""
-        kinds = self._kinds[proxy.port]
-        kinds.update(_kind_of(exchange) for exchange in proxy.take_seen() if exchange.is_write)
-        kind = self._random.choice(sorted(kinds)) if kinds else None
+        seen = self._seen[proxy.port]
+        seen.update(_kind_of(exchange) for exchange in proxy.take_seen() if exchange.is_write)
+        kinds = sorted(seen)
+        if self._random.random() < _TRANSACTIONS:
+            kinds = [kind for kind in kinds if kind[0] == _TRANSACTION] or kinds
+        kind = self._random.choices(kinds, [seen[kind] ** 0.5 for kind in kinds])[0] if kinds else None
         passing = iter(range(self._random.randrange(_MOST_WAITING) if self._random.random() < 0.3 else 0))
 
         def chooses(exchange: Exchange) -> bool:
@@ -73,5 +80,5 @@ class Losses:
 def _kind_of(exchange: Exchange) -> Kind:
     """The script, or the commands of a transaction, each once."""
     if exchange.is_transaction:
-        return tuple(dict.fromkeys(exchange.names))
+        return (_TRANSACTION, *dict.fromkeys(exchange.names))
     return (*exchange.names, exchange.commands[0][1][:40].decode(errors="replace"))
