@@ -45,6 +45,9 @@ read the request. Optional; beside another `created_at`, that of an id enqueued 
 FIELD_TOKENS: Final = "stoker_tokens"
 """Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""
 
+FIELD_SERVES: Final = "stoker_serves"
+"""Field of a worker's hash: the model it serves, and how its rows run; empty while the model loads."""
+
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: which delivery of its job it runs (a hash of `created_at`, `repeats_left`, `data`)."""
 

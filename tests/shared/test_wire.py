@@ -12,5 +12,6 @@ def test_the_names_on_the_wire_are_stable():
     assert wire.FIELD_ATTEMPTS == "stoker_attempts"
     assert wire.FIELD_LOST_ALONE == "stoker_lost_alone"
     assert wire.FIELD_AGENT == "stoker_agent"
+    assert wire.FIELD_SERVES == "stoker_serves"
     assert wire.LEASE_KEY == "stoker:lease:{queue}"
     assert wire.FENCE_KEY == "stoker:fence:{queue}"

@@ -41,6 +41,8 @@ class ScriptedQueue:
     def withdrawn(self, *args: Any) -> list[ClaimedJob]:
         return []
 
+    def announce(self, serves: str) -> None: ...
+
     def is_empty(self) -> bool:
         return not self.waiting
 

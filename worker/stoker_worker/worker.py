@@ -114,7 +114,9 @@ class Worker:
         self._finaliser = finaliser = Finaliser(self._queue, self._store, model, on_ended=inbox.ended)
         for thread in (finaliser, loader, inbox):
             thread.start()
-        log.info("ready: model %s, context %d tokens, rows %s", model.name, model.context_tokens, model.mode)
+        serves = f"model {model.name}, context {model.context_tokens} tokens, rows {model.mode}"
+        self._queue.announce(serves)
+        log.info("ready: %s", serves)
         self._wait(inbox)
         inbox.join()
         # Downstream in the order of a job's way, so that nothing is put into a thread that has ended.

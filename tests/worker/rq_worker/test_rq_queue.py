@@ -480,6 +480,15 @@ def test_a_heartbeat_does_not_bring_back_the_record_of_a_running_job_that_was_de
     assert not connection.exists(f"rq:job:{job_id}")
 
 
+def test_the_worker_record_tells_what_it_serves_also_after_the_server_has_lost_it(connection, queue):
+    (key,) = connection.keys("rq:worker:stoker-*[^s]")
+    queue.announce("model m, rows batched")
+    for _ in range(2):
+        assert queue.beat()
+        assert connection.hget(key, "stoker_serves") == b"model m, rows batched"
+        connection.delete(key)
+
+
 def test_a_heartbeat_shows_the_worker_again_after_the_server_has_lost_it(connection, queue):
     connection.delete(queue._identity.key, "rq:workers", "rq:workers:generate")
     connection.hincrby(queue._identity.key, "successful_job_count", 1)

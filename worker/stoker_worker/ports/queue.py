@@ -126,6 +126,10 @@ class QueuePort(Protocol):
         """
         ...
 
+    def announce(self, serves: str) -> None:
+        """What this worker serves, for people who look at it in the queue; asks nobody. Main thread."""
+        ...
+
     def is_empty(self) -> bool:
         """Whether no job waits in any of the queues."""
         ...

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,14 @@ from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, FIELD_TOKENS
+from stoker_shared.wire import (
+    DEFAULT_RESULT_TTL_S,
+    FIELD_ATTEMPTS,
+    FIELD_DELIVERY,
+    FIELD_LOST_ALONE,
+    FIELD_SERVES,
+    FIELD_TOKENS,
+)
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -33,7 +40,7 @@ NAME_PREFIX = "stoker-"
 # up, and one that was killed just then would leave it for ever.
 _WRITE_INTO_RECORD = """
 if not redis.call('HGET', KEYS[1], 'birth') then return 0 end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 redis.call('EXPIRE', KEYS[2], ARGV[1])
 return 1
@@ -69,6 +76,7 @@ class RqIdentity(BaseWorker):
             job_monitoring_interval=max(1, int(heartbeat_s)),
             log_job_description=False,  # a plain producer's description holds its prompt
         )
+        self.serves = ""  # told by the worker once its model is loaded
         self._record_ttl_s = worker_ttl_s + 60  # as RQ's own
         self._execution_lease_s = lease_ttl_s
         self._write_into_record = connection.register_script(_WRITE_INTO_RECORD)
@@ -105,10 +113,11 @@ class RqIdentity(BaseWorker):
             connection: the heartbeat's own.
         """
         self.last_heartbeat = now()
-        if self._write_record("last_heartbeat", utcformat(self.last_heartbeat), connection):
+        noted = {"last_heartbeat": utcformat(self.last_heartbeat), FIELD_SERVES: self.serves}
+        if self._write_record(noted, connection):
             return
         with connection.pipeline() as pipeline:
-            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            pipeline.hset(self.key, mapping=self.serialize() | noted | {"state": self.get_state()})
             pipeline.expire(self.key, self._record_ttl_s)
             worker_registration.register(self, pipeline)
             pipeline.execute()
@@ -116,7 +125,7 @@ class RqIdentity(BaseWorker):
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
             self._state = state
-            self._write_record("state", state)
+            self._write_record({"state": state})
         else:
             super().set_state(state, pipeline)
             pipeline.expire(self.key, self._record_ttl_s)
@@ -126,9 +135,9 @@ class RqIdentity(BaseWorker):
         super().increment_total_working_time(job_execution_time, pipeline)
         pipeline.expire(self.key, self._record_ttl_s)
 
-    def _write_record(self, field: str, value: str, connection: Redis | None = None) -> bool:
-        keys = [self.key, self.executions_key]
-        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, field, value], client=connection))
+    def _write_record(self, fields: Mapping[str, str], connection: Redis | None = None) -> bool:
+        keys, pairs = [self.key, self.executions_key], [text for pair in fields.items() for text in pair]
+        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, *pairs], client=connection))
 
     def begin(self, job: Job, check: Callable[[Pipeline], list[str]]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.

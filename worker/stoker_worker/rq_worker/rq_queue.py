@@ -137,6 +137,9 @@ class RqQueue:
         self._aftermath.catch_up(leave=self._ending)
         return recovered
 
+    def announce(self, serves: str) -> None:
+        self._identity.serves = serves  # written with the next heartbeat
+
     def is_empty(self) -> bool:
         if self._in_doubt:  # what the last claim left stands in no queue
             return False
