@@ -223,3 +223,29 @@ def test_the_worker_tells_the_mode_and_why(tmp_path, caplog, monkeypatch):
             mode = provider._mode(layout.model, layout.loaded, 0.0)
         assert mode == ServingMode(Rows.SINGLE_PREFILL)
         assert "prefilled one by one (batched: a row of" in caplog.text
+
+
+# --- half precision ---
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "rows"),
+    [
+        ("afm7", 1, Rows.ALONE),  # its fault is hardly larger than what rounding does elsewhere
+        ("mamba", 0, Rows.SINGLE_PREFILL),
+        ("gemma2", 0, Rows.ALONE),
+        ("plamo3", 0, Rows.WHOLE),
+    ],
+)
+def test_a_fault_is_told_from_rounding(name, seed, rows):
+    import mlx.core as mx
+    from tests.zoo.architectures import make_model
+    from tests.zoo.specimen import Specimen
+
+    from stoker_worker.cache_spec import ModelCacheSpec
+
+    specimen = Specimen(name)
+    specimen.model = make_model(name, seed=seed)
+    specimen.model.set_dtype(mx.bfloat16)
+    specimen.loaded = replace(specimen.loaded, spec=ModelCacheSpec.from_model(specimen.model))
+    assert proof_of(specimen).mode.rows == rows

@@ -14,7 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from stoker_worker.engine.probe import can_be_batched
-from stoker_worker.engine.trial import Reference, try_rows
+from stoker_worker.engine.trial import Found, Limit, Reference, try_rows
 from stoker_worker.engine.trial_rows import TrialPlan, plan
 from stoker_worker.ports import LoadedModel, TextCodec
 from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
@@ -68,21 +68,23 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     why = [with_rows.untried] if with_rows.untried else []
     if not can_be_batched(model):
         why.append(f"{Rows.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
+
+    def found_in(mode: ServingMode, limit: Limit) -> Found:
+        asked = replace(loaded, mode=mode)
+        found = try_rows(model, asked, with_rows.plan, with_rows.reference, max_batch=max_batch, limit=limit)
+        _log.debug("tried %s: %s", mode, found)
+        return found
+
+    limit = Limit.of(with_rows.dtype)
+    if not limit.at_every_step:  # how much is rounding shows in a row that runs alone
+        limit = Limit.of(with_rows.dtype, rounding=found_in(ServingMode(Rows.ALONE), limit).apart)
     right_when_fresh: set[Rows] = set()
     mode = WIDEST_FIRST[-1]
     for candidate in _candidates(model, loaded):
         if candidate.rows in right_when_fresh:
             mode = candidate
             break
-        found = try_rows(
-            model,
-            replace(loaded, mode=candidate),
-            with_rows.plan,
-            with_rows.reference,
-            max_batch=max_batch,
-            dtype=with_rows.dtype,
-        )
-        _log.debug("tried %s: %s", candidate, found)
+        found = found_in(candidate, limit)
         if found.fresh is None and found.restored is None:
             mode = candidate
             break

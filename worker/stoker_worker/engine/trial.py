@@ -25,14 +25,40 @@ from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, Restore
 
 Logprobs = NDArray[np.float32]
 
-MOST_APART: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.07}
+_MOST_APART: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.07}
 """How far the log-probabilities of a row in a batch may be from those of the row alone, by the dtype of the logits.
 
-Root mean square of the difference, in standard deviations of the row's own. In float32 at every step; in half precision
-at half of a row's steps, because a mixture of experts may take another expert for one token. Seen among the
-architectures of mlx-lm: right ones up to 0.0001, 0.002 and 0.03, wrong ones from 0.14, 0.09 and 0.09 on."""
+Root mean square of the difference, in standard deviations of the row's own."""
+
+_TIMES_ROUNDING: Final = 3.0
+"""In half precision also: times as far as the row is from itself when it runs alone in steps. Among all architectures
+right modes were at most 1.3 times as far, wrong ones at least 7 times."""
 
 _ENOUGH_BYTES: Final = 1 << 50  # the pool is not what is tried
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far a row may be from itself alone.
+
+    Attributes:
+        apart: as `_MOST_APART` counts it.
+        at_every_step: else at half of a row's steps: in half precision a mixture of experts may take another expert for
+            one token.
+    """
+
+    apart: float
+    at_every_step: bool
+
+    @classmethod
+    def of(cls, dtype: str, rounding: float | None = None) -> "Limit":
+        """
+        Args:
+            dtype: of the logits.
+            rounding: how far rows were from themselves that ran alone in steps, if that is known.
+        """
+        most = _MOST_APART.get(dtype, _MOST_APART["float32"])
+        return cls(most if rounding is None else min(most, _TIMES_ROUNDING * rounding), dtype == "float32")
 
 
 @dataclass(frozen=True)
@@ -41,7 +67,7 @@ class Found:
     Attributes:
         fresh: what is wrong with rows that begin from nothing; ``None`` when nothing is.
         restored: what is wrong with rows restored from their own caches; likewise.
-        apart: the largest difference seen, as `MOST_APART` counts it.
+        apart: the largest difference seen, as `_MOST_APART` counts it.
     """
 
     fresh: str | None
@@ -65,12 +91,12 @@ class Reference:
 
 
 def try_rows(
-    model: Any, loaded: LoadedModel, plan: TrialPlan, reference: Reference, *, max_batch: int, dtype: str
+    model: Any, loaded: LoadedModel, plan: TrialPlan, reference: Reference, *, max_batch: int, limit: Limit
 ) -> Found:
     """Run `plan` in the mode of `loaded`; with `loaded.has_memory`, its rows then go on from their own caches."""
     trial = _Trial(model, loaded, plan, max_batch=max_batch)
     fresh = trial.first_turn()
-    wrong, apart = _wrong(fresh, reference, dtype) if trial.error is None else (trial.error, math.inf)
+    wrong, apart = _wrong(fresh, reference, limit) if trial.error is None else (trial.error, math.inf)
     if wrong is not None or not loaded.has_memory:
         trial.close()
         return Found(wrong, None, apart)
@@ -78,7 +104,7 @@ def try_rows(
     trial.close()
     if trial.error is not None:
         return Found(None, trial.error, math.inf)
-    wrong, apart_again = _wrong(again, reference, dtype)
+    wrong, apart_again = _wrong(again, reference, limit)
     return Found(None, wrong, max(apart, apart_again))
 
 
@@ -91,14 +117,14 @@ class _Heard:
     logprobs: Logprobs
 
 
-def _wrong(heard: Iterable[_Heard], reference: Reference, dtype: str) -> tuple[str | None, float]:
+def _wrong(heard: Iterable[_Heard], reference: Reference, limit: Limit) -> tuple[str | None, float]:
     """What is wrong with the row that is furthest from itself alone, and how far that is."""
     by_row: dict[TrialRow, list[float]] = defaultdict(list)
     for one in heard:
         by_row[one.row].append(reference.apart(one.row, one.n_tokens, one.logprobs))
-    judge: Callable[[list[float]], float] = max if dtype == "float32" else median
+    judge: Callable[[list[float]], float] = max if limit.at_every_step else median
     row, apart = max(((row, judge(seen)) for row, seen in by_row.items()), key=lambda pair: pair[1])
-    if apart <= MOST_APART.get(dtype, MOST_APART["float32"]):
+    if apart <= limit.apart:
         return None, apart
     return f"a row of {row.n_prompt} tokens is {apart:.2g} standard deviations from itself alone", apart
 
