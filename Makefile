@@ -29,7 +29,7 @@ models: .venv/dev
 deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/end_to_end/test_random_kills.py
 
-# 1,500 jobs while workers, server, wire and clock misbehave, and 100 with the real model. CHAOS_SEED=N: that run again.
+# 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
 chaos: .venv/dev
 	CHAOS=long $(BIN)/pytest -s tests/chaos
 

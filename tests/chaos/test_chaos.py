@@ -18,11 +18,11 @@ pytestmark = pytest.mark.server
 
 LONG = os.environ.get("CHAOS") == "long"
 SIZE = (
-    {"n_jobs": 1500, "n_agents": 50, "n_crash": 5, "n_break": 3}
+    {"n_jobs": 1200, "n_agents": 50, "n_crash": 5, "n_break": 3}
     if LONG
     else {"n_jobs": 100, "n_agents": 10, "n_crash": 1, "n_break": 1}
 )
-COURSE = Course(lasts_s=100, n_kills=45, calm_s=300) if LONG else Course(lasts_s=6, n_kills=3, calm_s=60)
+COURSE = Course(lasts_s=80, n_kills=36, calm_s=300) if LONG else Course(lasts_s=6, n_kills=3, calm_s=60)
 ENGINE = ("--engine", "scripted", "--scripted-steps-per-s", "400")
 
 

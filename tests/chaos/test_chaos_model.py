@@ -1,6 +1,6 @@
 """The same with the real model: every answer is the one mlx-lm alone gives to the conversation before it.
 
-A hundred jobs; the poison among them kills its worker as soon as it is in the engine. `make chaos` only.
+Eighty jobs; the poison among them kills its worker as soon as it is in the engine. `make chaos` only.
 """
 
 import os
@@ -40,8 +40,8 @@ REAL = Mix(
     may_end_early=True,
     shares=Shares(fails=0),
 )  # fmt: skip
-SIZE = {"n_jobs": 100, "n_agents": 10, "n_crash": 1}
-COURSE = Course(lasts_s=60, n_kills=6, calm_s=240)
+SIZE = {"n_jobs": 80, "n_agents": 10, "n_crash": 1}
+COURSE = Course(lasts_s=45, n_kills=5, calm_s=240)
 POISON = {"target": f"{MLX_ENGINE}.submit", "when": "after", "needles": [r"\ncrash'"]}
 
 
