@@ -174,6 +174,17 @@ def test_a_second_worker_on_the_same_queue_refuses_and_names_the_first(redis_url
             assert "generate" in second.log
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_come_while_a_stopped_worker_leaves_do_not_make_it_look_dead(redis_url, tmp_path, signum):
+    with running_worker(redis_url, tmp_path / "store") as worker:
+        worker.wait_until_ready()
+        end = time.monotonic() + 30
+        while worker.returncode is None and time.monotonic() < end:
+            worker.signal(signum)
+            time.sleep(0.001)
+        assert worker.returncode == 0, worker.log
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_standby_takes_over_queue_and_store_when_the_first_worker_is_gone(producer, redis_url, store, end):
     first_job = producer.submit(agent_id="a", prompt="one", context="append", max_tokens=200)

@@ -1,6 +1,7 @@
 """Command `stoker-worker`: settings into objects into `Worker.run`. The one place where things are wired."""
 
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,8 +71,18 @@ def run(burst: bool, standby: bool, verbose: bool, **options: Any) -> None:
     if not verbose:
         for chatty in ("rq", "stoker_worker.rq", "httpx", "transformers"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-    with _errors_in_one_line():
+    with _errors_in_one_line(), _deaf_in_the_end():
         _run(options, burst=burst, standby=standby)
+
+
+@contextmanager
+def _deaf_in_the_end() -> Iterator[None]:
+    """Python puts the default handlers back as it leaves: a late signal would make a clean stop look like a death."""
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
 
 
 @contextmanager
