@@ -1,7 +1,7 @@
-"""Does what follows the end of a job: sets free the jobs that waited for it, and its place under a rate limit.
+"""Does what follows the end of a job: enqueues the jobs that waited for it, passes on its place under a rate limit.
 
-Owns the notes that stand in Redis until that is done (ended_note.py). Every step may be done twice, so whoever does not
-know whether one was done does it: the thread that ended the job when a reply was lost, the inbox thread after a crash.
+Owns the notes that are in Redis until that is done (ended_note.py). Every step may be done twice, so a thread that does
+not know whether one was done does it again: the one that ended the job, or the inbox thread after a crash.
 """
 
 import logging

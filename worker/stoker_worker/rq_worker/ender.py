@@ -1,8 +1,8 @@
 """Ends jobs with RQ's own transactions, once, and only while they are ours. Finaliser thread (inbox: refused jobs).
 
-Owns that the end is written once and that all that follows is done, whatever reply got lost. The check of ownership
-stands inside the transaction, and with the end a note is written (ended_note.py). A worker that finds the note where it
-tries to write an end has written it before, and goes on with what follows.
+Owns that the end is written once and that all that follows is done, whatever reply got lost. The transaction checks the
+ownership itself, and writes a note with the end (ended_note.py). A worker that finds the note when it tries to write an
+end has written that end before, and goes on with what follows.
 """
 
 from collections.abc import Mapping
