@@ -47,12 +47,14 @@ def pool_cycle(total: int) -> Callable[[int], None]:
 
 def roster_with_rows(total: int, rows: int) -> tuple[Any, Any]:
     """A roster with that many rows in the batch, and a generator that does nothing but count."""
+    from stoker_worker.engine.batch_width import BatchWidth
     from stoker_worker.engine.pace import PrefillPace
     from stoker_worker.engine.pricing import BatchPricing
     from stoker_worker.engine.roster import Roster
 
     pool, pricing = BlockPool(total), BatchPricing(SPEC, 256)
-    roster = Roster(None, SPEC, pool=pool, pricing=pricing, pace=PrefillPace(0.5, 256), max_batch=ROWS)
+    pace, width = PrefillPace(0.5, 256), BatchWidth(ROWS)
+    roster = Roster(None, SPEC, pool=pool, pricing=pricing, pace=pace, width=width, prefill_rows=8)
     uids = iter(range(10**9))
     generator = SimpleNamespace(insert=lambda row: next(uids))
     for number in range(rows):

@@ -14,11 +14,12 @@ PAGE: Final = ROOT / "docs" / "models.md"
 _HEAD: Final = """\
 # Models
 
-How each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes this page from a survey: a tiny
-model of every architecture with random weights, in float32 on a CPU, through the engine in each mode from the widest
-down, against `mlx_lm`'s own single, uncached runs: rows of unequal length, rows that join others, across windows and
-sparse budgets, in chunks of several sizes, and second turns on restored caches. `make zoo` does the survey again and
-fails where it, this page and the proof that the worker makes at load do not agree.
+How each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes this page from a survey. The survey
+makes a tiny model of every architecture with random weights, in float32 on a CPU, runs it through the engine in each
+mode from the widest down, and compares it with `mlx_lm`'s own single, uncached runs. The rows are of unequal length,
+join others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn on
+restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the proof that the worker makes
+at load do not agree.
 
 The worker does not read this list. It [proves each model at load](decisions.md), so a model that is not here, or that a
 new release of mlx-lm has mended or broken, is served in the mode that is right for it.

@@ -1,7 +1,7 @@
 """The heartbeat thread: shows that this worker lives, and nothing else.
 
-It has a thread of its own because no long prefill, no slow disk and no claim may delay it, and the queue a connection
-of its own for it: it waits for nobody.
+It has a thread of its own, and the queue adapter a connection of its own for it, because no long prefill, slow disk,
+claim or hung connection may delay it.
 """
 
 import logging

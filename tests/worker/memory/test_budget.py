@@ -46,6 +46,8 @@ def squeeze(store: AgentStore, max_bytes: int = 1) -> None:
 
 
 def test_the_books_say_what_du_says(tmp_path: Path) -> None:
+    for memo in ("model-digests.json", "model-proofs.json"):
+        (tmp_path / memo).write_text("{}")
     store = open_store(tmp_path)
     for name, length in (("a", 700), ("b", 900), ("a", 1300)):
         Agent(store, name).say(ids(length, seed=ord(name)))

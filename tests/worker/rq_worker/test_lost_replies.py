@@ -258,6 +258,20 @@ def test_a_dependent_that_cannot_be_read_keeps_no_end_from_being_over(connection
     assert nothing_is_left(connection)
 
 
+@pytest.mark.parametrize("damage", ["config", "places"])
+def test_a_rate_limit_that_cannot_be_read_keeps_no_end_from_being_over(connection, queue, enqueue, damage):
+    enqueue("job", rate_limit=RateLimit(key="one", concurrency=1))
+    (job,) = claim(queue)
+    if damage == "config":
+        connection.hset("rq:rl:one", "concurrency", "no number")
+    else:
+        connection.set("rq:rl:one:allowed", "no set")
+    queue.finish(job, RESULT)
+    assert places(connection, "job") == ["finished"]
+    assert queue.recover() == 0
+    assert nothing_is_left(connection)
+
+
 def test_a_failed_job_that_was_requeued_meanwhile_sets_nobody_free_on_its_old_failure(
     redis_url, connection, enqueue, monkeypatch
 ):
@@ -280,7 +294,12 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
     enqueue("job")
     enqueue("other", "b")
     job, other = claim(queue)
-    proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds("rq:wip:generate", "job"), LEASE_S + 0.5)
+
+    def is_the_end(exchange):  # and no heartbeat, which names the registry too
+        is_ours = exchange.is_transaction or (exchange.is_write and exchange.holds("rq:queue:generate"))
+        return is_ours and exchange.holds("rq:wip:generate", "job")
+
+    proxy.hold_back(is_the_end, LEASE_S + 0.5)
     call = {
         "finish": lambda: queue.finish(job, RESULT),
         "fail": lambda: queue.fail(job, ValueError("x")),

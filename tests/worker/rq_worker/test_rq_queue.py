@@ -280,6 +280,25 @@ def test_a_job_that_was_withdrawn_while_it_was_being_started_is_not_started(
     assert not list(connection.scan_iter(f"rq:execution*:{withdrawn}*"))
 
 
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_that_is_withdrawn_while_it_is_being_refused_holds_up_no_claim(
+    connection, producer, plain, queue, monkeypatch, how
+):
+    plain.enqueue("os.getcwd", job_id="odd")
+    (job_id,) = submit(producer, "a")
+    real = queue._ender.fail
+
+    def withdrawn_first(handle, error):
+        getattr(Job.fetch("odd", connection, JSONSerializer), how)()
+        real(handle, error)
+
+    monkeypatch.setattr(queue._ender, "fail", withdrawn_first)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, "odd") == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*:odd*"))
+    assert [execution.job_id for execution in queue._identity.executions.values()] == [job_id]
+
+
 def test_an_id_that_stands_in_the_queue_twice_runs_once(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     connection.rpush("rq:queue:generate", job_id)

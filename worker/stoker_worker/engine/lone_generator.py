@@ -58,9 +58,8 @@ class LoneRow:
             self._segments.clear()
             self._sample(self._row)
             return [Prefilled(self._uid, len(self._tokens) - self._n_start, True, True)], []
-        n = min(
-            self._chunk_tokens or chunk_tokens, len(segment) - is_last
-        )  # the very last token gives the first logits
+        # The very last token gives the first logits.
+        n = min(self._chunk_tokens or chunk_tokens, len(segment) - is_last)
         self._feed(segment[:n])
         del segment[:n]
         if not segment:

@@ -1,4 +1,4 @@
-"""Tries a model before it is served: the widest mode in which every row says what it says alone. Engine thread.
+"""Tries a model before it is served: finds the widest mode in which every row answers as it does alone. Engine thread.
 
 Owns the order in which modes are tried, and how long that may take. How a trial is made is `trial.py`, with which rows
 `trial_rows.py`. No architecture is known by name here: what a model does is looked at.

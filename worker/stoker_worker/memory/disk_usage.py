@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "agents", "blocks", "tmp")
+STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "model-proofs.json", "agents", "blocks", "tmp")
 _PIECES: Final = ("tail-", "snapshot-")
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
 

@@ -91,10 +91,10 @@ class Completion:
         generated_ids: every token generated and in the cache, in order; the last may be an end-of-sequence token.
         text: what they say, without end-of-sequence tokens and without the stop string.
         ended_by: ``None`` when the sequence did not end by itself (`outcome` is not ``finished``).
-        cached_tokens: how many of the prompt's tokens this answer did not have to prefill.
         kept: how many of `generated_ids` belong into the transcript: all, or those before a stop string.
         carry_text: the end of `text` that no whole kept token covers (the stop string began inside a token).
         cache: cache from `save_from` to the last kept token.
+        cached_tokens: how many of the prompt's tokens this answer did not have to prefill.
         outcome: ``finished``, ``cancelled`` (by `cancel`) or ``failed`` (then `error` says why).
     """
 
@@ -104,9 +104,9 @@ class Completion:
     text: str = ""
     ended_by: EndedBy | None = None
     kept: int = 0
-    cached_tokens: int = 0
     carry_text: str = ""
     cache: CacheSlice | None = None
+    cached_tokens: int = 0
     logprobs: Logprobs | None = None
     timing: GenerationTiming = field(default_factory=GenerationTiming)
     error: Exception | None = None

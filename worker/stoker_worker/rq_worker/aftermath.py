@@ -1,12 +1,12 @@
-"""Does what follows the end of a job: sets free the jobs that waited for it, and its place under a rate limit.
+"""Does what follows the end of a job: enqueues the jobs that waited for it, passes on its place under a rate limit.
 
-Owns the notes that stand in Redis until that is done (ended_note.py). Every step may be done twice, so whoever does not
-know whether one was done does it: the thread that ended the job when a reply was lost, the inbox thread after a crash.
+Owns the notes that are in Redis until that is done (ended_note.py). Every step may be done twice, so a thread that does
+not know whether one was done does it again: the one that ended the job, or the inbox thread after a crash.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import cast
 
@@ -20,6 +20,7 @@ from rq.registry import ReadyJobRegistry
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import ENDED_KEY
+from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.json_job import JsonJob
 
@@ -43,22 +44,33 @@ class Aftermath:
             member: ``<job id>:<execution id>``.
 
         Raises:
-            RedisError: not all is done; the note still stands.
+            RedisError: Redis is away, and not all is done; the note is still there.
         """
         job_id = member.rpartition(":")[0]
-        try:
-            if note.end == "failed" and note.dependents:
-                self.set_free(job_id, note.dependents)
-            else:
-                self._enqueue(note.dependents)
-        except RedisError:
-            raise
-        except Exception:  # one of them cannot be read; that must not keep this worker for ever
-            log.exception("not all that wait for job %s could be enqueued", job_id)
-        if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
-            RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
+        steps: tuple[tuple[str, Callable[[], None]], ...] = (
+            ("not all that wait for job %s could be enqueued", lambda: self._set_dependents_free(job_id, note)),
+            ("the place of job %s under its rate limit was not passed on", lambda: self._pass_place_on(job_id, note)),
+        )
+        for failed, step in steps:
+            try:
+                step()
+            except Exception as error:
+                if may_pass(error):
+                    raise
+                log.exception(failed, job_id)  # something cannot be read; that must not keep this worker for ever
         with suppress(RedisError):  # all is done; if the note stayed, it is done once more, to no effect
             self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
+
+    def _set_dependents_free(self, job_id: str, note: EndedNote) -> None:
+        if note.end == "failed" and note.dependents:
+            self.set_free(job_id, note.dependents)
+        else:
+            self._enqueue(note.dependents)
+
+    def _pass_place_on(self, job_id: str, note: EndedNote) -> None:
+        """Unless the id holds a place again, because it was enqueued anew."""
+        if note.rate_limit:
+            RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
 
     def catch_up(self, leave: Set[str]) -> None:
         """Carry out what a dead worker left, or this one.

@@ -9,10 +9,10 @@ End = Literal["finished", "failed", "stopped"]
 
 @dataclass
 class EndedNote:
-    """Stands in Redis from the transaction that ended a job to the last step behind it, under the execution's name.
+    """Kept in Redis, under the execution's name, from the transaction that ended a job to the last step behind it.
 
-    It says that the end was written, to a worker that never got the reply, and what is left to do, to whoever comes
-    after one that died.
+    A worker that never got the reply sees from it that the end was written; one that comes after a dead worker, what is
+    left to do.
 
     Attributes:
         end: how; a failure that is retried is ``failed`` too.

@@ -1,8 +1,8 @@
 """Ends jobs with RQ's own transactions, once, and only while they are ours. Finaliser thread (inbox: refused jobs).
 
-Owns that the end is written once and that all that follows is done, whatever reply got lost. The check of ownership
-stands inside the transaction, and with the end a note is written (ended_note.py). A worker that finds the note where it
-tries to write an end has written it before, and goes on with what follows.
+Owns that the end is written once and that all that follows is done, whatever reply got lost. The transaction checks the
+ownership itself, and writes a note with the end (ended_note.py). A worker that finds the note when it tries to write an
+end has written that end before, and goes on with what follows.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from rq.utils import now
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.wire import ENDED_KEY, META_PARTIAL
+from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.ended_note import End, EndedNote
 from stoker_worker.rq_worker.handle import RqHandle
@@ -123,6 +124,12 @@ class JobEnder:
             self._write_success(handle, ending, result)
         except _AlreadyWritten as written:
             ending.note = written.note
+        except Exception as error:
+            # RQ passes a place under a rate limit on after its transaction, and cannot read every one.
+            note = None if may_pass(error) else ending.written()
+            if note is None:
+                raise
+            ending.note = note
         self._follow_up(handle, ending.note)
 
     def fail(

@@ -1,7 +1,7 @@
 """Fails claimed jobs whose ids RQ cannot read, in one script and without RQ's help. Inbox thread; keeps no state.
 
 They are never started: an entry `<job id>:<execution id>` with one more colon in it stops `rq info`, and RQ's `Job`
-takes no other ids than its own. What their producer looks at says why: hash, result stream, registry of failed jobs.
+takes no other ids than its own. The reason is written where producers look: hash, result stream, failed jobs.
 """
 
 import logging

@@ -15,7 +15,7 @@ from rq.job import JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
-from stoker_shared.errors import RequestError
+from stoker_shared.errors import OwnershipLost, RequestError
 from stoker_shared.wire import FIELD_TOKENS
 from stoker_worker.every import Every
 from stoker_worker.ports import ClaimedJob
@@ -223,16 +223,22 @@ class RqQueue:
     def _refuse(self, handle: RqHandle, error: RequestError) -> None:
         self._ending.add(handle.execution.id)
         try:
-            for tries_left in (2, 1, 0):  # nobody else tries again when a connection broke
-                try:
-                    self._ender.fail(handle, error)
-                    break
-                except RedisError:
-                    if not tries_left:
-                        raise
+            self._fail_refused(handle, error)
+        except OwnershipLost:  # it was withdrawn just now
+            self._ownership.let_go(handle)
+            return
         finally:
+            self._identity.executions.pop(handle.execution.id, None)
             self._ending.discard(handle.execution.id)
         self._callbacks.failed(handle.job, error)
+
+    def _fail_refused(self, handle: RqHandle, error: RequestError) -> None:
+        for tries_left in (2, 1, 0):  # nobody else tries again when a connection broke
+            try:
+                return self._ender.fail(handle, error)
+            except RedisError:
+                if not tries_left:
+                    raise
 
     def _suspect_runs(self) -> bool:
         return any(job.attempt > 1 for job in list(self._in_flight.values()))
