@@ -20,6 +20,7 @@ from rq.registry import ReadyJobRegistry
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import ENDED_KEY
+from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.json_job import JsonJob
 
@@ -51,9 +52,9 @@ class Aftermath:
                 self.set_free(job_id, note.dependents)
             else:
                 self._enqueue(note.dependents)
-        except RedisError:
-            raise
-        except Exception:  # one of them cannot be read; that must not keep this worker for ever
+        except Exception as error:  # one of them cannot be read; that must not keep this worker for ever
+            if may_pass(error):
+                raise
             log.exception("not all that wait for job %s could be enqueued", job_id)
         if note.rate_limit:  # unless the id holds a place again: it was enqueued anew
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
@@ -80,7 +81,13 @@ class Aftermath:
                     self._connection.hdel(key, member)
                     continue
                 log.warning("job %s has ended; doing what follows", job_id)
-                self.carry_out(queue_name, member.decode(), note)
+                try:
+                    self.carry_out(queue_name, member.decode(), note)
+                except Exception as error:  # refused now, refused for ever: nothing would be claimed any more
+                    if may_pass(error):
+                        raise
+                    log.exception("what follows the end of job %s cannot be done", job_id)
+                    self._connection.hdel(key, member)
 
     def set_free(self, job_id: str, dependents: list[str]) -> None:
         """Enqueue those of a job's dependents that may run now that it is over."""
