@@ -5,7 +5,7 @@ import time
 import pytest
 from redis import Redis
 from rq import Queue
-from rq.job import Job
+from rq.job import Dependency, Job
 from rq.serializers import JSONSerializer
 from tests.worker_process import running_worker
 
@@ -32,9 +32,9 @@ def worker(redis_url, tmp_path):
 def enqueue(connection):
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
 
-    def enqueue(job_id, prompt, agent="a", *, timeout=60):
+    def enqueue(job_id, prompt, agent="a", *, timeout=60, **options):
         request = {"agent_id": agent, "prompt": prompt, "max_tokens": 100_000, "context": "append"}
-        return queue.enqueue_call(TASK_PATH, kwargs={"request": request}, job_id=job_id, timeout=timeout)
+        return queue.enqueue_call(TASK_PATH, kwargs={"request": request}, job_id=job_id, timeout=timeout, **options)
 
     return enqueue
 
@@ -94,3 +94,51 @@ def test_a_delivery_sent_again_and_again_is_one_run_with_one_timeout(connection,
     (result,) = Job.fetch("job", connection, JSONSerializer).results()
     assert result.exc_string.startswith("GenerationTimedOut")
     assert nothing_is_left(connection)
+
+
+@pytest.mark.parametrize("prompt", ["say done", "fail why"])
+def test_an_id_that_waited_for_a_parent_and_was_deleted_and_used_again_does_not_hold_up_its_parent(
+    connection, worker, enqueue, until, prompt
+):
+    enqueue("first", "hold", timeout=2)
+    enqueue("parent", prompt)
+    enqueue("child", "say old", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
+    Job.fetch("child", connection, JSONSerializer).delete()
+    enqueue("child", "say new", "b")
+
+    until("parent", b"failed" if prompt.startswith("fail") else b"finished")
+    enqueue("later", "say later", "c")
+    until("later", b"finished")
+    assert texts(connection, "child") == ["new"]
+    assert nothing_is_left(connection)
+    assert not connection.exists("stoker:ended:generate")
+
+
+@pytest.mark.parametrize("prompt", ["say done", "fail why"])
+def test_an_id_that_waited_for_a_parent_and_was_used_again_does_not_run_once_more_when_that_one_ends(
+    connection, worker, enqueue, until, prompt
+):
+    enqueue("first", "hold", timeout=2)
+    enqueue("parent", prompt)
+    enqueue("child", "say old", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
+    enqueue("child", "say new", "b")
+
+    until("child", b"finished")
+    until("parent", b"failed" if prompt.startswith("fail") else b"finished")
+    enqueue("later", "say later", "b")
+    until("later", b"finished")
+    assert texts(connection, "child") == ["new"]
+
+
+@pytest.mark.parametrize(("prompt", "end"), [("say done", b"finished"), ("fail why", b"failed")])
+def test_a_job_that_cannot_be_read_holds_up_neither_its_parent_nor_what_else_waits_for_it(
+    connection, enqueue, until, prompt, end
+):
+    enqueue("first", "hold", timeout=2)
+    enqueue("parent", prompt)
+    for child in ("unreadable", "child"):
+        enqueue(child, "say child", "b", depends_on=Dependency(jobs=["parent"], allow_failure=True))
+    connection.hset("rq:job:unreadable", "timeout", "soon")
+
+    until("child", b"finished")
+    assert connection.hget("rq:job:parent", "status") == end

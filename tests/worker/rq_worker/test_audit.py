@@ -163,18 +163,18 @@ def test_the_worker_audits_while_it_tidies(connection, plain, queue):
 
 def test_a_deferred_job_whose_failed_dependency_set_nobody_free_is_enqueued(connection, plain, queue, monkeypatch):
     """As a worker of RQ's leaves it that dies just behind the failure."""
-    failed, finished, waiting = enqueue(plain), enqueue(plain), enqueue(plain)
+    failed, finished, waiting, another = (enqueue(plain) for _ in range(4))
     allows = enqueue(plain, depends_on=Dependency(jobs=[failed, finished], allow_failure=True))
     others = [
         enqueue(plain, depends_on=failed),
         enqueue(plain, depends_on=Dependency(jobs=[failed, waiting], allow_failure=True)),
     ]
     deleted = enqueue(plain)
-    others.append(enqueue(plain, depends_on=Dependency(jobs=[failed, deleted], allow_failure=True)))
+    others.append(enqueue(plain, depends_on=Dependency(jobs=[another, deleted], allow_failure=True)))
     connection.delete(f"rq:job:{deleted}")
     connection.lrem("rq:queue:generate", 1, deleted)
     connection.hset(f"rq:job:{others[0]}", "dependency_ids", "no JSON")
-    for job_id, status in ((failed, "failed"), (finished, "finished")):
+    for job_id, status in ((failed, "failed"), (finished, "finished"), (another, "failed")):
         connection.lrem("rq:queue:generate", 1, job_id)
         connection.hset(f"rq:job:{job_id}", "status", status)
     queue.tidy()

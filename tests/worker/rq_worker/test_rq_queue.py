@@ -13,8 +13,9 @@ from rq.worker import Worker as WorkerOfRq
 from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.requeue import InFlight
 from stoker_worker.settings import read_settings
 
@@ -638,3 +639,22 @@ def test_a_take_over_between_looking_and_writing_undoes_a_failure_too(
     assert places(connection, "job") == ["wip"]
     assert connection.hget("rq:job:job", "status") == b"started"
     assert not connection.exists("rq:results:job")
+
+
+@pytest.mark.parametrize(
+    ("note", "refusing"),
+    [
+        (EndedNote("failed", ["child"]), "rq:job:parent:dependents"),
+        (EndedNote("finished", rate_limit="limited"), "rq:rl:limited"),
+    ],
+)
+def test_what_cannot_follow_an_end_does_not_keep_the_worker_from_claiming(connection, queue, producer, note, refusing):
+    connection.hset("rq:job:parent", "status", note.end)
+    connection.set(refusing, "of another type than RQ's")
+    connection.hset(ENDED_KEY.format(queue="generate"), "parent:execution", note.to_json())
+    (job_id,) = submit(producer, "a")
+
+    queue.recover()
+
+    assert not connection.exists(ENDED_KEY.format(queue="generate"))
+    assert [job.job_id for job in claim(queue)] == [job_id]

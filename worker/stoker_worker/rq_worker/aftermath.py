@@ -57,7 +57,7 @@ class Aftermath:
             except Exception as error:
                 if may_pass(error):
                     raise
-                log.exception(failed, job_id)  # something cannot be read; that must not keep this worker for ever
+                log.exception(failed, job_id)  # refused now, refused for ever: nothing would be claimed any more
         with suppress(RedisError):  # all is done; if the note stayed, it is done once more, to no effect
             self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
 

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from redis import Redis
-from redis.exceptions import RedisError
 from rq.job import Job, JobStatus
 from rq.registry import DeferredJobRegistry
 
+from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.aftermath import Aftermath
 
 log = logging.getLogger(__name__)
 
 _PAGE: Final = 100
+_DEFERRED: Final = JobStatus.DEFERRED.value.encode()
 _FINISHED: Final = JobStatus.FINISHED.value.encode()
 _FAILED: Final = JobStatus.FAILED.value.encode()
 
@@ -33,6 +34,7 @@ class DeferredJobs:
         self._aftermath = aftermath
         self._registry, self._start = 0, 0
         self._in_vain: set[str] = set()
+        self._named: set[str] = set()
 
     def step(self) -> None:
         """Look at the next page."""
@@ -51,13 +53,15 @@ class DeferredJobs:
                 self._set_free(job_id, wanted)
 
     def _set_free(self, job_id: str, parents: list[str]) -> None:
-        log.warning("job %s waits for jobs that have ended; it is enqueued", job_id)
+        if job_id not in self._named:  # what cannot be read stays, and comes up again each round
+            self._named.add(job_id)
+            log.warning("job %s waits for jobs that have ended; it is enqueued", job_id)
         for parent in parents:
             try:
                 self._aftermath.set_free(parent, [job_id])
-            except RedisError:
-                raise
-            except Exception:  # RQ reads all that wait for the one, and one of them cannot be read
+            except Exception as error:  # RQ reads all that wait for the one, and one of them cannot be read
+                if may_pass(error):
+                    raise
                 self._in_vain.add(job_id)
                 log.exception("not all that wait for job %s could be enqueued", parent)
 
@@ -66,11 +70,16 @@ class DeferredJobs:
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in page:
                 pipeline.hmget(
-                    Job.key_for(job_id.decode(errors="replace")), "dependency_ids", "allow_dependency_failures"
+                    Job.key_for(job_id.decode(errors="replace")),
+                    "dependency_ids",
+                    "allow_dependency_failures",
+                    "status",
                 )
             replies = pipeline.execute(raise_on_error=False)
         found = []
         for job_id, reply in zip(page, replies, strict=True):
+            if isinstance(reply, list) and reply[2] != _DEFERRED:  # its id was used again, and RQ left the old entry
+                continue
             try:
                 found.append((job_id.decode(), [str(parent) for parent in json.loads(reply[0])], reply[1] == b"1"))
             except (TypeError, ValueError):  # gone, no hash, or written by somebody else

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
+from redis import Redis
 from redis.client import Pipeline
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
@@ -16,6 +18,7 @@ from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, MAX_REQUEST_BYT
 
 _MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
 _UNREADABLE = "<unreadable>"
+_WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
 
 
 class JsonJob(Job):
@@ -69,6 +72,35 @@ class JsonJob(Job):
             self._status = status
         else:
             super().set_status(status, pipeline)
+
+    @classmethod
+    def fetch_many(cls, job_ids: Iterable[str], connection: Redis, serializer: Any = None) -> list[Job | None]:
+        """``None`` also for one that cannot be read: it must not keep the others from being enqueued, nor fail the job
+        they wait for."""
+        ids = list(job_ids)
+        with connection.pipeline(transaction=False) as pipeline:
+            for job_id in ids:
+                pipeline.hgetall(cls.key_for(job_id))
+            replies = pipeline.execute(raise_on_error=False)
+        found: list[Job | None] = []
+        for job_id, fields in zip(ids, replies, strict=True):
+            job = None
+            if fields and not isinstance(fields, Exception):
+                with suppress(Exception):  # any field may hold anything
+                    read = cls(job_id, connection=connection, serializer=serializer)
+                    read.restore(fields)
+                    job = read
+            found.append(job)
+        return found
+
+    def dependencies_are_met(self, parent_job: Job | None = None, *args: Any, **options: Any) -> bool:
+        """RQ leaves an id that is used again among those that wait for a parent, and would enqueue it once more when
+        that one ends; or not end the parent, when the new job waits for none."""
+        if self.get_status(refresh=False) not in _WAITING or (
+            parent_job is not None and parent_job.id not in self._dependency_ids
+        ):
+            return False
+        return bool(super().dependencies_are_met(parent_job, *args, **options))
 
     def check_once(self, pipeline: Pipeline) -> None:
         check, self.check = self.check, None
