@@ -191,6 +191,23 @@ def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, d
     assert verdicts.proofs == 2
 
 
+@pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
+def test_a_failure_that_may_pass_is_not_remembered(tmp_path, monkeypatch, error, is_remembered):
+    from stoker_worker.engine.verdicts import Verdicts
+
+    def is_wrong(rows, tokens):
+        if rows > 1:
+            raise error
+        return False
+
+    layout = Layout("llama")
+    break_when(layout, monkeypatch, is_wrong)
+    memo = tmp_path / "model-proofs.json"
+    verdict = Verdicts(memo).of("f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
+    assert verdict.mode == ServingMode(Rows.ALONE)
+    assert memo.exists() == is_remembered
+
+
 def test_a_cache_made_in_another_mode_is_another_models():
     from stoker_worker.engine.fingerprint import in_mode
 

@@ -7,6 +7,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from tests.worker.rq_worker.looking import taken_over
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.rq_worker.connect import open_queue
@@ -182,6 +183,17 @@ def test_a_loss_is_alone_also_when_the_other_queues_jobs_have_ended(connection, 
     queue.finish(next(job for job in claim(queue) if job.queue == "high"), {})
     opened().recover()
     assert counted(connection, job_id) == [1, 1]
+
+
+def test_a_claim_in_doubt_holds_up_all_queues_when_one_of_them_is_lost(connection, producer, opened):
+    first, _ = submit(producer, "a", "a", queue="high")
+    queue = opened()
+    queue._in_doubt = True
+    connection.lmove("rq:queue:high", "rq:queue:high:intermediate")
+    taken_over(connection)  # `generate`; until the next heartbeat this worker does not know
+    assert claim(queue) == []  # and not the agent's second job
+    connection.delete("stoker:lease:generate", "stoker:fence:generate")
+    assert [job.job_id for job in claim(queue)] == [first]
 
 
 def test_jobs_of_two_queues_were_beside_each_other(connection, producer, opened):

@@ -44,11 +44,13 @@ class Verdict:
         mode: the widest mode that is right.
         why: what is wrong with wider ones, and what was not tried; empty when there is nothing to be told.
         seconds: how long the proof took.
+        may_pass: whether a wider mode failed for a reason that may pass by itself.
     """
 
     mode: ServingMode
     why: tuple[str, ...]
     seconds: float
+    may_pass: bool = False
 
 
 def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.0) -> Verdict:
@@ -79,19 +81,21 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     if not limit.at_every_step:  # how much is rounding shows in a row that runs alone
         limit = Limit.of(with_rows.dtype, rounding=found_in(ServingMode(Rows.ALONE), limit).apart)
     right_when_fresh: set[Rows] = set()
+    may_pass = False
     mode = WIDEST_FIRST[-1]
     for candidate in _candidates(model, loaded):
         if candidate.rows in right_when_fresh:
             mode = candidate
             break
         found = found_in(candidate, limit)
+        may_pass = may_pass or found.may_pass
         if found.fresh is None and found.restored is None:
             mode = candidate
             break
         if found.fresh is None:
             right_when_fresh.add(candidate.rows)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
-    return Verdict(mode, tuple(why), time.perf_counter() - began)
+    return Verdict(mode, tuple(why), time.perf_counter() - began, may_pass)
 
 
 def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:

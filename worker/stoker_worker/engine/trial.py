@@ -68,11 +68,13 @@ class Found:
         fresh: what is wrong with rows that begin from nothing; ``None`` when nothing is.
         restored: what is wrong with rows restored from their own caches; likewise.
         apart: the largest difference seen, as `_MOST_APART` counts it.
+        may_pass: whether what is wrong may pass by itself: MLX raises `RuntimeError` when memory is short.
     """
 
     fresh: str | None
     restored: str | None
     apart: float
+    may_pass: bool = False
 
 
 class Reference:
@@ -99,11 +101,11 @@ def try_rows(
     wrong, apart = _wrong(fresh, reference, limit) if trial.error is None else (trial.error, math.inf)
     if wrong is not None or not loaded.has_memory:
         trial.close()
-        return Found(wrong, None, apart)
+        return Found(wrong, None, apart, trial.may_pass)
     again = trial.second_turn()
     trial.close()
     if trial.error is not None:
-        return Found(None, trial.error, math.inf)
+        return Found(None, trial.error, math.inf, trial.may_pass)
     wrong, apart_again = _wrong(again, reference, limit)
     return Found(None, wrong, max(apart, apart_again))
 
@@ -136,6 +138,7 @@ class _Trial:
         self._heard: list[_Heard] = []
         self._caches: dict[TrialRow, CacheSlice] = {}
         self.error: str | None = None
+        self.may_pass = False
         self._engine = assemble(
             model,
             replace(loaded, codec=cast(TextCodec, _NoText())),
@@ -197,6 +200,7 @@ class _Trial:
         self._heard.append(_Heard(row, n_tokens, np.asarray(logprobs.astype(mx.float32)).reshape(-1)))
 
     def _broke(self, error: Exception) -> None:
+        self.may_pass = self.may_pass or isinstance(error, (RuntimeError, MemoryError))
         self.error = self.error or f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

@@ -86,6 +86,8 @@ class RqQueue:
         if self._suspect_runs() or self._suspended:
             return []
         if self._in_doubt:  # what the last claim left has to be back in the queue first, or order is lost
+            if not self._holds_all_queues():
+                return []
             self.recover()
         self._in_doubt = True
         claimed: list[ClaimedJob] = []
@@ -124,7 +126,7 @@ class RqQueue:
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        if not all(self._lease.is_ours(name) for name in self._queues):
+        if not self._holds_all_queues():
             return 0
         # In this order: what is being ended stands in both until it is over.
         own = frozenset(job.handle.execution.id for job in list(self._in_flight.values())) | self._ending
@@ -210,6 +212,9 @@ class RqQueue:
         return given_back
 
     # --- steps ---
+
+    def _holds_all_queues(self) -> bool:
+        return all(self._lease.is_ours(name) for name in self._queues)
 
     def _give_back_unstarted(self, job: ClaimedJob) -> None:
         self.give_back([job], counts_as_attempt=False)
