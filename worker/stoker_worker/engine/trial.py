@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from stoker_shared.request import GenerationRequest
 from stoker_worker.engine.build import assemble
-from stoker_worker.engine.generator import Generator, Prefilled, RowStart, Said, TakenOut
+from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.trial_rows import SECOND_ANSWER, TrialPlan, TrialRow
+from stoker_worker.engine.watched_generator import WatchedGenerator
 from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, RestoredPrefix, TextCodec
 
 Logprobs = NDArray[np.float32]
@@ -194,7 +195,7 @@ class _Trial:
                 self._caches[uids[completion.uid]] = completion.cache
 
     def _watch(self, generator: Generator) -> Generator:
-        return _Watched(generator, self._plan, self._heard_row, self._broke)
+        return WatchedGenerator(generator, self._plan, self._heard_row, self._broke)
 
     def _heard_row(self, row: TrialRow, n_tokens: int, logprobs: Any) -> None:
         self._heard.append(_Heard(row, n_tokens, np.asarray(logprobs.astype(mx.float32)).reshape(-1)))
@@ -202,58 +203,6 @@ class _Trial:
     def _broke(self, error: Exception) -> None:
         self.may_pass = self.may_pass or isinstance(error, (RuntimeError, MemoryError))
         self.error = self.error or f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class _Watched:
-    """A generator whose rows say the tokens of a plan, in chunks of the plan's size."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        plan: TrialPlan,
-        heard: Callable[[TrialRow, int, Any], None],
-        broke: Callable[[Exception], None],
-    ) -> None:
-        self._generator = generator
-        self._plan = plan
-        self._heard = heard
-        self._broke = broke
-        self._at: dict[int, tuple[TrialRow, int]] = {}
-
-    def insert(self, row: RowStart) -> int:
-        ids = (*row.cached_ids, *(token for segment in row.segments for token in segment))
-        planned = next(one for one in self._plan.rows if one.ids[: len(ids)] == ids)
-        uid = self._generator.insert(replace(row, sampler=_says(planned.ids[len(ids) :])))
-        self._at[uid] = planned, len(ids)
-        return uid
-
-    def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[Said]]:
-        try:
-            prefilled, said = self._generator.next(self._plan.chunk_tokens)
-            for one in said:
-                row, n_tokens = self._at[one.uid]
-                self._heard(row, n_tokens, one.logprobs)
-                self._at[one.uid] = row, n_tokens + 1
-        except Exception as error:
-            self._broke(error)
-            raise
-        return prefilled, said
-
-    def peek(self, uid: int) -> list[Any]:
-        return self._generator.peek(uid)
-
-    def take_out(self, uid: int) -> TakenOut:
-        return self._generator.take_out(uid)
-
-    def remove(self, uid: int) -> None:
-        self._generator.remove(uid)
-
-    @property
-    def nbytes(self) -> int:
-        return self._generator.nbytes
-
-    def close(self) -> None:
-        self._generator.close()
 
 
 class _NoText:
@@ -267,12 +216,6 @@ class _NoText:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
-
-
-def _says(ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
-    """A sampler that draws `ids`, one after the other; mlx-lm asks for one more than it says."""
-    left = iter(ids)
-    return lambda logprobs: mx.array([next(left, ids[-1])])
 
 
 def _prefix(cache: CacheSlice, n_tokens: int) -> RestoredPrefix:
