@@ -208,6 +208,30 @@ def test_a_failure_that_may_pass_is_not_remembered(tmp_path, monkeypatch, error,
     assert memo.exists() == is_remembered
 
 
+@pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
+def test_a_model_that_does_not_even_run_alone_is_remembered_if_that_cannot_pass(
+    tmp_path, monkeypatch, error, is_remembered
+):
+    from stoker_worker.engine.verdicts import Verdicts
+
+    def is_wrong(rows, tokens):
+        raise error
+
+    layout = Layout("llama")
+    break_when(layout, monkeypatch, is_wrong)
+    memo = tmp_path / "model-proofs.json"
+    verdict = Verdicts(memo).of("f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
+    assert verdict.mode == ServingMode(Rows.WHOLE, memory=False)
+    assert memo.exists() == is_remembered
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_that_is_not_rounded_at_all_makes_no_other_rounding_a_fault(dtype):
+    from stoker_worker.engine.trial import Limit
+
+    assert 0.01 < Limit.of(dtype, rounding=0.0).apart < Limit.of(dtype).apart
+
+
 def test_a_cache_made_in_another_mode_is_another_models():
     from stoker_worker.engine.fingerprint import in_mode
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from stoker_worker.engine.probe import can_be_batched
-from stoker_worker.engine.trial import Found, Limit, Reference, try_rows
+from stoker_worker.engine.trial import Found, Limit, Reference, may_pass, try_rows
 from stoker_worker.engine.trial_rows import TrialPlan, plan
 from stoker_worker.ports import LoadedModel, TextCodec
 from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
@@ -66,7 +66,7 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
         with_rows = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
     except Exception as error:  # the model itself cannot do with rows of more than one token
         alone = f"alone: {type(error).__name__}: {' '.join(str(error).split())}"
-        return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began)
+        return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began, may_pass(error))
     why = [with_rows.untried] if with_rows.untried else []
     if not can_be_batched(model):
         why.append(f"{Rows.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
@@ -81,21 +81,21 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     if not limit.at_every_step:  # how much is rounding shows in a row that runs alone
         limit = Limit.of(with_rows.dtype, rounding=found_in(ServingMode(Rows.ALONE), limit).apart)
     right_when_fresh: set[Rows] = set()
-    may_pass = False
+    passing = False
     mode = WIDEST_FIRST[-1]
     for candidate in _candidates(model, loaded):
         if candidate.rows in right_when_fresh:
             mode = candidate
             break
         found = found_in(candidate, limit)
-        may_pass = may_pass or found.may_pass
+        passing = passing or found.may_pass
         if found.fresh is None and found.restored is None:
             mode = candidate
             break
         if found.fresh is None:
             right_when_fresh.add(candidate.rows)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
-    return Verdict(mode, tuple(why), time.perf_counter() - began, may_pass)
+    return Verdict(mode, tuple(why), time.perf_counter() - began, passing)
 
 
 def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:

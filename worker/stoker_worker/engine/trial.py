@@ -59,7 +59,9 @@ class Limit:
             rounding: how far rows were from themselves that ran alone in steps, if that is known.
         """
         most = _MOST_APART.get(dtype, _MOST_APART["float32"])
-        return cls(most if rounding is None else min(most, _TIMES_ROUNDING * rounding), dtype == "float32")
+        # A row that is rounded alike in steps and in one pass must not make every other rounding a fault.
+        apart = most if rounding is None else min(most, max(most / 4, _TIMES_ROUNDING * rounding))
+        return cls(apart, at_every_step=dtype == "float32")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Found:
         fresh: what is wrong with rows that begin from nothing; ``None`` when nothing is.
         restored: what is wrong with rows restored from their own caches; likewise.
         apart: the largest difference seen, as `_MOST_APART` counts it.
-        may_pass: whether what is wrong may pass by itself: MLX raises `RuntimeError` when memory is short.
+        may_pass: whether what is wrong may pass by itself.
     """
 
     fresh: str | None
@@ -91,6 +93,11 @@ class Reference:
         spread = float(alone[seen].std()) or 1.0
         distance = math.sqrt(float(np.mean((alone[seen] - logprobs[seen]) ** 2))) / spread
         return distance if math.isfinite(distance) else math.inf
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another try may end otherwise: MLX raises `RuntimeError` when memory is short."""
+    return isinstance(error, (RuntimeError, MemoryError))
 
 
 def try_rows(
@@ -201,7 +208,7 @@ class _Trial:
         self._heard.append(_Heard(row, n_tokens, np.asarray(logprobs.astype(mx.float32)).reshape(-1)))
 
     def _broke(self, error: Exception) -> None:
-        self.may_pass = self.may_pass or isinstance(error, (RuntimeError, MemoryError))
+        self.may_pass = self.may_pass or may_pass(error)
         self.error = self.error or f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
