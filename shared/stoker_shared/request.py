@@ -34,6 +34,10 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+Access = Literal["write", "read", "none"]
+"""`write`: one at a time, in order. `read`: beside others that read, between the writes before it and those behind it.
+`none`: a job without an agent, or one that does not touch the memory: it waits for nobody, and nobody for it."""
+
 AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 """1 to 200 printable characters, any of them (also ``../``, emoji, spaces); never used raw as a path."""
 
@@ -64,10 +68,12 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     v: Annotated[int, Field(ge=1)] = 1
-    agent_id: AgentId
+    agent_id: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[tuple[Message, ...], BeforeValidator(_as_tuple)] | None = None
     context: Literal["full", "append"] = "full"
+    expect_version: Annotated[int, Field(ge=0)] | None = None
+    must_exist: bool = False
     cache: Literal["readwrite", "read", "off"] = "readwrite"
     max_tokens: Annotated[int, Field(ge=1)] = 256
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -93,6 +99,10 @@ class GenerationRequest(BaseModel):
             raise ValueError("exactly one of 'prompt' and 'messages' must be given")
         if self.messages == ():
             raise ValueError("'messages' must hold at least one message")
+        if self.context == "append" and self.agent_id is None:
+            raise ValueError("context 'append' continues an agent's conversation, so it needs 'agent_id'")
+        if self.context == "full" and (self.expect_version is not None or self.must_exist):
+            raise ValueError("'expect_version' and 'must_exist' are for context 'append'")
         if self.context == "append" and self.cache == "off":
             raise ValueError("context 'append' continues the agent's memory, so cache 'off' is refused with it")
         if self.top_logprobs is not None and not self.logprobs:
@@ -106,21 +116,33 @@ class GenerationRequest(BaseModel):
                 raise ValueError(f"'{field}' must be plain JSON: no NaN, no lone surrogates, no other Python objects")
         return self
 
+    @property
+    def access(self) -> "Access":
+        """What the job does to its agent's memory, and so for which of the agent's other jobs it waits."""
+        if self.agent_id is None or self.cache == "off":
+            return "none"
+        return "read" if self.cache == "read" else "write"
+
     def as_payload(self) -> dict[str, Any]:
-        """The JSON object that goes on the wire: only what differs from the defaults, `v` always.
+        """The JSON object that goes on the wire: only what differs from the defaults, and the lowest `v` that has it.
 
         Raises:
             RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
             InvalidRequest: a value is nested too deeply to be written.
         """
         try:
-            payload = {"v": self.v, **self.model_dump(mode="json", exclude_defaults=True)}
+            fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"v"})
         except ValueError:  # pydantic's own text could quote the value
             raise InvalidRequest("the request cannot be written as JSON: a value is nested too deeply") from None
+        payload = {"v": self._lowest_version(), **fields}
         size = len(json.dumps(payload, ensure_ascii=False).encode())
         if size > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the request is {size} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
         return payload
+
+    def _lowest_version(self) -> int:
+        is_of_v2 = self.agent_id is None or self.expect_version is not None or self.must_exist
+        return 2 if is_of_v2 else 1
 
 
 def build_request(fields: Mapping[str, Any]) -> GenerationRequest:

@@ -28,6 +28,8 @@ class CacheReport(_Record):
         agent_version: the agent's version after this job; ``None`` when it has none.
         saved: whether this job's turn is durable as that version.
         save_error: why not, when it should have been.
+        replaced_version: the version whose conversation this turn did not continue but replaced; ``None`` when it went
+            on from it. `rollback` brings that version back.
     """
 
     source: Literal["memory", "disk", "none"] = "none"
@@ -35,6 +37,7 @@ class CacheReport(_Record):
     agent_version: int | None = None
     saved: bool = False
     save_error: str | None = None
+    replaced_version: int | None = None
 
 
 class TopLogprob(_Record):
@@ -78,7 +81,7 @@ class GenerationResult(_Record):
     """
 
     job_id: str
-    agent_id: str
+    agent_id: str | None = None
     text: str
     finish_reason: Literal["stop", "length"]
     usage: Usage

@@ -8,10 +8,13 @@ DEFAULT_QUEUE: Final = "generate"
 TASK_PATH: Final = "stoker_shared.task.generate"
 """RQ function path of a generation job. The worker dispatches on this string and imports nothing a job names."""
 
-REQUEST_KWARG: Final = "request"
-"""The one keyword argument of the task."""
+AGENT_TASK_PATH: Final = "stoker_shared.task.agent"
+"""RQ function path of a job that looks at an agent's memory or changes it, and generates nothing."""
 
-REQUEST_VERSION: Final = 1
+REQUEST_KWARG: Final = "request"
+"""The one keyword argument of both tasks."""
+
+REQUEST_VERSION: Final = 2
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
 MAX_REQUEST_BYTES: Final = 16 * 2**20
@@ -39,8 +42,9 @@ FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 """Field of the job hash: how many of these times the job ran alone."""
 
 FIELD_AGENT: Final = "stoker_agent"
-"""Field of the job hash: `created_at`, a space and the request's agent id, so that a worker that looks ahead need not
-read the request. Optional; beside another `created_at`, that of an id enqueued anew, it counts for nothing."""
+"""Field of the job hash, so that a worker that looks ahead need not read the request: `created_at`, the request's
+`access` and, unless that is `none`, its agent id, with a space between them. Optional; beside another `created_at`, that
+of an id enqueued anew, it counts for nothing."""
 
 FIELD_TOKENS: Final = "stoker_tokens"
 """Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""
