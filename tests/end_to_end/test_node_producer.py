@@ -15,6 +15,8 @@ from stoker import Producer
 
 pytestmark = pytest.mark.server
 
+CAPTURED = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "producer.mjs"
 PRELUDE = """
 import { Redis } from "ioredis";
@@ -47,7 +49,7 @@ def node(node_folder, redis_url):
     def run(script, url=redis_url):
         arguments = ["node", "--input-type=module", "--eval", f"{PRELUDE}{script}\nredis.disconnect();"]
         env = {**os.environ, "STOKER_REDIS_URL": url}
-        done = subprocess.run(arguments, cwd=node_folder, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(arguments, cwd=node_folder, env=env, **CAPTURED)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -118,8 +120,8 @@ def test_a_lost_reply_makes_no_second_job(node, redis_url):
 def test_it_is_a_command_too(node_folder, redis_url, worker):
     env = {**os.environ, "STOKER_REDIS_URL": redis_url}
     run = ["node", "producer.mjs"]
-    done = subprocess.run([*run, "say hello"], cwd=node_folder, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*run, "say hello"], cwd=node_folder, env=env, **CAPTURED)
     assert (done.returncode, done.stdout) == (0, "hello\n")
-    done = subprocess.run([*run, "fail so"], cwd=node_folder, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*run, "fail so"], cwd=node_folder, env=env, **CAPTURED)
     assert (done.returncode, done.stdout) == (1, "")
     assert "so" in done.stderr
