@@ -3,6 +3,7 @@
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
 from stoker.producer import Producer
+from stoker.queue_status import QueueStatus
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "JobNotFound",
     "Message",
     "Producer",
+    "QueueStatus",
     "RedisUnavailable",
     "RequestError",
     "RequestTooLarge",

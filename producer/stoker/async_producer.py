@@ -12,6 +12,7 @@ from stoker.connection import address, open_async_connection
 from stoker.job_options import JobOptions
 from stoker.operations import ask
 from stoker.queue_name import checked_queue_name
+from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket_status import TicketStatus
 from stoker_shared.request import GenerationRequest
@@ -75,6 +76,10 @@ class AsyncProducer:
         """As `Producer.submit_many`; other tasks go on meanwhile."""
         operation = submit_many(self._queue_for(queue), requests, JobOptions(**options), job_ids)
         return [self.ticket(job_id) for job_id in await run(self._connection, operation)]
+
+    async def queues(self) -> list[QueueStatus]:
+        """As `Producer.queues`."""
+        return await run(self._connection, queues_now())
 
     def ticket(self, job_id: str) -> AsyncTicket:
         """As `Producer.ticket`."""

@@ -11,6 +11,7 @@ from stoker.driver import run
 from stoker.job_options import JobOptions
 from stoker.operations import ask
 from stoker.queue_name import checked_queue_name
+from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
@@ -112,6 +113,14 @@ class Producer:
         """
         operation = submit_many(self._queue_for(queue), requests, JobOptions(**options), job_ids)
         return [self.ticket(job_id) for job_id in run(self._connection, operation)]
+
+    def queues(self) -> list[QueueStatus]:
+        """Every queue that anything was enqueued into, by name.
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        return run(self._connection, queues_now())
 
     def ticket(self, job_id: str) -> Ticket:
         """The ticket of a job that was enqueued elsewhere; asks the server nothing.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -43,8 +43,8 @@ class QueueStatus:
     failed: int
     deferred: int
     scheduled: int
-    oldest_wait_s: float | None
-    worker: str | None
+    oldest_wait_s: float | None = field(kw_only=True)
+    worker: str | None = field(kw_only=True)
 
 
 def queues_now() -> Operation[list[QueueStatus]]:
@@ -52,18 +52,17 @@ def queues_now() -> Operation[list[QueueStatus]]:
     keys = yield from ask("SMEMBERS", Queue.redis_queues_keys)
     names = sorted(key.decode().removeprefix(Queue.redis_queue_namespace_prefix) for key in keys)
     now = datetime.now(UTC)
-    replies = yield Commands([command for name in names for command in _counts_of(name, now)])
-    per_queue = [replies[start : start + _REPLIES] for start in range(0, len(replies), _REPLIES)]
-    stamps = yield Commands([_enqueued_at(job_id) for *_, head in per_queue for job_id in head])
-    left = iter(stamps)
+    replies = yield Commands([command for name in names for command in _looks_at(name, now)])
+    found = [replies[start : start + _LOOKS] for start in range(0, len(replies), _LOOKS)]
+    stamps = iter((yield Commands([_enqueued_at(job_id) for *_, head in found for job_id in head])))
     queues = []
-    for name, (*counts, lease, head) in zip(names, per_queue, strict=True):
-        oldest_wait_s = _oldest_wait_s([next(left) for _ in head], now)
+    for name, (*counts, lease, head) in zip(names, found, strict=True):
+        oldest_wait_s = _oldest_wait_s([next(stamps) for _ in head], now)
         queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, worker=_holder(lease)))
     return queues
 
 
-def _counts_of(queue: str, now: datetime) -> list[Command]:
+def _looks_at(queue: str, now: datetime) -> list[Command]:
     unexpired = (int(now.timestamp()), "+inf")  # RQ removes what has expired when somebody cleans up
     return [
         ("LLEN", queue_key(queue)),
@@ -77,7 +76,7 @@ def _counts_of(queue: str, now: datetime) -> list[Command]:
     ]
 
 
-_REPLIES: Final = len(_counts_of("any", datetime.now(UTC)))
+_LOOKS: Final = len(_looks_at("any", datetime.now(UTC)))
 
 
 def _enqueued_at(job_id: bytes) -> Command:

@@ -15,8 +15,6 @@ from stoker import Producer
 
 pytestmark = pytest.mark.server
 
-CAPTURED = {"capture_output": True, "text": True, "timeout": 60, "check": False}
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "producer.mjs"
 PRELUDE = """
 import { Redis } from "ioredis";
@@ -42,14 +40,19 @@ def node_folder(tmp_path_factory):
     return folder
 
 
+def run_node(folder, url, *arguments):
+    env = {**os.environ, "STOKER_REDIS_URL": url}
+    return subprocess.run(
+        ["node", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 @pytest.fixture
 def node(node_folder, redis_url):
     """Run some JavaScript beside the example; gives what it showed."""
 
     def run(script, url=redis_url):
-        arguments = ["node", "--input-type=module", "--eval", f"{PRELUDE}{script}\nredis.disconnect();"]
-        env = {**os.environ, "STOKER_REDIS_URL": url}
-        done = subprocess.run(arguments, cwd=node_folder, env=env, **CAPTURED)
+        done = run_node(node_folder, url, "--input-type=module", "--eval", f"{PRELUDE}{script}\nredis.disconnect();")
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -118,10 +121,8 @@ def test_a_lost_reply_makes_no_second_job(node, redis_url):
 
 
 def test_it_is_a_command_too(node_folder, redis_url, worker):
-    env = {**os.environ, "STOKER_REDIS_URL": redis_url}
-    run = ["node", "producer.mjs"]
-    done = subprocess.run([*run, "say hello"], cwd=node_folder, env=env, **CAPTURED)
+    done = run_node(node_folder, redis_url, "producer.mjs", "say hello")
     assert (done.returncode, done.stdout) == (0, "hello\n")
-    done = subprocess.run([*run, "fail so"], cwd=node_folder, env=env, **CAPTURED)
+    done = run_node(node_folder, redis_url, "producer.mjs", "fail so")
     assert (done.returncode, done.stdout) == (1, "")
     assert "so" in done.stderr
