@@ -21,7 +21,7 @@ from rq.utils import utcformat
 from stoker.connection import REFUSED
 from stoker.job_options import JobOptions
 from stoker_shared.errors import InvalidRequest, JobIdTaken
-from stoker_shared.request import request_digest
+from stoker_shared.request import build_request, request_digest
 from stoker_shared.wire import FIELD_AGENT, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
 _CHUNK_JOBS: Final = 500
@@ -36,7 +36,7 @@ def job_data(payload: dict[str, Any], options: JobOptions, job_id: str | None = 
         TASK_PATH,
         kwargs={REQUEST_KWARG: payload},
         # RQ's own description is the whole call, prompt included, and every dashboard shows it.
-        description=f"generate for agent {payload['agent_id'][:60]!r}",
+        description=_description(payload.get("agent_id")),
         timeout=options.job_timeout_s,
         result_ttl=options.result_ttl_s,
         failure_ttl=options.failure_ttl_s,
@@ -44,6 +44,10 @@ def job_data(payload: dict[str, Any], options: JobOptions, job_id: str | None = 
         job_id=job_id or str(uuid4()),
         at_front=options.at_front,
     )
+
+
+def _description(agent_id: str | None) -> str:
+    return "generate" if agent_id is None else f"generate for agent {agent_id[:60]!r}"
 
 
 def chunks_of(payloads: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -113,8 +117,9 @@ def _enqueued(queue: Queue, jobs: list[EnqueueData], *, look_first: bool) -> boo
             return False
         pipeline.multi()
         for job in queue.enqueue_many(jobs, pipeline=pipeline):
-            agent_id = job.kwargs[REQUEST_KWARG]["agent_id"]
-            pipeline.hset(job.key, FIELD_AGENT, f"{utcformat(job.created_at)} {agent_id}")
+            request = build_request(job.kwargs[REQUEST_KWARG])
+            use = "none" if request.access == "none" else f"{request.access} {request.agent_id}"
+            pipeline.hset(job.key, FIELD_AGENT, f"{utcformat(job.created_at)} {use}")
         pipeline.execute()
     return True
 

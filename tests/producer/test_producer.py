@@ -40,7 +40,7 @@ def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
     assert SECRET in zlib.decompress(fields.pop(b"data")).decode()
     assert not any(SECRET.encode() in value for value in fields.values())
     assert b"meta" not in fields
-    assert fields[b"stoker_agent"] == fields[b"created_at"] + b" " + b"a" * 200
+    assert fields[b"stoker_agent"] == fields[b"created_at"] + b" write " + b"a" * 200
     assert fields[b"description"] == b"generate for agent '" + b"a" * 60 + b"'"
 
 
@@ -81,7 +81,7 @@ def test_every_field_of_the_request_is_a_parameter_with_the_same_default():
 
 def test_every_field_arrives(producer, connection):
     fields = {
-        "agent_id": "a", "context": "append", "cache": "read", "max_tokens": 9, "temperature": 0.5,
+        "agent_id": "a", "context": "append", "expect_version": 3, "must_exist": True, "cache": "read", "max_tokens": 9, "temperature": 0.5,
         "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "stop": ("x", "y"), "repetition_penalty": 1.1,
         "logprobs": True, "top_logprobs": 2, "tools": ({"type": "function"},),
         "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
@@ -89,7 +89,7 @@ def test_every_field_arrives(producer, connection):
     }  # fmt: skip
     ticket = producer.submit(**fields)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    expected = {**fields, "v": 1, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
+    expected = {**fields, "v": 2, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
     assert request_of(connection, ticket.job_id) == expected
     assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt"}
 
