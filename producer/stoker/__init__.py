@@ -1,14 +1,18 @@
 """What other services import to enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
+from stoker.async_producer import AsyncProducer
+from stoker.async_ticket import AsyncTicket
+from stoker.presence import LiveWorker
 from stoker.producer import Producer
+from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import (
+    DuplicateJob,
     InvalidRequest,
     JobCanceled,
     JobError,
     JobFailed,
-    JobIdTaken,
     JobNotFound,
     RedisUnavailable,
     RequestError,
@@ -21,22 +25,28 @@ from stoker_shared.request import GenerationRequest, Message
 from stoker_shared.result import GenerationResult
 
 __all__ = [
+    "AsyncProducer",
+    "AsyncTicket",
+    "DuplicateJob",
     "GenerationRequest",
     "GenerationResult",
     "InvalidRequest",
     "JobCanceled",
     "JobError",
     "JobFailed",
-    "JobIdTaken",
     "JobNotFound",
+    "LiveWorker",
     "Message",
     "Producer",
     "RedisUnavailable",
     "RequestError",
     "RequestTooLarge",
     "RequestVersionTooNew",
+    "Restarted",
     "ResultTimeout",
     "StokerError",
+    "StreamEvent",
+    "TextChunk",
     "Ticket",
     "TicketStatus",
 ]

@@ -12,19 +12,28 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import ValidationError
-from redis import Redis
 from rq.job import Job, JobStatus
 from rq.results import Result
 
-from stoker_shared.errors import JobFailed
+from stoker.operations import Commands, Operation
+from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
-from stoker_shared.wire import FIELD_TOKENS, META_PARTIAL
+from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
-_FIELDS = ("status", "origin", "worker_name", FIELD_TOKENS, "meta", "exc_info")
+_FIELDS = ("status", "origin", "worker_name", "meta", "exc_info")
 _KEPT_RESULTS = 10  # RQ trims the stream to this many
 _MAX_REASON_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a running job is, as its worker wrote it."""
+
+    stage: str
+    tokens: int
+    tokens_per_s: float
 
 
 @dataclass(frozen=True)
@@ -35,29 +44,29 @@ class JobRecord:
     state: str
     queue: str
     worker: str | None
-    tokens: int | None
+    progress: JobProgress | None
     partial_text: str | None
     last_entry_id: str
     _exc_info: bytes
     _results: tuple[dict[bytes, bytes], ...]
 
     @classmethod
-    def read(cls, connection: Redis, job_id: str) -> Self | None:
+    def read(cls, job_id: str) -> Operation[Self | None]:
         """``None`` when there is no such job (any more)."""
-        with connection.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(Job.key_for(job_id), _FIELDS)
-            pipeline.xrevrange(Result.get_key(job_id), count=_KEPT_RESULTS)
-            values, entries = pipeline.execute()
+        hash_fields = ("HMGET", Job.key_for(job_id), *_FIELDS)
+        newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", _KEPT_RESULTS)
+        values, entries = yield Commands([hash_fields, newest_results], atomic=True)
         if values[0] is None:
             return None
-        status, origin, worker, tokens, meta, exc_info = (value or b"" for value in values)
+        status, origin, worker, meta, exc_info = (value or b"" for value in values)
+        fields = fields_of(meta)
         return cls(
             job_id=job_id,
             state=status.decode(errors="replace"),
             queue=origin.decode(errors="replace"),
             worker=worker.decode(errors="replace") or None,
-            tokens=int(tokens) if tokens.isdigit() else None,
-            partial_text=_partial_text(meta),
+            progress=progress_in(fields),
+            partial_text=partial if isinstance(partial := fields.get(META_PARTIAL), str) else None,
             last_entry_id=entries[0][0].decode() if entries else NO_ENTRY,
             _exc_info=exc_info,
             _results=tuple(fields for _, fields in entries),
@@ -68,15 +77,22 @@ class JobRecord:
         # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.
         return self.state in ENDED
 
-    def result(self) -> GenerationResult | None:
-        """What the finished job returned; ``None`` when that has expired.
+    def outcome(self) -> GenerationResult:
+        """What the job, which has ended, returned.
 
         Raises:
-            JobFailed: it returned something that is not a generation result.
+            JobFailed: with the worker's reason; also when it returned something that is not a generation result.
+            JobCanceled: it was canceled, or stopped while it ran.
+            JobNotFound: it finished, and its result has expired.
         """
+        if self.state == JobStatus.FAILED.value:
+            raise JobFailed(self.job_id, self.reason(), self.partial_text)
+        if self.state != JobStatus.FINISHED.value:
+            stopped = self.state == JobStatus.STOPPED.value
+            raise JobCanceled(self.job_id, "stopped while it ran" if stopped else "canceled")
         fields = self._newest(Result.Type.SUCCESSFUL)
         if fields is None:
-            return None
+            raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
             return GenerationResult.model_validate(json.loads(b64decode(fields[b"return_value"])))
         except (KeyError, ValueError, RecursionError, ValidationError):
@@ -94,12 +110,32 @@ class JobRecord:
         return next((fields for fields in self._results if fields.get(b"type") in wanted), None)
 
 
-def _partial_text(meta: bytes) -> str | None:
+def require_readable_id(job_id: str) -> str:
+    """
+    Raises:
+        ValueError: it is empty or holds characters no job id has.
+    """
+    if not job_id or not job_id.isprintable():
+        raise ValueError("a job id is a non-empty printable string")
+    return job_id
+
+
+def fields_of(meta: bytes) -> dict[str, Any]:
+    """A job's `meta`; empty where it is something else than a JSON object."""
     try:
-        partial = json.loads(meta)[META_PARTIAL]
-    except (ValueError, TypeError, KeyError, RecursionError):  # no meta, a pickle, or somebody else's
+        fields = json.loads(meta)
+    except (ValueError, RecursionError):  # none, or a pickle
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def progress_in(fields: dict[str, Any]) -> JobProgress | None:
+    """``None`` where `meta` does not tell, yet or any more."""
+    try:
+        shown = fields[META_PROGRESS]
+        return JobProgress(str(shown["stage"]), int(shown["tokens"]), float(shown["tokens_per_s"]))
+    except (KeyError, TypeError, ValueError):
         return None
-    return partial if isinstance(partial, str) else None
 
 
 def _failure_text(data: bytes) -> str:

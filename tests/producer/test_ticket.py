@@ -8,7 +8,9 @@ from fakeredis import FakeRedis
 from rq.queue import Queue
 from tests.producer.played_worker import WORKER
 
+import stoker.driver
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
+from stoker.operations import Watched
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(ticket, wor
     assert ticket.result().text == "now"
 
 
-def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection):
+def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection, worker):
     data = json.dumps(["stoker_shared.task.generate", None, [], {"request": {"agent_id": "a", "prompt": "x"}}])
     connection.hset("rq:job:polyglot", mapping={"status": "queued", "origin": "generate", "data": data})
     connection.rpush("rq:queue:generate", "polyglot")
@@ -132,7 +134,7 @@ def test_status_tells_the_place_in_the_queue_then_worker_and_tokens_then_the_end
     worker.start(ticket.job_id)
     assert ticket.status() == TicketStatus("started", worker=WORKER)
     worker.start(ticket.job_id, tokens=17)
-    assert ticket.status() == TicketStatus("started", tokens=17, worker=WORKER)
+    assert ticket.status() == TicketStatus("started", worker=WORKER, stage="decode", tokens=17, tokens_per_s=8.5)
     worker.finish(ticket.job_id)
     assert ticket.status() == TicketStatus("finished")
 
@@ -195,15 +197,15 @@ def test_a_running_job_whose_worker_is_gone_is_canceled_in_redis(ticket, worker)
 
 
 def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, monkeypatch):
-    fetch = type(worker.job(ticket.job_id)).fetch
+    carry_out = stoker.driver.carry_out
 
-    def fetch_then_lose_the_race(*args, **kwargs):
-        job = fetch(*args, **kwargs)
-        monkeypatch.undo()
-        worker.finish(ticket.job_id)
-        return job
+    def lose_the_race(connection, step):
+        if isinstance(step, Watched):
+            monkeypatch.undo()
+            worker.finish(ticket.job_id)
+        return carry_out(connection, step)
 
-    monkeypatch.setattr("rq.job.Job.fetch", fetch_then_lose_the_race)
+    monkeypatch.setattr(stoker.driver, "carry_out", lose_the_race)
     assert ticket.cancel() is False
     assert ticket.status() == TicketStatus("finished")
     assert connection.zcard("rq:canceled:generate") == 0

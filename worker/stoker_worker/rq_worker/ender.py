@@ -72,7 +72,7 @@ class _Ending:
         self._ownership = ownership
         self._handle = handle
         self._partial_text = partial_text
-        self._meta: bytes | None = None
+        self._changes_meta = False
         self.note = EndedNote(end, rate_limit=handle.job.rate_limit_key or "")
 
     def written(self) -> EndedNote | None:
@@ -111,11 +111,14 @@ class _Ending:
             rq_job.meta = without_progress(fields)  # RQ writes it once more when it tries the job again
             if self._partial_text is not None:
                 rq_job.meta[META_PARTIAL] = self._partial_text
-            self._meta = rq_job._serialize_meta()
+            self._changes_meta = True
 
     def _write_meta(self, pipeline: Pipeline) -> None:
-        if self._meta is not None:
-            pipeline.hset(self._handle.job.key, "meta", self._meta)
+        rq_job = self._handle.job
+        if self._changes_meta and rq_job.meta:
+            pipeline.hset(rq_job.key, "meta", rq_job._serialize_meta())
+        elif self._changes_meta:
+            pipeline.hdel(rq_job.key, "meta")
 
     def finish_with_note(self, pipeline: Pipeline) -> None:
         if self._handle.job.get_result_ttl(DEFAULT_RESULT_TTL_S) != 0:  # else the job is deleted at its end

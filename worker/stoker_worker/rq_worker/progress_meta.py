@@ -26,6 +26,7 @@ return redis.call('HSET', KEYS[1], 'meta', ARGV[2])
 """
 _CLEAR: Final = """
 if redis.pcall('HGET', KEYS[1], 'meta') ~= ARGV[1] then return 0 end
+if ARGV[2] == '{}' then return redis.call('HDEL', KEYS[1], 'meta') end
 return redis.call('HSET', KEYS[1], 'meta', ARGV[2])
 """
 

@@ -1,7 +1,7 @@
 """What the heartbeat thread writes: the lease, what shows that the worker lives, the executions. Heartbeat thread.
 
-Owns a connection of its own, whose time limit is short: one that hangs is given up before the lease has run out. Nothing here
-waits for a thread that ends jobs.
+Owns a connection of its own, whose time limit is short: one that hangs is given up before the lease has run out.
+Nothing here waits for a thread that ends jobs.
 """
 
 from redis import Redis

@@ -120,11 +120,8 @@ class JobStreams:
         if stream is None or not ended:
             return
         key = STREAM_KEY.format(job_id=job.job_id)
-        entry = {"run": stream.handle.execution.id, "kind": "end", "text": ""}
-        with (
-            suppress(RedisError),
-            self._connection.pipeline(transaction=True) as pipeline,
-        ):  # readers look by themselves
-            pipeline.xadd(key, {**entry}, nomkstream=True)
+        # Not again if it is lost: readers look at the job's hash now and then.
+        with suppress(RedisError), self._connection.pipeline(transaction=True) as pipeline:
+            pipeline.xadd(key, {"run": stream.handle.execution.id, "kind": "end", "text": ""}, nomkstream=True)
             pipeline.expire(key, ENDED_TTL_S)
             pipeline.execute()
