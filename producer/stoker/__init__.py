@@ -2,8 +2,10 @@
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
+from stoker.presence import LiveWorker
 from stoker.producer import Producer
 from stoker.queue_status import QueueStatus
+from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import (
@@ -34,6 +36,7 @@ __all__ = [
     "JobError",
     "JobFailed",
     "JobNotFound",
+    "LiveWorker",
     "Message",
     "Producer",
     "QueueStatus",
@@ -41,8 +44,11 @@ __all__ = [
     "RequestError",
     "RequestTooLarge",
     "RequestVersionTooNew",
+    "Restarted",
     "ResultTimeout",
     "StokerError",
+    "StreamEvent",
+    "TextChunk",
     "Ticket",
     "TicketStatus",
 ]
