@@ -1,6 +1,5 @@
-"""Every queue as it is now: how many jobs in which state, the oldest wait, the worker that claims. Reads only."""
+"""Every queue as it is now: how many jobs in which state, the oldest wait, the workers that listen. Reads only."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from rq.registry import (
 from rq.utils import utcparse
 
 from stoker.operations import Command, Commands, Operation, ask
+from stoker.presence import live_workers
 from stoker.rq_keys import queue_key, registry_key
-from stoker_shared.wire import LEASE_KEY
 
 _LOOKED_AT: Final = 100
 """Jobs from the front of a queue that are looked at for the oldest: those that jumped it are in front of older ones."""
@@ -33,7 +32,7 @@ class QueueStatus:
     Attributes:
         waiting, running, finished, failed, deferred, scheduled: how many jobs; ended ones until they expire.
         oldest_wait_s: how long the job has waited that was enqueued first; ``None`` if none waits.
-        worker: name of the worker that claims from it now; ``None`` if none does.
+        workers: names of the workers that listen to it.
     """
 
     name: str
@@ -44,21 +43,24 @@ class QueueStatus:
     deferred: int
     scheduled: int
     oldest_wait_s: float | None = field(kw_only=True)
-    worker: str | None = field(kw_only=True)
+    workers: tuple[str, ...] = field(kw_only=True)
 
 
 def queues_now() -> Operation[list[QueueStatus]]:
-    """All queues into which something was enqueued, by name. Three round trips, whatever they hold."""
+    """All queues into which something was enqueued or to which a worker listens, by name. Five round trips at most."""
+    workers = yield from live_workers()
     keys = yield from ask("SMEMBERS", Queue.redis_queues_keys)
-    names = sorted(key.decode().removeprefix(Queue.redis_queue_namespace_prefix) for key in keys)
+    known = {key.decode(errors="replace").removeprefix(Queue.redis_queue_namespace_prefix) for key in keys}
+    names = sorted(known.union(*(worker.queues for worker in workers)))
     now = datetime.now(UTC)
     replies = yield Commands([command for name in names for command in _looks_at(name, now)])
     found = [replies[start : start + _LOOKS] for start in range(0, len(replies), _LOOKS)]
     stamps = iter((yield Commands([_enqueued_at(job_id) for *_, head in found for job_id in head])))
     queues = []
-    for name, (*counts, lease, head) in zip(names, found, strict=True):
+    for name, (*counts, head) in zip(names, found, strict=True):
         oldest_wait_s = _oldest_wait_s([next(stamps) for _ in head], now)
-        queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, worker=_holder(lease)))
+        listening = tuple(worker.name for worker in workers if name in worker.queues)
+        queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, workers=listening))
     return queues
 
 
@@ -71,7 +73,6 @@ def _looks_at(queue: str, now: datetime) -> list[Command]:
         ("ZCOUNT", registry_key(FailedJobRegistry, queue), *unexpired),
         ("ZCARD", registry_key(DeferredJobRegistry, queue)),
         ("ZCARD", registry_key(ScheduledJobRegistry, queue)),
-        ("GET", LEASE_KEY.format(queue=queue)),
         ("LRANGE", queue_key(queue), 0, _LOOKED_AT - 1),
     ]
 
@@ -89,9 +90,3 @@ def _oldest_wait_s(stamps: Sequence[Sequence[bytes | None]], now: datetime) -> f
         with suppress(ValueError):  # somebody else's idea of a time; or the job is gone
             waits.append((now - utcparse((enqueued_at or created_at or b"").decode())).total_seconds())
     return max(0.0, *waits) if waits else None
-
-
-def _holder(lease: bytes | None) -> str | None:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(lease or b"")["worker"])
-    return None

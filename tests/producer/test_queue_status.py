@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,7 +14,7 @@ from tests.producer.played_worker import PlayedWorker
 
 from stoker import AsyncProducer, Producer, QueueStatus
 from stoker.queue_commands import duration
-from stoker_shared.wire import LEASE_KEY, TASK_PATH
+from stoker_shared.wire import TASK_PATH, WORKER_KEY
 
 pytestmark = pytest.mark.server
 
@@ -40,6 +41,13 @@ def counts(queue):
 
 def enqueued_ago(connection, ticket, **ago):
     connection.hset(f"rq:job:{ticket.job_id}", "enqueued_at", utcformat(datetime.now(UTC) - timedelta(**ago)))
+
+
+def publish(connection, name, **more):
+    """As a worker does."""
+    said = {"queues": ["generate"], "model": None, "context_tokens": None, "mode": None, "host": "mac", "pid": 7}
+    connection.sadd("rq:workers", f"rq:worker:{name}")
+    connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": time.time() - 300, **more}))
 
 
 def test_every_job_is_counted_in_its_state(producer, connection):
@@ -79,38 +87,62 @@ def test_jobs_that_cannot_be_read_do_no_harm(producer, connection):
     connection.sadd("rq:queues", "rq:queue:generate")
     connection.rpush("rq:queue:generate", b"no \xff job", "damaged")
     connection.hset("rq:job:damaged", "enqueued_at", "yesterday")
-    connection.set(LEASE_KEY.format(queue="generate"), "not JSON")
-    assert producer.queues() == [QueueStatus("generate", 2, 0, 0, 0, 0, 0, oldest_wait_s=None, worker=None)]
+    assert producer.queues() == [QueueStatus("generate", 2, 0, 0, 0, 0, 0, oldest_wait_s=None, workers=())]
 
 
-def test_the_worker_that_claims_is_named(producer, connection, redis_url):
+def test_the_workers_that_listen_are_named_and_their_queues_are_there_without_a_job(producer, connection, redis_url):
     producer.submit(prompt="x")
-    connection.set(LEASE_KEY.format(queue="generate"), json.dumps({"worker": "mac.1"}), px=60_000)
-    assert status_of(producer).worker == "mac.1"
+    publish(connection, "mac.1", queues=["urgent", "generate"])
+    publish(connection, "mac.2", queues=["generate"])
+    found = {"generate": ("mac.1", "mac.2"), "urgent": ("mac.1",)}
+    assert {queue.name: queue.workers for queue in producer.queues()} == found
 
     async def ask():
         async with AsyncProducer(redis_url) as asynchronous:
             return await asynchronous.queues()
 
-    assert [queue.worker for queue in asyncio.run(ask())] == ["mac.1"]
+    assert {queue.name: queue.workers for queue in asyncio.run(ask())} == found
 
 
 def test_ls_is_a_table_or_one_object(stoker, producer, connection):
-    assert stoker("ls") == (0, "no queues: nothing was ever enqueued here\n", "")
+    assert stoker("ls") == (0, "no queues, and no worker\n", "")
     enqueued_ago(connection, producer.submit(prompt="x"), minutes=5)
     producer.submit(prompt="x", queue="urgent")
-    connection.set(LEASE_KEY.format(queue="urgent"), json.dumps({"worker": "mac.1"}))
+    publish(connection, "mac.1", queues=["urgent"])
     code, out, err = stoker("ls")
     assert (code, err) == (0, "")
     heading, generate, urgent = (line.split() for line in out.splitlines())
-    assert heading == ["QUEUE", "WAITING", "RUNNING", "FINISHED", "FAILED", "DEFERRED", "SCHEDULED", "OLDEST", "WORKER"]
+    assert heading == [
+        "QUEUE",
+        "WAITING",
+        "RUNNING",
+        "FINISHED",
+        "FAILED",
+        "DEFERRED",
+        "SCHEDULED",
+        "OLDEST",
+        "WORKERS",
+    ]
     assert generate == ["generate", "1", "0", "0", "0", "0", "0", "5", "min", "none"]
     assert urgent[-1] == "mac.1"
     [shown, _] = json.loads(stoker("ls", "--json")[1])["queues"]
     assert (shown.pop("oldest_wait_s") // 60, shown) == (
         5,
-        dict(name="generate", waiting=1, running=0, finished=0, failed=0, deferred=0, scheduled=0, worker=None),
+        dict(name="generate", waiting=1, running=0, finished=0, failed=0, deferred=0, scheduled=0, workers=[]),
     )
+
+
+def test_workers_is_a_table_or_one_object(stoker, connection):
+    assert stoker("workers") == (0, "no workers\n", "")
+    publish(connection, "mac.1", queues=["urgent", "generate"], model="m/m", context_tokens=4096, mode="batched")
+    publish(connection, "mac.2")
+    code, out, err = stoker("workers")
+    assert (code, err) == (0, "")
+    heading, serving, loading = (line.split() for line in out.splitlines())
+    assert heading == ["WORKER", "HOST", "PID", "UP", "CONTEXT", "QUEUES", "MODEL", "MODE"]
+    assert serving == ["mac.1", "mac", "7", "5", "min", "4096", "urgent,generate", "m/m", "batched"]
+    assert loading == ["mac.2", "mac", "7", "5", "min", "-", "generate", "loading", "-"]
+    assert [worker["model"] for worker in json.loads(stoker("workers", "--json")[1])["workers"]] == ["m/m", None]
 
 
 def test_durations_are_short():
