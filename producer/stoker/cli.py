@@ -103,7 +103,7 @@ def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
 @redis_option
 @click.pass_obj
 def dashboard(redis_url: str, /, **options: Any) -> None:
-    """Serve rq-dashboard: queues, jobs, results and workers in a browser."""
+    """Serve rq-dashboard: queues, jobs and results in a browser."""
     from stoker.dashboard import serve_dashboard
 
     try:
