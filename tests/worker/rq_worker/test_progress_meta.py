@@ -25,7 +25,7 @@ def claim(queue):
 
 
 def progress_of(connection, job):
-    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta")).get("progress")
+    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta") or "{}").get("progress")
 
 
 def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
