@@ -9,7 +9,7 @@ from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.ports import RowProgress
+from stoker_worker.ports import Busy, RowProgress
 
 pytestmark = pytest.mark.server
 
@@ -21,7 +21,7 @@ def submit(producer):
 
 
 def claim(queue):
-    return queue.claim(8, frozenset())
+    return queue.claim(8, Busy())
 
 
 def progress_of(connection, job):
