@@ -29,8 +29,8 @@ from stoker_shared.wire import DEFAULT_QUEUE
 class AsyncProducer:
     """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never used across a fork.
 
-    However many tasks use it, it opens some twenty connections at most, one of them for all that wait for results. It can
-    be pickled if it was made from a URL; the pickle holds the URL with its password.
+    However many tasks use it, it opens some twenty connections at most, one of them for all that wait for results. It
+    can be pickled if it was made from a URL; the pickle holds the URL with its password.
 
     Nothing is sent before the first call. Every method raises what the same one of `Producer` raises.
     """
@@ -53,9 +53,7 @@ class AsyncProducer:
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         if self._url is None:
-            raise TypeError(
-                "this AsyncProducer holds a connection of yours, which cannot be pickled; make it from a URL"
-            )
+            raise TypeError("an AsyncProducer with a connection of yours cannot be pickled; make it from a URL")
         return partial(type(self), self._url, queue=self._queue), ()
 
     async def __aenter__(self) -> Self:

@@ -27,8 +27,8 @@ from stoker_shared.wire import DEFAULT_QUEUE
 class Producer:
     """Enqueues generation jobs. Safe to use from any thread; share one per process.
 
-    A forked child may go on using it: redis-py opens connections of its own there. It can be pickled if it was made from
-    a URL; the pickle holds the URL with its password.
+    A forked child may go on using it: redis-py opens connections of its own there. It can be pickled if it was made
+    from a URL; the pickle holds the URL with its password.
 
     Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers at the URL or
     it refuses us; no message and no repr holds the password.
@@ -53,7 +53,7 @@ class Producer:
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         if self._url is None:
-            raise TypeError("this Producer holds a connection of yours, which cannot be pickled; make it from a URL")
+            raise TypeError("a Producer with a connection of yours cannot be pickled; make it from a URL")
         return partial(type(self), self._url, queue=self._queue), ()
 
     def __enter__(self) -> Self:

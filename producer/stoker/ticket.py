@@ -17,8 +17,8 @@ from stoker_shared.result import GenerationResult
 class Ticket:
     """One job by its id, whoever enqueued it. Cheap to make; safe to use from any thread, and in a forked child.
 
-    It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable` when
-    no server answers or it refuses us.
+    It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable`
+    when no server answers or it refuses us.
     """
 
     def __init__(self, connection: Redis, job_id: str, *, queue_if_new: str | None = None) -> None:
@@ -42,9 +42,7 @@ class Ticket:
         return f"Ticket({self._job_id!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a Ticket holds a connection and cannot be pickled; send its job_id, and use Producer.ticket there"
-        )
+        raise TypeError("a Ticket holds a connection and cannot be pickled; send its job_id, and call Producer.ticket")
 
     def result(self, timeout_s: float | None = None) -> GenerationResult:
         """Wait for the job's end and return what it generated.
