@@ -17,6 +17,9 @@ REQUEST_KWARG: Final = "request"
 REQUEST_VERSION: Final = 2
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
+AGENT_REQUEST_VERSION: Final = 1
+"""Newest `v` of :class:`~stoker_shared.agent_request.AgentRequest` that this code reads."""
+
 MAX_REQUEST_BYTES: Final = 16 * 2**20
 """Largest request, as UTF-8 JSON, that producers send and workers read."""
 
@@ -43,7 +46,7 @@ FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 
 FIELD_AGENT: Final = "stoker_agent"
 """Field of the job hash, so that a worker that looks ahead need not read the request: `created_at`, the request's
-`access` and, unless that is `none`, its agent id, with a space between them. Optional; beside another `created_at`, that
+`access` and, unless that is `none`, its agent id, with spaces between. Optional; beside another `created_at`, that
 of an id enqueued anew, it counts for nothing."""
 
 FIELD_TOKENS: Final = "stoker_tokens"

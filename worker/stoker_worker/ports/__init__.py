@@ -18,11 +18,12 @@ from stoker_worker.ports.engine import (
     Snapshot,
     as_uint16_if_bfloat16,
 )
-from stoker_worker.ports.memory import AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
+from stoker_worker.ports.memory import AgentJobsPort, AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TextCodec
 from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort
 
 __all__ = [
+    "AgentJobsPort",
     "AgentVersion",
     "Array",
     "CacheSlice",
