@@ -1,6 +1,7 @@
 """A producer on fakeredis, which keeps RQ's keys faithfully, and somebody who plays the worker."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Callable, Iterator
 
 import pytest
 from fakeredis import FakeRedis
@@ -8,6 +9,7 @@ from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
 from stoker import Producer
+from stoker.cli import main
 
 
 @pytest.fixture
@@ -25,3 +27,20 @@ def producer(connection: Redis) -> Producer:
 @pytest.fixture
 def worker(connection: Redis) -> PlayedWorker:
     return PlayedWorker(connection)
+
+
+@pytest.fixture
+def stoker(
+    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int | str | None, str, str]]:
+    """Run the command on a real server, with nothing in its stdin but `stdin`; gives (exit code, stdout, stderr)."""
+    monkeypatch.setenv("STOKER_REDIS_URL", redis_url)
+
+    def run(*arguments: str, stdin: bytes = b"") -> tuple[int | str | None, str, str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return left.value.code, out, err
+
+    return run

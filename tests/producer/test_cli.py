@@ -1,48 +1,23 @@
 """The `stoker` command: what it prints where, and its exit codes."""
 
-import io
 import json
+import re
+import shlex
 
+import click
 import pytest
 from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
-from stoker.cli import main
+from stoker.cli import cli
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def stoker(redis_url, capsys, monkeypatch):
-    """Run the command; gives (exit code, stdout, stderr)."""
-    monkeypatch.setenv("STOKER_REDIS_URL", redis_url)
-
-    def run(*arguments, stdin=None):
-        if stdin is not None:
-            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        with pytest.raises(SystemExit) as left:
-            main(list(arguments))
-        out, err = capsys.readouterr()
-        return left.value.code, out, err
-
-    return run
 
 
 @pytest.fixture
 def worker(redis_url):
     with Redis.from_url(redis_url) as connection:
         yield PlayedWorker(connection)
-
-
-def submitted_request(worker, job_id):
-    return worker.job(job_id).kwargs["request"]
-
-
-def test_submit_prints_the_id_and_nothing_else(stoker, worker):
-    code, out, err = stoker("submit", "--agent", "a", "--prompt", "hi", "--seed", "4", "--stop", "x", "--stop", "y")
-    assert (code, err) == (0, "")
-    request = {"v": 1, "agent_id": "a", "prompt": "hi", "seed": 4, "stop": ["x", "y"]}
-    assert submitted_request(worker, out.strip()) == request
 
 
 def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
@@ -73,22 +48,6 @@ def test_json_is_one_object_for_each_command(stoker, worker):
     code, out, err = stoker("result", job_id, "--json")
     assert (code, err, json.loads(out)["text"]) == (0, "", "hello")
     assert json.loads(stoker("cancel", job_id, "--json")[1]) == {"job_id": job_id, "canceled": False}
-
-
-def test_a_prompt_comes_from_stdin_exactly_as_it_is(stoker, worker):
-    _, out, _ = stoker("submit", "--agent", "a", "--prompt-file", "-", stdin=" zwölf\n\n".encode())
-    assert submitted_request(worker, out.strip())["prompt"] == " zwölf\n\n"
-
-
-def test_messages_come_from_a_json_file(stoker, worker, tmp_path):
-    path = tmp_path / "m.json"
-    path.write_text('[{"role": "user", "content": "hi"}]')
-    _, out, _ = stoker(
-        "submit", "--agent", "a", "--messages-file", str(path), "--context", "append", "--max-tokens", "3"
-    )
-    request = submitted_request(worker, out.strip())
-    assert request["messages"] == [{"role": "user", "content": "hi"}]
-    assert (request["context"], request["max_tokens"]) == ("append", 3)
 
 
 def test_a_failed_job_is_exit_code_1_with_one_line_or_one_object(stoker, worker):
@@ -131,8 +90,6 @@ def test_a_canceled_job_says_so(stoker):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["submit", "--prompt", "hi"],
-        ["submit", "--agent", "a"],
         ["submit", "--agent", "a", "--prompt", "hi", "--prompt-file", "-"],
         ["submit", "--agent", "a", "--prompt", "hi", "--max-tokens", "many"],
         ["submit", "--agent", "a", "--prompt", "hi", "--max-tokens", "0"],
@@ -156,14 +113,49 @@ def test_a_wrong_command_is_exit_code_2_on_stderr_or_as_one_object(stoker, argum
     assert "hunter2" not in out
 
 
-def test_stdin_that_is_not_text_is_a_wrong_command(stoker):
-    code, _, err = stoker("submit", "--agent", "a", "--prompt-file", "-", stdin=b"\xff\xfe")
-    assert code == 2
-    assert "UTF-8" in err
-
-
 def test_no_server_is_exit_code_1_without_the_password(stoker):
     code, out, err = stoker("--redis", "redis://:hunter2@127.0.0.1:1", "status", "x")
     assert (code, out) == (1, "")
     assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
     assert "hunter2" not in err
+
+
+def test_a_submit_while_redis_is_away_is_one_line(stoker):
+    code, out, err = stoker("submit", "--message", "hi", "--redis", "redis://127.0.0.1:1")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
+
+
+def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):
+    monkeypatch.setenv("STOKER_MAX_BATCH", "4")  # the worker's
+    assert stoker("ls")[0] == 0
+    monkeypatch.setenv("STOKER_REDIS_ULR", "redis://elsewhere")
+    code, out, err = stoker("submit", "--message", "hi")
+    assert (code, out) == (2, "")
+    assert "STOKER_REDIS_ULR (did you mean STOKER_REDIS_URL?)" in err
+    assert "STOKER_REDIS_ULR" in json.loads(stoker("ls", "--json")[1])["error"]["message"]
+    assert stoker("submit", "--help")[0] == 0
+
+
+def test_a_misspelt_command_or_option_is_answered_with_the_nearest(stoker):
+    assert "'status'" in stoker("statsu", "x")[2]
+    assert "--max-tokens" in stoker("submit", "--max-token", "3")[2]
+
+
+def commands(group, *path):
+    for name, command in group.commands.items():
+        yield pytest.param(command, id=" ".join((*path, name)))
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+
+
+@pytest.mark.parametrize("command", list(commands(cli)))
+def test_every_command_has_help_with_examples_that_parse(command, tmp_path, monkeypatch):
+    assert command.help
+    (tmp_path / "request.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "callback", lambda *arguments, **options: None)
+    examples = re.findall(r"\bstoker (.*?)(?: \||$)", command.epilog or "", re.MULTILINE)
+    assert examples
+    for example in examples:
+        cli.main(shlex.split(example, comments=True), standalone_mode=False)

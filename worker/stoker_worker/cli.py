@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from pydantic import ValidationError
 
+from stoker_shared.environment import ENV_PREFIX
 from stoker_shared.errors import StokerError
+from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 from stoker_worker.memory_cli import memory
 
 if TYPE_CHECKING:
@@ -22,7 +24,23 @@ log = logging.getLogger("stoker_worker")
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_serving = options_under("What it serves, and where")
+_store = options_under("Agent memory")
+_batch = options_under("Batch")
+_ending = options_under("Starting and stopping")
+_testing = options_under("Without a model")
+
+
+@click.group(
+    cls=LaidOutGroup,
+    sections={"Worker": ("run",), "Beside it": ("memory", "model"), "Try it": ("demo",)},
+    context_settings=SETTINGS,
+    epilog=examples(
+        "stoker-worker run --model mlx-community/Qwen3-4B-4bit --store ~/.stoker",
+        "stoker-worker memory ls",
+        "stoker-worker demo",
+    ),
+)
 @click.version_option(package_name="stoker")
 def main() -> None:
     """Stoker's worker: drains a Redis queue into one continuous batch and keeps each agent's cache on disk."""
@@ -31,36 +49,40 @@ def main() -> None:
 main.add_command(memory)
 
 
-@main.command()
-@click.option("--model", help="Hugging Face repo id or mlx-lm folder.")
-@click.option(
-    "--redis", "redis_url", help="URL, or `embedded` for a server of the worker's own.  [redis://127.0.0.1:6379]"
+@main.command(
+    epilog=examples(
+        "stoker-worker run --model mlx-community/Qwen3-4B-4bit --redis embedded",
+        "stoker-worker run --model ~/models/mine --queues urgent,generate --standby",
+        "stoker-worker run --engine scripted --redis embedded    # for tests of your own service",
+        f"{ENV_PREFIX}MAX_BATCH=8 stoker-worker run --model ~/models/mine    # each option is also a variable",
+    )
 )
-@click.option("--store", type=click.Path(path_type=Path), help="Folder of the agents' memory.  [~/.stoker]")
-@click.option("--queues", help="Comma-separated, highest priority first.  [generate]")
-@click.option("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
-@click.option("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
-@click.option("--skip-proof", is_flag=True, default=None, help="Do not try the model in a batch before serving it.")
-@click.option("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
-@click.option("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
-@click.option("--store-max-bytes", type=int, help="Disk the store may take.  [80 % of what it has and what is free]")
-@click.option("--memory-max-bytes", type=int, help="RAM for caches of recent agents; 0: none.  [1/16 of all]")
-@click.option("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
-@click.option(
-    "--max-step-s", type=float, help="Seconds of prefill in a step; twice that while a batch fills up.  [0.5]"
-)
-@click.option("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps, at most.")
-@click.option(
-    "--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]"
-)
-@click.option("--scripted-steps-per-s", type=float, help="Speed of the scripted engine.  [200]")
-@click.option(
+@_serving("--model", help="Hugging Face repo id or mlx-lm folder.")
+@_serving(
+    "--redis", "redis_url", metavar="URL",
+    help="URL, or `embedded` for a server of the worker's own.  [redis://127.0.0.1:6379]",
+)  # fmt: skip
+@_serving("--queues", help="Comma-separated, highest priority first.  [generate]")
+@_serving("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]")
+@_serving("--skip-proof", is_flag=True, default=None, help="Do not try the model in a batch before serving it.")
+@_serving(
     "--allow-callbacks", metavar="MODULE[,MODULE]", help="Modules whose functions jobs may name as callbacks.  [none]"
 )
-@click.option("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
-@click.option("--burst", is_flag=True, help="Leave when the queues are empty.")
-@click.option("--standby", is_flag=True, help="Wait while another worker holds the queue, then take over.")
-@click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@_store("--store", type=click.Path(path_type=Path), help="Folder of the agents' memory.  [~/.stoker]")
+@_store("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
+@_store("--store-max-bytes", type=int, help="Disk the store may take.  [80 % of what it has and what is free]")
+@_store("--memory-max-bytes", type=int, help="RAM for caches of recent agents; 0: none.  [1/16 of all]")
+@_store("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
+@_batch("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
+@_batch("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
+@_batch("--max-step-s", type=float, help="Seconds of prefill in a step; twice that while a batch fills up.  [0.5]")
+@_batch("--prefill-step-tokens", type=int, help="Prompt tokens of a row between two decode steps, at most.")
+@_ending("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
+@_ending("--burst", is_flag=True, help="Leave when the queues are empty.")
+@_ending("--standby", is_flag=True, help="Wait while another worker holds the queue, then take over.")
+@_ending("-v", "--verbose", is_flag=True, help="Log more.")
+@_testing("--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, without a model.  [mlx]")
+@_testing("--scripted-steps-per-s", type=float, help="Speed of the scripted engine.  [200]")
 def run(burst: bool, standby: bool, verbose: bool, **options: Any) -> None:
     """Run the worker until it is told to stop (SIGTERM or Ctrl-C: drain; twice: at once)."""
     logging.basicConfig(

@@ -1,6 +1,5 @@
 """The worker's settings: read once, from options over ``STOKER_*`` variables over defaults."""
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -8,10 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from stoker_shared.environment import ENV_PREFIX, require_known_variables
 from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.cache_spec import StoreDtype
 
-ENV_PREFIX = "STOKER_"
 EMBEDDED = "embedded"
 """`redis_url` for a server of the worker's own."""
 
@@ -84,9 +83,7 @@ def read_settings(options: dict[str, Any]) -> WorkerSettings:
     Raises:
         ValueError: an unknown ``STOKER_*`` variable, or a value that is not valid (pydantic's `ValidationError`).
     """
-    known = {ENV_PREFIX + name.upper() for name in WorkerSettings.model_fields}
-    if unknown := sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known):
-        raise ValueError(f"unknown setting in the environment: {', '.join(unknown)}")
+    require_known_variables()
     return WorkerSettings(**{name: value for name, value in options.items() if value is not None})
 
 

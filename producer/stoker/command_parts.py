@@ -1,0 +1,67 @@
+"""Shared by the commands of `stoker`: their common options, how they reach the server, how they print. Words only."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from stoker.producer import Producer
+from stoker.ticket import Ticket
+from stoker_shared.help_layout import options_under
+from stoker_shared.result import GenerationResult
+
+T = TypeVar("T")
+
+
+def _use_server(context: click.Context, parameter: click.Parameter, url: str | None) -> None:
+    if url is not None:
+        context.obj = url
+
+
+_output = options_under("Output")
+json_option = _output("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+timeout_option = _output(
+    "--timeout-s", type=click.FloatRange(min=0), help="Longest wait, in seconds; without it, until the job ends."
+)
+redis_option = options_under("Server")(
+    "--redis",
+    metavar="URL",
+    callback=_use_server,
+    expose_value=False,
+    help="Server that holds the queue, here or before the command.  [STOKER_REDIS_URL]",
+)
+
+
+def open_producer(redis_url: str) -> Producer:
+    return or_usage_error(lambda: Producer(redis_url))
+
+
+def ticket_of(producer: Producer, job_id: str) -> Ticket:
+    return or_usage_error(lambda: producer.ticket(job_id))
+
+
+def or_usage_error(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def show(as_json: bool, value: Any, text: str) -> None:
+    click.echo(json.dumps(value) if as_json else text)
+
+
+def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
+    generated = ticket.result(timeout_s)
+    show(as_json, generated.model_dump(mode="json"), generated.text)
+    if not as_json:
+        click.echo(_summary(generated), err=True)
+
+
+def _summary(generated: GenerationResult) -> str:
+    usage = generated.usage
+    return (
+        f"[{generated.finish_reason}: {usage.completion_tokens} tokens in {generated.timing.total_s:.1f} s, "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens from memory]"
+    )

@@ -1,0 +1,84 @@
+"""Where `stoker submit` takes a request from: options over a JSON file over stdin. Owns the reading, not the rules."""
+
+import json
+import sys
+from typing import IO, Any
+
+import click
+
+_INPUTS = ("prompt", "message", "prompt_file", "messages_file")
+
+
+def request_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """The request's fields: those of the file that no option gives, and every option that was given.
+
+    Args:
+        options: by name, ``None`` where not given; `json_file`, `tools_file` and the four inputs are read.
+
+    Raises:
+        click.UsageError: two inputs or none, or a file that is not what it should be.
+    """
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    files = [given[name] for name in ("json_file", "prompt_file", "messages_file", "tools_file") if name in given]
+    if sum(file is sys.stdin or _name(file) == "<stdin>" for file in files) > 1:
+        raise click.UsageError("stdin is read once: give - to one option only")
+    fields = _json(given.pop("json_file"), dict, "one request as a JSON object") if "json_file" in given else {}
+    inputs = {name: given.pop(name) for name in _INPUTS if name in given}
+    if len(inputs) > 1:
+        raise click.UsageError("give only one of --prompt, --prompt-file, --message and --messages-file")
+    if inputs:
+        fields = {name: value for name, value in fields.items() if name not in ("prompt", "messages")}
+        fields |= _input(inputs)
+    elif fields.get("prompt") is None and fields.get("messages") is None:
+        fields |= _message(_piped())
+    if "tools_file" in given:
+        fields["tools"] = _json(given.pop("tools_file"), list, "a JSON list of tools")
+    return fields | given
+
+
+def _input(inputs: dict[str, Any]) -> dict[str, Any]:
+    [(name, value)] = inputs.items()
+    match name:
+        case "prompt":
+            return {"prompt": value}
+        case "prompt_file":
+            return {"prompt": _read(value)}
+        case "message":
+            return _message(value)
+        case _:
+            return {"messages": _json(value, list, "a JSON list of messages with role and content")}
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def _piped() -> str:
+    """What was piped in, without the line end that `echo` puts behind it."""
+    text = "" if sys.stdin is None or sys.stdin.isatty() else _read(sys.stdin).removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise click.UsageError(
+            "no input: give --message, --messages-file, --prompt, --prompt-file or --json-file, or pipe a message in"
+        )
+    return text
+
+
+def _json(file: IO[str], kind: type, expected: str) -> Any:
+    try:
+        value = json.loads(_read(file))
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise click.UsageError(f"{_name(file)}: expected {expected}")
+    return value
+
+
+def _read(file: IO[str]) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{_name(file)} is not UTF-8 text") from None
+
+
+def _name(file: IO[str]) -> str:
+    return str(getattr(file, "name", "<stdin>"))

@@ -1,0 +1,57 @@
+"""The `STOKER_*` variables, so that a misspelt one is refused instead of passed over. Owns their names, reads no value.
+
+`stoker` and `stoker-worker` run in one shell, so each of the two knows the names of both. Only the commands ask: a
+library does not look at its process's environment.
+"""
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Final
+
+ENV_PREFIX: Final = "STOKER_"
+REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
+"""The one both commands read."""
+
+VARIABLES: Final = frozenset(
+    {
+        "STOKER_ALLOW_CALLBACKS",
+        "STOKER_DTYPE",
+        "STOKER_ENGINE",
+        "STOKER_GRACE_S",
+        "STOKER_HEARTBEAT_S",
+        "STOKER_KV_MAX_BYTES",
+        "STOKER_LEASE_TTL_S",
+        "STOKER_MAX_BATCH",
+        "STOKER_MAX_STEP_S",
+        "STOKER_MEMORY_MAX_BYTES",
+        "STOKER_MODEL",
+        "STOKER_POLL_S",
+        "STOKER_PREFILL_STEP_TOKENS",
+        "STOKER_QUEUES",
+        "STOKER_RECOVER_S",
+        "STOKER_REDIS_URL",
+        "STOKER_SCRIPTED_STEPS_PER_S",
+        "STOKER_SHARE_PREFIXES",
+        "STOKER_SKIP_PROOF",
+        "STOKER_STORE",
+        "STOKER_STORE_DTYPE",
+        "STOKER_STORE_MAX_BYTES",
+    }
+)
+"""Each is a field of the worker's settings, under the same name."""
+
+
+def require_known_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """
+    Raises:
+        ValueError: a name begins with ``STOKER_`` and is none of ours; the message has it, and the nearest one of ours.
+    """
+    unknown = sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in VARIABLES)
+    if unknown:
+        raise ValueError(f"unknown setting in the environment: {', '.join(map(_with_the_nearest, unknown))}")
+
+
+def _with_the_nearest(name: str) -> str:
+    nearest = get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+    return f"{name} (did you mean {nearest[0]}?)" if nearest else name

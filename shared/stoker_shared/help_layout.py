@@ -1,0 +1,79 @@
+"""How both commands lay out their ``--help``: options and commands under headings, examples below. Parses nothing."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""`context_settings` of both commands."""
+
+_LAST: Final = "Other"
+
+
+class _Option(click.Option):
+    def __init__(self, *arguments: Any, heading: str, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.heading = heading
+
+
+class _WithExamples(click.Command):
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.epilog:  # as it is: click would fill its lines like a paragraph's
+            formatter.write(f"\n{self.epilog}\n")
+
+
+class LaidOutCommand(_WithExamples):
+    """Its options are under their headings, in the order in which these come first."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        records: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            if record := parameter.get_help_record(context):
+                records.setdefault(getattr(parameter, "heading", _LAST), []).append(record)
+        for heading, rows in records.items():
+            with formatter.section(heading if len(records) > 1 else "Options"):
+                formatter.write_dl(rows)
+
+
+class LaidOutGroup(_WithExamples, click.Group):
+    """Its commands are under the headings of `sections`, those that it does not name at the end."""
+
+    command_class = LaidOutCommand
+
+    def __init__(self, *arguments: Any, sections: Mapping[str, Sequence[str]], **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.sections = sections
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        left = [name for name, command in self.commands.items() if not command.hidden]
+        width = max(map(len, left), default=0)
+        for heading, names in (*self.sections.items(), (_LAST, tuple(left))):
+            rows = [
+                (name.ljust(width), self.commands[name].get_short_help_str(formatter.width - width - 6))
+                for name in names
+                if name in left
+            ]
+            left = [name for name in left if name not in names]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+class OptionMaker(Protocol):
+    """`click.option`, as far as commands here use it."""
+
+    def __call__(self, *names: str, **attributes: Any) -> Callable[[Function], Function]: ...
+
+
+def options_under(heading: str) -> OptionMaker:
+    """`click.option` for the options below one heading of a `LaidOutCommand`."""
+    return partial(click.option, cls=_Option, heading=heading)
+
+
+def examples(*lines: str) -> str:
+    """An `epilog` of command lines, each as it is typed."""
+    return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,127 @@
+"""docs/examples/producer.mjs, as somebody copies it: jobs from Node through a real worker. Needs node and npm."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from tests.lossy_proxy import LossyProxy
+from tests.worker_process import running_worker
+
+from stoker import Producer
+
+pytestmark = pytest.mark.server
+
+CAPTURED = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "producer.mjs"
+PRELUDE = """
+import { Redis } from "ioredis";
+import { submit, result, cancel } from "./producer.mjs";
+const redis = new Redis(process.env.STOKER_REDIS_URL);
+const caught = (promise) => promise.catch(({ name, state, reason, message }) => ({ name, state, reason, message }));
+const show = (value) => console.log(JSON.stringify(value));
+"""
+
+
+@pytest.fixture(scope="session")
+def node_folder(tmp_path_factory):
+    """A folder with the example and ioredis in it, as `npm install ioredis` leaves it."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not here")
+    folder = tmp_path_factory.mktemp("node")
+    shutil.copy(EXAMPLE, folder)
+    install = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), "ioredis@>=5.4 <7"]
+    try:
+        subprocess.run(install, check=True, capture_output=True, timeout=120)
+    except (subprocess.SubprocessError, OSError) as error:
+        pytest.skip(f"ioredis cannot be had: {error}")
+    return folder
+
+
+@pytest.fixture
+def node(node_folder, redis_url):
+    """Run some JavaScript beside the example; gives what it showed."""
+
+    def run(script, url=redis_url):
+        arguments = ["node", "--input-type=module", "--eval", f"{PRELUDE}{script}\nredis.disconnect();"]
+        env = {**os.environ, "STOKER_REDIS_URL": url}
+        done = subprocess.run(arguments, cwd=node_folder, env=env, **CAPTURED)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def worker(redis_url, tmp_path):
+    with running_worker(redis_url, tmp_path / "store") as worker:
+        yield worker.wait_until_ready()
+
+
+def test_a_result_comes_back_and_a_failure_tells_the_workers_reason(node, worker):
+    [finished, failed] = node("""
+        const asks = (content) => submit(redis, { agent_id: "n", messages: [{ role: "user", content }] });
+        show(await result(redis, await asks("say grüße")));
+        show(await caught(result(redis, await asks("fail for a reason"))));
+    """)
+    assert (finished["text"], finished["finish_reason"], finished["agent_id"]) == ("grüße", "stop", "n")
+    assert (failed["name"], failed["state"]) == ("JobEnded", "failed")
+    assert "for a reason" in failed["reason"]
+
+
+def test_waiting_and_running_jobs_are_canceled(node, worker, redis_url):
+    shown = node("""
+        const long = { agent_id: "c", prompt: "x", max_tokens: 100000 };
+        const running = await submit(redis, long), waiting = await submit(redis, long);
+        while ((await redis.hget(`rq:job:${running}`, "status")) !== "started") await redis.ping();
+        show(await cancel(redis, waiting));
+        show(await cancel(redis, running));
+        show(await caught(result(redis, waiting)));
+        show(await caught(result(redis, running)));
+        show(await cancel(redis, running));
+        show(await caught(cancel(redis, "nobody")));
+    """)
+    assert shown[:2] == [True, True]
+    assert [error["state"] for error in shown[2:4]] == ["canceled", "stopped"]
+    assert (shown[4], shown[5]["state"]) == (False, "missing")
+
+
+def test_an_id_of_ones_own_makes_one_job_however_often_it_is_submitted(node, redis_url):
+    shown = node("""
+        const request = { agent_id: "i", prompt: "say once" };
+        const same = Array.from({ length: 10 }, () => submit(redis, request, { jobId: "mine" }));
+        show(await Promise.all(same));
+        show(await caught(submit(redis, { agent_id: "i", prompt: "other" }, { jobId: "mine" })));
+        show(await caught(result(redis, "mine", { timeoutMs: 10 })));
+        show(await caught(submit(redis, request, { jobId: "not an id" })));
+    """)
+    assert shown[0] == ["mine"] * 10
+    assert "names a job with another request" in shown[1]["message"]
+    assert "still queued" in shown[2]["message"]
+    assert "letters" in shown[3]["message"]
+    with Redis.from_url(redis_url) as connection:
+        assert connection.lrange("rq:queue:generate", 0, -1) == [b"mine"]
+    assert Producer(redis_url).status("mine").position == 0
+
+
+def test_a_lost_reply_makes_no_second_job(node, redis_url):
+    with Redis.from_url(redis_url) as connection:
+        port = connection.connection_pool.connection_kwargs["port"]
+        with LossyProxy(port) as proxy:
+            proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds("RPUSH"))
+            [job_id] = node('show(await submit(redis, { prompt: "x" }));', proxy.url)
+        assert connection.lrange("rq:queue:generate", 0, -1) == [job_id.encode()]
+
+
+def test_it_is_a_command_too(node_folder, redis_url, worker):
+    env = {**os.environ, "STOKER_REDIS_URL": redis_url}
+    run = ["node", "producer.mjs"]
+    done = subprocess.run([*run, "say hello"], cwd=node_folder, env=env, **CAPTURED)
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    done = subprocess.run([*run, "fail so"], cwd=node_folder, env=env, **CAPTURED)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "so" in done.stderr
