@@ -6,6 +6,7 @@ from typing import Any, Self, Unpack
 
 from redis.asyncio import Redis
 
+from stoker.agent_jobs import AsyncAgents
 from stoker.async_driver import run
 from stoker.async_ticket import AsyncTicket
 from stoker.connection import address, open_async_connection
@@ -37,6 +38,7 @@ class AsyncProducer:
         self._queue = checked_queue_name(queue)
         self._connection = open_async_connection(redis)
         self._owns_connection = isinstance(redis, str)
+        self.agents = AsyncAgents(self._connection, self._queue)
 
     def __repr__(self) -> str:
         return f"AsyncProducer(redis at {address(self._connection)}, queue={self._queue!r})"

@@ -6,6 +6,7 @@ from typing import Any, Self, Unpack
 
 from redis import Redis
 
+from stoker.agent_jobs import Agents
 from stoker.connection import address, open_connection
 from stoker.driver import run
 from stoker.job_options import JobOptions
@@ -24,6 +25,9 @@ class Producer:
 
     Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers at the URL or
     it refuses us; no message and no repr holds the password.
+
+    Attributes:
+        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
 
     def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
@@ -39,6 +43,7 @@ class Producer:
         self._queue = checked_queue_name(queue)
         self._connection = open_connection(redis)
         self._owns_connection = isinstance(redis, str)
+        self.agents = Agents(self._connection, self._queue)
 
     def __repr__(self) -> str:
         return f"Producer(redis at {address(self._connection)}, queue={self._queue!r})"
