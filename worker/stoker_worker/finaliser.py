@@ -23,6 +23,7 @@ from stoker_shared.errors import (
     WorkerLostTooOften,
 )
 from stoker_worker.agent_work import carry_out, let_go
+from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
 from stoker_worker.outage import may_pass
@@ -182,6 +183,9 @@ class Finaliser:
             report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
             return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
 
+        if agent is None:
+            self._save_shared(prepared, completion)
+            return result(None, saved=False)
         if request.cache != "readwrite":
             return result(agent.number or None, saved=False)
         turn = Turn(
@@ -205,6 +209,16 @@ class Finaliser:
                 self._store.mark_unsaved(agent.agent_id)
             return result(agent.number or None, saved=False, save_error=reason)
         return saved_result
+
+    def _save_shared(self, prepared: Prepared, completion: Completion) -> None:
+        """What other jobs without an agent begin with too. Its loss costs them time only."""
+        cache, n_shared = completion.cache, prepared.restored.shared_blocks * BLOCK_TOKENS
+        if cache is None or not cache.start < n_shared <= cache.stop:
+            return
+        try:
+            self._store.save_blocks(prepared.prompt.ids[:n_shared], cache, model=self._model, salt=prepared.salt)
+        except Exception as error:
+            log.warning("job %s: its blocks are not saved: %s: %s", prepared.job.job_id, type(error).__name__, error)
 
     def _fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
         log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)

@@ -48,7 +48,7 @@ def cache_report(
     save_error: str | None = None,
 ) -> CacheReport:
     """`saved`: as `agent_version`, which then may have replaced another's conversation."""
-    restored = prepared.restored
+    restored, agent = prepared.restored, prepared.agent
     # What was restored is lost when a step breaks: the row then begins again from its tokens.
     is_lost = restored.source != "none" and completion.cached_tokens == 0
     return CacheReport(
@@ -57,7 +57,7 @@ def cache_report(
         agent_version=agent_version,
         saved=saved,
         save_error=save_error,
-        replaced_version=replaced_version(prepared.prompt, prepared.agent) if saved else None,
+        replaced_version=replaced_version(prepared.prompt, agent) if saved and agent is not None else None,
     )
 
 
