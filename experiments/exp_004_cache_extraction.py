@@ -61,8 +61,8 @@ def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
         before, step = engine.progress(), step + 1
         completions = engine.step()
         after = engine.progress()
-        decoding = [uid for uid in after if before[uid] > 0]
-        for uid in [uid for uid, tokens in after.items() if tokens] + [completion.uid for completion in completions]:
+        decoding = [uid for uid in after if before[uid].tokens]
+        for uid in [uid for uid, row in after.items() if row.tokens] + [completion.uid for completion in completions]:
             first_step.setdefault(uid, step)
         for completion in completions:
             turn, cache = running[completion.uid], completion.cache
@@ -205,7 +205,7 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
             completions = engine.step()
             seconds = time.perf_counter() - begin
             tokens += sum(len(completion.generated_ids) for completion in completions)
-            started = {uid for uid, n_tokens in engine.progress().items() if n_tokens} | {x.uid for x in completions}
+            started = {uid for uid, row in engine.progress().items() if row.tokens} | {x.uid for x in completions}
             if ready <= started:  # every row had its token: nobody was on its way in
                 decoding += seconds - sum(copy for _, copy in times[n_handed:])
                 in_flight = max(in_flight, len(ready))

@@ -29,12 +29,12 @@ def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
     engine = assemble(bench.network, replace(bench.model, codec=_Endless(bench.model.codec)), max_bytes=6 << 30,
                       max_batch=16, prefill_tokens=1024 if bench.on_gpu else 256, max_step_s=MAX_STEP_S)  # fmt: skip
     decoding = [engine.submit(_work(bench.encode(f"Tell me about the number {n}."), 3000)) for n in range(rows)]
-    while min(engine.progress().values()) < 8:
+    while min(_tokens(engine).values()) < 8:
         engine.step()
     quiet = _watch(engine, decoding, lambda seconds: seconds < quiet_s)
     long_ids = bench.encode(text_of(bench.encode, "English", n_tokens))
     uid = engine.submit(_work(long_ids, 8))
-    during = _watch(engine, decoding, lambda _: engine.progress().get(uid, 1) == 0)
+    during = _watch(engine, decoding, lambda _: _tokens(engine).get(uid, 1) == 0)
     while uid in engine.progress():
         engine.step()
     beside = _watch(engine, decoding, lambda seconds: seconds < quiet_s / 2)
@@ -59,14 +59,18 @@ def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
 
 def _watch(engine: Any, uids: list[int], go_on: Callable[[float], bool]) -> Json:
     """Step while `go_on(seconds so far)`, and see how many tokens the rows say."""
-    before, begin, longest = engine.progress(), time.perf_counter(), 0.0
+    before, begin, longest = _tokens(engine), time.perf_counter(), 0.0
     while go_on(time.perf_counter() - begin):
         started = time.perf_counter()
         engine.step()
         longest = max(longest, time.perf_counter() - started)
-    seconds, after = time.perf_counter() - begin, engine.progress()
+    seconds, after = time.perf_counter() - begin, _tokens(engine)
     said = sum(after[uid] - before[uid] for uid in uids)
     return {"tokens_per_s": said / seconds, "s": seconds, "longest_step_s": longest}
+
+
+def _tokens(engine: Any) -> dict[int, int]:
+    return {uid: row.tokens for uid, row in engine.progress().items()}
 
 
 def _work(ids: list[int], max_tokens: int) -> GenerationWork:

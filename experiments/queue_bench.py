@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedEngine, ScriptedProvider
 from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import Completion, GenerationWork, LoadedModel
+from stoker_worker.ports import Completion, GenerationWork, LoadedModel, RowProgress
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 from stoker_worker.worker import Worker
@@ -43,8 +43,11 @@ class TimedEngine:
     def in_flight(self) -> int:
         return self.engine.in_flight
 
-    def progress(self) -> dict[int, int]:
+    def progress(self) -> dict[int, RowProgress]:
         return self.engine.progress()
+
+    def text(self, uid: int) -> str:
+        return self.engine.text(uid)
 
     def submit(self, work: GenerationWork) -> int:
         return self.engine.submit(work)

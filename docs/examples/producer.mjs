@@ -1,14 +1,7 @@
 // A producer for Node on ioredis: submit, result, cancel. Copy the file; it needs nothing else of stoker.
-//
-//   npm install ioredis
-//   node producer.mjs 'Name three rivers.'          STOKER_REDIS_URL names another server
-//
-// The names on the wire are RQ's: docs/producers.md has the same four commands for redis-cli.
+// `redis` is your connection, `new Redis("redis://...")`. docs/producers.md has the same commands for redis-cli.
 import { randomUUID } from "node:crypto";
-import { realpathSync } from "node:fs";
-import { fileURLToPath } from "node:url";
 import { inflateSync } from "node:zlib";
-import { Redis } from "ioredis";
 
 const TASK = "stoker_shared.task.generate";
 const ENDED = ["finished", "failed", "canceled", "stopped"];
@@ -129,18 +122,4 @@ async function outcome(connection, jobId, state) {
 
 function* pairs(flat) {
   for (let i = 0; i < flat.length; i += 2) yield [flat[i], flat[i + 1]];
-}
-
-if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
-  const redis = new Redis(process.env.STOKER_REDIS_URL ?? "redis://127.0.0.1:6379");
-  try {
-    const jobId = await submit(redis, { messages: [{ role: "user", content: process.argv[2] ?? "Hello" }] });
-    console.error(`job ${jobId}`);
-    console.log((await result(redis, jobId)).text);
-  } catch (error) {
-    console.error(String(error));
-    process.exitCode = 1;
-  } finally {
-    redis.disconnect();
-  }
 }

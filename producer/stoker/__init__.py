@@ -2,7 +2,10 @@
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
+from stoker.presence import LiveWorker
 from stoker.producer import Producer
+from stoker.queue_status import QueueStatus
+from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import (
@@ -33,14 +36,19 @@ __all__ = [
     "JobError",
     "JobFailed",
     "JobNotFound",
+    "LiveWorker",
     "Message",
     "Producer",
+    "QueueStatus",
     "RedisUnavailable",
     "RequestError",
     "RequestTooLarge",
     "RequestVersionTooNew",
+    "Restarted",
     "ResultTimeout",
     "StokerError",
+    "StreamEvent",
+    "TextChunk",
     "Ticket",
     "TicketStatus",
 ]

@@ -12,7 +12,9 @@ from stoker.async_ticket import AsyncTicket
 from stoker.connection import address, open_async_connection
 from stoker.job_options import JobOptions
 from stoker.operations import ask
+from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_name import checked_queue_name
+from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket_status import TicketStatus
 from stoker_shared.request import GenerationRequest
@@ -38,6 +40,7 @@ class AsyncProducer:
         self._queue = checked_queue_name(queue)
         self._connection = open_async_connection(redis)
         self._owns_connection = isinstance(redis, str)
+        self._attendance = Attendance()
         self.agents = AsyncAgents(self._connection, self._queue)
 
     def __repr__(self) -> str:
@@ -64,7 +67,9 @@ class AsyncProducer:
         self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]
     ) -> AsyncTicket:
         """As `Producer.submit`."""
-        return self.ticket(await run(self._connection, submit(self._queue_for(queue), fields, job_id)))
+        name = self._queue_for(queue)
+        operation = self._attendance.after(name, submit(name, fields, job_id))
+        return self.ticket(await run(self._connection, operation))
 
     async def submit_many(
         self,
@@ -75,8 +80,22 @@ class AsyncProducer:
         **options: Unpack[ManyFields],
     ) -> list[AsyncTicket]:
         """As `Producer.submit_many`; other tasks go on meanwhile."""
-        operation = submit_many(self._queue_for(queue), requests, JobOptions(**options), job_ids)
+        name = self._queue_for(queue)
+        many = submit_many(name, requests, JobOptions(**options), job_ids)
+        operation = self._attendance.after(name, many)
         return [self.ticket(job_id) for job_id in await run(self._connection, operation)]
+
+    async def queues(self) -> list[QueueStatus]:
+        """As `Producer.queues`."""
+        return await run(self._connection, queues_now())
+
+    async def workers(self) -> list[LiveWorker]:
+        """As `Producer.workers`."""
+        return await run(self._connection, live_workers())
+
+    async def unattended(self, queue: str | None = None) -> str | None:
+        """As `Producer.unattended`."""
+        return await run(self._connection, unattended(self._queue_for(queue)))
 
     def ticket(self, job_id: str) -> AsyncTicket:
         """As `Producer.ticket`."""

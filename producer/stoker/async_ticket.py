@@ -1,11 +1,14 @@
 """A ticket for asyncio: as `Ticket`, on redis.asyncio. Owns nothing but the id and a connection."""
 
+from collections.abc import AsyncIterator
+
 from redis.asyncio import Redis
 
 from stoker.async_driver import run
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
 from stoker.job_record import require_readable_id
+from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
 from stoker.waiting import wait_for_end
 from stoker_shared.result import GenerationResult
@@ -37,6 +40,13 @@ class AsyncTicket:
         slice_s = blocking_slice_s(self._connection)
         record = await run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s))
         return record.outcome()
+
+    async def stream(self, timeout_s: float | None = None) -> AsyncIterator[StreamEvent]:
+        """As `Ticket.stream`."""
+        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(self._connection))
+        while not reader.is_over:
+            for event in await run(self._connection, reader.read()):
+                yield event
 
     async def status(self) -> TicketStatus:
         """As `Ticket.status`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from stoker.agent_cli import agent
 from stoker.command_parts import (
     json_option,
     open_producer,
@@ -21,6 +22,7 @@ from stoker.command_parts import (
     ticket_of,
     timeout_option,
 )
+from stoker.queue_commands import ls, workers
 from stoker.submit_command import submit
 from stoker.ticket_status import TicketStatus
 from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variables
@@ -53,6 +55,9 @@ def cli(context: click.Context, redis_url: str) -> None:
 
 
 cli.add_command(submit)
+cli.add_command(agent)
+cli.add_command(ls)
+cli.add_command(workers)
 
 
 @cli.command(epilog=examples("stoker result JOB_ID --timeout-s 600", "stoker result JOB_ID --json"))

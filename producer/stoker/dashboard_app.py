@@ -23,6 +23,7 @@ from rq.worker import BaseWorker
 from rq_dashboard import web
 
 from stoker.connection import address, in_our_words
+from stoker.job_record import fields_of, progress_in
 
 _SHOWN_JOBS = 4
 _WRITING_GETS = {"rq_dashboard.requeue_all"}
@@ -152,8 +153,11 @@ def _current_jobs(connection: Redis, state: str, job_ids: list[str]) -> dict[str
     """The template's one job: it links to the first, and its text says how many there are."""
     with connection.pipeline(transaction=False) as pipeline:
         for job_id in job_ids[:_SHOWN_JOBS]:
-            pipeline.hmget(Job.key_for(job_id), "description", "created_at")
-        shown = [[(value or b"").decode(errors="replace") for value in reply] for reply in pipeline.execute()]
+            pipeline.hmget(Job.key_for(job_id), "description", "created_at", "meta")
+        found = [[value or b"" for value in reply] for reply in pipeline.execute()]
+    shown = [
+        (_described(description, meta), created_at.decode(errors="replace")) for description, created_at, meta in found
+    ]
     descriptions = "; ".join(description for description, _ in shown)
     more = f"; and {len(job_ids) - _SHOWN_JOBS} more" if len(job_ids) > _SHOWN_JOBS else ""
     jobs = "1 job" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
@@ -163,6 +167,14 @@ def _current_jobs(connection: Redis, state: str, job_ids: list[str]) -> dict[str
         "created_at": shown[0][1],
         "call_string": f"{state}, {jobs}: {descriptions}{more}",
     }
+
+
+def _described(description: bytes, meta: bytes) -> str:
+    text = description.decode(errors="replace")
+    progress = progress_in(fields_of(meta))
+    if progress is None:
+        return text
+    return f"{text} ({progress.stage}, {progress.tokens} tokens, {progress.tokens_per_s:g}/s)"
 
 
 def _refuse_other_names(names: Collection[str]) -> None:

@@ -38,6 +38,8 @@ class JobOptions:
         depends_on: tickets or ids of jobs that have to finish first. Until then the job is in RQ's deferred registry;
             if one of them fails, is canceled or is deleted, it stays there.
         allow_dependency_failures: let it run also when one of them has failed.
+        stream: let the worker publish the text from the first token on, for `Ticket.stream`, which asks for it at any
+            later time too.
 
     Raises:
         InvalidRequest: a value that RQ does not take; the message names the option.
@@ -51,6 +53,7 @@ class JobOptions:
     retry: int | Retry | None = None
     depends_on: DependsOn = ()
     allow_dependency_failures: bool = False
+    stream: bool = False
     dependency_ids: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

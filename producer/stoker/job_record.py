@@ -20,15 +20,24 @@ from stoker.operations import Commands, Operation
 from stoker_shared.agent_result import AgentResult, read_agent_result
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
-from stoker_shared.wire import FIELD_TOKENS, META_PARTIAL
+from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
 T = TypeVar("T")
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
-_FIELDS = ("status", "origin", "worker_name", FIELD_TOKENS, "meta", "exc_info")
+_FIELDS = ("status", "origin", "worker_name", "meta", "exc_info")
 _KEPT_RESULTS = 10  # RQ trims the stream to this many
 _MAX_REASON_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """How far a running job is, as its worker wrote it."""
+
+    stage: str
+    tokens: int
+    tokens_per_s: float
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class JobRecord:
     state: str
     queue: str
     worker: str | None
-    tokens: int | None
+    progress: JobProgress | None
     partial_text: str | None
     last_entry_id: str
     _exc_info: bytes
@@ -53,14 +62,15 @@ class JobRecord:
         values, entries = yield Commands([hash_fields, newest_results], atomic=True)
         if values[0] is None:
             return None
-        status, origin, worker, tokens, meta, exc_info = (value or b"" for value in values)
+        status, origin, worker, meta, exc_info = (value or b"" for value in values)
+        fields = fields_of(meta)
         return cls(
             job_id=job_id,
             state=status.decode(errors="replace"),
             queue=origin.decode(errors="replace"),
             worker=worker.decode(errors="replace") or None,
-            tokens=int(tokens) if tokens.isdigit() else None,
-            partial_text=_partial_text(meta),
+            progress=progress_in(fields),
+            partial_text=partial if isinstance(partial := fields.get(META_PARTIAL), str) else None,
             last_entry_id=entries[0][0].decode() if entries else NO_ENTRY,
             _exc_info=exc_info,
             _results=tuple(fields for _, fields in entries),
@@ -121,12 +131,22 @@ def require_readable_id(job_id: str) -> str:
     return job_id
 
 
-def _partial_text(meta: bytes) -> str | None:
+def fields_of(meta: bytes) -> dict[str, Any]:
+    """A job's `meta`; empty where it is something else than a JSON object."""
     try:
-        partial = json.loads(meta)[META_PARTIAL]
-    except (ValueError, TypeError, KeyError, RecursionError):  # no meta, a pickle, or somebody else's
+        fields = json.loads(meta)
+    except (ValueError, RecursionError):  # none, or a pickle
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def progress_in(fields: dict[str, Any]) -> JobProgress | None:
+    """``None`` where `meta` does not tell, yet or any more."""
+    try:
+        shown = fields[META_PROGRESS]
+        return JobProgress(str(shown["stage"]), int(shown["tokens"]), float(shown["tokens_per_s"]))
+    except (KeyError, TypeError, ValueError):
         return None
-    return partial if isinstance(partial, str) else None
 
 
 def _failure_text(data: bytes) -> str:

@@ -18,7 +18,7 @@ from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker.wire_json import WireJson
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
 
 
 class NewJob:
@@ -65,6 +65,8 @@ class NewJob:
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
         self._fields: dict[str, Any] = {**self._job.to_dict(), FIELD_AGENT: " ".join(hint)}
+        if options.stream:
+            self._fields[FIELD_STREAM] = 1
         self.size_bytes = len(self._job.data)
 
     @property

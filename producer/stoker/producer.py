@@ -11,7 +11,9 @@ from stoker.connection import address, open_connection
 from stoker.driver import run
 from stoker.job_options import JobOptions
 from stoker.operations import ask
+from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_name import checked_queue_name
+from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
@@ -43,6 +45,7 @@ class Producer:
         self._queue = checked_queue_name(queue)
         self._connection = open_connection(redis)
         self._owns_connection = isinstance(redis, str)
+        self._attendance = Attendance()
         self.agents = Agents(self._connection, self._queue)
 
     def __repr__(self) -> str:
@@ -89,7 +92,9 @@ class Producer:
             JobNotFound: a job in `depends_on` is not there (any more).
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
-        return self.ticket(run(self._connection, submit(self._queue_for(queue), fields, job_id)))
+        name = self._queue_for(queue)
+        operation = self._attendance.after(name, submit(name, fields, job_id))
+        return self.ticket(run(self._connection, operation))
 
     def submit_many(
         self,
@@ -115,8 +120,39 @@ class Producer:
             DuplicateJob, JobNotFound: as for `submit`; nothing of the chunk it is in was enqueued.
             RedisUnavailable: no server answers.
         """
-        operation = submit_many(self._queue_for(queue), requests, JobOptions(**options), job_ids)
+        name = self._queue_for(queue)
+        many = submit_many(name, requests, JobOptions(**options), job_ids)
+        operation = self._attendance.after(name, many)
         return [self.ticket(job_id) for job_id in run(self._connection, operation)]
+
+    def queues(self) -> list[QueueStatus]:
+        """Every queue that anything was enqueued into or that a worker listens to, by name.
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        return run(self._connection, queues_now())
+
+    def workers(self) -> list[LiveWorker]:
+        """Stoker's workers that live, by name; one that was killed is gone when its lease has run out (4 s).
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        return run(self._connection, live_workers())
+
+    def unattended(self, queue: str | None = None) -> str | None:
+        """That no worker listens to a queue, and which queues have one, in words; ``None`` when one does.
+
+        A job may be enqueued before there is a worker for it: `submit` only logs this, as a warning and once a queue.
+
+        Args:
+            queue: another queue than the producer's own.
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        return run(self._connection, unattended(self._queue_for(queue)))
 
     def ticket(self, job_id: str) -> Ticket:
         """The ticket of a job that was enqueued elsewhere; asks the server nothing.

@@ -1,12 +1,12 @@
-"""`stoker ls` and `stoker workers`: the queues and who serves them, as tables. Words only."""
+"""`stoker ls` and `stoker workers`: the queues and those who serve them, as tables. Words only."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 
 from stoker.command_parts import json_option, open_producer, redis_option, show
-from stoker.queue_status import QueueStatus
 from stoker_shared.help_layout import LaidOutCommand, examples
 
 _COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
@@ -17,20 +17,53 @@ _COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
 @redis_option
 @click.pass_obj
 def ls(redis_url: str, as_json: bool) -> None:
-    """List the queues: their jobs by state, the oldest wait, the worker.
+    """List the queues: their jobs by state, the oldest wait, their workers.
 
     Finished and failed jobs are counted until they expire.
     """
     with open_producer(redis_url) as producer:
         queues = producer.queues()
-    rows = [[queue.name, *(str(getattr(queue, count)) for count in _COUNTS), *_service(queue)] for queue in queues]
-    heading = ["queue", *_COUNTS, "oldest", "worker"]
-    text = table(heading, rows, numbers=range(1, 8)) if rows else "no queues: nothing was ever enqueued here"
-    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text)
+    rows = [
+        [
+            queue.name,
+            *(str(getattr(queue, count)) for count in _COUNTS),
+            duration(queue.oldest_wait_s),
+            ", ".join(queue.workers) or "none",
+        ]
+        for queue in queues
+    ]
+    text = table(["queue", *_COUNTS, "oldest", "workers"], rows, numbers=range(1, 8))
+    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues, and no worker")
 
 
-def _service(queue: QueueStatus) -> tuple[str, str]:
-    return duration(queue.oldest_wait_s), queue.worker or "none"
+@click.command(cls=LaidOutCommand, epilog=examples("stoker workers", "stoker workers --json | jq '.workers[].model'"))
+@json_option
+@redis_option
+@click.pass_obj
+def workers(redis_url: str, as_json: bool) -> None:
+    """List the workers that live: their queues, model and context.
+
+    A worker that was killed is shown until its lease has run out, for a few seconds.
+    """
+    with open_producer(redis_url) as producer:
+        living = producer.workers()
+    now = time.time()
+    rows = [
+        [
+            worker.name,
+            worker.host,
+            str(worker.pid),
+            duration(max(0.0, now - worker.started_at)),
+            str(worker.context_tokens or "-"),
+            ",".join(worker.queues),
+            worker.model or "loading",
+            worker.mode or "-",
+        ]
+        for worker in living
+    ]
+    heading = ["worker", "host", "pid", "up", "context", "queues", "model", "mode"]
+    text = table(heading, rows, numbers=range(2, 5)) if rows else "no workers"
+    show(as_json, {"workers": [asdict(worker) for worker in living]}, text)
 
 
 def duration(seconds: float | None) -> str:

@@ -1,9 +1,8 @@
-"""Every queue as it is now: how many jobs in which state, the oldest wait, the worker that claims. Reads only."""
+"""Every queue as it is now: how many jobs in which state, the oldest wait, the workers that listen. Reads only."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
@@ -19,8 +18,8 @@ from rq.registry import (
 from rq.utils import utcparse
 
 from stoker.operations import Command, Commands, Operation, ask
+from stoker.presence import live_workers
 from stoker.rq_keys import queue_key, registry_key
-from stoker_shared.wire import LEASE_KEY
 
 _LOOKED_AT: Final = 100
 """Jobs from the front of a queue that are looked at for the oldest: those that jumped it are in front of older ones."""
@@ -33,7 +32,7 @@ class QueueStatus:
     Attributes:
         waiting, running, finished, failed, deferred, scheduled: how many jobs; ended ones until they expire.
         oldest_wait_s: how long the job has waited that was enqueued first; ``None`` if none waits.
-        worker: name of the worker that claims from it now; ``None`` if none does.
+        workers: names of the workers that listen to it.
     """
 
     name: str
@@ -43,27 +42,29 @@ class QueueStatus:
     failed: int
     deferred: int
     scheduled: int
-    oldest_wait_s: float | None
-    worker: str | None
+    oldest_wait_s: float | None = field(kw_only=True)
+    workers: tuple[str, ...] = field(kw_only=True)
 
 
 def queues_now() -> Operation[list[QueueStatus]]:
-    """All queues into which something was enqueued, by name. Three round trips, whatever they hold."""
+    """All queues into which something was enqueued or to which a worker listens, by name. Five round trips at most."""
+    workers = yield from live_workers()
     keys = yield from ask("SMEMBERS", Queue.redis_queues_keys)
-    names = sorted(key.decode().removeprefix(Queue.redis_queue_namespace_prefix) for key in keys)
+    known = {key.decode(errors="replace").removeprefix(Queue.redis_queue_namespace_prefix) for key in keys}
+    names = sorted(known.union(*(worker.queues for worker in workers)))
     now = datetime.now(UTC)
-    replies = yield Commands([command for name in names for command in _counts_of(name, now)])
-    per_queue = [replies[start : start + _REPLIES] for start in range(0, len(replies), _REPLIES)]
-    stamps = yield Commands([_enqueued_at(job_id) for *_, head in per_queue for job_id in head])
-    left = iter(stamps)
+    replies = yield Commands([command for name in names for command in _looks_at(name, now)])
+    found = [replies[start : start + _LOOKS] for start in range(0, len(replies), _LOOKS)]
+    stamps = iter((yield Commands([_enqueued_at(job_id) for *_, head in found for job_id in head])))
     queues = []
-    for name, (*counts, lease, head) in zip(names, per_queue, strict=True):
-        oldest_wait_s = _oldest_wait_s([next(left) for _ in head], now)
-        queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, worker=_holder(lease)))
+    for name, (*counts, head) in zip(names, found, strict=True):
+        oldest_wait_s = _oldest_wait_s([next(stamps) for _ in head], now)
+        listening = tuple(worker.name for worker in workers if name in worker.queues)
+        queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, workers=listening))
     return queues
 
 
-def _counts_of(queue: str, now: datetime) -> list[Command]:
+def _looks_at(queue: str, now: datetime) -> list[Command]:
     unexpired = (int(now.timestamp()), "+inf")  # RQ removes what has expired when somebody cleans up
     return [
         ("LLEN", queue_key(queue)),
@@ -72,12 +73,11 @@ def _counts_of(queue: str, now: datetime) -> list[Command]:
         ("ZCOUNT", registry_key(FailedJobRegistry, queue), *unexpired),
         ("ZCARD", registry_key(DeferredJobRegistry, queue)),
         ("ZCARD", registry_key(ScheduledJobRegistry, queue)),
-        ("GET", LEASE_KEY.format(queue=queue)),
         ("LRANGE", queue_key(queue), 0, _LOOKED_AT - 1),
     ]
 
 
-_REPLIES: Final = len(_counts_of("any", datetime.now(UTC)))
+_LOOKS: Final = len(_looks_at("any", datetime.now(UTC)))
 
 
 def _enqueued_at(job_id: bytes) -> Command:
@@ -90,9 +90,3 @@ def _oldest_wait_s(stamps: Sequence[Sequence[bytes | None]], now: datetime) -> f
         with suppress(ValueError):  # somebody else's idea of a time; or the job is gone
             waits.append((now - utcparse((enqueued_at or created_at or b"").decode())).total_seconds())
     return max(0.0, *waits) if waits else None
-
-
-def _holder(lease: bytes | None) -> str | None:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(lease or b"")["worker"])
-    return None

@@ -17,7 +17,10 @@ _sampling = options_under("Generation")
 _template = options_under("Chat template")
 _job = options_under("Job")
 _output = options_under("Output")
-_JOB_OPTIONS = ("queue", "job_id", "job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s", "at_front")
+JOB_OPTIONS = (
+    "queue", "job_id", "job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s", "at_front", "retry", "depends_on",
+    "allow_dependency_failures",
+)  # fmt: skip
 
 
 def _as_object(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any] | None:
@@ -96,6 +99,9 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
 @_job("--failure-ttl-s", type=int, metavar="S", help="How long a failed job is kept; -1: for ever.  [604800]")
 @_job("--ttl-s", type=int, metavar="S", help="Longest wait in the queue; then the job is dropped.")
 @_job("--at-front", is_flag=True, default=None, help="Before all that waits.")
+@_job("--retry", type=int, metavar="N", help="How often a job that fails is tried again.")
+@_job("--depends-on", multiple=True, metavar="ID", help="A job that has to finish first; may be given several times.")
+@_job("--allow-dependency-failures", is_flag=True, default=None, help="Run also when one of these has failed.")
 @_output("--wait", is_flag=True, help="Wait for the job and print what it generated.")
 @timeout_option
 @json_option
@@ -108,10 +114,9 @@ def submit(redis_url: str, /, wait: bool, timeout_s: float | None, as_json: bool
     """
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout-s needs --wait")
-    job_options = {name: options.pop(name) for name in _JOB_OPTIONS}
+    job_options = {name: options.pop(name) for name in JOB_OPTIONS}
     fields = request_fields(options)
-    build_request(fields)  # in a file there may be anything
-    fields.pop("v", None)
+    build_request(fields)  # there may be anything in a file
     with open_producer(redis_url) as producer:
         ticket = producer.submit(**fields, **{name: value for name, value in job_options.items() if value is not None})
         if not wait:

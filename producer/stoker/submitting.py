@@ -33,6 +33,7 @@ class ManyFields(TypedDict, total=False):
     retry: int | Retry | None
     depends_on: DependsOn
     allow_dependency_failures: bool
+    stream: bool
 
 
 class SubmitFields(ManyFields, total=False):

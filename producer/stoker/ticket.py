@@ -1,11 +1,14 @@
 """A ticket: one enqueued job, to be waited for, asked about or canceled. Owns nothing but the id and a connection."""
 
+from collections.abc import Iterator
+
 from redis import Redis
 
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
 from stoker.driver import run
 from stoker.job_record import require_readable_id
+from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
 from stoker.waiting import wait_for_end
 from stoker_shared.result import GenerationResult
@@ -50,6 +53,22 @@ class Ticket:
         slice_s = blocking_slice_s(self._connection)
         record = run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s))
         return record.outcome()
+
+    def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
+        """The text as it is generated: what there is already, then more until the job has ended.
+
+        The chunks since the last `Restarted` are together exactly `result().text`. A lost connection is waited for, as
+        in `result`.
+
+        Args:
+            timeout_s: how long to read in all; ``None`` until the job ends.
+
+        Raises:
+            JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, where the text ends.
+        """
+        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(self._connection))
+        while not reader.is_over:
+            yield from run(self._connection, reader.read())
 
     def status(self) -> TicketStatus:
         """Where the job stands now.

@@ -1,9 +1,10 @@
 """Where a job stands, as a small value."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from stoker.job_record import JobRecord
 from stoker.operations import Operation, ask
+from stoker.presence import unattended
 from stoker.rq_keys import queue_key
 from stoker_shared.errors import JobNotFound
 
@@ -16,14 +17,21 @@ class TicketStatus:
         state: RQ's own word: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ``stopped``,
             ``deferred``, ``scheduled`` and rarer ones.
         position: jobs ahead of it in its queue, 0 when it is next; ``None`` unless it waits there.
-        tokens: tokens generated so far, about a second old; ``None`` unless it runs and the worker said so.
         worker: name of the worker that runs it; ``None`` unless it runs.
+        stage: ``loading``: its agent's memory is read; ``waiting`` for a place in the batch; ``prefill``: its prompt
+            is read; ``decode``. This and the next two are about a second old, and ``None`` unless it runs.
+        tokens: tokens generated so far.
+        tokens_per_s: the mean since the first token.
+        warning: that no worker listens to the queue it waits in, and which queues have one; else ``None``.
     """
 
     state: str
     position: int | None = None
-    tokens: int | None = None
     worker: str | None = None
+    stage: str | None = None
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    warning: str | None = None
 
 
 def status_of(job_id: str) -> Operation[TicketStatus]:
@@ -37,7 +45,9 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
     if record.state == "queued":
         # ``None`` in the moment between a worker's claim and its start.
         position = yield from ask("LPOS", queue_key(record.queue), job_id)
-        return TicketStatus("queued", position=position if isinstance(position, int) else None)
+        warning = yield from unattended(record.queue)
+        return TicketStatus("queued", position=position if isinstance(position, int) else None, warning=warning)
     if record.state == "started":
-        return TicketStatus("started", tokens=record.tokens, worker=record.worker)
+        progress = asdict(record.progress) if record.progress else {}
+        return TicketStatus("started", worker=record.worker, **progress)
     return TicketStatus(record.state)

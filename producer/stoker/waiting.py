@@ -11,6 +11,7 @@ from rq.results import Result
 from stoker.connection import LOST, REFUSED
 from stoker.job_record import JobRecord
 from stoker.operations import Operation, Pause, ask
+from stoker.presence import unattended
 from stoker_shared.errors import JobNotFound, ResultTimeout
 
 GIVE_UP_S = 60.0
@@ -43,7 +44,9 @@ def wait_for_end(job_id: str, timeout_s: float | None, slice_s: float) -> Operat
                 return record
             left_s = _left_s(deadline)
             if left_s <= 0:
-                raise ResultTimeout(job_id, f"still {record.state} after {timeout_s:g} s; it goes on")
+                warning = (yield from unattended(record.queue)) if record.state == "queued" else None
+                still = f"still {record.state} after {timeout_s:g} s; it goes on"
+                raise ResultTimeout(job_id, f"{still}; {warning}" if warning else still)
             yield from _block(record, min(slice_s, left_s))
         except REFUSED:
             raise

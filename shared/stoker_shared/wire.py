@@ -38,6 +38,9 @@ MAX_ATTEMPTS: Final = 3
 META_PARTIAL: Final = "partial"
 """Key in `job.meta` under which a timed-out job's text stands."""
 
+META_PROGRESS: Final = "progress"
+"""Key in `job.meta` while the job runs: how far it is (`stage`, `tokens`, `tokens_per_s`), at most twice a second."""
+
 FIELD_ATTEMPTS: Final = "stoker_attempts"
 """Field of the job hash that counts how often a dead worker had the job in flight."""
 
@@ -49,11 +52,17 @@ FIELD_AGENT: Final = "stoker_agent"
 `access` and, unless that is `none`, its agent id, with spaces between. Optional; beside another `created_at`, that
 of an id enqueued anew, it counts for nothing."""
 
-FIELD_TOKENS: Final = "stoker_tokens"
-"""Field of the job hash: tokens generated so far, refreshed about twice a second while the job runs."""
+FIELD_STREAM: Final = "stoker_stream"
+"""Field of the job hash, of any value: somebody wants to read the text as it is generated."""
 
-FIELD_SERVES: Final = "stoker_serves"
-"""Field of a worker's hash: the model it serves, and how its rows run; empty while the model loads."""
+STREAM_KEY: Final = "stoker:stream:{job_id}"
+"""Stream: the text of a job that somebody reads along. Each entry has `run` (which try of the job it belongs to),
+`kind` and `text`: ``whole`` has all text of the run so far, and those before it are gone; ``more`` goes on from the
+entry before; ``end`` has none: the run is over, and the job's hash tells how. Expires."""
+
+WORKER_KEY: Final = "stoker:worker:{name}"
+"""String: a live worker (JSON: queues, model, context_tokens, mode, host, pid, started_at; the middle three are null
+while its model loads); expires with its heartbeat. RQ's set of workers has the names."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: which delivery of its job it runs (a hash of `created_at`, `repeats_left`, `data`)."""

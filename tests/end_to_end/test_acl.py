@@ -112,6 +112,7 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
         ended_as(JobCanceled, running)
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
+    assert [queue.waiting for queue in producer.queues()] == [0]
     assert admin.zcard("rq:wip:generate") == admin.llen("rq:queue:generate") == 0
     assert acl_refusals(admin) == []
 
@@ -231,6 +232,8 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
         running = long_job(producer, "b")
         worker.wait_for(runs(running))
         assert "1 executing" in rq("info")
+        with Producer(address) as looking:
+            assert [queue.workers for queue in looking.queues()] == [tuple(seen.name for seen in looking.workers())]
         rq("suspend")
         rq("requeue", "--queue", "generate", "--all", "--serializer", "json")
         assert failed.status().state == "queued"

@@ -5,7 +5,7 @@ from rq.job import Job, JobStatus, Retry
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import DEFAULT_QUEUE, FIELD_TOKENS, META_PARTIAL
+from stoker_shared.wire import DEFAULT_QUEUE, LEASE_KEY, META_PARTIAL, META_PROGRESS
 
 WORKER = "played"
 
@@ -26,6 +26,7 @@ def result_fields(job_id: str, text: str = "hello") -> dict[str, object]:
 class PlayedWorker:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
+        connection.set(LEASE_KEY.format(queue=DEFAULT_QUEUE), "played")
 
     def job(self, job_id: str) -> Job:
         return Job.fetch(job_id, connection=self._connection, serializer=JSONSerializer)
@@ -37,7 +38,8 @@ class PlayedWorker:
             job.prepare_for_execution(WORKER, pipeline=pipeline)
             pipeline.execute()
         if tokens is not None:
-            self._connection.hset(job.key, FIELD_TOKENS, tokens)
+            job.meta[META_PROGRESS] = {"stage": "decode", "tokens": tokens, "tokens_per_s": 8.5}
+            job.save_meta()
 
     def finish(self, job_id: str, value: object = None, text: str = "hello") -> None:
         job = self.job(job_id)

@@ -2,6 +2,7 @@
 
 import json
 import pty
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
 from stoker.cli import main
-from stoker.submit_command import submit
+from stoker.job_options import JobOptions
+from stoker.submit_command import JOB_OPTIONS, submit
 from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import DEFAULT_QUEUE
 
 pytestmark = pytest.mark.server
 
@@ -65,11 +68,34 @@ def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of)
     assert request_of(stoker("submit", "--message", "m")) == {"v": 2, "messages": [{"role": "user", "content": "m"}]}
 
 
+def test_every_option_of_a_job_arrives(stoker, redis_url):
+    assert {field.name for field in fields(JobOptions) if field.init} | {"queue", "job_id"} == set(JOB_OPTIONS)
+    assert set(JOB_OPTIONS) <= {option.name for option in submit.params}
+    first, second = (stoker("submit", "--message", "m")[1].strip() for _ in range(2))
+    times = ["--job-timeout-s", "5", "--result-ttl-s", "6", "--failure-ttl-s", "-1", "--ttl-s", "8"]
+    behind = ["--depends-on", first, "--depends-on", second, "--allow-dependency-failures", "--at-front"]
+    ran = stoker("submit", "--message", "m", "--queue", "q", "--job-id", "j", "--retry", "2", *times, *behind)
+    assert ran == (0, "j\n", "")
+    with Redis.from_url(redis_url) as connection:
+        job = PlayedWorker(connection).job("j")
+    assert (job.origin, job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == ("q", 5, 6, -1, 8)
+    assert (job.retries_left, job.enqueue_at_front, job.allow_dependency_failures) == (2, True, True)
+    assert sorted(job.dependency_ids) == sorted([first, second])
+
+
 def test_the_defaults_in_the_help_are_the_models():
-    shown = {option.name: option.help.rpartition("[")[2].rstrip("]") for option in submit.params if "[" in option.help}
-    fields = GenerationRequest.model_fields
-    of_request = {name: default for name, default in shown.items() if name in fields and name != "agent_id"}
-    assert of_request == {name: str(fields[name].default) for name in ("context", "cache", "max_tokens", "temperature")}
+    shown = {
+        option.name: option.help.rpartition("[")[2].rstrip("]") for option in submit.params if "  [" in option.help
+    }
+    del shown["redis"]
+    defaults = {
+        **{name: str(field.default) for name, field in GenerationRequest.model_fields.items()},
+        **{field.name: str(field.default) for field in fields(JobOptions) if field.init},
+        "agent_id": "none: no memory",
+        "queue": DEFAULT_QUEUE,
+    }
+    names = {"agent_id", "context", "cache", "max_tokens", "temperature", "queue"}
+    assert shown == {name: defaults[name] for name in names | {"job_timeout_s", "result_ttl_s", "failure_ttl_s"}}
 
 
 def test_what_is_not_json_or_not_of_the_right_form_is_a_wrong_command(stoker):

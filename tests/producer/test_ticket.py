@@ -115,7 +115,7 @@ def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(ticket, wor
     assert ticket.result().text == "now"
 
 
-def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection):
+def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection, worker):
     data = json.dumps(["stoker_shared.task.generate", None, [], {"request": {"agent_id": "a", "prompt": "x"}}])
     connection.hset("rq:job:polyglot", mapping={"status": "queued", "origin": "generate", "data": data})
     connection.rpush("rq:queue:generate", "polyglot")
@@ -134,7 +134,7 @@ def test_status_tells_the_place_in_the_queue_then_worker_and_tokens_then_the_end
     worker.start(ticket.job_id)
     assert ticket.status() == TicketStatus("started", worker=WORKER)
     worker.start(ticket.job_id, tokens=17)
-    assert ticket.status() == TicketStatus("started", tokens=17, worker=WORKER)
+    assert ticket.status() == TicketStatus("started", worker=WORKER, stage="decode", tokens=17, tokens_per_s=8.5)
     worker.finish(ticket.job_id)
     assert ticket.status() == TicketStatus("finished")
 

@@ -9,7 +9,7 @@ import pytest
 from stoker_shared.request import GenerationRequest
 from stoker_worker.admission import Admission
 from stoker_worker.inbox import Inbox
-from stoker_worker.ports import Busy, ClaimedJob, Delivery
+from stoker_worker.ports import Busy, ClaimedJob, Delivery, Serving
 
 
 def job(agent_id: str) -> ClaimedJob:
@@ -41,7 +41,10 @@ class ScriptedQueue:
     def withdrawn(self, *args: Any) -> list[ClaimedJob]:
         return []
 
-    def announce(self, serves: str) -> None: ...
+    def announce(self, serving: Serving) -> None: ...
+
+    def listened_to(self) -> frozenset[int]:
+        return frozenset()
 
     def is_empty(self) -> bool:
         return not self.waiting
@@ -61,6 +64,7 @@ def test_agents_with_work_are_named_before_the_loader_has_their_job_and_until_it
         to_loader=to_loader,
         protect=lambda agents: events.append(set(agents)),
         progress=dict,
+        listen=lambda listened_to: {},
         poll_s=0.001,
         recover_s=100,
         burst=True,
@@ -107,6 +111,7 @@ def inbox_of(queue: ScriptedQueue, n_places: int, claimed: list[str]) -> Inbox:
         to_loader=take,
         protect=lambda agents: None,
         progress=dict,
+        listen=lambda listened_to: {},
         poll_s=60,
         recover_s=100,
         burst=False,

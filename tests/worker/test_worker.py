@@ -80,8 +80,11 @@ class EndlessQueue:
     def tidy(self):
         pass
 
-    def announce(self, serves):
-        self.serves = serves
+    def announce(self, serving):
+        self.serving = serving
+
+    def listened_to(self):
+        return frozenset()
 
     def is_empty(self):
         return False

@@ -118,7 +118,7 @@ def _run(specimen: Specimen, mode: ServingMode, history: History, works: list[Ge
     done: dict[int, Completion] = {}
     at_once = len(works) - history.joining
     uids = [engine.submit(one) for one in works[:at_once]]
-    while not done and min(engine.progress().values()) < 2:
+    while not done and min(row.tokens for row in engine.progress().values()) < 2:
         done |= {completion.uid: completion for completion in engine.step()}
     uids += [engine.submit(one) for one in works[at_once:]]
     while engine.in_flight and not broke:

@@ -14,7 +14,7 @@ from typing import Final
 
 from stoker_shared.errors import EngineFailed
 from stoker_worker.loader import Ended, Prepared
-from stoker_worker.ports import Completion, GenerationEnginePort, LoadedModel, ModelProviderPort
+from stoker_worker.ports import Completion, GenerationEnginePort, LoadedModel, ModelProviderPort, RowProgress
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ class EngineLoop(threading.Thread):
         self._gathered: list[Prepared] = []
         self._gather_until = 0.0
         self._running: dict[int, Prepared] = {}
-        self._tokens: dict[str, int] = {}
+        self._progress: dict[str, RowProgress] = {}
+        self._listened: frozenset[int] = frozenset()
+        self._texts: dict[int, str] = {}
         self.loaded: Future[LoadedModel] = Future()
         self.error: BaseException | None = None
 
@@ -56,9 +58,18 @@ class EngineLoop(threading.Thread):
         """Whether anything is in the engine; any thread may ask."""
         return bool(self._running)
 
-    def progress(self) -> dict[str, int]:
-        """Tokens generated so far, by job id; a snapshot any thread may read."""
-        return self._tokens
+    def progress(self) -> dict[str, RowProgress]:
+        """How far each job in the engine is, by job id; a snapshot any thread may read."""
+        return self._progress
+
+    def listen(self, claim_numbers: frozenset[int]) -> dict[int, str]:
+        """Ask for the texts of some jobs, by their `claim_number`: an id may run again. Any thread, one at a time.
+
+        Returns:
+            what was asked for last time: the texts as they were after the step that ended then.
+        """
+        self._listened = claim_numbers
+        return self._texts
 
     def run(self) -> None:
         try:
@@ -94,7 +105,8 @@ class EngineLoop(threading.Thread):
             self._cancel(engine)
             for completion in engine.step():
                 self._hand_over(completion.uid, completion=completion)
-            self._tokens = {self._running[uid].job.job_id: n for uid, n in engine.progress().items()}
+            self._progress = {self._running[uid].job.job_id: row for uid, row in engine.progress().items()}
+            self._tell(engine)
 
     def give_up_waiting(self) -> None:
         """After the engine broke: hand over what the loader still put in, so that it is given back."""
@@ -154,6 +166,13 @@ class EngineLoop(threading.Thread):
         for uid, prepared in list(self._running.items()):
             if prepared.job.cancel.reason is not None:
                 self._hand_over(uid, completion=engine.cancel(uid))
+
+    def _tell(self, engine: GenerationEnginePort) -> None:
+        """Once for each time somebody asked: text that nobody reads is not put together."""
+        if listened := self._listened:
+            self._listened = frozenset()
+            numbers = {uid: prepared.job.claim_number for uid, prepared in self._running.items()}
+            self._texts = {number: engine.text(uid) for uid, number in numbers.items() if number in listened}
 
     def _hand_over(self, uid: int, *, completion: Completion | None = None, error: Exception | None = None) -> None:
         prepared = self._running.pop(uid)

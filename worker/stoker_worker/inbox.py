@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from stoker_worker.admission import Admission
 from stoker_worker.every import Every
-from stoker_worker.ports import CancelReason, ClaimedJob, QueuePort
+from stoker_worker.ports import CancelReason, ClaimedJob, QueuePort, RowProgress
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class Inbox(threading.Thread):
         *,
         to_loader: Callable[[ClaimedJob], None],
         protect: Callable[[frozenset[str]], None],
-        progress: Callable[[], Mapping[str, int]],
+        progress: Callable[[], Mapping[str, RowProgress]],
+        listen: Callable[[frozenset[int]], Mapping[int, str]],
         poll_s: float,
         recover_s: float,
         burst: bool,
@@ -40,7 +41,8 @@ class Inbox(threading.Thread):
         """
         Args:
             protect: told the agents with work queued or running, whenever they change.
-            progress: tokens generated so far, by job id.
+            progress: how far the jobs in the engine are, by job id.
+            listen: asks for the texts of jobs; returns those asked for before (by `claim_number`).
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two looks for what dead workers left.
             burst: end when the queues are empty and nothing is in flight.
@@ -52,6 +54,7 @@ class Inbox(threading.Thread):
         self._protect = protect
         self._at_work = (frozenset[str](), frozenset[str]())
         self._progress = progress
+        self._listen = listen
         self._poll_s = poll_s
         self._recover = Every(recover_s)
         self._watch = Every(0.5)
@@ -91,6 +94,8 @@ class Inbox(threading.Thread):
             # Whoever could have a place that is free may stand behind those that were read.
             self._goes_on = self._admission.room > 0 and self._queue.has_unread()
         self._stop_what_must_not_go_on()
+        if listened_to := self._queue.listened_to():
+            self._queue.tell(self._listen(listened_to))
         if self._tidy.is_due() and self._queue.tidy():
             self._tidy.make_due()
             self._goes_on = True

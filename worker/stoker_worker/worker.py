@@ -16,7 +16,7 @@ from stoker_worker.finaliser import Finaliser
 from stoker_worker.heartbeat import Heartbeat
 from stoker_worker.inbox import Inbox
 from stoker_worker.loader import Ended, Loader
-from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, QueuePort
+from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, QueuePort, Serving
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Worker:
             to_loader=loader.put,
             protect=self._store.protect,
             progress=self._engine.progress,
+            listen=self._engine.listen,
             poll_s=self._settings.poll_s,
             recover_s=self._settings.recover_s,
             burst=self._burst,
@@ -114,9 +115,9 @@ class Worker:
         self._finaliser = finaliser = Finaliser(self._queue, self._store, model, on_ended=inbox.ended)
         for thread in (finaliser, loader, inbox):
             thread.start()
-        serves = f"model {model.name}, context {model.context_tokens} tokens, rows {model.mode}"
-        self._queue.announce(serves)
-        log.info("ready: %s", serves)
+        serving = Serving(model.name, model.context_tokens, str(model.mode))
+        self._queue.announce(serving)
+        log.info("ready: %s", serving)
         self._wait(inbox)
         inbox.join()
         # Downstream in the order of a job's way, so that nothing is put into a thread that has ended.

@@ -147,14 +147,14 @@ def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engin
     kept = engine.submit(beside)
     decoding = engine.submit(work(loaded, PROMPTS[2], max_tokens=200))
     waiting = engine.submit(work(loaded, PROMPTS[3], max_tokens=200))
-    while engine.progress()[decoding] < 3:
+    while engine.progress()[decoding].tokens < 3:
         engine.step()
     assert engine.cancel(waiting).generated_ids == ()
     cancelled = engine.cancel(decoding)
     assert (cancelled.outcome, cancelled.text) == ("cancelled", loaded.codec.decode(cancelled.generated_ids))
     prefilling = engine.submit(work(loaded, " ".join(PROMPTS), max_tokens=50))
     engine.step()
-    assert engine.progress()[prefilling] == 0
+    assert engine.progress()[prefilling].tokens == 0
     assert engine.cancel(prefilling).generated_ids == ()
     assert engine.cancel(prefilling) is None
     assert list(drain(engine)[kept].generated_ids) == alone(beside.prompt_ids, 30)

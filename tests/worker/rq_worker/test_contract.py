@@ -30,8 +30,6 @@ INTENDED = [
      "a result whose producer named no time is kept for a day, not for 500 s"),
     (r"rq:job:\S+ value meta", r'\{"partial": .*', "None",
      "a job that times out keeps the text it had"),
-    (r"rq:worker:\S+( \d)?> value stoker_serves", r"model scripted, .*|", "None",
-     "which model the worker serves, and how"),
     (r"rq:queue:generate:intermediate", "None", r".*\['job'\].*",
      "an id whose job expired in the queue is dropped when it is claimed; RQ leaves it to a later cleaning"),
 ]  # fmt: skip

@@ -501,15 +501,6 @@ def test_a_heartbeat_does_not_bring_back_the_record_of_a_running_job_that_was_de
     assert not connection.exists(f"rq:job:{job_id}")
 
 
-def test_the_worker_record_tells_what_it_serves_also_after_the_server_has_lost_it(connection, queue):
-    (key,) = connection.keys("rq:worker:stoker-*[^s]")
-    queue.announce("model m, rows batched")
-    for _ in range(2):
-        assert queue.beat()
-        assert connection.hget(key, "stoker_serves") == b"model m, rows batched"
-        connection.delete(key)
-
-
 def test_a_heartbeat_shows_the_worker_again_after_the_server_has_lost_it(connection, queue):
     connection.delete(queue._identity.key, "rq:workers", "rq:workers:generate")
     connection.hincrby(queue._identity.key, "successful_job_count", 1)
@@ -607,16 +598,6 @@ def test_a_job_starts_also_when_the_lease_is_renewed_in_between(connection, prod
     assert places(connection, job_id) == ["wip"]
     assert len(queue._identity.executions) == len(list(connection.scan_iter("rq:execution:*"))) == 1
     assert connection.hget(queue._identity.key, "state") == b"busy"
-
-
-def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
-    submit(producer, "a")
-    (job,) = claim(queue)
-    queue.withdrawn([job], {job.job_id: 3})
-    assert connection.hget(f"rq:job:{job.job_id}", "stoker_tokens") == b"3"
-    queue.finish(job, RESULT)
-    queue.withdrawn([job], {job.job_id: 4})
-    assert not connection.hexists(f"rq:job:{job.job_id}", "stoker_tokens")
 
 
 @pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])

@@ -23,7 +23,7 @@ from stoker_worker.engine.row import Row
 from stoker_worker.engine.sampling import RowSampling
 from stoker_worker.engine.stop_scanner import StopScanner
 from stoker_worker.engine.token_logprobs import token_logprob
-from stoker_worker.ports import CacheSlice, Completion, EndedBy, GenerationWork, LoadedModel
+from stoker_worker.ports import CacheSlice, Completion, EndedBy, GenerationWork, LoadedModel, RowProgress
 
 _MOST_BREAKS: Final = 2
 """Steps that a row may break alone before it is failed."""
@@ -86,8 +86,12 @@ class BlockPoolBatchEngine:
         """Bytes that the batch's caches do take now."""
         return self._generator.nbytes
 
-    def progress(self) -> dict[int, int]:
-        return {row.uid: len(row.generated) for row in self._roster}
+    def progress(self) -> dict[int, RowProgress]:
+        return {row.uid: row.progress(stage) for row, stage in self._roster.by_stage()}
+
+    def text(self, uid: int) -> str:
+        row = self._row(uid)
+        return "" if row is None else row.text(self._codec)
 
     def submit(self, work: GenerationWork) -> int:
         request, n_tokens = work.request, len(work.prompt_ids) + work.request.max_tokens
@@ -117,7 +121,7 @@ class BlockPoolBatchEngine:
         return ended
 
     def cancel(self, uid: int) -> Completion | None:
-        row = next((row for row in self._roster if row.uid == uid), None)
+        row = self._row(uid)
         if row is None:
             return None
         if row.generator_uid is not None:
@@ -127,6 +131,9 @@ class BlockPoolBatchEngine:
 
     def close(self) -> None:
         self._generator.close()
+
+    def _row(self, uid: int) -> Row | None:
+        return next((row for row in self._roster if row.uid == uid), None)
 
     # --- a step ---
 

@@ -16,6 +16,7 @@ from stoker_worker.engine.pace import PrefillPace
 from stoker_worker.engine.pricing import BatchPricing, RowPrices
 from stoker_worker.engine.row import Row
 from stoker_worker.engine.waiting_rows import WaitingRows
+from stoker_worker.ports import Stage
 
 
 class Roster:
@@ -65,6 +66,13 @@ class Roster:
     def in_batch(self) -> Iterator[Row]:
         yield from self.prefilling.values()
         yield from self.decoding.values()
+
+    def by_stage(self) -> Iterator[tuple[Row, Stage]]:
+        """Every row, and where it is; one whose restored prefix is being moved in still waits."""
+        in_batch: dict[int, Stage] = {row.uid: "prefill" for row in self.prefilling.values()}
+        in_batch |= {row.uid: "decode" for row in self.decoding.values()}
+        for row in self:
+            yield row, in_batch.get(row.uid, "waiting")
 
     @property
     def held_bytes(self) -> int:

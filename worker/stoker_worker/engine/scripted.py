@@ -26,6 +26,7 @@ import numpy as np
 from stoker_shared.errors import EngineFailed, TemplateError
 from stoker_shared.request import Message
 from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.engine.growing_text import GrowingText
 from stoker_worker.engine.stop_scanner import StopScanner
 from stoker_worker.ports import (
     CacheSlice,
@@ -35,6 +36,7 @@ from stoker_worker.ports import (
     GenerationWork,
     LoadedModel,
     RestoredPrefix,
+    RowProgress,
 )
 
 END: Final = 256
@@ -90,6 +92,7 @@ class _Row:
     work: GenerationWork
     script: list[int]
     stops: StopScanner | None
+    said: GrowingText = field(default_factory=lambda: GrowingText(ScriptedCodec()))
     generated: list[int] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float = 0.0
@@ -109,8 +112,16 @@ class ScriptedEngine:
     def in_flight(self) -> int:
         return len(self._rows)
 
-    def progress(self) -> dict[int, int]:
-        return {row.uid: len(row.generated) for row in self._rows}
+    def progress(self) -> dict[int, RowProgress]:
+        in_batch = {row.uid for row in self._rows[: self._max_batch]}
+        return {row.uid: _progress(row, waits=row.uid not in in_batch) for row in self._rows}
+
+    def text(self, uid: int) -> str:
+        row = self._row(uid)
+        if row is None or row.stops is not None:
+            return row.stops.text if row and row.stops else ""
+        row.said.add(row.generated[row.said.n_tokens :])
+        return row.said.text
 
     def submit(self, work: GenerationWork) -> int:
         stops = StopScanner(self._codec, work.request.stop) if work.request.stop else None
@@ -128,7 +139,7 @@ class ScriptedEngine:
         return ended
 
     def cancel(self, uid: int) -> Completion | None:
-        row = next((row for row in self._rows if row.uid == uid), None)
+        row = self._row(uid)
         if row is None:
             return None
         self._rows.remove(row)
@@ -136,6 +147,9 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._rows.clear()
+
+    def _row(self, uid: int) -> _Row | None:
+        return next((row for row in self._rows if row.uid == uid), None)
 
     def _text(self, row: _Row) -> str:
         return self._codec.decode(row.generated).removesuffix("\x00")
@@ -232,6 +246,13 @@ def _wrong_prefix(work: GenerationWork) -> EngineFailed | None:
     if np.array_equal(keys, expected) and np.array_equal(values, -expected):
         return None
     return EngineFailed("the restored cache is not that of the prompt's tokens")
+
+
+def _progress(row: _Row, *, waits: bool) -> RowProgress:
+    n_tokens = len(row.generated)
+    since_s = time.perf_counter() - row.first_token_at
+    rate = (n_tokens - 1) / since_s if n_tokens > 1 and since_s > 0 else 0.0
+    return RowProgress("waiting" if waits else "decode" if n_tokens else "prefill", n_tokens, rate)
 
 
 def _timing(row: _Row) -> GenerationTiming:

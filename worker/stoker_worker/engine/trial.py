@@ -164,7 +164,7 @@ class _Trial:
         """Some rows from the start, the others once each of those has said a token."""
         at_once = [row for row in self._plan.rows if not row.joins]
         uids = {self._submit(row, row.n_prompt, row.n_answer): row for row in at_once}
-        while self.error is None and min(self._engine.progress().values(), default=1) < 1:
+        while self.error is None and min((row.tokens for row in self._engine.progress().values()), default=1) < 1:
             self._step(uids)
         uids |= {self._submit(row, row.n_prompt, row.n_answer): row for row in self._plan.rows if row.joins}
         return self._run(uids)

@@ -16,12 +16,14 @@ from stoker_worker.ports.engine import (
     LayerKV,
     LayerState,
     RestoredPrefix,
+    RowProgress,
     Snapshot,
+    Stage,
     as_uint16_if_bfloat16,
 )
 from stoker_worker.ports.memory import AgentJobsPort, AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TextCodec
-from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort
+from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort, Serving
 
 __all__ = [
     "UNUSED",
@@ -48,7 +50,10 @@ __all__ = [
     "QueuePort",
     "Restored",
     "RestoredPrefix",
+    "RowProgress",
+    "Serving",
     "Snapshot",
+    "Stage",
     "TextCodec",
     "Transcript",
     "Turn",

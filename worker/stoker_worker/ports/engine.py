@@ -112,6 +112,24 @@ class Completion:
     error: Exception | None = None
 
 
+Stage = Literal["loading", "waiting", "prefill", "decode"]
+"""Where a job is: its agent's memory is read; it waits for a place in the batch; its prompt is read; it generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgress:
+    """How far a sequence is.
+
+    Attributes:
+        tokens: generated so far.
+        tokens_per_s: the mean since its first token; 0 before there are two.
+    """
+
+    stage: Stage
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+
+
 class GenerationEnginePort(Protocol):
     """One continuous batch. All calls come from the thread that made it."""
 
@@ -137,8 +155,14 @@ class GenerationEnginePort(Protocol):
         """Sequences submitted and not ended."""
         ...
 
-    def progress(self) -> dict[int, int]:
-        """Tokens generated so far, by uid."""
+    def progress(self) -> dict[int, RowProgress]:
+        """How far each sequence is, by uid."""
+        ...
+
+    def text(self, uid: int) -> str:
+        """The beginning of a sequence's answer, as far as nothing that comes can change it: no half character, nothing
+        that may be the beginning of a stop string. Each call's text begins with that of the call before; empty when
+        the sequence is not there."""
         ...
 
     def close(self) -> None: ...

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports.agents import Busy, MemoryUse
+from stoker_worker.ports.engine import RowProgress
 from stoker_worker.ports.memory import Delivery
 
 
@@ -60,6 +61,18 @@ class ClaimedJob:
         return MemoryUse.of(self.request.access, self.request.agent_id)
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What a worker offers: its model, the longest prompt and answer together in tokens, and how its rows run."""
+
+    model: str
+    context_tokens: int
+    mode: str
+
+    def __str__(self) -> str:
+        return f"model {self.model}, context {self.context_tokens} tokens, rows {self.mode}"
+
+
 class QueuePort(Protocol):
     """The durable queue. Claiming and watching run on the inbox thread, ending jobs on the finaliser thread."""
 
@@ -78,8 +91,17 @@ class QueuePort(Protocol):
         """Agents of waiting jobs, as far as `claim` has looked; asks nobody. The same object while nothing changes."""
         ...
 
-    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
-        """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress` (tokens by job id)."""
+    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, RowProgress]) -> list[ClaimedJob]:
+        """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress`, which is by job id (a
+        job that is not in it is being loaded), and notices who wants to read along."""
+        ...
+
+    def listened_to(self) -> frozenset[int]:
+        """Jobs in flight whose text somebody reads as it is generated, by `claim_number`; asks nobody."""
+        ...
+
+    def tell(self, texts: Mapping[int, str]) -> None:
+        """Publish the texts of such jobs as far as they go, by `claim_number`."""
         ...
 
     def owns(self, job: ClaimedJob) -> bool:
@@ -135,8 +157,8 @@ class QueuePort(Protocol):
         """
         ...
 
-    def announce(self, serves: str) -> None:
-        """What this worker serves, for people who look at it in the queue; asks nobody. Main thread."""
+    def announce(self, serving: Serving) -> None:
+        """What this worker serves, for all who look for one; asks nobody. Main thread."""
         ...
 
     def is_empty(self) -> bool:

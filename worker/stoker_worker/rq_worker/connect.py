@@ -61,7 +61,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         settings.queue_names,
         connection,
         name=name,
-        worker_ttl_s=max(10, int(2 * settings.lease_ttl_s)),
+        worker_ttl_s=settings.lease_ttl_s,
         lease_ttl_s=EXECUTION_LEASE_S,
         heartbeat_s=settings.heartbeat_s,
     )

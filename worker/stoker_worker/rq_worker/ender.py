@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
-from stoker_shared.wire import ENDED_KEY, META_PARTIAL
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
 from stoker_worker.outage import may_pass
 from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.ended_note import End, EndedNote
@@ -25,6 +25,7 @@ from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
 from stoker_worker.rq_worker.ownership import Ownership
+from stoker_worker.rq_worker.progress_meta import read_meta, without_progress
 
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
 
@@ -67,9 +68,11 @@ class OwnedQueue(Queue):
 class _Ending:
     """One try to end a job: its note, and the check that begins the transaction."""
 
-    def __init__(self, ownership: Ownership, handle: RqHandle, end: End) -> None:
+    def __init__(self, ownership: Ownership, handle: RqHandle, end: End, partial_text: str | None = None) -> None:
         self._ownership = ownership
         self._handle = handle
+        self._partial_text = partial_text
+        self._changes_meta = False
         self.note = EndedNote(end, rate_limit=handle.job.rate_limit_key or "")
 
     def written(self) -> EndedNote | None:
@@ -90,6 +93,8 @@ class _Ending:
         self._ownership.watch(pipeline, self._handle)
         if (note := self.written()) is not None:
             raise _AlreadyWritten(note)
+        if self._handle.job.has_progress or self._partial_text is not None:
+            self._read_meta(pipeline)
 
     def open_failure(self, pipeline: Pipeline) -> None:
         """RQ has a WATCH in the transaction of a success, and none in that of a failure."""
@@ -97,8 +102,28 @@ class _Ending:
         self.check(pipeline)
         self.note.dependents = rq_job.dependent_ids
         pipeline.multi()
-        if META_PARTIAL in rq_job.meta:
+        self._write_meta(pipeline)
+
+    def _read_meta(self, pipeline: Pipeline) -> None:
+        """As it is now, which its producer may have changed since; the transaction is undone if that happens again."""
+        rq_job = self._handle.job
+        if (fields := read_meta(pipeline.hget(rq_job.key, "meta"))) is not None:
+            rq_job.meta = without_progress(fields)  # RQ writes it once more when it tries the job again
+            if self._partial_text is not None:
+                rq_job.meta[META_PARTIAL] = self._partial_text
+            self._changes_meta = True
+
+    def _write_meta(self, pipeline: Pipeline) -> None:
+        rq_job = self._handle.job
+        if self._changes_meta and rq_job.meta:
             pipeline.hset(rq_job.key, "meta", rq_job._serialize_meta())
+        elif self._changes_meta:
+            pipeline.hdel(rq_job.key, "meta")
+
+    def finish_with_note(self, pipeline: Pipeline) -> None:
+        if self._handle.job.get_result_ttl(DEFAULT_RESULT_TTL_S) != 0:  # else the job is deleted at its end
+            self._write_meta(pipeline)
+        self.write_note(pipeline)
 
     def write_note(self, pipeline: Pipeline) -> None:
         handle = self._handle
@@ -140,9 +165,7 @@ class JobEnder:
             OwnershipLost: the execution is not ours (any more).
             RedisUnavailable: RQ could not write it.
         """
-        rq_job, ending = handle.job, _Ending(self._ownership, handle, "failed")
-        if partial_text is not None:
-            rq_job.meta[META_PARTIAL] = partial_text  # written with the rest: the job may be deleted by then
+        rq_job, ending = handle.job, _Ending(self._ownership, handle, "failed", partial_text)
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._end_badly(handle, ending, f"{type(error).__name__}: {error}")
@@ -179,7 +202,7 @@ class JobEnder:
         rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
         rq_job._result = dict(result)
         rq_job._status = JobStatus.FINISHED
-        rq_job.write_note = ending.write_note
+        rq_job.write_note = ending.finish_with_note
         repeat = rq_job.repeats_left, rq_job.repeat_intervals
         queue = self._queue_of(ending, rq_job)
         try:

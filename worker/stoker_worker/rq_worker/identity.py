@@ -1,9 +1,11 @@
 """This worker as RQ's own tools see it: its hash, heartbeats, commands. Owns no job's fate."""
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ from rq.executions import Execution
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
-from rq.utils import now, utcformat
+from rq.utils import now
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
@@ -27,9 +29,10 @@ from stoker_shared.wire import (
     FIELD_ATTEMPTS,
     FIELD_DELIVERY,
     FIELD_LOST_ALONE,
-    FIELD_SERVES,
-    FIELD_TOKENS,
+    WORKER_KEY,
 )
+from stoker_worker.ports import Serving
+from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
@@ -38,12 +41,8 @@ NAME_PREFIX = "stoker-"
 
 # What is gone stays gone: a worker that fell asleep half-way would else bring back one field of what others have tidied
 # up, and one that was killed just then would leave it for ever.
-_WRITE_INTO_RECORD = """
-if not redis.call('HGET', KEYS[1], 'birth') then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('EXPIRE', KEYS[2], ARGV[1])
-return 1
+_WRITE_STATE = """
+if redis.call('HGET', KEYS[1], 'birth') then redis.call('HSET', KEYS[1], 'state', ARGV[1]) end
 """
 
 
@@ -60,10 +59,15 @@ class RqIdentity(BaseWorker):
         connection: Redis,
         *,
         name: str,
-        worker_ttl_s: int,
+        worker_ttl_s: float,
         lease_ttl_s: int,
         heartbeat_s: float,
     ) -> None:
+        """
+        Args:
+            worker_ttl_s: how long this worker is seen after its last heartbeat.
+            lease_ttl_s: see `get_heartbeat_ttl`.
+        """
         self._stopped_on = threading.local()
         super().__init__(
             queues,
@@ -71,15 +75,16 @@ class RqIdentity(BaseWorker):
             connection=connection,
             job_class=JsonJob,
             serializer=JSONSerializer,
-            worker_ttl=worker_ttl_s,
+            worker_ttl=max(1, int(worker_ttl_s)),  # RQ's time limit for replies follows from it
             default_result_ttl=DEFAULT_RESULT_TTL_S,
             job_monitoring_interval=max(1, int(heartbeat_s)),
             log_job_description=False,  # a plain producer's description holds its prompt
         )
-        self.serves = ""  # told by the worker once its model is loaded
-        self._record_ttl_s = worker_ttl_s + 60  # as RQ's own
+        self.serving: Serving | None = None  # until the model is loaded
+        self._ttl_ms = max(1, int(worker_ttl_s * 1000))
+        self._process = ProcessIdentity.of_this_process()
         self._execution_lease_s = lease_ttl_s
-        self._write_into_record = connection.register_script(_WRITE_INTO_RECORD)
+        self._write_state = connection.register_script(_WRITE_STATE)
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_stop_job: Callable[[str], None] = lambda job_id: None
@@ -87,11 +92,15 @@ class RqIdentity(BaseWorker):
 
     def sign_on(self) -> None:
         """Be registered and listen to commands; may be repeated after Redis went away in the middle of it."""
-        self.connection.delete(self.key)  # RQ refuses a name that is there; ours is nobody else's
-        self.register_birth()
+        self.birth_date = now()
+        self._state = WorkerStatus.IDLE
+        self.beat(self.connection)
         if self.pubsub_thread is None:
             self.subscribe()
-        self.set_state("idle")
+
+    def register_death(self) -> None:
+        super().register_death()  # type: ignore[no-untyped-call]
+        self.connection.delete(WORKER_KEY.format(name=self.name))
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
@@ -107,37 +116,40 @@ class RqIdentity(BaseWorker):
         self._stopped_on.job_id = job_id
 
     def beat(self, connection: Redis) -> None:
-        """Show that this worker lives; it is registered anew when the server has lost it, or was away for too long.
+        """Show that this worker lives, to RQ's tools and to producers, until a little after the next beat is due.
+
+        All of it each time: the server may have lost it, or been away for too long, and RQ's tools take workers out of
+        the sets whose hash is gone just when they look.
 
         Args:
             connection: the heartbeat's own.
         """
         self.last_heartbeat = now()
-        noted = {"last_heartbeat": utcformat(self.last_heartbeat), FIELD_SERVES: self.serves}
-        if self._write_record(noted, connection):
-            return
         with connection.pipeline() as pipeline:
-            pipeline.hset(self.key, mapping=self.serialize() | noted | {"state": self.get_state()})
-            pipeline.expire(self.key, self._record_ttl_s)
+            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            pipeline.pexpire(self.key, self._ttl_ms)
             worker_registration.register(self, pipeline)
+            pipeline.set(WORKER_KEY.format(name=self.name), json.dumps(self._presence()), px=self._ttl_ms)
             pipeline.execute()
+
+    def _presence(self) -> dict[str, Any]:
+        serving = asdict(self.serving) if self.serving else {"model": None, "context_tokens": None, "mode": None}
+        where = {"host": self._process.host, "pid": self._process.pid}
+        assert self.birth_date is not None
+        return {"queues": self.queue_names(), **serving, **where, "started_at": self.birth_date.timestamp()}
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
             self._state = state
-            self._write_record({"state": state})
+            self._write_state(keys=[self.key], args=[state])
         else:
             super().set_state(state, pipeline)
-            pipeline.expire(self.key, self._record_ttl_s)
+            pipeline.pexpire(self.key, self._ttl_ms)
 
     def increment_total_working_time(self, job_execution_time: timedelta, pipeline: Pipeline) -> None:
         """The last of the counts RQ writes into our hash when a job ends, whether the hash is there or not."""
         super().increment_total_working_time(job_execution_time, pipeline)
-        pipeline.expire(self.key, self._record_ttl_s)
-
-    def _write_record(self, fields: Mapping[str, str], connection: Redis | None = None) -> bool:
-        keys, pairs = [self.key, self.executions_key], [text for pair in fields.items() for text in pair]
-        return bool(self._write_into_record(keys=keys, args=[self._record_ttl_s, *pairs], client=connection))
+        pipeline.pexpire(self.key, self._ttl_ms)
 
     def begin(self, job: Job, check: Callable[[Pipeline], list[str]]) -> Execution:
         """RQ's `prepare_execution` and `prepare_job_execution` in one transaction: a job is started or it is not.
@@ -205,7 +217,7 @@ class RqIdentity(BaseWorker):
             job.check_once(pipeline)
             if job.write_note is not None:
                 job.write_note(pipeline)
-        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS)
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE)
         super().cleanup_execution(job, pipeline, execution)
 
     def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:

@@ -19,7 +19,9 @@ from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
+    FIELD_STREAM,
     MAX_REQUEST_BYTES,
+    META_PROGRESS,
     REQUEST_KWARG,
     TASK_PATH,
 )
@@ -45,6 +47,10 @@ class JsonJob(Job):
     """Called once, with the transaction in which RQ ends the job, before anything stands in it."""
     write_note: Callable[[Pipeline], None] | None = None
     """Called with that transaction once more, when it is nearly whole."""
+    is_listened_to: bool = False
+    """Somebody wants to read its text as it is generated."""
+    has_progress: bool = False
+    """Its `meta` says how far it is."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
     raw_repeats_left: bytes = b""
     stamp: str = ""
@@ -63,6 +69,9 @@ class JsonJob(Job):
         super().restore(raw_data)
         self.deaths = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.lost_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
+        self.is_listened_to = FIELD_STREAM.encode() in raw_data
+        # Of a run before, whose worker died.
+        self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:

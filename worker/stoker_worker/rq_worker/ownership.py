@@ -15,7 +15,7 @@ from rq.queue import Queue
 from rq.utils import str_to_date, utcformat
 
 from stoker_shared.job_data import unpacked
-from stoker_shared.wire import ENDED_KEY, FENCE_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS
+from stoker_shared.wire import ENDED_KEY, FENCE_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.handle import RqHandle
 from stoker_worker.rq_worker.json_job import DELIVERY, JsonJob, delivery_stamp
@@ -61,7 +61,7 @@ if redis.pcall('HGET', KEYS[3], 'status') == 'started' then return 0 end
 local stood = redis.call('ZREM', KEYS[5], member) + redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
 redis.call('SREM', KEYS[7], member)
-if stood > 0 then redis.pcall('HDEL', KEYS[3], ARGV[6], ARGV[7], ARGV[8]) end
+if stood > 0 then redis.pcall('HDEL', KEYS[3], ARGV[6], ARGV[7]) end
 return 1
 """
 )
@@ -116,7 +116,7 @@ class Ownership:
             execution.worker_executions_key,
         ]
         args = [*self._lease.args(rq_job.origin), execution.composite_key, execution.id]
-        self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS])
+        self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
 
     def _keys(self, handle: RqHandle) -> list[str]:
         return [*self._lease.keys(handle.job.origin), handle.job.key, handle.execution.key]

@@ -16,9 +16,9 @@ from rq.queue import Queue
 from rq.suspension import is_suspended
 
 from stoker_shared.errors import OwnershipLost, RequestError
-from stoker_shared.wire import FIELD_TOKENS
+from stoker_shared.wire import FIELD_STREAM
 from stoker_worker.every import Every
-from stoker_worker.ports import Busy, ClaimedJob
+from stoker_worker.ports import Busy, ClaimedJob, RowProgress, Serving
 from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.behind_runs import BehindRuns
@@ -30,17 +30,16 @@ from stoker_worker.rq_worker.housekeeping import Housekeeping
 from stoker_worker.rq_worker.identity import RqIdentity
 from stoker_worker.rq_worker.lease import Lease
 from stoker_worker.rq_worker.ownership import Ownership
+from stoker_worker.rq_worker.progress_meta import ProgressMeta
 from stoker_worker.rq_worker.pulse import Pulse
 from stoker_worker.rq_worker.recovery import Recovery
 from stoker_worker.rq_worker.requeue import InFlight, Requeue
 from stoker_worker.rq_worker.starter import JobStarter
+from stoker_worker.rq_worker.streams import JobStreams
 
 log = logging.getLogger(__name__)
 
-# HSET alone would bring a deleted job back to life as a hash with one field, and mark one that has ended.
-_PROGRESS = (
-    "if redis.call('HGET', KEYS[1], 'status') == 'started' then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
-)
+_LOADING = RowProgress("loading")
 
 
 class RqQueue:
@@ -65,7 +64,8 @@ class RqQueue:
         self._look_if_suspended = Every(0.25)
         self._suspended = False
         self._in_doubt = False
-        self._publish = connection.register_script(_PROGRESS)
+        self._progress = ProgressMeta(connection)
+        self._streams = JobStreams(connection)
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
         self._ending: set[str] = set()  # executions
@@ -100,6 +100,9 @@ class RqQueue:
             log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
         else:
             self._in_doubt = False
+        for job in claimed:
+            if job.handle.job.is_listened_to:
+                self._streams.open(job)
         return claimed
 
     def has_unread(self) -> bool:
@@ -108,21 +111,33 @@ class RqQueue:
     def waiting_agents(self) -> frozenset[str]:
         return self._claiming.waiting_agents()
 
-    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, int]) -> list[ClaimedJob]:
+    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, RowProgress]) -> list[ClaimedJob]:
+        started, ours = JobStatus.STARTED.value.encode(), []
         with self._connection.pipeline(transaction=False) as pipeline:
             for job in jobs:
-                pipeline.hget(job.handle.job.key, "status")
-            statuses = pipeline.execute(raise_on_error=False)  # a key that is no hash any more was withdrawn as well
-            for job in jobs:
-                if job.job_id in progress:
-                    self._publish(keys=[job.handle.job.key], args=[FIELD_TOKENS, progress[job.job_id]], client=pipeline)
+                pipeline.hmget(job.handle.job.key, "status", FIELD_STREAM, "meta")
+            found = pipeline.execute(raise_on_error=False)
+            for job, fields in zip(jobs, found, strict=True):
+                # A key that is no hash any more was withdrawn as well.
+                status, listened_to, meta = (None,) * 3 if isinstance(fields, Exception) else fields
+                ours.append(status == started)
+                if status == started and listened_to is not None:
+                    self._streams.open(job)
+                if status == started:
+                    self._progress.note(pipeline, job.handle, meta or b"", progress.get(job.job_id, _LOADING))
             pipeline.execute()
-        started = JobStatus.STARTED.value.encode()
         return [
             job
-            for job, status in zip(jobs, statuses, strict=True)
-            if job.job_id in self._stop_asked or (status != started and self._ownership.of(job.handle) != "ours")
+            for job, is_ours in zip(jobs, ours, strict=True)
+            if job.job_id in self._stop_asked or (not is_ours and self._ownership.of(job.handle) != "ours")
         ]
+
+    def listened_to(self) -> frozenset[int]:
+        return self._streams.claim_numbers
+
+    def tell(self, texts: Mapping[int, str]) -> None:
+        for claim_number, text in texts.items():
+            self._streams.tell(claim_number, text)
 
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
@@ -139,8 +154,8 @@ class RqQueue:
         self._aftermath.catch_up(leave=self._ending)
         return recovered
 
-    def announce(self, serves: str) -> None:
-        self._identity.serves = serves  # written with the next heartbeat
+    def announce(self, serving: Serving) -> None:
+        self._identity.serving = serving  # written with the next heartbeat
 
     def is_empty(self) -> bool:
         if self._in_doubt:  # what the last claim left stands in no queue
@@ -173,7 +188,7 @@ class RqQueue:
     def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
         self._ending.add(job.handle.execution.id)
         self._ender.finish(job.handle, result)
-        self._forget(job)
+        self._forget(job, ended=True)
         self._callbacks.succeeded(job.handle.job, result)
 
     def fail(
@@ -181,13 +196,15 @@ class RqQueue:
     ) -> None:
         self._ending.add(job.handle.execution.id)
         self._ender.fail(job.handle, error, partial_text=partial_text, may_retry=may_retry)
-        self._forget(job)
+        self._forget(job, ended=True)
         self._callbacks.failed(job.handle.job, error)
 
     def stopped(self, job: ClaimedJob) -> None:
         self._ending.add(job.handle.execution.id)
         was_stopped = self._ender.stop(job.handle)
-        self._forget(job)
+        if not was_stopped:
+            self._progress.clear(job.handle)
+        self._forget(job, ended=True)
         if was_stopped:
             self._callbacks.stopped(job.handle.job)
 
@@ -248,7 +265,8 @@ class RqQueue:
     def _suspect_runs(self) -> bool:
         return any(job.attempt > 1 for job in list(self._in_flight.values()))
 
-    def _forget(self, job: ClaimedJob) -> None:
+    def _forget(self, job: ClaimedJob, *, ended: bool = False) -> None:
+        self._streams.close(job, ended=ended)
         self._in_flight.pop(job.job_id, None)
         self._stop_asked.discard(job.job_id)
         self._identity.executions.pop(job.handle.execution.id, None)

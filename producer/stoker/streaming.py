@@ -1,0 +1,177 @@
+"""Reads a job's text as it is generated. Owns where the reader is; asks for the text, and follows it to the job's end.
+
+The worker's stream is only a faster way to a text that the result holds as well: the job's hash tells that it is over,
+and all chunks together, since the last `Restarted`, are exactly the result's text.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from redis.exceptions import WatchError
+from rq.job import Job
+
+from stoker.connection import LOST, REFUSED
+from stoker.job_record import ENDED, JobRecord
+from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries
+from stoker.presence import unattended
+from stoker.waiting import GIVE_UP_S
+from stoker_shared.errors import JobNotFound, ResultTimeout
+from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
+
+_TRIES: Final = 100  # a job that runs is written to twice a second
+_MOST_ENTRIES: Final = 1000
+_PAUSE_S: Final = 0.2
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """The text goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The text begins anew, and what was read so far counts for nothing: its worker was lost, or it is retried."""
+
+
+StreamEvent: TypeAlias = TextChunk | Restarted
+
+
+class StreamReader:
+    """One reader of one job. `is_over` once all text was read."""
+
+    def __init__(self, job_id: str, timeout_s: float | None, slice_s: float) -> None:
+        """
+        Args:
+            timeout_s: how long to read; ``None`` until the job ends, 0 for what there is now.
+            slice_s: longest blocking read, as `blocking_slice_s` of the connection.
+        """
+        self.is_over = False
+        self._job_id = job_id
+        self._timeout_s = timeout_s
+        self._slice_s = slice_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._lost_at: float | None = None
+        self._asked = False
+        self._may_be_over = False
+        self._last_id = "0-0"
+        self._run: bytes | None = None
+        self._shown = ""
+
+    def read(self) -> Operation[list[StreamEvent]]:
+        """What comes next, after waiting for it; may be nothing.
+
+        Raises:
+            JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`.
+            redis.exceptions.RedisError: no server at the start, or for `GIVE_UP_S`.
+        """
+        try:
+            events = yield from self._next()
+            self._lost_at = None
+            return events
+        except REFUSED:
+            raise
+        except LOST:
+            now = time.monotonic()
+            self._lost_at = self._lost_at or now
+            gives_up_at = self._lost_at + GIVE_UP_S if self._deadline is None else self._deadline
+            if not self._asked or now >= gives_up_at:
+                raise
+            yield Pause(min(_PAUSE_S, gives_up_at - now))
+            return []
+
+    def _next(self) -> Operation[list[StreamEvent]]:
+        if not self._asked:
+            self._may_be_over = yield from self._ask()
+            self._asked = True
+        if not self._may_be_over:
+            events = yield from self._follow()
+            if events:
+                return events
+        record = yield from JobRecord.read(self._job_id)
+        if record is None:
+            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+        self._may_be_over = False
+        if record.has_ended:
+            self.is_over = True
+            return self._whole(record.outcome().text)
+        if self._left_s() <= 0:
+            warning = (yield from unattended(record.queue)) if record.state == "queued" else None
+            still = f"still {record.state} after {self._timeout_s:g} s; it goes on"
+            raise ResultTimeout(self._job_id, f"{still}; {warning}" if warning else still)
+        return []
+
+    def _ask(self) -> Operation[bool]:
+        """Let the worker publish the text; whether the job is over already.
+
+        Raises:
+            JobNotFound: there is no such job: nothing is written that would make one.
+        """
+        key = Job.key_for(self._job_id)
+        states: list[bytes | None] = []
+
+        def write(replies: list[list[bytes | None]]) -> list[Command] | None:
+            [[state, asked]] = replies
+            states.append(state)
+            if state is None or asked is not None or state.decode(errors="replace") in ENDED:
+                return None
+            return [("HSET", key, FIELD_STREAM, 1)]
+
+        for tries_left in range(_TRIES, 0, -1):
+            try:
+                yield Watched([key], [("HMGET", key, "status", FIELD_STREAM)], write)
+                break
+            except WatchError:
+                if tries_left == 1:
+                    raise
+        state = states[-1]
+        if state is None:
+            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+        return state.decode(errors="replace") in ENDED
+
+    def _follow(self) -> Operation[list[StreamEvent]]:
+        """The stream's next entries, or nothing after a while."""
+        key = STREAM_KEY.format(job_id=self._job_id)
+        block_ms = max(1, int(1000 * min(self._slice_s, self._left_s())))  # 0 would block for ever
+        options = ("COUNT", _MOST_ENTRIES, "BLOCK", block_ms)
+        reply = yield from ask("XREAD", *options, "STREAMS", key, self._last_id)
+        entries: Entries = stream_entries(reply).get(key, [])
+        events: list[StreamEvent] = []
+        for entry_id, fields in entries:
+            self._last_id = entry_id.decode()
+            events += self._event(fields.get(b"run", b""), fields.get(b"kind"), fields.get(b"text", b""))
+        return _joined(events)
+
+    def _event(self, run: bytes, kind: bytes | None, text: bytes) -> list[StreamEvent]:
+        if kind == b"end":
+            self._may_be_over = True
+            return []
+        begins, self._run = self._run not in (None, run), run
+        if kind == b"whole":
+            return self._whole(text.decode(errors="replace"), begins=begins)
+        self._shown += (more := text.decode(errors="replace"))
+        return [TextChunk(more)]
+
+    def _whole(self, text: str, *, begins: bool = False) -> list[StreamEvent]:
+        """All text so far: what of it was not shown yet."""
+        begins = begins or not text.startswith(self._shown)
+        new = text if begins else text[len(self._shown) :]
+        self._shown = text
+        chunk: list[StreamEvent] = [TextChunk(new)] if new else []
+        return [Restarted(), *chunk] if begins else chunk
+
+    def _left_s(self) -> float:
+        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+
+
+def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
+    """Chunks that came together as one."""
+    joined: list[StreamEvent] = []
+    for event in events:
+        if joined and isinstance(event, TextChunk) and isinstance(joined[-1], TextChunk):
+            joined[-1] = TextChunk(joined[-1].text + event.text)
+        else:
+            joined.append(event)
+    return joined

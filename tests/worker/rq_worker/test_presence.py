@@ -1,0 +1,63 @@
+"""A worker as others see it: RQ's tools and producers, while it beats and when it does not."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+from rq.queue import Queue
+from rq.worker import Worker
+from rq.worker_registration import clean_worker_registry
+
+from stoker_worker.ports import Serving
+
+pytestmark = pytest.mark.server
+
+
+def test_a_worker_tells_what_it_serves_also_after_the_server_has_lost_it(connection, queue):
+    (key,) = connection.keys("stoker:worker:*")
+    assert json.loads(connection.get(key))["model"] is None
+    queue.announce(Serving("m", 4096, "batched"))
+    for _ in range(2):
+        assert queue.beat()
+        shown = json.loads(connection.get(key))
+        assert shown.pop("started_at") == pytest.approx(time.time(), abs=60)
+        assert shown == {
+            "queues": ["generate"],
+            "model": "m",
+            "context_tokens": 4096,
+            "mode": "batched",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        connection.delete(key)
+
+
+def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue, producer):
+    producer.submit(agent_id="a", prompt="x")
+    queue.claim(8, frozenset())
+    queue.beat()
+    name = queue._identity.name
+    left_ms = [connection.pttl(key) for key in (f"rq:worker:{name}", f"stoker:worker:{name}", "stoker:lease:generate")]
+    assert max(left_ms) - min(left_ms) < 1000
+    connection.delete(f"rq:worker:{name}")  # as when it has run out
+    assert Worker.all(connection=connection) == []
+    queue._identity.set_state("idle")
+    assert not connection.exists(f"rq:worker:{name}")
+
+
+def test_a_heartbeat_registers_anew_a_worker_that_rqs_tools_have_taken_out_while_it_slept(connection, queue, producer):
+    producer.submit(agent_id="a", prompt="x")
+    (job,) = queue.claim(8, frozenset())
+    name = queue._identity.name
+    connection.delete(f"rq:worker:{name}", f"rq:worker:{name}:executions")
+    clean_worker_registry(Queue("generate", connection=connection))
+    assert queue.beat()
+    connection.srem("rq:workers", f"rq:worker:{name}")  # of tools that looked before, and take it out only now
+    connection.srem("rq:workers:generate", f"rq:worker:{name}")
+    assert queue.beat()
+    [worker] = Worker.all(queue=Queue("generate", connection=connection))
+    assert worker.get_state() == "busy"
+    assert [execution.job_id for execution in worker.get_current_executions()] == [job.job_id]
+    assert Worker.count(connection=connection) == 1

@@ -1,0 +1,106 @@
+"""How far a job is, in its `meta`: beside what is the producer's, only while it runs."""
+
+import json
+
+import pytest
+from rq import Retry
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from stoker_shared.errors import EngineFailed, GenerationTimedOut
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import RowProgress
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+def submit(producer):
+    return producer.submit(agent_id="a", prompt="x").job_id
+
+
+def claim(queue):
+    return queue.claim(8, frozenset())
+
+
+def progress_of(connection, job):
+    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta")).get("progress")
+
+
+def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
+    submit(producer)
+    (job,) = claim(queue)
+    queue.withdrawn([job], {job.job_id: RowProgress("decode", 3, 1.5)})
+    assert progress_of(connection, job) == {"stage": "decode", "tokens": 3, "tokens_per_s": 1.5}
+    queue.finish(job, RESULT)
+    queue.withdrawn([job], {job.job_id: RowProgress("decode", 4, 1.5)})
+    assert progress_of(connection, job) is None
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "time out", "retry", "cancel"])
+def test_progress_comes_and_goes_beside_what_the_producer_keeps_in_meta(connection, plain, queue, end):
+    job_id = plain.enqueue(
+        TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": [], "n": 2**60}, retry=Retry(max=1)
+    ).id
+    (job,) = claim(queue)
+    queue.withdrawn([job], {})
+    assert progress_of(connection, job) == {"stage": "loading", "tokens": 0, "tokens_per_s": 0.0}
+    theirs = Job.fetch(job_id, connection, JSONSerializer)
+    theirs.meta["later"] = "é"
+    theirs.save_meta()
+    queue.withdrawn([job], {job_id: RowProgress("decode", 7, 3.14159)})
+    meta = json.loads(connection.hget(job.handle.job.key, "meta"))
+    assert meta == {
+        "mine": [],
+        "n": 2**60,
+        "later": "é",
+        "progress": {"stage": "decode", "tokens": 7, "tokens_per_s": 3.1},
+    }
+    if end == "finish":
+        queue.finish(job, RESULT)
+    elif end == "cancel":
+        Job.fetch(job_id, connection, JSONSerializer).cancel()
+        assert queue.withdrawn([job], {}) == [job]
+        queue.stopped(job)
+    else:
+        error = EngineFailed("no") if end != "time out" else GenerationTimedOut("late")
+        queue.fail(job, error, partial_text="so far" if end == "time out" else None, may_retry=end == "retry")
+    kept = {"mine": [], "n": 2**60, "later": "é"}
+    if end == "time out":
+        kept["partial"] = "so far"
+    assert json.loads(connection.hget(job.handle.job.key, "meta")) == kept
+
+
+@pytest.mark.parametrize("meta", [b"\x80pickle", b"[1]", b'{"progress": "50 %"}', b'{"x": "' + b"y" * 20_000 + b'"}'])
+def test_a_meta_that_cannot_hold_progress_is_left_as_it_is(connection, producer, queue, meta):
+    job_id = submit(producer)
+    connection.hset(f"rq:job:{job_id}", "meta", meta)
+    (job,) = claim(queue)
+    queue.withdrawn([job], {job_id: RowProgress("decode", 7, 3.0)})
+    assert connection.hget(f"rq:job:{job_id}", "meta") == meta
+    queue.finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "meta") == meta
+
+
+def test_progress_that_a_producer_overtakes_is_not_written_over_its_meta(connection, producer, queue, monkeypatch):
+    job_id = submit(producer)
+    (job,) = claim(queue)
+    note = queue._progress.note
+
+    def overtaken(*args):
+        note(*args)
+        connection.hset(f"rq:job:{job_id}", "meta", '{"mine": 1}')
+
+    monkeypatch.setattr(queue._progress, "note", overtaken)
+    queue.withdrawn([job], {job_id: RowProgress("decode", 7, 3.0)})
+    assert connection.hget(f"rq:job:{job_id}", "meta") == b'{"mine": 1}'
+
+
+def test_what_did_not_change_is_not_written_again(connection, producer, queue):
+    job_id = submit(producer)
+    (job,) = claim(queue)
+    for tokens, calls in ((1, 1), (1, 0), (2, 1)):
+        connection.config_resetstat()
+        queue.withdrawn([job], {job_id: RowProgress("decode", tokens, 3.0)})
+        assert connection.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"] == calls

@@ -1,0 +1,127 @@
+"""The text of jobs as it is generated, in a Redis stream for each job that somebody reads along.
+
+Owns these streams and who is listened to; costs nothing for all other jobs. The stream is a convenience: readers take
+the answer itself from the job's result, so nothing here is tried again. Inbox thread; finaliser threads write the end.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from stoker_shared.wire import STREAM_KEY
+from stoker_worker.ports import ClaimedJob
+from stoker_worker.rq_worker.handle import RqHandle
+
+TTL_S: Final = 3600
+"""How long a stream outlives its last entry, if its worker dies."""
+
+ENDED_TTL_S: Final = 60
+MAX_TEXT_BYTES: Final = 2**20
+"""A longer text is not streamed to its end: the rest comes with the result. The stream takes twice that at most."""
+
+MAX_ENTRIES: Final = 256
+_LEAST_WHOLE_BYTES: Final = 4096
+
+# The execution goes when the job ends or is somebody else's: a run that was taken away writes nothing any more.
+# An entry that goes on from others is no use without them.
+_TELL: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if ARGV[3] == 'whole' then
+  redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4])
+else
+  if redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
+  redis.call('XADD', KEYS[2], '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4])
+end
+redis.call('EXPIRE', KEYS[2], ARGV[1])
+return 1
+"""
+
+
+@dataclass
+class _Stream:
+    """What stands in it. `whole_bytes` is the size of its first entry, the only one with all text up to there.
+
+    Attributes:
+        told: characters; -1 while the stream is not begun, or what stands in it is in doubt.
+    """
+
+    handle: RqHandle
+    told: int = -1
+    whole_bytes: int = 0
+    more_bytes: int = 0
+    entries: int = 0
+
+    def next_entry(self, text: str) -> tuple[str, str] | None:
+        """Kind and text; ``None`` when there is nothing new.
+
+        The whole text again only after as much has been added to it, so that all that is written is twice the text.
+        """
+        if self.told < 0:
+            return "whole", text
+        if len(text) <= self.told:
+            return None
+        if self.more_bytes > max(_LEAST_WHOLE_BYTES, self.whole_bytes) or self.entries >= MAX_ENTRIES:
+            return "whole", text
+        return "more", text[self.told :]
+
+    def has(self, kind: str, text: str, told: int) -> None:
+        size = len(text.encode())
+        if kind == "whole":
+            self.whole_bytes, self.more_bytes, self.entries = size, 0, 1
+        else:
+            self.more_bytes += size
+            self.entries += 1
+        self.told = told
+
+
+class JobStreams:
+    """The streams of the jobs in flight."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+        self._tell = connection.register_script(_TELL)
+        self._open: dict[int, _Stream] = {}
+
+    @property
+    def claim_numbers(self) -> frozenset[int]:
+        return frozenset(self._open) if self._open else frozenset()
+
+    def open(self, job: ClaimedJob) -> None:
+        """Somebody reads along; may be said again."""
+        self._open.setdefault(job.claim_number, _Stream(job.handle))
+
+    def tell(self, claim_number: int, text: str) -> None:
+        """
+        Raises:
+            redis.exceptions.RedisError: whether it was written is unknown.
+        """
+        stream = self._open.get(claim_number)
+        if stream is None or (entry := stream.next_entry(text)) is None or len(text.encode()) > MAX_TEXT_BYTES:
+            return
+        told, stream.told = stream.told, -1  # in doubt until the reply is there
+        job, execution = stream.handle.job, stream.handle.execution
+        keys = [execution.key, STREAM_KEY.format(job_id=job.id)]
+        written = self._tell(keys=keys, args=[TTL_S, execution.id, *entry])
+        if written == 1:
+            stream.has(*entry, len(text))
+        elif written == 0:  # the job has ended or was taken away; what becomes of it is others' to tell
+            stream.told = told
+
+    def close(self, job: ClaimedJob, *, ended: bool) -> None:
+        """Nothing more comes of this run.
+
+        Args:
+            ended: the job has ended and its hash tells how; else it waits to run again, or another worker has it.
+        """
+        stream = self._open.pop(job.claim_number, None)
+        if stream is None or not ended:
+            return
+        key = STREAM_KEY.format(job_id=job.job_id)
+        # Not again if it is lost: readers look at the job's hash now and then.
+        with suppress(RedisError), self._connection.pipeline(transaction=True) as pipeline:
+            pipeline.xadd(key, {"run": stream.handle.execution.id, "kind": "end", "text": ""}, nomkstream=True)
+            pipeline.expire(key, ENDED_TTL_S)
+            pipeline.execute()
