@@ -47,7 +47,7 @@ def _expecting(function: FC) -> FC:
 @click.argument("agent_id", metavar="AGENT")
 @_job_options
 @click.pass_obj
-def info(redis_url: str, agent_id: str, as_json: bool, **options: Any) -> None:
+def info(redis_url: str, /, agent_id: str, as_json: bool, **options: Any) -> None:
     """Show AGENT: its version, its size, and the versions it can go back to."""
     _run(redis_url, as_json, options, lambda agents, given: agents.info(agent_id, **given))
 
@@ -58,7 +58,7 @@ def info(redis_url: str, agent_id: str, as_json: bool, **options: Any) -> None:
 @_expecting
 @_job_options
 @click.pass_obj
-def fork(redis_url: str, agent_id: str, target: str, as_json: bool, **options: Any) -> None:
+def fork(redis_url: str, /, agent_id: str, target: str, as_json: bool, **options: Any) -> None:
     """Make NEW_AGENT, which goes on from where AGENT is."""
     _run(redis_url, as_json, options, lambda agents, given: agents.fork(agent_id, target, **given))
 
@@ -69,7 +69,7 @@ def fork(redis_url: str, agent_id: str, target: str, as_json: bool, **options: A
 @_expecting
 @_job_options
 @click.pass_obj
-def rollback(redis_url: str, agent_id: str, version: int | None, as_json: bool, **options: Any) -> None:
+def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: bool, **options: Any) -> None:
     """Take AGENT back to an earlier version, as a new one: a second rollback undoes it."""
     _run(redis_url, as_json, options, lambda agents, given: agents.rollback(agent_id, version, **given))
 
@@ -80,7 +80,7 @@ def rollback(redis_url: str, agent_id: str, version: int | None, as_json: bool, 
 @_expecting
 @_job_options
 @click.pass_obj
-def forget(redis_url: str, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
+def forget(redis_url: str, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
     """Remove AGENT: its conversation, and every block that only it used."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")

@@ -37,7 +37,11 @@ _serving = options_under("Serving")
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"One job": ("submit", "status", "result", "cancel"), "Server": ("ls", "workers", "dashboard")},
+    sections={
+        "One job": ("submit", "status", "result", "cancel"),
+        "Memory": ("agent",),
+        "Server": ("ls", "workers", "dashboard"),
+    },
     context_settings=SETTINGS,
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
