@@ -48,7 +48,7 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
         "stoker submit --agent reviewer --context append --message 'And now the tests?' --wait",
-        "git diff | stoker submit --agent reviewer --wait",
+        "git diff | stoker submit --agent reviewer --context append --wait",
         "stoker submit --json-file request.json --max-tokens 50 --job-id review-17",
     ),
 )

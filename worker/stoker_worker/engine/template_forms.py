@@ -17,7 +17,19 @@ _TRIED: Final = ("stoker_try", "stoker_name", "stoker_value")
 _MISQUOTED: Final = (r"\"stoker_name", "'stoker_name")
 """Arguments that were text already, written as JSON once more; an object, written as Python would."""
 
-_TOOL: Final = {"type": "function", "function": {"name": "stoker_try", "description": "", "parameters": {}}}
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "stoker_tool",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"stoker_field": {"type": "string", "description": ""}},
+            "required": [],
+        },
+    },
+}
+"""Nothing of it is in the call that is tried: what of that comes out is not the list of tools."""
 
 Apply = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
 """Render messages, perhaps with tools, through the template; raises whatever the template raises."""
@@ -71,19 +83,26 @@ class TemplateForms:
         return next((form for form in _FORMS if self._is_whole(form, with_tools)), _FORMS[0])
 
     def _is_whole(self, form: _CallForm, with_tools: bool) -> bool:
+        silent = self._tried(form, with_tools)
+        if not all(word in silent for word in _TRIED) or any(bad in silent for bad in _MISQUOTED):
+            return False
+        return silent.count("None") <= self._tried(form, with_tools, content="!").count("None")
+
+    def _tried(self, form: _CallForm, with_tools: bool, **content: str) -> str:
+        """A call in this form, rendered; empty when the template refuses it."""
         name, key, value = _TRIED
         call = {"name": name, "arguments": {key: value}}
         call_id = "stoker000"  # Mistral's templates want nine letters or digits
+        calling = {"role": "assistant", "tool_calls": [{"type": "function", "id": call_id, "function": call}]}
         messages = [
             {"role": "user", "content": "?"},
-            form.of({"role": "assistant", "tool_calls": [{"type": "function", "id": call_id, "function": call}]}),
+            form.of({**calling, **content}),
             {"role": "tool", "content": "!", "name": name, "tool_call_id": call_id},
         ]
         try:
-            text = self._apply(messages, [_TOOL] if with_tools else None)
+            return self._apply(messages, [_TOOL] if with_tools else None)
         except Exception:  # templates are programs: they raise whatever they like
-            return False
-        return all(word in text for word in _TRIED) and not any(bad in text for bad in (*_MISQUOTED, "None"))
+            return ""
 
 
 def _parsed(arguments: Any) -> Any:
