@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from redis.asyncio import Redis
 
+from stoker.agent_jobs import AsyncAgents
 from stoker.async_driver import run
 from stoker.async_ticket import AsyncTicket
 from stoker.connection import address, blocking_slice_s, open_async_connection
@@ -50,6 +51,7 @@ class AsyncProducer:
         self._shared = SharedConnection(open_async_connection(redis))
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
+        self.agents = AsyncAgents(self._shared.connection, self._queue)
 
     def __repr__(self) -> str:
         return f"AsyncProducer(redis at {address(self._shared.connection)}, queue={self._queue!r})"

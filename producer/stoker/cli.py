@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from stoker.agent_cli import agent
 from stoker.command_parts import (
     json_option,
     open_producer,
@@ -37,7 +38,11 @@ _serving = options_under("Serving")
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"One job": ("submit", "status", "result", "cancel"), "Server": ("ls", "workers", "dashboard")},
+    sections={
+        "One job": ("submit", "status", "result", "cancel"),
+        "Memory": ("agent",),
+        "Server": ("ls", "workers", "dashboard"),
+    },
     context_settings=SETTINGS,
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
@@ -55,6 +60,7 @@ def cli(context: click.Context, redis_url: str) -> None:
 
 
 cli.add_command(submit)
+cli.add_command(agent)
 cli.add_command(ls)
 cli.add_command(workers)
 

@@ -15,6 +15,7 @@ from rq.job import Job, JobStatus
 from stoker.connection import LOST, REFUSED
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched
+from stoker_shared.agent_request import build_agent_request
 from stoker_shared.errors import DuplicateJob, JobNotFound, StokerError
 from stoker_shared.job_data import unpacked
 from stoker_shared.request import build_request, request_digest
@@ -120,11 +121,10 @@ def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | No
     try:
         function, _, _, kwargs = json.loads(unpacked(data or b""))
         theirs = kwargs[REQUEST_KWARG]
-        if function != TASK_PATH or origin != queue.encode():
+        if function != job.task or origin != queue.encode():
             return False
         # Another language may have written out what is a default.
-        return (
-            request_digest(theirs) == request_digest(job.payload) or build_request(theirs).as_payload() == job.payload
-        )
+        build = build_request if function == TASK_PATH else build_agent_request
+        return request_digest(theirs) == request_digest(job.payload) or build(theirs).as_payload() == job.payload
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # a pickle, or another's
         return False

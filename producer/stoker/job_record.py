@@ -7,18 +7,22 @@ the request (up to megabytes) where it is, and works on jobs any client in any l
 import json
 import zlib
 from base64 import b64decode
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 from rq.job import Job, JobStatus
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
+from stoker_shared.agent_result import AgentResult, read_agent_result
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
+
+T = TypeVar("T")
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
@@ -107,6 +111,13 @@ class JobRecord:
             JobCanceled: it was canceled, or stopped while it ran.
             JobNotFound: it finished, and its result has expired.
         """
+        return self._returned(GenerationResult.model_validate, "a generation result")
+
+    def agent_outcome(self) -> AgentResult:
+        """The same of a job about an agent's memory."""
+        return self._returned(read_agent_result, "a result about an agent")
+
+    def _returned(self, read: Callable[[Any], T], what: str) -> T:
         if self.state == JobStatus.FAILED.value:
             raise JobFailed(self.job_id, self.reason(), self.partial_text)
         if self.state != JobStatus.FINISHED.value:
@@ -116,9 +127,9 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return GenerationResult.model_validate(json.loads(b64decode(fields[b"return_value"])))
+            return read(json.loads(b64decode(fields[b"return_value"])))
         except (KeyError, ValueError, RecursionError, ValidationError):
-            raise JobFailed(self.job_id, "UnreadableResult: it did not return a generation result") from None
+            raise JobFailed(self.job_id, f"UnreadableResult: it did not return {what}") from None
 
     def reason(self) -> str:
         """The last line of what the worker wrote: ours is the only line, and a traceback's last one says it."""

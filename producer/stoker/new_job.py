@@ -16,33 +16,40 @@ from stoker.job_options import JobOptions
 from stoker.operations import Command
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker.wire_json import WireJson
+from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
 
 
 class NewJob:
     """A job that is not in Redis yet.
 
     Attributes:
+        task: path of its function.
         payload: the request as it goes on the wire.
         dependency_ids, runs_after_failures: what has to end first, and whether it may fail.
         size_bytes: of the request on the wire, before it is compressed.
     """
 
-    def __init__(self, request: GenerationRequest, options: JobOptions, queue: str, job_id: str | None = None) -> None:
+    def __init__(
+        self, request: GenerationRequest | AgentRequest, options: JobOptions, queue: str, job_id: str | None = None
+    ) -> None:
         """
         Raises:
             RequestTooLarge, InvalidRequest: as `GenerationRequest.as_payload`.
         """
+        self.task, what = (
+            (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
+        )
         self.payload = request.as_payload()
         self.dependency_ids = options.dependency_ids
         self.runs_after_failures = options.allow_dependency_failures
         self._options = options
         self._job = Job.create(
-            TASK_PATH,
+            self.task,
             kwargs={REQUEST_KWARG: self.payload},
             # RQ's own description is the whole call, prompt included, and every dashboard shows it.
-            description="generate" + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
+            description=what + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
             timeout=options.job_timeout_s,
             result_ttl=options.result_ttl_s,
             failure_ttl=options.failure_ttl_s,

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 from redis import Redis
 
+from stoker.agent_jobs import Agents
 from stoker.connection import address, blocking_slice_s, open_connection
 from stoker.driver import run
 from stoker.job_options import JobOptions
@@ -34,6 +35,9 @@ class Producer:
 
     Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers at the URL or
     it refuses us; no message and no repr holds the password.
+
+    Attributes:
+        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
 
     def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
@@ -50,6 +54,7 @@ class Producer:
         self._connection = open_connection(redis)
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
+        self.agents = Agents(self._connection, self._queue)
 
     def __repr__(self) -> str:
         return f"Producer(redis at {address(self._connection)}, queue={self._queue!r})"

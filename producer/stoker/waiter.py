@@ -20,6 +20,7 @@ from rq.results import Result
 from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobRecord
 from stoker.operations import Command, Commands, Entries, Operation, Pause, ask, stream_entries
 from stoker.rq_keys import registry_key
+from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import JobNotFound
 from stoker_shared.result import GenerationResult
 
@@ -59,9 +60,20 @@ class Ended:
             JobNotFound: also when there is no such job.
             JobFailed, JobCanceled: as there.
         """
+        return self._found().outcome()
+
+    def agent_outcome(self) -> AgentResult:
+        """As `JobRecord.agent_outcome`.
+
+        Raises:
+            JobNotFound, JobFailed, JobCanceled: as `outcome`.
+        """
+        return self._found().agent_outcome()
+
+    def _found(self) -> JobRecord:
         if self.record is None:
             raise JobNotFound(self.job_id)
-        return self.record.outcome()
+        return self.record
 
 
 class Waiter:

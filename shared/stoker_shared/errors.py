@@ -18,7 +18,9 @@
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
     │   ├── AgentVersionNotSaved        an `append` turn was generated but could not be made durable
-    │   ├── AgentVersionConflict        a turn continues a version that is not the agent's newest
+    │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
+    │   ├── AgentNotFound               there is no such agent, or it has no such version
+    │   ├── AgentExists                 an agent that was to be made is there already
     │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
     ├── EngineError
     │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
@@ -35,7 +37,7 @@
     │   ├── JobCanceled                 canceled before it ran, or stopped while it ran
     │   ├── JobNotFound                 no such id, or its result has expired
     │   └── ResultTimeout               not finished within `timeout_s`; the job goes on
-    └── WrongWorker                     a stock RQ worker tried to run a generation job
+    └── WrongWorker                     a stock RQ worker tried to run a job of ours
 """
 
 from typing import Any
@@ -122,7 +124,15 @@ class AgentVersionNotSaved(AgentMemoryError):
 
 
 class AgentVersionConflict(AgentMemoryError):
-    """A turn continues a version that is not the agent's newest: it was saved already, or another turn was."""
+    """The agent is not at the version that the job expects or continues: somebody else went on."""
+
+
+class AgentNotFound(AgentMemoryError):
+    """There is no such agent, or it has no such version; nothing was started in its place."""
+
+
+class AgentExists(AgentMemoryError):
+    """There is an agent already where a new one was to be made."""
 
 
 class StoreUnusable(AgentMemoryError):
@@ -225,7 +235,7 @@ class ResultTimeout(JobError, TimeoutError):
 
 
 class WrongWorker(StokerError):
-    """A stock RQ worker tried to run a generation job: only `stoker-worker` can."""
+    """A stock RQ worker tried to run a job of ours: only `stoker-worker` can."""
 
 
 def _class_named(name: str) -> type[StokerError] | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
+from stoker_shared.sdk_message import plain_message
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
 _FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata")
@@ -43,15 +44,34 @@ AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_pr
 
 
 class Message(BaseModel):
-    """One chat message, in the form chat templates read."""
+    """One chat message, as SDKs write it: `sdk_message` says what becomes of their forms.
+
+    Attributes:
+        content: ``None`` only beside `tool_calls`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str
+    content: str | None = None
     name: str | None = None
     tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_tuple)] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_kept(cls, fields: Any) -> Any:
+        return plain_message(fields)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("'content' must be given, unless the message has 'tool_calls'")
+        return self
+
+    def is_exactly(self, other: "Message") -> bool:
+        """By JSON, not by ==: to Python, tool calls with 1, 1.0 and True are equal; to a chat template they are not."""
+        return self is other or self.model_dump_json() == other.model_dump_json()
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as a plain dict without the fields that were not set."""
@@ -142,7 +162,8 @@ class GenerationRequest(BaseModel):
 
     def _lowest_version(self) -> int:
         is_of_v2 = self.agent_id is None or self.expect_version is not None or self.must_exist
-        return 2 if is_of_v2 else 1
+        has_silent_message = any(message.content is None for message in self.messages or ())
+        return 2 if is_of_v2 or has_silent_message else 1
 
 
 def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -158,7 +179,7 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
     try:
         return GenerationRequest.model_validate(dict(fields))
     except ValidationError as error:
-        raise InvalidRequest(_one_line(error)) from None
+        raise InvalidRequest(problems_of(error)) from None
 
 
 def request_digest(payload: Any) -> str:
@@ -173,8 +194,8 @@ def request_digest(payload: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _one_line(error: ValidationError) -> str:
-    """Each problem as `field: what`, without the input: prompts do not belong into errors."""
+def problems_of(error: ValidationError) -> str:
+    """One line: each problem as `field: what`, without the input: prompts do not belong into errors."""
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(_shown(part) for part in problem["loc"])

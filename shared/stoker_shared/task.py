@@ -1,4 +1,4 @@
-"""The task function a generation job names. It exists so that a stock RQ worker fails with a clear line."""
+"""The task functions that jobs name. They exist so that a stock RQ worker fails with a clear line."""
 
 from typing import Any, NoReturn
 
@@ -12,3 +12,12 @@ def generate(request: dict[str, Any]) -> NoReturn:
         WrongWorker: always. ``stoker-worker`` never calls this: it dispatches on the path.
     """
     raise WrongWorker("generation jobs need `stoker-worker run`; a stock `rq worker` has no model to run them on")
+
+
+def agent(request: dict[str, Any]) -> NoReturn:
+    """Stand-in for what only ``stoker-worker`` can do with an agent's memory.
+
+    Raises:
+        WrongWorker: always, as :func:`generate`.
+    """
+    raise WrongWorker("jobs about an agent's memory need `stoker-worker run`; a stock `rq worker` has no such memory")

@@ -17,6 +17,9 @@ REQUEST_KWARG: Final = "request"
 REQUEST_VERSION: Final = 2
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
+AGENT_REQUEST_VERSION: Final = 1
+"""Newest `v` of :class:`~stoker_shared.agent_request.AgentRequest` that this code reads."""
+
 MAX_REQUEST_BYTES: Final = 16 * 2**20
 """Largest request, as UTF-8 JSON, that producers send and workers read."""
 

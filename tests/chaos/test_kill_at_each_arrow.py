@@ -18,7 +18,7 @@ from tests.chaos.forked_worker import ForkServer
 from tests.chaos.hooks import generations
 from tests.worker.rq_worker.looking import places
 
-from stoker_shared.wire import TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
 from stoker_worker.memory.access import look_at
 
 pytestmark = pytest.mark.server
@@ -180,3 +180,52 @@ def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection
     assert connection.llen("rq:queue:generate") == len(connection.keys("rq:job:*")) == enqueued
     scene.drain()
     assert connection.zcard("rq:finished:generate") == enqueued
+
+
+AGENT_JOBS = {
+    # What is left of the victim's two turns and the next one, and which turns the fork has.
+    "info": ({}, ["one", "two", "next"], []),
+    "rollback": ({}, ["one", "two", "victim", "next"], []),
+    "fork": ({"target": "fork"}, ["one", "two", "next"], ["victim"]),
+    "forget": ({}, ["next"], []),
+}
+PLACES = {
+    "before it is looked at": ("stoker_worker.memory.agent_jobs:AgentJobs.answer", "before", STARTED, False),
+    "before it takes effect": ("stoker_worker.memory.agent_jobs:AgentJobs.run", "before", STARTED, False),
+    "after it took effect": ("stoker_worker.memory.agent_jobs:AgentJobs.run", "after", STARTED, True),
+    "before its end": (RQ + "ender:JobEnder.finish", "before", STARTED, True),
+    "after its end": (RQ + "ender:JobEnder.finish", "after", ["finished"], True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("action", AGENT_JOBS)
+def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place):
+    fields, turns, forked = AGENT_JOBS[action]
+    target, when, standing, has_taken_effect = PLACES[place]
+    for job_id in ("one", "two"):
+        scene.enqueue(job_id, "victim", f" {job_id}", 4)
+    scene.drain("zeroth")
+    before = scene.turns()
+    request = {"agent_id": "victim", "action": action, **fields}
+    scene.queue.enqueue(AGENT_TASK_PATH, request=request, job_id="victim", result_ttl=600)
+    scene.enqueue("next", "victim", " next", 4)
+    hooks = {"die": {"target": target, "when": when, "needles": ["victim"]}}
+    first = scene.worker("first", hooks=hooks)
+    assert first.wait() == -signal.SIGKILL, first.log
+    assert places(connection, "victim") == standing
+    if has_taken_effect and action != "info":
+        assert (scene.turns(), scene.turns("fork")) != (before, [])
+    else:
+        assert (scene.turns(), scene.turns("fork")) == (before, [])
+    second = scene.drain()
+    assert [scene.job(job_id).get_status() for job_id in ("victim", "next")] == ["finished"] * 2, second.log
+    assert (scene.turns(), scene.turns("fork")) == (turns, forked)
+    result = scene.job("victim").return_value()
+    assert (result["action"], result["agent_id"], result["job_id"]) == (action, "victim", "victim")
+    assert result.get("existed", True)
+    assert result["version"] == {"info": 2, "rollback": 3, "fork": 1, "forget": 2}[action]
+    assert connection.xlen("rq:results:victim") == 1
+    tombs = list((scene.store / "forgotten").iterdir())
+    assert len(tombs) == (action == "forget" and place == "after its end")
+    scene.assert_nothing_is_left()

@@ -45,12 +45,9 @@ def nested(depth: int) -> dict[str, object]:
         ({"agent_id": "a", "messages": SECRET}, "messages"),
         ({"agent_id": "a", "messages": [SECRET]}, "messages.0"),
         ({"agent_id": "a", "messages": [{"content": SECRET}]}, "messages.0.role"),
-        ({"agent_id": "a", "messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"agent_id": "a", "messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        (
-            {"agent_id": "a", "messages": [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]},
-            "messages.0.content",
-        ),
+        ({"agent_id": "a", "messages": [{"role": "user"}]}, "messages.0: 'content'"),
+        ({"agent_id": "a", "messages": [{"role": "user", "content": None}]}, "messages.0: 'content'"),
+        ({"agent_id": "a", "messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
         ({"agent_id": "a", "messages": [{"role": "user", "content": SECRET + "\ud800"}]}, "'messages'"),
         ({**WITH_PROMPT, "temperature": float("nan")}, "temperature"),
         ({**WITH_PROMPT, "temperature": float("inf")}, "temperature"),
@@ -93,7 +90,7 @@ def test_a_field_name_that_is_not_printable_still_gives_one_printable_line():
 
 
 def test_a_thousand_problems_are_not_a_thousand_lines():
-    with pytest.raises(InvalidRequest, match="and 1992 more"):
+    with pytest.raises(InvalidRequest, match="and 992 more"):
         build_request({"agent_id": "a", "messages": [{}] * 1000})
 
 

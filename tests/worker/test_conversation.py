@@ -5,10 +5,16 @@ import dataclasses
 import pytest
 
 from stoker_shared import build_request
-from stoker_shared.errors import ContextLimitExceeded, RequestTooLarge, TranscriptMismatch
-from stoker_worker.conversation import build_prompt, next_transcript
+from stoker_shared.errors import (
+    AgentNotFound,
+    AgentVersionConflict,
+    ContextLimitExceeded,
+    RequestTooLarge,
+    TranscriptMismatch,
+)
+from stoker_worker.conversation import build_prompt, check_expectations, next_transcript, replaced_version
 from stoker_worker.engine.scripted import END, ScriptedCodec, ScriptedProvider
-from stoker_worker.ports import Completion
+from stoker_worker.ports import AgentVersion, Completion
 
 CODEC = ScriptedCodec()
 MODEL = ScriptedProvider(max_batch=1, steps_per_s=1e9).load()[1]
@@ -126,3 +132,46 @@ def test_a_text_no_tokenization_could_fit_is_refused_before_it_is_encoded():
     small = dataclasses.replace(MODEL, context_tokens=20)
     with pytest.raises(RequestTooLarge, match="101 bytes"):
         build_prompt(request(prompt="x" * 101), None, small, Unused())
+
+
+@pytest.mark.parametrize(
+    ("fields", "number", "error"),
+    [
+        ({"expect_version": 3}, 3, None),
+        ({"expect_version": 3}, 4, AgentVersionConflict),
+        ({"expect_version": 3}, 0, AgentVersionConflict),
+        ({"expect_version": 0}, 0, None),
+        ({"expect_version": 0}, 1, AgentVersionConflict),
+        ({"must_exist": True}, 0, AgentNotFound),
+        ({"must_exist": True}, 1, None),
+        ({}, 0, None),
+    ],
+)
+def test_an_append_may_say_what_it_counts_on(fields, number, error):
+    asked = request(prompt="x", context="append", **fields)
+    agent = AgentVersion("a", number, None)
+    if error is None:
+        check_expectations(asked, agent)
+    else:
+        with pytest.raises(error):
+            check_expectations(asked, agent)
+
+
+def test_a_version_is_replaced_unless_the_conversation_goes_on():
+    def replaced(stored, **fields):
+        return replaced_version(first_turn(**fields), AgentVersion("a", 7, stored))
+
+    asked, answer = user("one"), {"role": "assistant", "content": "two"}
+    chat = answered(first_turn(messages=[asked]), "two")
+    # The same text, but the model wrote it in other tokens than the tokenizer does.
+    odd = answered(first_turn(messages=[asked]), "two", generated=[*b"t", 1000, END])
+    for stored in (chat, odd):
+        assert replaced(stored, messages=[asked, answer, user("three")]) is None
+        assert replaced(stored, messages=[asked, answer]) is None
+        assert replaced(stored, messages=[asked, {**answer, "content": "2"}, user("three")]) == 7
+        assert replaced(stored, messages=[asked]) == 7
+        assert replaced(stored, prompt="one") == 7
+    prompted = answered(first_turn(prompt="one "), "two", generated=[1000, END])
+    assert replaced(prompted, prompt="one two three") is None
+    assert replaced(prompted, prompt="one 2 three") == 7
+    assert replaced(None, prompt="x") is None

@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import BusyLoadingError, ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from stoker_shared import build_request
-from stoker_shared.errors import EngineFailed
+from stoker_shared.errors import AgentVersionConflict, EngineFailed
 from stoker_worker.conversation import Prompt
 from stoker_worker.finaliser import Finaliser
 from stoker_worker.loader import Ended, Prepared
@@ -60,14 +60,14 @@ class Store:
         return turn.parent + 1, turn.result_of(turn.parent + 1)
 
 
-def claimed(agent_id, claim_number=0, claimed_at=0.0):
-    request = build_request({"agent_id": agent_id, "prompt": "p"})
+def claimed(agent_id, claim_number=0, claimed_at=0.0, **fields):
+    request = build_request({"agent_id": agent_id, "prompt": "p", **fields})
     delivery = Delivery(f"job-{agent_id}", "2026")
     return ClaimedJob(f"job-{agent_id}", "q", request, delivery, 1, 0.0, claimed_at, claim_number, None, None)
 
 
-def finished(agent_id):
-    job = claimed(agent_id)
+def finished(agent_id, **fields):
+    job = claimed(agent_id, **fields)
     prepared = Prepared(
         job,
         AgentVersion(agent_id, 0, None),
@@ -228,3 +228,23 @@ def test_shared_blocks_that_cannot_be_written_fail_no_job(running, caplog):
     assert saved == [(512, 256, 701, "tenant")]
     assert queue.finished == ["job-a"]
     assert "its blocks are not saved: OSError: disk full" in caplog.text
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_whose_agent_was_made_by_a_fork_meanwhile_says_so(running, context):
+    finaliser, queue, store, ended = running
+    failures, results = [], []
+
+    def save(turn):
+        raise AgentVersionConflict("agent 'a' is at version 1, the turn continues 0")
+
+    store.save = save
+    queue.fail = lambda job, error, partial_text=None, *, may_retry=True: failures.append(type(error))
+    queue.finish = lambda job, result: results.append(result["cache"])
+    finaliser.put(finished("a", context=context))
+    assert ended.acquire(timeout=20)
+    if context == "append":
+        assert (failures, results) == ([AgentVersionConflict], [])
+    else:
+        assert (failures, results[0]["saved"], results[0]["replaced_version"]) == ([], False, None)
+        assert "AgentVersionConflict" in results[0]["save_error"]

@@ -6,9 +6,15 @@ encoded again, because encode(decode(ids)) is often not ids.
 
 from dataclasses import dataclass
 
-from stoker_shared.errors import ContextLimitExceeded, RequestTooLarge, TranscriptMismatch
+from stoker_shared.errors import (
+    AgentNotFound,
+    AgentVersionConflict,
+    ContextLimitExceeded,
+    RequestTooLarge,
+    TranscriptMismatch,
+)
 from stoker_shared.request import GenerationRequest, Message
-from stoker_worker.ports import Completion, LoadedModel, TextCodec, Transcript
+from stoker_worker.ports import AgentVersion, Completion, LoadedModel, TextCodec, Transcript
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,37 @@ def build_prompt(
             f"the model's context is {model.context_tokens}"
         )
     return prompt
+
+
+def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
+    """
+    Raises:
+        AgentNotFound: it must exist, and does not.
+        AgentVersionConflict: it is not at the version that the job expects.
+    """
+    if request.must_exist and not agent.number:
+        raise AgentNotFound(f"there is no agent {request.agent_id!r}, and the job has 'must_exist'")
+    if request.expect_version not in (None, agent.number):
+        raise AgentVersionConflict(
+            f"agent {request.agent_id!r} is at version {agent.number}, the job expects {request.expect_version}"
+        )
+
+
+def replaced_version(prompt: Prompt, agent: AgentVersion) -> int | None:
+    """The agent's version, if a turn with this prompt leaves its conversation behind instead of going on from it.
+
+    Token ids need not agree: the same conversation sent back as text is often encoded otherwise.
+    """
+    stored = agent.transcript
+    if stored is None or prompt.ids[: len(stored.token_ids)] == stored.token_ids:
+        return None
+    if prompt.messages is not None and stored.messages is not None:
+        goes_on = len(prompt.messages) >= len(stored.messages) and all(
+            ours.is_exactly(theirs) for ours, theirs in zip(prompt.messages, stored.messages, strict=False)
+        )
+    else:
+        goes_on = prompt.text is not None and stored.text is not None and prompt.text.startswith(stored.text)
+    return None if goes_on else agent.number
 
 
 def next_transcript(prompt: Prompt, completion: Completion, model: LoadedModel) -> Transcript:

@@ -13,6 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import (
     AgentVersionConflict,
     AgentVersionNotSaved,
@@ -21,6 +22,7 @@ from stoker_shared.errors import (
     OwnershipLost,
     WorkerLostTooOften,
 )
+from stoker_worker.agent_work import carry_out, let_go
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
@@ -110,6 +112,8 @@ class Finaliser:
         if ended.answer is not None:
             answer = ended.answer
             self._when_redis_is_there(lambda: self._queue.finish(job, answer))
+        elif ended.agent_request is not None and job.cancel.reason is None:
+            self._carry_out(job, ended.agent_request)
         elif ended.completion is not None and ended.completion.outcome == "finished":
             assert ended.prepared is not None
             self._finish(ended.prepared, ended.completion)
@@ -138,7 +142,7 @@ class Finaliser:
             raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
         try:
             result = self._save(prepared, completion)
-        except AgentVersionNotSaved as error:
+        except (AgentVersionNotSaved, AgentVersionConflict) as error:
             self._fail(job, error)
             return
         self._when_redis_is_there(lambda: self._queue.finish(job, result))
@@ -153,13 +157,27 @@ class Finaliser:
             result["cache"]["agent_version"],
         )
 
+    def _carry_out(self, job: ClaimedJob, request: AgentRequest) -> None:
+        if not self._when_redis_is_there(lambda: self._queue.owns(job)):
+            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+        store = self._store.agent_jobs
+        try:
+            result = carry_out(request, job, store)
+        except Exception as error:  # whatever a damaged file does, it does to one job
+            self._fail(job, error)
+            return
+        self._when_redis_is_there(lambda: self._queue.finish(job, result))
+        let_go(request, job, store)
+        log.info("job %s finished: %s of agent %r", job.job_id, request.action, request.agent_id)
+
     def _save(self, prepared: Prepared, completion: Completion) -> Mapping[str, Any]:
         """Make the turn durable; returns the result to post.
 
         Raises:
             AgentVersionNotSaved: an `append` turn could not be saved.
+            AgentVersionConflict: nor where another job has made the agent meanwhile.
         """
-        job, agent = prepared.job, prepared.agent
+        job, agent, request = prepared.job, prepared.agent, prepared.work.request
 
         def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
             report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
@@ -168,7 +186,7 @@ class Finaliser:
         if agent is None:
             self._save_shared(prepared, completion)
             return result(None, saved=False)
-        if job.request.cache != "readwrite":
+        if request.cache != "readwrite":
             return result(agent.number or None, saved=False)
         turn = Turn(
             agent_id=agent.agent_id,
@@ -185,8 +203,8 @@ class Finaliser:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.error("agent version of job %s not saved: %s", job.job_id, reason)
-            if job.request.context == "append":
-                raise AgentVersionNotSaved(reason) from error
+            if request.context == "append":
+                raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
             if not isinstance(error, AgentVersionConflict):  # then a newer version is there, and sound
                 self._store.mark_unsaved(agent.agent_id)
             return result(agent.number or None, saved=False, save_error=reason)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
+from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.conversation import Prompt, build_prompt
+from stoker_worker.conversation import Prompt, build_prompt, check_expectations
 from stoker_worker.ports import (
     AgentVersion,
     CacheStorePort,
@@ -58,13 +59,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Ended:
-    """A job on its way to the finaliser. Exactly one of the last three is set, or the job's `cancel` says why."""
+    """A job on its way to the finaliser. Exactly one of the last four is set, or the job's `cancel` says why."""
 
     job: ClaimedJob
     prepared: Prepared | None = None
     completion: Completion | None = None
     error: Exception | None = None
     answer: Mapping[str, Any] | None = None
+    agent_request: AgentRequest | None = None
 
 
 class Loader(threading.Thread):
@@ -107,8 +109,11 @@ class Loader(threading.Thread):
             if job.cancel.reason is not None:
                 self._to_finaliser(Ended(job))
                 continue
+            if isinstance(job.request, AgentRequest):
+                self._to_finaliser(Ended(job, agent_request=job.request))
+                continue
             try:
-                prepared = self._prepare(job)
+                prepared = self._prepare(job, job.request)
             except Exception as error:  # whatever a request or a damaged file does, it does to one job
                 self._to_finaliser(Ended(job, error=error))
                 continue
@@ -117,17 +122,19 @@ class Loader(threading.Thread):
             else:
                 self._to_engine(prepared)
 
-    def _prepare(self, job: ClaimedJob) -> Prepared | Ended:
-        request, model = job.request, self._model
+    def _prepare(self, job: ClaimedJob, request: GenerationRequest) -> Prepared | Ended:
+        model = self._model
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
-        agent = self._agent(job)
+        agent = self._agent(job, request)
         if agent is not None and (answer := agent.answer_to(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
         if job.lost_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
             raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
+        if agent is not None:
+            check_expectations(request, agent)
         prompt = build_prompt(request, agent.transcript if agent else None, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
         if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
@@ -148,8 +155,7 @@ class Loader(threading.Thread):
             return request.cache_salt
         return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
 
-    def _agent(self, job: ClaimedJob) -> AgentVersion | None:
-        request = job.request
+    def _agent(self, job: ClaimedJob, request: GenerationRequest) -> AgentVersion | None:
         if request.agent_id is None or request.cache == "off":
             return None
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stoker_shared.environment import require_known_variables
-from stoker_shared.errors import AgentMemoryError, StokerError
+from stoker_shared.errors import AgentNotFound, StokerError
 
 if TYPE_CHECKING:
     from stoker_worker.memory.access import StoreAccess
@@ -147,7 +147,7 @@ def rm(store: Path, as_json: bool, agent: str, yes: bool) -> None:
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
     if not look_at(store).agent(agent).path.is_dir():
-        raise AgentMemoryError(f"there is no agent {agent!r}")
+        raise AgentNotFound(f"there is no agent {agent!r}")
     if not yes:  # asked without the lock: a worker may start meanwhile
         click.confirm(f"Remove agent {agent!r} and its conversation for good?", abort=True, err=True)
     with hold(store) as access:
@@ -170,9 +170,26 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str) -> None:
 
     with hold(store) as access:
         made = fork_agent(access, agent, new_agent)
-    tokens = len(made.transcript.token_ids) if made.transcript else 0
-    words = f"{new_agent!r} goes on from {agent!r}: {tokens} tokens, without the results of its jobs"
-    _say(as_json, {"agent_id": new_agent, "forked_from": agent, "version": made.number, "tokens": tokens}, words)
+    words = f"{new_agent!r} goes on from {agent!r}: {made.tokens} tokens, without the results of its jobs"
+    said = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
+    _say(as_json, said, words)
+
+
+@_command
+@click.argument("agent")
+@click.option("--to", "version", type=click.IntRange(1), help="Which version, else the one before the newest.")
+def rollback(store: Path, as_json: bool, agent: str, version: int | None) -> None:
+    """Take AGENT back to an earlier version: its conversation then is the newest version's again.
+
+    Nothing is lost: this is a version of its own, and the one it leaves can be gone back to likewise.
+    """
+    from stoker_worker.memory.access import hold
+    from stoker_worker.memory.rollback import roll_back
+
+    with hold(store) as access:
+        back = roll_back(access, agent, version)
+    words = f"{agent!r} is at version {back.version}, as it was at version {back.to_version}: {back.tokens} tokens"
+    _say(as_json, back.model_dump(mode="json", exclude={"job_id", "action"}), words)
 
 
 @_command
@@ -211,7 +228,7 @@ def _entry_of(access: "StoreAccess", entries: "list[AgentEntry]", agent_id: str)
     for entry in entries:
         if entry.folder == folder:
             return entry
-    raise AgentMemoryError(f"there is no agent {agent_id!r}")
+    raise AgentNotFound(f"there is no agent {agent_id!r}")
 
 
 def _say(as_json: bool, values: dict[str, Any], words: str) -> None:

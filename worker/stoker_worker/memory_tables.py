@@ -41,17 +41,19 @@ def print_versions(versions: Sequence[VersionSummary]) -> None:
     rows = (
         (
             version.version,
-            "(forked)" if version.job_id is None else version.job_id,
+            version.job_id,
+            version.made_by,
             version.ended_by,
             version.finish_reason,
             version.tokens,
             version.new_tokens,
             version.cached_tokens,
             _time(version.saved_at),
+            "yes" if version.can_return else None,
         )
         for version in versions
     )
-    _print_table(["VERSION", "JOB", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED"], rows)
+    _print_table(["VERSION", "JOB", "BY", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED", "ROLLBACK"], rows)
 
 
 def print_conversation(transcript: Transcript | None) -> None:

@@ -1,6 +1,7 @@
 """Builds the result of a job out of what happened to it. Pure; finaliser thread."""
 
 from stoker_shared.result import CacheReport, GenerationResult, Timing, Usage
+from stoker_worker.conversation import replaced_version
 from stoker_worker.loader import Prepared
 from stoker_worker.ports import ClaimedJob, Completion, LoadedModel
 
@@ -34,7 +35,7 @@ def build_result(
         model=model.name,
         attempt=job.attempt,
         logprobs=completion.logprobs,
-        metadata=job.request.metadata,
+        metadata=prepared.work.request.metadata,
     )
 
 
@@ -46,7 +47,8 @@ def cache_report(
     saved: bool = False,
     save_error: str | None = None,
 ) -> CacheReport:
-    restored = prepared.restored
+    """`saved`: as `agent_version`, which then may have replaced another's conversation."""
+    restored, agent = prepared.restored, prepared.agent
     # What was restored is lost when a step breaks: the row then begins again from its tokens.
     is_lost = restored.source != "none" and completion.cached_tokens == 0
     return CacheReport(
@@ -55,6 +57,7 @@ def cache_report(
         agent_version=agent_version,
         saved=saved,
         save_error=save_error,
+        replaced_version=replaced_version(prepared.prompt, agent) if saved and agent is not None else None,
     )
 
 

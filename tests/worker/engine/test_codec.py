@@ -203,3 +203,17 @@ def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
 
     with pytest.raises(ModelNotLoadable, match="Slow"):
         ModelCodec(Wrapper())
+
+
+def test_messages_as_sdks_send_them_are_rendered_alike_turn_after_turn(codec: ModelCodec) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [
+        Message(role="developer", content="Be brief."),
+        Message.model_validate({"role": "user", "content": [{"type": "text", "text": "a"}]}),
+        Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]}),
+        Message(role="tool", content="42", tool_call_id="c"),
+    ]
+    before = render(codec, *history, prompt=False)
+    assert before.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na<|im_end|>")
+    assert "None" not in before
+    assert render(codec.fork(), *history, user("more")).startswith(before)

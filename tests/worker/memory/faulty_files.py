@@ -31,8 +31,8 @@ class CutFiles:
         self._survivors = survivors
         self._steps_left: int | None = None
         self._dead = False
-        self._undo: list[tuple[Path, bytes | None]] = []
-        """Each unsynced change: the path, and what it held before."""
+        self._undo: list[tuple[Path, bytes | Path | None]] = []
+        """Each unsynced change: the path, and what it held before; of a renamed folder, its name before."""
 
     def arm(self, cut_at: int) -> None:
         """Cut the power before step `cut_at` from now; what was done so far is durable."""
@@ -56,7 +56,7 @@ class CutFiles:
 
     def rename(self, source: Path, target: Path) -> None:
         self._step()
-        before = target.read_bytes() if target.exists() else None
+        before = source if source.is_dir() else target.read_bytes() if target.exists() else None
         source.replace(target)
         self._undo.append((target, before))
 
@@ -83,7 +83,9 @@ class CutFiles:
             return
         lost = self._undo[:-1] if self._survivors == "newest" else self._undo
         for path, before in reversed(lost):
-            if path.is_dir():
+            if isinstance(before, Path):
+                path.rename(before)
+            elif path.is_dir():
                 shutil.rmtree(path)
             elif before is None:
                 path.unlink(missing_ok=True)

@@ -365,6 +365,24 @@ def test_fork_refuses_what_it_cannot_do_and_changes_nothing(command: Command, tw
     assert content(two_agents) == before
 
 
+def test_a_rollback_brings_back_what_show_lists(command: Command, two_agents: Path) -> None:
+    shown = json.loads(command("show", "a", "--json").stdout)["versions"]
+    assert [(x["version"], x["made_by"], x["can_return"]) for x in shown] == [(1, "turn", True), (2, "turn", False)]
+    back = json.loads(command("rollback", "a", "--json").stdout)
+    assert back == {"agent_id": "a", "version": 3, "to_version": 1, "from_version": 2, "tokens": 700}
+    assert "as it was at version 2: 1000 tokens" in command("rollback", "a", "--to", "2").stdout
+    shown = json.loads(command("show", "a", "--json").stdout)["versions"]
+    assert [x["made_by"] for x in shown] == ["turn", "turn", "rollback", "rollback"]
+    assert "rollback" in command("show", "a").stdout
+    with using(two_agents) as agent:
+        assert (agent("a").open().number, agent("a").tokens()) == (4, LONG[:1000])
+        assert agent("a").cached((*LONG[:1000], 1)) == 768
+    before = content(two_agents)
+    assert "has no version 9" in command("rollback", "a", "--to", "9", ok=False).output
+    assert "there is no agent 'nobody'" in command("rollback", "nobody", ok=False).output
+    assert content(two_agents) == before
+
+
 def damage(folder: Path, agent: str, name: str, data: bytes) -> None:
     only(access.look_at(folder).agent(agent).path, name).write_bytes(data)
 

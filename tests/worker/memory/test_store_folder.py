@@ -36,7 +36,7 @@ def test_a_dead_process_leaves_no_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ['{"format": 4}', '{"format": "1"}', '{"format": true}', "{}", "[]", "", "\x00\xff", None]
+    "content", ['{"format": 5}', '{"format": "1"}', '{"format": true}', "{}", "[]", "", "\x00\xff", None]
 )
 def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: str | None) -> None:
     store = open_store(tmp_path)
@@ -46,7 +46,7 @@ def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: st
         (tmp_path / "store.json").unlink()
     else:
         (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(StoreUnusable, match=r"store.json says format .* reads format 3 and older"):
+    with pytest.raises(StoreUnusable, match=r"store.json says format .* reads format 4 and older"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text('{"format": 1}')
     assert Agent(open_store(tmp_path)).tokens() == ids(10)
@@ -68,11 +68,11 @@ V1_AGENTS = {
 """Version, token ids, and how many results are remembered."""
 
 
-def test_a_store_of_format_1_is_read_whole_and_goes_on_as_format_3(format_1: Path) -> None:
+def test_a_store_of_format_1_is_read_whole_and_goes_on_as_format_4(format_1: Path) -> None:
     before = {path: path.read_bytes() for path in files_below(format_1)}
     assert StoreAccess(format_1).verify() == []
     store = open_store(format_1)
-    assert json.loads((format_1 / "store.json").read_bytes()) == {"format": 3}
+    assert json.loads((format_1 / "store.json").read_bytes()) == {"format": 4}
     assert before == {path: path.read_bytes() for path in before} | {format_1 / "store.json": b'{"format": 1}\n'}
     for name, (version, token_ids, n_results) in V1_AGENTS.items():
         agent = Agent(store, name, model=V1_MODEL, salt="s" if name == "b" else None)
@@ -108,7 +108,7 @@ def test_a_power_cut_while_the_format_is_brought_up_leaves_one_that_opens(
             AgentStore(folder, files=files).close()
             break
         except PowerCut:
-            assert json.loads((folder / "store.json").read_bytes())["format"] in (1, 3)
+            assert json.loads((folder / "store.json").read_bytes())["format"] in (1, 4)
             store = open_store(folder)
             assert store.open_agent("a").number == 3
             store.close()
@@ -117,9 +117,9 @@ def test_a_power_cut_while_the_format_is_brought_up_leaves_one_that_opens(
 
 def test_a_store_of_a_newer_format_keeps_its_unfinished_files(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    (tmp_path / "store.json").write_text('{"format": 4}')
+    (tmp_path / "store.json").write_text('{"format": 5}')
     (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
-    with pytest.raises(StoreUnusable, match="says format 4, and this version of stoker reads format 3 and older"):
+    with pytest.raises(StoreUnusable, match="says format 5, and this version of stoker reads format 4 and older"):
         open_store(tmp_path)
     assert (tmp_path / "tmp" / "0.tmp").exists()
 

@@ -26,7 +26,7 @@ def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
 
 @pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])
 def test_compressed_and_plain_payloads_carry_the_same_request(data):
-    assert restored(data).generation_request().agent_id == "a"
+    assert restored(data).read_request().agent_id == "a"
     assert memory_use_in(data) == MemoryUse("write", "a")
 
 
@@ -39,14 +39,14 @@ class Bomb:
 def test_a_pickle_is_refused_without_being_loaded(compress):
     data = compress(pickle.dumps((TASK_PATH, None, (), {"request": Bomb()})))
     with pytest.raises(PayloadRefused, match="pickle"):
-        restored(data).generation_request()
+        restored(data).read_request()
     assert memory_use_in(data) == UNUSED
 
 
 @pytest.mark.parametrize("field", ["meta", "result"])
 def test_pickles_in_a_jobs_other_fields_are_not_loaded_either(field):
     job = restored(payload(), **{field: pickle.dumps({"x": Bomb()})})
-    assert job.generation_request().agent_id == "a"
+    assert job.read_request().agent_id == "a"
 
 
 @pytest.mark.parametrize(
@@ -66,20 +66,20 @@ def test_pickles_in_a_jobs_other_fields_are_not_loaded_either(field):
 )
 def test_what_is_not_a_generation_job_is_refused_and_said(data, named):
     with pytest.raises(PayloadRefused, match=named):
-        restored(data).generation_request()
+        restored(data).read_request()
 
 
 @pytest.mark.parametrize("name", ["success_callback_name", "failure_callback_name", "stopped_callback_name"])
 def test_jobs_with_callbacks_are_refused(name):
     with pytest.raises(PayloadRefused, match="callbacks"):
-        restored(payload(), **{name: b"os.system"}).generation_request()
+        restored(payload(), **{name: b"os.system"}).read_request()
 
 
 def test_a_payload_that_would_unpack_to_gigabytes_is_refused_unread():
     bomb = zlib.compress(b"[" + b" " * (MAX_REQUEST_BYTES + 10_000) + b"]")
     assert len(bomb) < 100_000
     with pytest.raises(RequestTooLarge):
-        restored(bomb).generation_request()
+        restored(bomb).read_request()
 
 
 def test_the_stored_bytes_stay_as_they_are_when_they_cannot_be_read():
@@ -87,7 +87,7 @@ def test_the_stored_bytes_stay_as_they_are_when_they_cannot_be_read():
     data = pickle.dumps(("x",))
     job = restored(data)
     with pytest.raises(RequestError):
-        job.generation_request()
+        job.read_request()
     assert job.data == data
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from stoker_shared.errors import ModelNotLoadable, TemplateError
 from stoker_shared.request import Message
 from stoker_worker.engine.control_tokens import ControlTokens
+from stoker_worker.engine.template_forms import TemplateForms
 
 _ERROR_CHARACTERS: Final = 300
 """Of a template's own error message: some quote the whole conversation."""
@@ -35,6 +36,7 @@ class ModelCodec:
             raise ModelNotLoadable(f"tokenizer {type(tokenizer).__name__} has no fast version, which stoker needs")
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer, chat_template_text(wrapper))
+        self._forms = TemplateForms(self._apply, chat_template_text(wrapper))
         self._reserved = frozenset(inspect.signature(type(tokenizer).apply_chat_template).parameters) - {"documents"}
         self._max_token_bytes = _max_token_bytes(tokenizer)
 
@@ -88,19 +90,22 @@ class ModelCodec:
         if reserved:
             raise TemplateError(f"'chat_template_kwargs' must not set {', '.join(reserved)}")
         conversation = [
-            self._control.escape(message.as_template_input(), own_words=message.role == "assistant")
+            self._control.escape(
+                self._forms.fit(message.as_template_input(), with_tools=bool(tools)),
+                own_words=message.role == "assistant",
+            )
             for message in messages
         ]
+        extra["add_generation_prompt"] = add_generation_prompt
         try:
-            rendered: str = self._wrapper.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                tools=self._control.escape(tools) if tools is not None else None,
-                **extra,
-            )
+            return self._apply(conversation, self._control.escape(tools) if tools is not None else None, **extra)
         except Exception as error:  # templates are programs: they raise whatever they like
             raise TemplateError(f"the chat template refused the messages: {_one_line(error)}") from None
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **extra: Any
+    ) -> str:
+        rendered: str = self._wrapper.apply_chat_template(list(messages), tokenize=False, tools=tools, **extra)
         return rendered
 
     def encode_rendered(self, rendered: str) -> list[int]:

@@ -73,9 +73,10 @@ class ScriptedCodec:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        if any(mark in message.content for message in messages for mark in "\x00\x01"):
+        said = [(message.role, message.content or "") for message in messages]
+        if any(mark in content for _, content in said for mark in "\x00\x01"):
             raise TemplateError("the scripted template takes no characters 0 and 1")
-        turns = "".join(f"\x01{message.role}\n{message.content}\x00\n" for message in messages)
+        turns = "".join(f"\x01{role}\n{content}\x00\n" for role, content in said)
         return turns + ("\x01assistant\n" if add_generation_prompt else "")
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
@@ -216,7 +217,7 @@ class ScriptedProvider:
 
 def _last_line(work: GenerationWork) -> str:
     request = work.request
-    text = request.prompt if request.prompt is not None else (request.messages or ())[-1].content
+    text = request.prompt if request.prompt is not None else (request.messages or ())[-1].content or ""
     return text.rsplit("\n", 1)[-1]
 
 

@@ -12,13 +12,20 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from stoker_shared.errors import AgentMemoryError, AgentTranscriptUnreadable, StoreUnusable
+from stoker_shared.errors import (
+    AgentExists,
+    AgentMemoryError,
+    AgentNotFound,
+    AgentTranscriptUnreadable,
+    StoreUnusable,
+)
 from stoker_shared.request import AgentId
 from stoker_worker.memory.agent_folder import AgentFolder
 from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.files import Disk, DurableWriter, Files
 from stoker_worker.memory.store_folder import StoreFolder, check_format
+from stoker_worker.memory.tombstones import Tombstones
 from stoker_worker.memory.verify import verify_agents, verify_blocks
 
 _AGENT_ID: Final[TypeAdapter[str]] = TypeAdapter(AgentId)
@@ -40,6 +47,10 @@ class StoreAccess:
         return self.path / "tmp"
 
     @property
+    def tombstones(self) -> Tombstones:
+        return Tombstones(self.path / "forgotten", self.files, self.writer)
+
+    @property
     def writer(self) -> DurableWriter:
         return DurableWriter(self.files, self.temp)
 
@@ -54,7 +65,7 @@ class StoreAccess:
         """The state of an agent whose transcript is beyond doubt.
 
         Raises:
-            AgentMemoryError: there is no such agent.
+            AgentNotFound: there is no such agent.
             AgentTranscriptUnreadable: it is damaged, or the last turn is not in it.
         """
         state = self.agent(agent_id).read()
@@ -62,14 +73,15 @@ class StoreAccess:
             why = f"the transcript of agent {agent_id!r}: {state.problem}"
             raise AgentTranscriptUnreadable(why, usable=state.version)
         if state.version.transcript is None:
-            raise AgentMemoryError(f"there is no agent {agent_id!r}")
+            raise AgentNotFound(f"there is no agent {agent_id!r}")
         return state
 
     def vacant(self, agent_id: str) -> AgentState:
         """The state of an agent that has yet to take its first turn.
 
         Raises:
-            AgentMemoryError: there is such an agent already, or there can be none of this id.
+            AgentExists: there is such an agent already.
+            AgentMemoryError: there can be none of this id.
         """
         try:
             _AGENT_ID.validate_python(agent_id)
@@ -77,7 +89,7 @@ class StoreAccess:
             raise AgentMemoryError(f"{agent_id!r} cannot be an agent's id: {error.errors()[0]['msg']}") from None
         state = self.agent(agent_id).read()
         if state.version.number or state.problem is not None:
-            raise AgentMemoryError(f"there is an agent {agent_id!r} already")
+            raise AgentExists(f"there is an agent {agent_id!r} already")
         return state
 
     def verify(self) -> list[str]:

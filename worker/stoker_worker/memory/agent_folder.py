@@ -18,9 +18,9 @@ from typing import Any, Final
 from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.files import Chunk, DurableWriter, Files
 from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import MOST_SNAPSHOTS, TurnRecord, record_checksum, replay
+from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, TurnRecord, record_checksum, replay
 from stoker_worker.memory.sealed import Damaged
-from stoker_worker.ports import AgentVersion, Delivery
+from stoker_worker.ports import AgentVersion, Delivery, Transcript
 
 _log = logging.getLogger(__name__)
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
@@ -93,6 +93,32 @@ class AgentFolder:
             names = self._names()
         records = self._read_records(_record_numbers(names))
         return {n: record.content for n, record in records.items() if isinstance(record.content, TurnRecord)}
+
+    def read_version(self, version: int) -> tuple[Transcript, CachedPrefix | None]:
+        """The transcript at `version`, and which cache of it was saved then.
+
+        Raises:
+            Damaged: a record that it needs is missing, damaged, or not the one its child names.
+            OSError: the folder cannot be read.
+        """
+        records = self._read_records(number for number in _record_numbers(self._names()) if number <= version)
+        chain = self._chain(Head(version, records[version].checksum if version in records else ""), records)
+        return replay(chain), chain[-1].cache
+
+    def readable_versions(self) -> frozenset[int]:
+        """Those that `read_version` can give, as far as the records' seals and parents tell."""
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = self._names()
+        records = self._read_records(_record_numbers(names))
+        readable: set[int] = set()
+        for number, record in sorted(records.items()):
+            content = record.content
+            if isinstance(content, TurnRecord) and (
+                content.keeps_nothing or (number - 1 in readable and records[number - 1].checksum == content.parent)
+            ):
+                readable.add(number)
+        return frozenset(readable)
 
     def _names(self) -> list[str]:
         """What is in the folder. Raises `OSError`: one that cannot be read is not one that is not there."""

@@ -134,6 +134,28 @@ class DiskBudget:
             self._held.pop(agent_id, None)
             self._evicted.discard(agent_id)
 
+    def users_of(self, blocks: Iterable[Path]) -> dict[Path, int]:
+        """How many agents use each of them."""
+        with self._lock:
+            return {path: self._ledger.n_users(path) for path in blocks}
+
+    def only_of(self, agent_id: str, blocks: Iterable[Path]) -> tuple[Path, ...]:
+        """Those of `blocks` that no other agent uses, and that no other's work was restored from."""
+        with self._lock:
+            return self._only_of(agent_id, blocks)
+
+    def forgotten(self, agent_id: str, blocks: Iterable[Path]) -> None:
+        """The agent is gone, and so is what it used: those of `blocks` that still nobody needs are removed.
+
+        Raises:
+            OSError: not all of them; the next to be evicted are those.
+        """
+        self.look_again(agent_id)
+        with self._lock:
+            self._held.pop(agent_id, None)
+            self._evicted.discard(agent_id)
+            self._carry_out(Plan(self._only_of(agent_id, blocks)))
+
     def not_saved(self, agent_id: str | None) -> None:
         """A save failed, as on a full disk: what nobody uses goes at once, or the next turn finds no space either."""
         with self._lock:
@@ -144,6 +166,12 @@ class DiskBudget:
     def make_room(self) -> None:
         """Evict if there is too much, and collect what nobody has used for long. Never raises."""
         self._settle(unused_before=self._clock() - self._keep_unused_s)
+
+    def look_at(self, *paths: Path) -> None:
+        """These have changed on disk; they are no agent's folder, and no blocks."""
+        with suppress(OSError), self._lock:
+            for path in paths:
+                self._ledger.set_other(path, allocated_bytes(path))
 
     # --- counting ---
 
@@ -166,6 +194,12 @@ class DiskBudget:
             touched |= {path.parent, path.parent.parent}
         for path in touched:
             self._ledger.set_other(path, allocated_bytes(path))
+
+    def _only_of(self, agent_id: str, blocks: Iterable[Path]) -> tuple[Path, ...]:
+        folder = self._store.agent(agent_id).path
+        own = set(self._ledger.agents[folder].blocks) if folder in self._ledger.agents else set()
+        held = set(self._lent).union(*(held for user, held in self._held.items() if user != agent_id))
+        return tuple(path for path in blocks if path not in held and self._ledger.n_users(path) <= (path in own))
 
     # --- evicting ---
 

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-STORE_PARTS: Final = ("lock", "store.json", "model-digests.json", "model-proofs.json", "agents", "blocks", "tmp")
+STORE_PARTS: Final = (
+    "lock",
+    "store.json",
+    "model-digests.json",
+    "model-proofs.json",
+    "agents",
+    "blocks",
+    "forgotten",
+    "tmp",
+)
 _PIECES: Final = ("tail-", "snapshot-")
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
 
@@ -77,6 +86,7 @@ def store_parts(store: Path) -> Iterator[Path]:
     yield store
     yield from (store / name for name in STORE_PARTS)
     yield from _below(store / "blocks")
+    yield from _below(store / "forgotten")
     for entry in _entries(store / "agents"):
         yield Path(entry.path)
         if entry.is_dir(follow_symlinks=False):

@@ -94,10 +94,11 @@ class DurableWriter:
     One temp folder for the whole store, on its file system: leftovers of a crash are found without a walk.
     """
 
+    _numbers = itertools.count()  # of the process: several writers may use one temp folder
+
     def __init__(self, files: Files, temp_folder: Path) -> None:
         self._files = files
         self._temp_folder = temp_folder
-        self._numbers = itertools.count()
 
     def make_folder(self, path: Path) -> None:
         """Make a folder and those above it, durably."""

@@ -1,44 +1,49 @@
 """Lets one agent begin where another stands. The store must be held.
 
 The new agent has the transcript, as one record of its own, copies of the tail and the snapshots, and by their addresses
-the same blocks. It has none of the deliveries: those jobs were the other agent's, and answering one again is not this
-agent's business.
+the same blocks. It has none of the deliveries but the fork's own: those jobs were the other agent's, and answering one
+again is not this agent's business.
 """
 
-from typing import Final
-
+from stoker_shared.agent_result import AgentForked
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.files import chunks_of
-from stoker_worker.memory.record import TurnRecord, delta
-from stoker_worker.ports import AgentVersion, Delivery
-
-NO_JOB: Final = Delivery("", "")
-"""Delivery of a version that no job made; a job's id is never empty."""
+from stoker_worker.memory.record import NO_JOB, TurnRecord, delta
+from stoker_worker.ports import Delivery
 
 
-def fork_agent(store: StoreAccess, source: str, target: str) -> AgentVersion:
+def fork_agent(store: StoreAccess, source: str, target: str, delivery: Delivery = NO_JOB) -> AgentForked:
     """Make agent `target` at version 1, with the transcript of `source`'s newest version.
 
     Raises:
-        AgentMemoryError: there is no `source`, or `target` exists.
+        AgentNotFound: there is no `source`.
+        AgentExists: there is a `target`.
         AgentTranscriptUnreadable: nobody can be sure of the transcript of `source`.
         OSError: it could not be written; there is no `target`.
     """
     state = store.readable(source)
-    transcript = state.version.transcript
+    transcript, number = state.version.transcript, state.version.number
     assert transcript is not None  # it is readable
     empty = store.vacant(target)
+    forked = AgentForked(
+        job_id=delivery.job_id,
+        agent_id=source,
+        target=target,
+        version=1,
+        from_version=number,
+        tokens=len(transcript.token_ids),
+    )
     record = TurnRecord(
         agent_id=target,
         version=1,
         parent=None,
-        delivery=NO_JOB,
-        result={"forked_from": source, "version": state.version.number},
+        delivery=delivery,
+        result=forked.model_dump(mode="json"),
         cache=state.cache,
         **delta(None, transcript),
     )
-    theirs = store.agent(source).piece_paths(state.version.number)
+    theirs = store.agent(source).piece_paths(number)
     copies = zip(store.agent(target).piece_paths(1), theirs, strict=True)
     pieces = {ours: chunks_of(path) for ours, path in copies if path.exists()}
     store.agent(target).commit(empty, 1, record.encode(), pieces)
-    return store.readable(target).version
+    return forked

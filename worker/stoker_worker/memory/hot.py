@@ -170,6 +170,13 @@ class HotMemory:
         )
         self._put(turn.agent_id, cache)
 
+    def renumber(self, agent_id: str, old: int, new: int) -> None:
+        """Version `new` has a transcript without a cache of its own; the cache of `old` serves as far as they agree."""
+        with self._lock:
+            cache = self._caches.get(agent_id)
+            if cache is not None and cache.version == old:
+                self._caches[agent_id] = replace(cache, version=new, has_all=False)
+
     def drop(self, agent_id: str) -> None:
         with self._lock:
             self._drop(agent_id)

@@ -16,6 +16,9 @@ from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.sealed import Damaged, checksum, seal, unseal
 from stoker_worker.ports import Delivery, EndedBy, Transcript
 
+NO_JOB: Final = Delivery("", "")
+"""Delivery of a version that no job made; a job's id is never empty."""
+
 MOST_SNAPSHOTS: Final = 2
 """Of one version: one before the prompt's last token, one at the end of the turn."""
 
@@ -148,10 +151,9 @@ def replay(records: Iterable[TurnRecord]) -> Transcript:
 
 
 def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> int:
-    # By JSON, not by ==: to Python, tool calls with 1, 1.0 and True are equal; to a chat template they are not.
     shared = 0
     for ours, theirs in zip(left, right, strict=False):
-        if ours is not theirs and ours.model_dump_json() != theirs.model_dump_json():
+        if not ours.is_exactly(theirs):
             break
         shared += 1
     return shared

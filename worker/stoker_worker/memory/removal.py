@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stoker_shared.errors import AgentMemoryError
+from stoker_shared.errors import AgentNotFound
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.census import history_blocks, newest_blocks, take_census
 from stoker_worker.memory.gc import remove_blocks
@@ -21,12 +21,12 @@ def remove_agent(store: StoreAccess, agent_id: str) -> Removed:
     """Remove the agent for good, its older versions' blocks included. After a crash it is there whole or not at all.
 
     Raises:
-        AgentMemoryError: there is no such agent.
+        AgentNotFound: there is no such agent.
         OSError: it could not be removed, or not all of its blocks, which `gc` then finds.
     """
     folder = store.agent(agent_id)
     if not folder.path.is_dir():
-        raise AgentMemoryError(f"there is no agent {agent_id!r}")
+        raise AgentNotFound(f"there is no agent {agent_id!r}")
     path_of = store.blocks.path_of
     used = history_blocks(folder.read_records().values(), path_of).union(newest_blocks(folder.read(), path_of))
     others = {path for entry in take_census(store) if entry.folder != folder.path for path in entry.blocks}

@@ -15,6 +15,8 @@ from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, Pieces
+from stoker_worker.memory.agent_jobs import AgentJobs
+from stoker_worker.memory.agent_locks import AgentLocks
 from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.block_paths import cached_blocks, chain_paths
@@ -37,6 +39,7 @@ class AgentStore:
     Attributes:
         budget: what is on disk, and how much may be.
         hot: what is in RAM, and how much may be.
+        agent_jobs: what jobs about an agent's memory do.
 
     Raises:
         StoreUnusable: the folder is locked, of an unknown format, or cannot be written.
@@ -60,10 +63,12 @@ class AgentStore:
         self._blocks = BlockFolder(self._folder.blocks, files=files, writer=self._folder.writer)
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()
+        self._locks = AgentLocks()
+        access = StoreAccess(folder, files)
         self.hot = HotMemory(memory_max_bytes)
         try:
             self.budget = DiskBudget(
-                StoreAccess(folder, files),
+                access,
                 max_bytes=max_bytes,
                 keep_unused_s=keep_unused_s,
                 on_evicted=self.hot.drop,
@@ -72,6 +77,15 @@ class AgentStore:
             self._folder.close()
             raise StoreUnusable(f"the store folder {folder} cannot be read: {error}") from error
         self._recall = Recall(files, self._blocks, self.budget, self.hot, folder_of=self._agent, state_of=self._state)
+        self.agent_jobs = AgentJobs(
+            access,
+            locks=self._locks,
+            budget=self.budget,
+            hot=self.hot,
+            recent=self._recent,
+            unsaved=self._unsaved,
+            state_of=self._state,
+        )
 
     @property
     def misses(self) -> Counter[str]:
@@ -106,6 +120,12 @@ class AgentStore:
         Raises:
             AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
         """
+        with self._locks.of(turn.agent_id):
+            version, result = self._save(turn)
+        self.budget.make_room()
+        return version, result
+
+    def _save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
         state = self._state(turn.agent_id)
         if state.unreadable is not None:
             raise state.unreadable
@@ -144,7 +164,6 @@ class AgentStore:
         size = state.record_bytes + len(record)
         self._recent.put(AgentState(version, record_checksum(record), cached, head, record_bytes=size))
         self.hot.saved(turn)
-        self.budget.make_room()
         return version.number, result
 
     def save_blocks(

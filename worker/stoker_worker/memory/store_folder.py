@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.files import DurableWriter, Files
+from stoker_worker.memory.tombstones import Tombstones
 
 _log = logging.getLogger(__name__)
 
-FORMAT: Final = 3
-_READABLE: Final = (1, 2, FORMAT)
-"""Format 1 knew native blocks and tails only, format 2 no digest of the request: all that is in them is valid in 3."""
+FORMAT: Final = 4
+_READABLE: Final = (1, 2, 3, FORMAT)
+"""Format 1 knew native blocks and tails only, format 2 no digest of the request, format 3 no message without content
+and no ``forgotten/``: all that is in them is valid in 4."""
 
 
 class StoreFolder:
@@ -51,6 +53,9 @@ class StoreFolder:
                     files.flush(path)
             self.writer.make_folder(self.agents)
             self.writer.make_folder(self.blocks)
+            self.writer.make_folder(path / "forgotten")
+            if clear:
+                Tombstones(path / "forgotten", files, self.writer).tidy()
         except OSError as error:
             self.close()
             raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error

@@ -9,8 +9,8 @@ from typing import Literal, Self
 
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.census import AgentEntry
-from stoker_worker.memory.fork import NO_JOB
 from stoker_worker.memory.gc import size_of
+from stoker_worker.memory.record import NO_JOB, TurnRecord
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class AgentSummary:
     """One agent; ``None`` is what cannot be known, or does not apply. Sizes in bytes.
 
     Attributes:
-        turns: jobs whose results are remembered; a fork starts without any.
+        turns: jobs whose results are remembered; a fork starts without those of its source.
         messages, text_chars: of the conversation: one of them is ``None``.
         cached_tokens: how many of `tokens` its newest version has saved a cache for.
         blocks: how many of its blocks are there, `block_bytes` large; `shared_bytes` of them other agents use too.
@@ -75,20 +75,24 @@ class VersionSummary:
     """One version of an agent.
 
     Attributes:
-        job_id: which job's delivery made it; ``None``: it was forked from another agent.
+        job_id: which job's delivery made it; ``None``: a command at the store did.
+        made_by: ``turn``, ``fork`` (from another agent) or ``rollback`` (to an earlier version).
         tokens: in the transcript; `new_tokens` of them are not the version's before.
         finish_reason: as the job was answered; `ended_by` says more: ``eos``, ``stop`` or ``length``.
         saved_at: ISO 8601, UTC.
+        can_return: whether `rollback` can go back to it.
     """
 
     version: int
     job_id: str | None
+    made_by: Literal["turn", "fork", "rollback"]
     ended_by: str
     finish_reason: str | None
     tokens: int
     new_tokens: int
     cached_tokens: int
     saved_at: str | None
+    can_return: bool
 
 
 def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
@@ -96,20 +100,30 @@ def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
     if entry.agent_id is None:
         return []
     folder = store.agent(entry.agent_id)
+    readable = folder.readable_versions()
     return [
         VersionSummary(
             version=number,
             job_id=None if record.delivery == NO_JOB else record.delivery.job_id,
+            made_by=_made_by(record),
             ended_by=record.ended_by,
             finish_reason=_text(record.result.get("finish_reason")),
             tokens=record.keep_tokens + len(record.new_tokens),
             new_tokens=len(record.new_tokens),
             cached_tokens=record.cache.tokens if record.cache else 0,
             saved_at=_time_of(folder.record_path(number)),
+            can_return=number in readable and number < entry.state.version.number,
         )
         for number, record in folder.read_records().items()
         if number <= entry.state.version.number
     ]
+
+
+def _made_by(record: TurnRecord) -> Literal["turn", "fork", "rollback"]:
+    action = record.result.get("action")
+    if action == "rollback":
+        return "rollback"
+    return "fork" if action == "fork" or "forked_from" in record.result else "turn"
 
 
 def _text(value: object) -> str | None:

@@ -21,12 +21,13 @@ from stoker_worker.ports.engine import (
     Stage,
     as_uint16_if_bfloat16,
 )
-from stoker_worker.ports.memory import AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
+from stoker_worker.ports.memory import AgentJobsPort, AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TextCodec
 from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort, Serving
 
 __all__ = [
     "UNUSED",
+    "AgentJobsPort",
     "AgentVersion",
     "Array",
     "Busy",

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agent_result import AgentResult
 from stoker_shared.request import Message
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
 from stoker_worker.ports.model import LoadedModel
@@ -157,8 +159,34 @@ class CacheStorePort(Protocol):
         """Remember that a finished turn of this agent is not in its transcript: `append` must refuse from now on."""
         ...
 
+    @property
+    def agent_jobs(self) -> "AgentJobsPort":
+        """What jobs about an agent's memory do."""
+        ...
+
     def protect(self, agents: frozenset[str]) -> None:
         """Which agents have work queued or running, as of now: they lose no cache. Any thread, waits for nobody."""
         ...
 
     def close(self) -> None: ...
+
+
+class AgentJobsPort(Protocol):
+    """Jobs about an agent's memory. Finaliser threads; never two jobs of one agent at the same time."""
+
+    def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
+        """What this delivery was answered, if it has taken effect. Raises `OSError` where that cannot be known."""
+        ...
+
+    def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
+        """Do it, durably, in one step that remembers the delivery.
+
+        Raises:
+            AgentMemoryError: it cannot be done, and nothing has changed.
+            OSError: likewise; or it is done, and `answer` says so.
+        """
+        ...
+
+    def ended(self, request: AgentRequest, delivery: Delivery) -> None:
+        """The job's end is written: nobody delivers it again. Raises `OSError`."""
+        ...

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports.agents import Busy, MemoryUse
 from stoker_worker.ports.engine import RowProgress
@@ -44,7 +45,7 @@ class ClaimedJob:
 
     job_id: str
     queue: str
-    request: GenerationRequest
+    request: GenerationRequest | AgentRequest
     delivery: Delivery
     attempt: int
     enqueued_at: float

@@ -11,10 +11,12 @@ from redis.client import Pipeline
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from stoker_shared.agent_request import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.request import Access, GenerationRequest, build_request, request_digest
 from stoker_shared.wire import (
+    AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
     FIELD_STREAM,
@@ -33,7 +35,7 @@ class JsonJob(Job):
     """A job read without unpickling and without importing anything it names.
 
     What cannot be read does not raise where RQ's bookkeeping would trip over it: the job then looks like a call of
-    nothing with no arguments, and `generation_request` says what is wrong. The stored bytes stay as they are.
+    nothing with no arguments, and `request` says what is wrong. The stored bytes stay as they are.
     """
 
     payload_error: Exception | None = None
@@ -135,21 +137,22 @@ class JsonJob(Job):
             )
             self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
 
-    def generation_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest:
+    def read_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest | AgentRequest:
         """The request this job carries.
 
         Args:
             callbacks: paths of the functions it may name.
 
         Raises:
-            PayloadRefused: it is not a JSON generation job, or has webhooks, or callbacks that are not allowed.
+            PayloadRefused: it is not a JSON job of ours, or has webhooks, or callbacks that are not allowed.
             RequestError: its request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
         if self.payload_error is not None:
             raise self.payload_error
-        if func_name != TASK_PATH:
-            raise PayloadRefused(f"this worker runs only {TASK_PATH}, not {str(func_name)[:200]!r}")
+        if func_name not in (TASK_PATH, AGENT_TASK_PATH):
+            ours = f"{TASK_PATH} and {AGENT_TASK_PATH}"
+            raise PayloadRefused(f"this worker runs only {ours}, not {str(func_name)[:200]!r}")
         for name, path in (
             ("on_success", self._success_callback_name),
             ("on_failure", self._failure_callback_name),
@@ -163,11 +166,11 @@ class JsonJob(Job):
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
         request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
         if args or not isinstance(request, dict) or len(kwargs) != 1:
-            raise PayloadRefused(f"a generation job takes exactly one argument, {REQUEST_KWARG}={{...}}")
-        return build_request(request)
+            raise PayloadRefused(f"{func_name} takes exactly one argument, {REQUEST_KWARG}={{...}}")
+        return build_request(request) if func_name == TASK_PATH else build_agent_request(request)
 
     def digest(self) -> str:
-        """Of the request, which `generation_request` has found to be valid; the same for every delivery of it.
+        """Of the request, which `read_request` has found to be valid; the same for every delivery of it.
 
         Raises:
             PayloadRefused: it is nested too deeply.
@@ -199,10 +202,10 @@ def memory_use_in(data: bytes | None) -> MemoryUse:
     """
     try:
         request = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]
-        agent_id, cache = request.get("agent_id"), request.get("cache")
+        agent_id, cache, action = (request.get(name) for name in ("agent_id", "cache", "action"))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return UNUSED
-    access: Access = "none" if cache == "off" else "read" if cache == "read" else "write"
+    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
     return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None)
 
 

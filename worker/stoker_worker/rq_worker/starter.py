@@ -27,6 +27,7 @@ from rq.registry import (
     ScheduledJobRegistry,
 )
 
+from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
@@ -139,8 +140,7 @@ class JobStarter:
         try:
             if broken is not None:
                 raise broken
-            request = rq_job.generation_request(callbacks=self._callbacks)
-            return _claimed(handle, request, next(self._claim_numbers))
+            return _claimed(handle, rq_job.read_request(callbacks=self._callbacks), next(self._claim_numbers))
         except RequestError as error:
             log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
             self._refuse(handle, error)
@@ -195,7 +195,7 @@ class JobStarter:
             return rq_job, PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
 
 
-def _claimed(handle: RqHandle, request: GenerationRequest, claim_number: int) -> ClaimedJob:
+def _claimed(handle: RqHandle, request: GenerationRequest | AgentRequest, claim_number: int) -> ClaimedJob:
     rq_job, now = handle.job, time.time()
     timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
     return ClaimedJob(

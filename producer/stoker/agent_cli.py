@@ -1,0 +1,127 @@
+"""`stoker agent`: an agent's memory, looked at and changed by jobs, from any machine. Words only.
+
+`stoker-worker memory` does the same at the store itself, and needs the worker stopped for changes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.decorators import FC
+
+from stoker.agent_jobs import Agents
+from stoker.command_parts import json_option, open_producer, redis_option, show, timeout_option
+from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
+
+_job = options_under("Job")
+
+
+@click.group(
+    cls=LaidOutGroup,
+    sections={"Look": ("info",), "Change": ("fork", "rollback", "forget")},
+    context_settings=SETTINGS,
+    epilog=examples("stoker agent info reviewer", "stoker agent rollback reviewer --to 7"),
+)
+def agent() -> None:
+    """Look at an agent's memory, or change it: a job in order with the agent's others."""
+
+
+def _job_options(function: FC) -> FC:
+    for option in (
+        redis_option,
+        json_option,
+        timeout_option,
+        _job("--queue", help="RQ queue: the one of the agent's other jobs.  [generate]"),
+        _job("--job-id", metavar="ID", help="Your own id: the same command again makes no second job."),
+    ):
+        function = option(function)
+    return function
+
+
+def _expecting(function: FC) -> FC:
+    return _job("--expect-version", type=int, metavar="N", help="Fail unless the agent is at this version.")(function)
+
+
+@agent.command(epilog=examples("stoker agent info reviewer", "stoker agent info reviewer --json | jq .tokens"))
+@click.argument("agent_id", metavar="AGENT")
+@_job_options
+@click.pass_obj
+def info(redis_url: str, /, agent_id: str, as_json: bool, **options: Any) -> None:
+    """Show AGENT: its version, its size, and the versions it can go back to."""
+    _run(redis_url, as_json, options, lambda agents, given: agents.info(agent_id, **given))
+
+
+@agent.command(epilog=examples("stoker agent fork reviewer reviewer-2"))
+@click.argument("agent_id", metavar="AGENT")
+@click.argument("target", metavar="NEW_AGENT")
+@_expecting
+@_job_options
+@click.pass_obj
+def fork(redis_url: str, /, agent_id: str, target: str, as_json: bool, **options: Any) -> None:
+    """Make NEW_AGENT, which goes on from where AGENT is."""
+    _run(redis_url, as_json, options, lambda agents, given: agents.fork(agent_id, target, **given))
+
+
+@agent.command(epilog=examples("stoker agent rollback reviewer", "stoker agent rollback reviewer --to 7"))
+@click.argument("agent_id", metavar="AGENT")
+@_job("--to", "version", type=click.IntRange(1), metavar="N", help="Which version, else the one before the newest.")
+@_expecting
+@_job_options
+@click.pass_obj
+def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: bool, **options: Any) -> None:
+    """Take AGENT back to an earlier version, as a new one: a second rollback undoes it."""
+    _run(redis_url, as_json, options, lambda agents, given: agents.rollback(agent_id, version, **given))
+
+
+@agent.command(epilog=examples("stoker agent forget reviewer --yes"))
+@click.argument("agent_id", metavar="AGENT")
+@_job("--yes", is_flag=True, help="Do not ask.")
+@_expecting
+@_job_options
+@click.pass_obj
+def forget(redis_url: str, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
+    """Remove AGENT: its conversation, and every block that only it used."""
+    if as_json and not yes:
+        raise click.UsageError("--json needs --yes")
+    if not yes:
+        click.confirm(f"Remove agent {agent_id!r} and its conversation for good?", abort=True, err=True)
+    _run(redis_url, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
+
+
+def _run(
+    redis_url: str, as_json: bool, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], AgentResult]
+) -> None:
+    timeout_s = options.pop("timeout_s")
+    given = {name: value for name, value in options.items() if value is not None}
+    with open_producer(redis_url) as producer:
+        done = call(producer.agents, {**given, "timeout_s": timeout_s})
+    show(as_json, done.model_dump(mode="json"), _words(done))
+
+
+def _words(done: AgentResult) -> str:
+    name = repr(done.agent_id)
+    match done:
+        case AgentForgotten(existed=False) | AgentInfo(exists=False):
+            return f"there is no agent {name}"
+        case AgentForgotten():
+            shared = f"; {done.shared_blocks} more are in use by others" if done.shared_blocks else ""
+            return f"forgot {name} and {done.blocks} blocks ({done.block_bytes} bytes){shared}"
+        case AgentForked():
+            return f"{done.target!r} goes on from {name} at version {done.from_version}: {done.tokens} tokens"
+        case AgentRolledBack():
+            return f"{name} is at version {done.version}, as it was at version {done.to_version}: {done.tokens} tokens"
+        case AgentInfo():
+            return _description(done)
+
+
+def _description(info: AgentInfo) -> str:
+    lines = [f"agent     {info.agent_id}", f"version   {info.version}, last used {info.last_used or 'unknown'}"]
+    if info.tokens is not None:
+        length = f"{info.messages} messages" if info.messages is not None else f"{info.text_chars} characters"
+        lines.append(f"length    {info.tokens} tokens, {length}; {info.cached_tokens} tokens cached")
+    lines.append(f"on disk   {info.own_bytes} bytes, blocks {info.block_bytes} bytes (shared: {info.shared_bytes})")
+    lines.append(f"state     {info.state}" + (f": {info.problem}" if info.problem else ""))
+    versions = ", ".join(str(version.version) for version in info.versions)
+    lines.append(f"rollback  to {versions}" if versions else "rollback  to no version")
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""Looks at agents' memory and changes it, from any service: each a job of its own, in order with the agent's others.
+
+Owns the operation, and the two thin classes behind `Producer.agents` and `AsyncProducer.agents`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from stoker import async_driver, driver
+from stoker.connection import blocking_slice_s
+from stoker.enqueueing import enqueue
+from stoker.job_options import JobOptions, require_job_id
+from stoker.new_job import NewJob
+from stoker.operations import Operation
+from stoker.queue_name import checked_queue_name
+from stoker.waiting import wait_for_end
+from stoker_shared.agent_request import build_agent_request
+from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+
+R = TypeVar("R", bound=AgentResult)
+
+PATIENCE_S: Final = 600.0
+"""Longest wait for the result unless the caller says another: the agent's earlier jobs run first."""
+
+
+class LookOptions(TypedDict, total=False):
+    """Keyword arguments of `info`.
+
+    Attributes:
+        queue: another queue than the producer's own.
+        job_id: the caller's own: the same call again is the same job.
+        timeout_s: how long to wait for the result; ``None`` for as long as it takes.
+    """
+
+    queue: str
+    job_id: str
+    timeout_s: float | None
+
+
+class ChangeOptions(LookOptions, total=False):
+    """Keyword arguments of what changes an agent.
+
+    Attributes:
+        expect_version: only if the agent is at this version.
+    """
+
+    expect_version: int | None
+
+
+class Agents:
+    """Agents' memory; safe to use from any thread.
+
+    Every method enqueues a job and waits for it, and raises:
+        JobFailed: it could not be done; `reason` begins with the error's name, such as ``AgentNotFound``.
+        JobCanceled, JobNotFound: as `Ticket.result`.
+        ResultTimeout: it has not ended within `timeout_s`; it goes on.
+        InvalidRequest: an argument is wrong; the message names it.
+        DuplicateJob: `job_id` names another job.
+        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` of the
+            caller's the same call may be made again, and finds the job that is there.
+    """
+
+    def __init__(self, connection: Redis, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+
+    def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
+        """What the worker has of the agent, after the jobs before this one. An unknown agent does not `exist`."""
+        return self._run(AgentInfo, options, action="info", agent_id=agent_id)
+
+    def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
+        """Remove the agent for good: its conversation, its results, and the cache that only it used."""
+        return self._run(AgentForgotten, options, action="forget", agent_id=agent_id)
+
+    def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
+        """Make agent `target`, which goes on from where this one is, with the cache they share."""
+        return self._run(AgentForked, options, action="fork", agent_id=agent_id, target=target)
+
+    def rollback(self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]) -> AgentRolledBack:
+        """Take the agent back to what it was at `version`, by default the one before the newest. This makes a version
+        of its own, so it can be undone likewise."""
+        return self._run(AgentRolledBack, options, action="rollback", agent_id=agent_id, version=version)
+
+    def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
+        operation = agent_job(self._queue, blocking_slice_s(self._connection), fields, **options)
+        return cast(R, driver.run(self._connection, operation))
+
+
+class AsyncAgents:
+    """As `Agents`, for tasks of one event loop."""
+
+    def __init__(self, connection: AsyncRedis, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+
+    async def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
+        """As `Agents.info`."""
+        return await self._run(AgentInfo, options, action="info", agent_id=agent_id)
+
+    async def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
+        """As `Agents.forget`."""
+        return await self._run(AgentForgotten, options, action="forget", agent_id=agent_id)
+
+    async def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
+        """As `Agents.fork`."""
+        return await self._run(AgentForked, options, action="fork", agent_id=agent_id, target=target)
+
+    async def rollback(
+        self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]
+    ) -> AgentRolledBack:
+        """As `Agents.rollback`."""
+        return await self._run(AgentRolledBack, options, action="rollback", agent_id=agent_id, version=version)
+
+    async def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
+        operation = agent_job(self._queue, blocking_slice_s(self._connection), fields, **options)
+        return cast(R, await async_driver.run(self._connection, operation))
+
+
+def agent_job(
+    default_queue: str,
+    slice_s: float,
+    fields: Mapping[str, Any],
+    *,
+    queue: str | None = None,
+    job_id: str | None = None,
+    timeout_s: float | None = PATIENCE_S,
+    expect_version: int | None = None,
+) -> Operation[AgentResult]:
+    """Enqueues one job about an agent's memory and waits for its result.
+
+    Raises:
+        StokerError: as `Agents`.
+    """
+    request = build_agent_request({**fields, "expect_version": expect_version})
+    if job_id is not None:
+        require_job_id("job_id", job_id)
+    queue = default_queue if queue is None else checked_queue_name(queue)
+    job = NewJob(request, JobOptions(), queue, job_id)
+    yield from enqueue(queue, [job], at_front=False, ids_are_new=job_id is None)
+    ended = yield from wait_for_end(job.job_id, timeout_s, slice_s)
+    return ended.agent_outcome()

@@ -1,0 +1,52 @@
+"""Chat messages as SDKs send them, brought into the one form that stoker keeps. Pure; knows no model and no template.
+
+SDKs write text as a list of parts, and give back what an API answered, with output fields (``refusal``,
+``annotations``, ``audio``, ``function_call``, ``parsed``). What cannot be kept as text is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_SAYS_NOTHING: Final = ("annotations", "parsed")
+"""Marks on the answer's text, and that text parsed: the text is there."""
+
+_MUST_BE_EMPTY: Final = {
+    "audio": "this worker takes text only",
+    "function_call": "give 'tool_calls' instead",
+}
+
+
+def plain_message(fields: Any) -> Any:
+    """`fields` of a message with text in one string, and without what says nothing; anything else as it is.
+
+    Raises:
+        ValueError: a part is no text, or a field would be lost.
+    """
+    if not isinstance(fields, Mapping):
+        return fields
+    message = {name: value for name, value in fields.items() if name not in _SAYS_NOTHING}
+    for name, instead in _MUST_BE_EMPTY.items():
+        if message.pop(name, None):
+            raise ValueError(f"'{name}' is not served: {instead}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        # Nothing between them: so do the templates that take a list, and mlx-lm's own server.
+        content = message["content"] = "".join(_text_of(part) for part in content)
+    refusal = message.pop("refusal", None)
+    if refusal:
+        if content or not isinstance(refusal, str):
+            raise ValueError("'refusal' must be text, and not beside 'content'")
+        message["content"] = refusal  # it is what the assistant answered
+    return message
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        if kind in ("text", "refusal"):
+            if isinstance(text := part.get(kind), str):
+                return text
+            raise ValueError(f"a part of type '{kind}' must have '{kind}', a string")
+        if isinstance(kind, str):
+            raise ValueError(f"a part of type {kind[:64]!r} is not served: this worker takes text only")
+    raise ValueError("parts of 'content' must be objects with a 'type'")

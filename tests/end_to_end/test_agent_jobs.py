@@ -1,0 +1,130 @@
+"""Agents' memory from anywhere: looked at, forgotten, forked, rolled back by jobs, in order with the agent's others."""
+
+import asyncio
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.worker_process import running_worker
+
+from stoker import AsyncProducer, Producer
+from stoker_shared.errors import JobFailed
+from stoker_shared.wire import AGENT_TASK_PATH
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def worker(redis_url, tmp_path):
+    with running_worker(redis_url, tmp_path / "store", "--scripted-steps-per-s", "4000") as worker:
+        yield worker.wait_until_ready()
+
+
+def said(producer, agent_id, text, **fields):
+    ticket = producer.submit(agent_id=agent_id, prompt=f"say {text}", **{"context": "append", **fields})
+    return ticket.result(timeout_s=30)
+
+
+def failure(call):
+    with pytest.raises(JobFailed) as failed:
+        call()
+    return failed.value.reason
+
+
+def test_a_service_looks_at_an_agent_forks_it_takes_it_back_and_forgets_it(producer, worker):
+    agents = producer.agents
+    assert agents.info("a").exists is False
+    said(producer, "a", "one")
+    said(producer, "a", "two")
+    forked = agents.fork("a", "b")
+    assert (forked.target, forked.version, forked.from_version) == ("b", 1, 2)
+    lost = said(producer, "a", "other", context="full")
+    assert (lost.cache.agent_version, lost.cache.replaced_version) == (3, 2)
+    back = agents.rollback("a")
+    assert (back.version, back.to_version) == (4, 2)
+    kept = said(producer, "a", "three", expect_version=4)
+    assert kept.usage.prompt_tokens > said(producer, "c", "three").usage.prompt_tokens
+    assert (kept.cache.agent_version, kept.cache.replaced_version) == (5, None)
+    info = agents.info("a")
+    assert (info.version, [version.version for version in info.versions]) == (5, [1, 2, 3, 4])
+    assert agents.forget("a", expect_version=5).version == 5
+    assert agents.info("a").exists is False
+    assert agents.info("b").tokens == forked.tokens
+    assert said(producer, "a", "again").cache.agent_version == 1
+
+
+def test_what_cannot_be_done_fails_by_name_and_changes_nothing(producer, worker):
+    agents = producer.agents
+    said(producer, "a", "one")
+    said(producer, "b", "one")
+    assert failure(lambda: agents.fork("a", "b")).startswith("AgentExists: ")
+    assert failure(lambda: agents.rollback("nobody")).startswith("AgentNotFound: ")
+    assert failure(lambda: agents.rollback("a", 7)).startswith("AgentNotFound: ")
+    assert failure(lambda: agents.forget("a", expect_version=9)).startswith("AgentVersionConflict: ")
+    assert failure(lambda: said(producer, "a", "x", expect_version=0)).startswith("AgentVersionConflict: ")
+    assert failure(lambda: said(producer, "nobody", "x", must_exist=True)).startswith("AgentNotFound: ")
+    assert [agents.info(name).version for name in ("a", "b", "nobody")] == [1, 1, 0]
+
+
+def test_they_come_in_the_order_of_the_agents_jobs(producer, redis_url, tmp_path, connection):
+    """All enqueued before the worker starts."""
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+
+    def agent_job(action, **fields):
+        return queue.enqueue(AGENT_TASK_PATH, request={"agent_id": "a", "action": action, **fields})
+
+    turns = [producer.submit(agent_id="a", prompt="say one", context="append")]
+    looks = [agent_job("info")]
+    agent_job("forget")
+    looks.append(agent_job("info"))
+    turns += [producer.submit(agent_id="a", prompt=f"say {n}", context="append") for n in (1, 2)]
+    looks.append(agent_job("info"))
+    agent_job("rollback", version=1)
+    turns.append(producer.submit(agent_id="a", prompt="say 3", context="append"))
+    with running_worker(redis_url, tmp_path / "store", "--burst") as worker:
+        assert worker.wait() == 0, worker.log
+    assert [ticket.result(timeout_s=1).cache.agent_version for ticket in turns] == [1, 1, 2, 4]
+    seen = [Job.fetch(job.id, connection, JSONSerializer).return_value()["version"] for job in looks]
+    assert seen == [1, 0, 2]
+
+
+def test_a_job_about_an_agent_is_refused_for_what_is_wrong_with_it(redis_url, connection, tmp_path):
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    wrong = {
+        "InvalidRequest: 'target'": {"agent_id": "a", "action": "fork"},
+        "InvalidRequest: action": {"agent_id": "a", "action": "delete"},
+        "InvalidRequest: prompt": {"agent_id": "a", "action": "info", "prompt": "x"},
+        "RequestVersionTooNew: ": {"agent_id": "a", "action": "info", "v": 2},
+    }
+    jobs = [queue.enqueue(AGENT_TASK_PATH, request=request) for request in wrong.values()]
+    with running_worker(redis_url, tmp_path / "store", "--burst") as worker:
+        assert worker.wait() == 0, worker.log
+    for job, reason in zip(jobs, wrong, strict=True):
+        assert reason in Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string
+
+
+def test_asyncio_has_the_same(redis_url, worker):
+    async def service():
+        async with AsyncProducer(redis_url) as producer:
+            await (await producer.submit(agent_id="a", prompt="say one", context="append")).result(timeout_s=30)
+            forked = await producer.agents.fork("a", "b", job_id="once")
+            assert await producer.agents.fork("a", "b", job_id="once") == forked
+            assert (await producer.agents.rollback("a", 1)).version == 2
+            assert (await producer.agents.forget("a")).existed
+            return [(await producer.agents.info(name)).version for name in ("a", "b")]
+
+    assert asyncio.run(service()) == [0, 1]

@@ -1,0 +1,115 @@
+"""`stoker agent`: what it asks for, what it prints, how it fails."""
+
+import json
+import threading
+
+import pytest
+from redis import Redis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker_shared.wire import AGENT_TASK_PATH, REQUEST_KWARG
+
+pytestmark = pytest.mark.server
+
+BASE = {"job_id": "j", "agent_id": "a"}
+INFO = {
+    **BASE, "action": "info", "exists": True, "version": 3, "tokens": 40, "messages": 2, "cached_tokens": 40,
+    "own_bytes": 500, "last_used": "2026-01-01T00:00:00+00:00",
+    "versions": [{"version": 1, "tokens": 10}, {"version": 2, "tokens": 20, "job_id": "x"}],
+}  # fmt: skip
+ANSWERS = {
+    ("info", "a"): (INFO, "rollback  to 1, 2"),
+    ("info", "nobody"): ({**BASE, "agent_id": "nobody", "action": "info", "exists": False}, "no agent 'nobody'"),
+    ("fork", "a", "b"): (
+        {**BASE, "action": "fork", "target": "b", "version": 1, "from_version": 3, "tokens": 40},
+        "'b' goes on from 'a' at version 3: 40 tokens",
+    ),
+    ("rollback", "a", "--to", "2", "--expect-version", "3"): (
+        {**BASE, "action": "rollback", "version": 4, "to_version": 2, "from_version": 3, "tokens": 20},
+        "'a' is at version 4, as it was at version 2: 20 tokens",
+    ),
+    ("forget", "a", "--yes"): (
+        {**BASE, "action": "forget", "existed": True, "version": 3, "blocks": 2, "block_bytes": 9, "shared_blocks": 1},
+        "forgot 'a' and 2 blocks (9 bytes); 1 more are in use by others",
+    ),
+}
+
+
+@pytest.fixture
+def requests(redis_url):
+    """What is asked for; answered as soon as it is there."""
+    asked, stop = [], threading.Event()
+    answers = []
+
+    def play():
+        with Redis.from_url(redis_url) as connection:
+            worker = PlayedWorker(connection)
+            while not stop.wait(0.01):
+                for job_id in connection.lrange("rq:queue:generate", 0, -1):
+                    job = worker.job(job_id.decode())
+                    assert job.func_name == AGENT_TASK_PATH
+                    asked.append(job.kwargs[REQUEST_KWARG])
+                    answer = answers.pop(0)
+                    if isinstance(answer, str):
+                        worker.fail(job.id, answer)
+                    else:
+                        worker.finish(job.id, answer)
+
+    player = threading.Thread(target=play)
+    player.start()
+    yield asked, answers
+    stop.set()
+    player.join()
+
+
+@pytest.mark.parametrize("arguments", ANSWERS)
+def test_each_command_asks_for_one_job_and_says_what_became_of_it(stoker, requests, arguments):
+    asked, answers = requests
+    result, words = ANSWERS[arguments]
+    answers += [result, result]
+    code, out, err = stoker("agent", *arguments)
+    assert (code, err) == (0, "")
+    assert words in out
+    code, out, err = stoker("agent", *arguments, "--json")
+    assert code == 0
+    shown = json.loads(out)
+    assert {name: shown[name] for name in result if name != "versions"}.items() <= result.items()
+    assert asked[0] == asked[1]
+    assert (asked[0]["v"], asked[0]["action"], asked[0]["agent_id"]) == (1, arguments[0], arguments[1])
+    if arguments[0] == "rollback":
+        assert (asked[0]["version"], asked[0]["expect_version"]) == (2, 3)
+
+
+def test_what_cannot_be_done_is_exit_code_1_with_the_reason(stoker, requests):
+    _, answers = requests
+    answers += ["AgentNotFound: there is no agent 'a'"]
+    code, out, err = stoker("agent", "rollback", "a")
+    assert (code, out) == (1, "")
+    assert "AgentNotFound: there is no agent 'a'" in err
+
+
+def test_forget_asks_first(stoker):
+    code, out, err = stoker("agent", "forget", "a", stdin=b"n\n")
+    assert code != 0
+    assert "Remove agent 'a'" in err
+    code, out, err = stoker("agent", "forget", "a", "--json")
+    assert code == 2
+    assert "--yes" in json.loads(out)["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", [("fork", "a", ""), ("info", "a\nb"), ("rollback", "a", "--expect-version", "0")])
+def test_what_is_wrong_with_the_command_is_exit_code_2_and_enqueues_nothing(stoker, redis_url, arguments):
+    code, _, err = stoker("agent", *arguments)
+    assert code == 2, err
+    with Redis.from_url(redis_url) as connection:
+        assert connection.keys("rq:*") == []
+
+
+def test_a_job_of_ones_own_id_is_made_once(stoker, requests, redis_url):
+    asked, answers = requests
+    answers.append(ANSWERS["fork", "a", "b"][0])
+    for _ in range(2):
+        assert stoker("agent", "fork", "a", "b", "--job-id", "once")[0] == 0
+    assert len(asked) == 1
+    code, _, err = stoker("agent", "fork", "a", "c", "--job-id", "once")
+    assert (code, "DuplicateJob" in err) == (2, True)

@@ -1,0 +1,32 @@
+"""One lock for each agent that is being written, so that what two jobs do to one agent is one after the other.
+
+Jobs of one agent do not meet, but a fork writes an agent that is not its own. Any thread.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AgentLocks:
+    """Keeps a lock only while somebody holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[threading.Lock, int]] = {}
+
+    @contextmanager
+    def of(self, agent_id: str) -> Iterator[None]:
+        with self._lock:
+            lock, users = self._held.get(agent_id, (threading.Lock(), 0))
+            self._held[agent_id] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                users = self._held[agent_id][1] - 1
+                if users:
+                    self._held[agent_id] = lock, users
+                else:
+                    del self._held[agent_id]
