@@ -165,7 +165,7 @@ class Waiter:
             if job.job_id not in values:
                 continue
             newest_first = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-            record = JobRecord.of(job.job_id, values[job.job_id], newest_first)
+            record = JobRecord.from_replies(job.job_id, values[job.job_id], newest_first)
             if record is not None and record.has_ended and not record.is_whole:  # it ended between the two reads
                 record = yield from JobRecord.read(job.job_id)
             if record is None or record.has_ended:
@@ -195,7 +195,7 @@ class Waiter:
                     suspects += yield from _canceled(queue, job_ids)
         ended = []
         for job_id, values in (yield from _hashes(list(dict.fromkeys(suspects)))).items():
-            record = JobRecord.of(job_id, values, [])
+            record = JobRecord.from_replies(job_id, values, [])
             if record is not None and record.has_ended:
                 record = yield from JobRecord.read(job_id)
             if record is None or record.has_ended:
