@@ -140,5 +140,5 @@ def agent_job(
     queue = default_queue if queue is None else checked_queue_name(queue)
     job = NewJob(request, JobOptions(), queue, job_id)
     yield from enqueue(queue, [job], at_front=False, ids_are_new=job_id is None)
-    ended = yield from wait_for_end(job.job_id, timeout_s, slice_s)
-    return ended.agent_outcome()
+    record = yield from wait_for_end(job.job_id, timeout_s, slice_s)
+    return record.agent_outcome()

@@ -48,13 +48,14 @@ class AsyncProducer:
             InvalidRequest, ValueError: as `Producer`.
         """
         self._queue = checked_queue_name(queue)
-        self._shared = SharedConnection(open_async_connection(redis))
+        self._connection = open_async_connection(redis)
+        self._shared = SharedConnection(self._connection)
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
         self.agents = AsyncAgents(self._shared.connection, self._queue)
 
     def __repr__(self) -> str:
-        return f"AsyncProducer(redis at {address(self._shared.connection)}, queue={self._queue!r})"
+        return f"AsyncProducer(redis at {address(self._connection)}, queue={self._queue!r})"
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         if self._url is None:
@@ -73,7 +74,7 @@ class AsyncProducer:
         """End what waits for results, and close the connection if it was opened here from a URL."""
         await self._shared.aclose()
         if self._url is not None:
-            await self._shared.connection.aclose()
+            await self._connection.aclose()
 
     async def ping(self) -> None:
         """As `Producer.ping`."""
@@ -125,10 +126,9 @@ class AsyncProducer:
         outstanding = Outstanding(tickets)
         for ticket in outstanding.ended_before:
             yield ticket
-        connection = self._shared.connection
-        patience, slice_s = Patience(timeout_s), blocking_slice_s(connection)
+        patience, slice_s = Patience(timeout_s), blocking_slice_s(self._connection)
         while outstanding:
-            ended = await run(connection, wait_for_some(outstanding.waiter, patience, slice_s))
+            ended = await run(self._connection, wait_for_some(outstanding.waiter, patience, slice_s))
             for ticket in outstanding.settle(ended, timeout_s):
                 yield ticket
             await asyncio.sleep(0)

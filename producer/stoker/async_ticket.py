@@ -28,6 +28,7 @@ class AsyncTicket:
         Raises:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
+        self._connection = shared.connection
         self._shared = shared
         self._job_id = require_readable_id(job_id)
         self._queue_if_new = queue_if_new

@@ -7,7 +7,7 @@ the request (up to megabytes) where it is, and works on jobs any client in any l
 import json
 import zlib
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -61,15 +61,15 @@ class JobRecord:
         """``None`` when there is no such job (any more)."""
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
         values, entries = yield Commands([cls.hash_command(job_id), newest_results], atomic=True)
-        return cls.of(job_id, values, entries)
+        return cls.from_replies(job_id, values, entries)
 
     @staticmethod
     def hash_command(job_id: str) -> Command:
-        """Reads of the job's hash what `of` takes."""
+        """Reads of the job's hash what `from_replies` takes."""
         return ("HMGET", Job.key_for(job_id), *_FIELDS)
 
     @classmethod
-    def of(cls, job_id: str, values: list[bytes | None], entries: Entries) -> Self | None:
+    def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self | None:
         """
         Args:
             values: the reply to `hash_command`.

@@ -46,6 +46,7 @@ class SharedConnection:
         """The job's end, waited for together with all others of this producer.
 
         Raises:
+            JobNotFound: there is no such job, when `timeout_s` has passed.
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers, or the producer was closed meanwhile.
         """
@@ -61,7 +62,7 @@ class SharedConnection:
                         return await future
             finally:
                 self._leave(job_id, future)
-        return await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0))
+        return Ended(job_id, await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0)))
 
     async def aclose(self) -> None:
         """End the wait."""

@@ -63,9 +63,10 @@ class Ticket:
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers.
         """
+        if self._ended is not None:
+            return self._ended.outcome()
         slice_s = blocking_slice_s(self._connection)
-        ended = self._ended or run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s))
-        return ended.outcome()
+        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s)).outcome()
 
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
         """The text as it is generated: what there is already, then more until the job has ended.

@@ -20,7 +20,6 @@ from rq.results import Result
 from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobRecord
 from stoker.operations import Command, Commands, Entries, Operation, Pause, ask, stream_entries
 from stoker.rq_keys import registry_key
-from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import JobNotFound
 from stoker_shared.result import GenerationResult
 
@@ -60,20 +59,9 @@ class Ended:
             JobNotFound: also when there is no such job.
             JobFailed, JobCanceled: as there.
         """
-        return self._found().outcome()
-
-    def agent_outcome(self) -> AgentResult:
-        """As `JobRecord.agent_outcome`.
-
-        Raises:
-            JobNotFound, JobFailed, JobCanceled: as `outcome`.
-        """
-        return self._found().agent_outcome()
-
-    def _found(self) -> JobRecord:
         if self.record is None:
             raise JobNotFound(self.job_id)
-        return self.record
+        return self.record.outcome()
 
 
 class Waiter:
@@ -177,7 +165,7 @@ class Waiter:
             if job.job_id not in values:
                 continue
             newest_first = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-            record = JobRecord.of(job.job_id, values[job.job_id], newest_first)
+            record = JobRecord.from_replies(job.job_id, values[job.job_id], newest_first)
             if record is not None and record.has_ended and not record.is_whole:  # it ended between the two reads
                 record = yield from JobRecord.read(job.job_id)
             if record is None or record.has_ended:
@@ -207,7 +195,7 @@ class Waiter:
                     suspects += yield from _canceled(queue, job_ids)
         ended = []
         for job_id, values in (yield from _hashes(list(dict.fromkeys(suspects)))).items():
-            record = JobRecord.of(job_id, values, [])
+            record = JobRecord.from_replies(job_id, values, [])
             if record is not None and record.has_ended:
                 record = yield from JobRecord.read(job_id)
             if record is None or record.has_ended:

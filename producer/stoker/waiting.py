@@ -4,17 +4,18 @@ The wait is cut into short blocking reads: a longer one would run into the socke
 and a cancel, a delete or an expiry writes nothing that could wake it.
 """
 
-from rq.job import Job
-
 from stoker.connection import LOST, REFUSED
-from stoker.operations import Operation, Pause, ask
+from stoker.job_record import JobRecord
+from stoker.operations import Operation, Pause
 from stoker.patience import Patience
 from stoker.presence import unattended
 from stoker.waiter import Ended, Waiter
-from stoker_shared.errors import ResultTimeout
+from stoker_shared.errors import JobNotFound, ResultTimeout
 
 
-def wait_for_end(job_id: str, timeout_s: float | None, slice_s: float, *, waited_s: float = 0.0) -> Operation[Ended]:
+def wait_for_end(
+    job_id: str, timeout_s: float | None, slice_s: float, *, waited_s: float = 0.0
+) -> Operation[JobRecord]:
     """
     Args:
         timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once.
@@ -22,19 +23,22 @@ def wait_for_end(job_id: str, timeout_s: float | None, slice_s: float, *, waited
         waited_s: how long the caller has waited before; for the error's words.
 
     Raises:
+        JobNotFound: there is no such job, or it went away meanwhile.
         ResultTimeout: it has not ended within `timeout_s`.
         redis.exceptions.RedisError: no server at the start, at the end, or for `GIVE_UP_S` of a wait without timeout.
     """
     waiter = Waiter()
     waiter.add(job_id)
     ended = yield from wait_for_some(waiter, Patience(timeout_s), slice_s)
-    if not ended:
-        state, queue = yield from ask("HMGET", Job.key_for(job_id), "status", "origin")
+    record = ended[0].record if ended else (yield from JobRecord.read(job_id))
+    if record is None:
+        raise JobNotFound(job_id)
+    if not record.has_ended:
         after_s = waited_s + (timeout_s or 0.0)
-        still = f"still {(state or b'unknown').decode()} after {after_s:g} s; it goes on"
-        warning = (yield from unattended(queue.decode())) if state == b"queued" and queue else None
+        still = f"still {record.state} after {after_s:g} s; it goes on"
+        warning = (yield from unattended(record.queue)) if record.state == "queued" else None
         raise ResultTimeout(job_id, f"{still}; {warning}" if warning else still)
-    return ended[0]
+    return record
 
 
 def wait_for_some(waiter: Waiter, patience: Patience, slice_s: float) -> Operation[list[Ended]]:
