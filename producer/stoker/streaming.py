@@ -53,7 +53,6 @@ class StreamReader:
         self._asked = False
         self._may_be_over = False
         self._last_id = "0-0"
-        self._run: bytes | None = None
         self._shown = ""
 
     def read(self) -> Operation[list[StreamEvent]]:
@@ -135,26 +134,22 @@ class StreamReader:
         events: list[StreamEvent] = []
         for entry_id, fields in entries:
             self._last_id = entry_id.decode()
-            events += self._event(fields.get(b"run", b""), fields.get(b"kind"), fields.get(b"text", b""))
+            events += self._event(fields.get(b"kind"), fields.get(b"text", b"").decode(errors="replace"))
         return _joined(events)
 
-    def _event(self, run: bytes, kind: bytes | None, text: bytes) -> list[StreamEvent]:
+    def _event(self, kind: bytes | None, text: str) -> list[StreamEvent]:
         if kind == b"end":
             self._may_be_over = True
             return []
-        begins, self._run = self._run not in (None, run), run
-        if kind == b"whole":
-            return self._whole(text.decode(errors="replace"), begins=begins)
-        self._shown += (more := text.decode(errors="replace"))
-        return [TextChunk(more)]
+        return self._whole(text if kind == b"whole" else self._shown + text)
 
-    def _whole(self, text: str, *, begins: bool = False) -> list[StreamEvent]:
+    def _whole(self, text: str) -> list[StreamEvent]:
         """All text so far: what of it was not shown yet."""
-        begins = begins or not text.startswith(self._shown)
-        new = text if begins else text[len(self._shown) :]
+        goes_on = text.startswith(self._shown)
+        new = text[len(self._shown) :] if goes_on else text
         self._shown = text
         chunk: list[StreamEvent] = [TextChunk(new)] if new else []
-        return [Restarted(), *chunk] if begins else chunk
+        return chunk if goes_on else [Restarted(), *chunk]
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
