@@ -1,14 +1,16 @@
 """What other services import to enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
+from stoker.async_producer import AsyncProducer
+from stoker.async_ticket import AsyncTicket
 from stoker.producer import Producer
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import (
+    DuplicateJob,
     InvalidRequest,
     JobCanceled,
     JobError,
     JobFailed,
-    JobIdTaken,
     JobNotFound,
     RedisUnavailable,
     RequestError,
@@ -21,13 +23,15 @@ from stoker_shared.request import GenerationRequest, Message
 from stoker_shared.result import GenerationResult
 
 __all__ = [
+    "AsyncProducer",
+    "AsyncTicket",
+    "DuplicateJob",
     "GenerationRequest",
     "GenerationResult",
     "InvalidRequest",
     "JobCanceled",
     "JobError",
     "JobFailed",
-    "JobIdTaken",
     "JobNotFound",
     "Message",
     "Producer",

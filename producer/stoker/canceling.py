@@ -1,18 +1,42 @@
-"""Cancels one job: out of its queue while it waits, by RQ's stop command while it runs. Keeps no state."""
+"""Cancels one job: out of its queue while it waits, by RQ's stop command while it runs. Keeps no state.
 
-from redis import Redis
+Writes what `rq.job.Job.cancel` writes, but only over the state we saw: else a job that has just ended would be marked
+canceled.
+"""
+
+import json
+from typing import Any
+
 from redis.exceptions import WatchError
-from rq.command import PUBSUB_CHANNEL_TEMPLATE, send_stop_job_command
-from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
+from rq.executions import ExecutionRegistry
 from rq.job import Job, JobStatus, validate_job_id
-from rq.serializers import JSONSerializer
+from rq.queue import Queue
+from rq.rate_limit import RELEASE_STALE_AND_ENQUEUE_SCRIPT, RateLimitRegistry
+from rq.registry import (
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    ReadyJobRegistry,
+    ScheduledJobRegistry,
+    StartedJobRegistry,
+)
+from rq.utils import current_timestamp, now, utcformat
 
 from stoker.job_record import ENDED
+from stoker.operations import Command, Operation, Watched, ask
+from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S
 
+_WAITS_IN: dict[str, Any] = {
+    JobStatus.DEFERRED.value: DeferredJobRegistry,
+    JobStatus.READY_TO_ENQUEUE.value: ReadyJobRegistry,
+    JobStatus.SCHEDULED.value: ScheduledJobRegistry,
+}
+_FIELDS = ("status", "origin", "worker_name", "failure_ttl", "rate_limit_key")
 
-def cancel_job(connection: Redis, job_id: str) -> bool:
+
+def cancel_job(job_id: str) -> Operation[bool]:
     """Whether the job was canceled, or the worker that runs it was told to stop it; ``False`` when it had ended.
 
     Raises:
@@ -23,45 +47,70 @@ def cancel_job(connection: Redis, job_id: str) -> bool:
         validate_job_id(job_id)
     except ValueError as error:
         raise JobNotFound(job_id, f"RQ reads no such id: {error}") from None
-    try:
-        while True:
-            job = Job.fetch(job_id, connection=connection, serializer=JSONSerializer)
-            state = str(job.get_status(refresh=False).value)
-            if state in ENDED:
-                return False
-            if state == JobStatus.STARTED.value and _somebody_listens(connection, job.worker_name):
-                send_stop_job_command(connection, job_id, serializer=JSONSerializer)
-                return True
-            # A job whose worker is gone is canceled in Redis: a stop command to nobody would be lost.
-            if _cancel_unless_changed(connection, job, state):
-                return True
-    except NoSuchJobError:
-        raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)") from None
+    while True:
+        values = yield from ask("HMGET", Job.key_for(job_id), *_FIELDS)
+        if values[0] is None:
+            raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)")
+        state, queue, worker, failure_ttl_s, limit = ((value or b"").decode(errors="replace") for value in values)
+        if state in ENDED:
+            return False
+        if state == JobStatus.STARTED.value and worker and (yield from _somebody_listens(worker)):
+            stop = json.dumps({"command": "stop-job", "job_id": job_id})
+            yield from ask("PUBLISH", PUBSUB_CHANNEL_TEMPLATE % worker, stop)
+            return True
+        # A job whose worker is gone is canceled in Redis: a stop command to nobody would be lost.
+        ttl_s = int(failure_ttl_s) if failure_ttl_s else DEFAULT_FAILURE_TTL_S
+        if (yield from _cancel_unless_changed(job_id, state, queue, ttl_s)):
+            if limit:
+                yield from _pass_on_place(job_id, limit)
+            return True
 
 
-def _somebody_listens(connection: Redis, worker_name: str | None) -> bool:
-    if not worker_name:
-        return False
-    [(_, listeners)] = connection.pubsub_numsub(PUBSUB_CHANNEL_TEMPLATE % worker_name)
+def _somebody_listens(worker: str) -> Operation[bool]:
+    [(_, listeners)] = yield from ask("PUBSUB NUMSUB", PUBSUB_CHANNEL_TEMPLATE % worker)
     return bool(listeners)
 
 
-def _cancel_unless_changed(connection: Redis, job: Job, state: str) -> bool:
-    """RQ's cancel, but only of the state we saw: without the watch a job that just ended would be marked canceled."""
-    if job.has_rate_limit:  # RQ does not cancel these inside another transaction
-        job.cancel()
-        return True
-    with connection.pipeline(transaction=True) as pipeline:
-        try:
-            pipeline.watch(job.key)  # type: ignore[no-untyped-call]
-            if pipeline.hget(job.key, "status") != state.encode():
-                return False
-            pipeline.multi()
-            job.cancel(pipeline=pipeline)
-            ttl_s = DEFAULT_FAILURE_TTL_S if job.failure_ttl is None else job.failure_ttl
-            if ttl_s > 0:  # RQ keeps canceled jobs for ever, and a prompt is private
-                pipeline.expire(job.key, ttl_s)
-            pipeline.execute()
-        except (WatchError, InvalidJobOperation):  # it moved on or vanished under us: look again
-            return False
-    return True
+def _cancel_unless_changed(job_id: str, state: str, queue: str, ttl_s: int) -> Operation[bool]:
+    executions: list[bytes] = []
+    if state == JobStatus.STARTED.value:
+        executions = yield from ask("ZRANGE", ExecutionRegistry(job_id, NO_CONNECTION).key, 0, -1)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        if replies[0] != state.encode():
+            return None
+        commands: list[Command] = [
+            ("HSET", Job.key_for(job_id), "status", JobStatus.CANCELED.value),
+            ("LREM", queue_key(queue), 1, job_id),
+            ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
+        ]
+        if state in _WAITS_IN:
+            commands.append(("ZREM", registry_key(_WAITS_IN[state], queue), job_id))
+        if executions:
+            members = [f"{job_id}:{execution.decode()}" for execution in executions]
+            commands.append(("ZREM", registry_key(StartedJobRegistry, queue), *members))
+        if ttl_s > 0:  # RQ keeps canceled jobs for ever, and a prompt is private
+            commands.append(("EXPIRE", Job.key_for(job_id), ttl_s))
+        return commands
+
+    try:
+        replies = yield Watched([Job.key_for(job_id)], [("HGET", Job.key_for(job_id), "status")], write)
+    except WatchError:  # it moved on or vanished under us: look again
+        return False
+    return replies is not None
+
+
+def _pass_on_place(job_id: str, rate_limit_key: str) -> Operation[None]:
+    """As RQ's `RateLimitRegistry.cancel`: jobs under a rate limit come from other producers than ours."""
+    limit = RateLimitRegistry(rate_limit_key, NO_CONNECTION)
+    yield from ask("ZREM", limit.rate_limited_key, job_id)
+    concurrency = yield from ask("HGET", limit.config_key, "concurrency")
+    keys = [
+        limit.allowed_key,
+        limit.rate_limited_key,
+        Job.key_for(job_id),
+        ExecutionRegistry(job_id, NO_CONNECTION).key,
+    ]
+    prefixes = (Queue.redis_queue_namespace_prefix, Job.redis_job_namespace_prefix)
+    values = (int(concurrency or 0), current_timestamp(), utcformat(now()), *prefixes, job_id)
+    yield from ask("EVAL", RELEASE_STALE_AND_ENQUEUE_SCRIPT, len(keys), *keys, *values)

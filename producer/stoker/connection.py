@@ -5,9 +5,11 @@ Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -20,7 +22,9 @@ from stoker_shared.errors import RedisUnavailable
 _SOCKET_TIMEOUT_S = 5.0
 _RETRIES = 4  # 1.5 s in all when nobody listens: long enough for a hiccup, short enough for a typing error
 REFUSED = (AuthenticationError, AuthorizationError)  # redis-py calls them connection errors; waiting does not help
-_LOST: list[type[Exception]] = [RedisConnectionError, RedisTimeoutError]
+AnyRedis: TypeAlias = Redis | AsyncRedis
+_Client = TypeVar("_Client", Redis, AsyncRedis)
+LOST: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError)
 
 
 def open_connection(redis: "str | Redis") -> Redis:
@@ -28,31 +32,50 @@ def open_connection(redis: "str | Redis") -> Redis:
 
     Raises:
         ValueError: the URL is not one, or the connection decodes responses, which RQ cannot work with.
+        TypeError: it is neither.
     """
-    connection = _from_url(redis) if isinstance(redis, str) else redis
-    if not isinstance(connection, Redis):
-        raise TypeError(f"expected a Redis URL or a redis.Redis connection, not {type(redis).__name__}")
+    return _opened(redis, Redis, Retry(_backoff(), _RETRIES))
+
+
+def open_async_connection(redis: "str | AsyncRedis") -> AsyncRedis:
+    """The same on redis.asyncio.
+
+    Raises:
+        ValueError, TypeError: as `open_connection`.
+    """
+    return _opened(redis, AsyncRedis, AsyncRetry(_backoff(), _RETRIES))
+
+
+def _backoff() -> ExponentialBackoff:
+    return ExponentialBackoff(cap=1.0, base=0.05)
+
+
+def _opened(redis: Any, client: type[_Client], retry: Any) -> _Client:
+    connection = _from_url(redis, client, retry) if isinstance(redis, str) else redis
+    if not isinstance(connection, client):
+        wanted = f"{client.__module__.removesuffix('.client')}.{client.__name__}"
+        raise TypeError(f"expected a Redis URL or a {wanted} connection, not {type(redis).__name__}")
     if _kwargs(connection).get("decode_responses"):
         raise ValueError("the Redis connection has decode_responses=True; RQ needs one that leaves bytes alone")
     return connection
 
 
-def _from_url(url: str) -> Redis:
+def _from_url(url: str, client: type[_Client], retry: Any) -> _Client:
     try:
-        return Redis.from_url(
+        return client.from_url(
             url,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
             health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
-            retry_on_error=_LOST,
+            retry=retry,
+            retry_on_error=list(LOST),
         )
     except (ValueError, TypeError):
         # The parser's own text can quote a piece of the password.
         raise ValueError("not a Redis URL; expected redis://[[user]:password@]host[:port][/db]") from None
 
 
-def address(connection: Redis) -> str:
+def address(connection: AnyRedis) -> str:
     """Where the server is, for people: never the user or the password."""
     kwargs = _kwargs(connection)
     if path := kwargs.get("path"):
@@ -60,14 +83,14 @@ def address(connection: Redis) -> str:
     return f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}/{kwargs.get('db') or 0}"
 
 
-def blocking_slice_s(connection: Redis) -> float:
+def blocking_slice_s(connection: AnyRedis) -> float:
     """How long one blocking read may last, in seconds, so that the client's own socket timeout never cuts it off."""
     timeout_s = _kwargs(connection).get("socket_timeout", _SOCKET_TIMEOUT_S)
     return 1.0 if timeout_s is None else min(1.0, timeout_s / 2)
 
 
 @contextmanager
-def redis_errors(connection: Redis) -> Iterator[None]:
+def redis_errors(connection: AnyRedis) -> Iterator[None]:
     """Turn every error of redis-py into `RedisUnavailable`.
 
     Raises:
@@ -80,20 +103,20 @@ def redis_errors(connection: Redis) -> Iterator[None]:
         raise RedisUnavailable(in_our_words(connection, error)) from None
 
 
-def in_our_words(connection: Redis, error: RedisError) -> str:
+def in_our_words(connection: AnyRedis, error: RedisError) -> str:
     """What went wrong and where, in one line without the password."""
-    lost = isinstance(error, tuple(_LOST)) and not isinstance(error, REFUSED)
+    lost = isinstance(error, LOST) and not isinstance(error, REFUSED)
     what = "no Redis server answers at" if lost else "refused by the Redis server at"
     return f"{what} {address(connection)}: {_without_password(connection, error)}"
 
 
-def _without_password(connection: Redis, error: RedisError) -> str:
+def _without_password(connection: AnyRedis, error: RedisError) -> str:
     text = str(error)
     for password in filter(None, [_kwargs(connection).get("password")]):
         text = text.replace(str(password), "***")
     return text
 
 
-def _kwargs(connection: Redis) -> dict[str, Any]:
+def _kwargs(connection: AnyRedis) -> dict[str, Any]:
     kwargs: dict[str, Any] = connection.connection_pool.connection_kwargs
     return kwargs

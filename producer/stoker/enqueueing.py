@@ -2,161 +2,129 @@
 
 redis-py sends a transaction again when its reply is lost, and a packet may arrive long after its sender gave it up. So
 the job's key is watched first: a transaction that comes after another one that made the job is refused by the server.
-After any doubt we look whether the job is there, and whether it is ours.
+After any doubt we look whether the job is there, and whether it is ours. The jobs it depends on are watched too: of a
+job that ends just then, the new one would never hear.
 """
 
 import json
-import zlib
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
-from uuid import uuid4
 
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, WatchError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from rq.job import Job, validate_job_id
-from rq.queue import EnqueueData, Queue
-from rq.utils import utcformat
+from rq.job import Job, JobStatus
 
-from stoker.connection import REFUSED
-from stoker.job_options import JobOptions
-from stoker_shared.errors import InvalidRequest, JobIdTaken
-from stoker_shared.request import request_digest
-from stoker_shared.wire import FIELD_AGENT, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+from stoker.connection import LOST, REFUSED
+from stoker.new_job import NewJob, make_queue_known, push
+from stoker.operations import Command, Commands, Operation, Watched
+from stoker_shared.errors import DuplicateJob, JobNotFound, StokerError
+from stoker_shared.job_data import unpacked
+from stoker_shared.request import build_request, request_digest
+from stoker_shared.wire import REQUEST_KWARG, TASK_PATH
 
-_CHUNK_JOBS: Final = 500
-_CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
 _TRIES: Final = 5  # each with redis-py's own tries in it
-_MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
+_TRIES_OF_A_RACE: Final = 100  # a job that it depends on changes twice a second while it runs
 
 
-def job_data(payload: dict[str, Any], options: JobOptions, job_id: str | None = None) -> EnqueueData:
-    """What `enqueue` takes; `job_id` is made up where the caller gives none."""
-    return Queue.prepare_data(
-        TASK_PATH,
-        kwargs={REQUEST_KWARG: payload},
-        # RQ's own description is the whole call, prompt included, and every dashboard shows it.
-        description=f"generate for agent {payload['agent_id'][:60]!r}",
-        timeout=options.job_timeout_s,
-        result_ttl=options.result_ttl_s,
-        failure_ttl=options.failure_ttl_s,
-        ttl=options.ttl_s,
-        job_id=job_id or str(uuid4()),
-        at_front=options.at_front,
-    )
-
-
-def chunks_of(payloads: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Requests that go into one transaction, in order."""
-    chunk: list[dict[str, Any]] = []
-    chunk_bytes = 0
-    for payload in payloads:
-        size = len(json.dumps(payload, ensure_ascii=False))
-        if chunk and (len(chunk) == _CHUNK_JOBS or chunk_bytes + size > _CHUNK_BYTES):
-            yield chunk
-            chunk, chunk_bytes = [], 0
-        chunk.append(payload)
-        chunk_bytes += size
-    if chunk:
-        yield chunk
-
-
-def require_job_ids(job_ids: Sequence[str]) -> None:
-    """
-    Raises:
-        InvalidRequest: one of them is none RQ allows, or comes twice.
-    """
-    for job_id in job_ids:
-        try:
-            validate_job_id(job_id)
-        except (TypeError, ValueError):
-            raise InvalidRequest(
-                "job_id: RQ allows letters of the English alphabet, digits, '-' and '_', at least one"
-            ) from None
-    if len(set(job_ids)) != len(job_ids):
-        raise InvalidRequest("job_ids: an id comes twice")
-
-
-def enqueue(queue: Queue, jobs: list[EnqueueData], *, ids_are_new: bool) -> None:
+def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool) -> Operation[None]:
     """All of `jobs` that are not there yet, in one transaction.
 
     Args:
         ids_are_new: they were made up just now, so that nobody can have used them.
 
     Raises:
-        JobIdTaken: an id names another job; none of `jobs` was enqueued.
+        DuplicateJob: an id names another job; none of `jobs` was enqueued.
+        JobNotFound: a job that one of `jobs` depends on is not there; none was enqueued.
         redis.exceptions.RedisError: whether they were enqueued is unknown; the same call again is safe.
     """
-    queue.get_redis_server_version()  # RQ asks once per queue, and not in the middle of our transaction
     left, look_first = jobs, not ids_are_new
-    doubt: RedisError = WatchError("the keys of these jobs are changed over and over")
-    for _ in range(_TRIES):
+    losses = races = 0
+    while True:
         try:
-            if _enqueued(queue, left, look_first=look_first):
+            if (yield from _enqueued(queue, left, at_front=at_front, look_first=look_first)):
                 return
         except REFUSED:
             raise
-        except (WatchError, RedisConnectionError, RedisTimeoutError) as error:
-            doubt = error
-        look_first, left = True, _without_those_there(queue, left)
+        except LOST:
+            losses += 1
+            if losses == _TRIES:
+                raise
+        except WatchError:
+            races += 1
+            if races == (_TRIES_OF_A_RACE if left[0].dependency_ids else _TRIES):
+                raise
+        look_first, left = True, (yield from _without_those_there(queue, left))
         if not left:
             return
-    raise doubt
 
 
-def _enqueued(queue: Queue, jobs: list[EnqueueData], *, look_first: bool) -> bool:
+def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: bool) -> Operation[bool]:
     """Whether the transaction was carried out; not when there is a job of one of these ids."""
-    with queue.connection.pipeline(transaction=True) as pipeline:
-        keys = [Job.key_for(_id_of(job)) for job in jobs]
-        pipeline.watch(*keys)  # type: ignore[no-untyped-call]
-        if look_first and pipeline.exists(*keys):
-            return False
-        pipeline.multi()
-        for job in queue.enqueue_many(jobs, pipeline=pipeline):
-            agent_id = job.kwargs[REQUEST_KWARG]["agent_id"]
-            pipeline.hset(job.key, FIELD_AGENT, f"{utcformat(job.created_at)} {agent_id}")
-        pipeline.execute()
-    return True
+    keys = [job.key for job in jobs]
+    dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.dependency_ids))
+    reads: list[Command] = [("EXISTS", *keys)] if look_first else []
+    reads += [("HGET", Job.key_for(job_id), "status") for job_id in dependency_ids]
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        if look_first and replies.pop(0):
+            return None
+        states = dict(zip(dependency_ids, replies, strict=True))
+        commands: list[Command] = [make_queue_known(queue)]
+        ready = []
+        for job in jobs:
+            deferred = _has_to_wait(job, states)
+            commands += job.commands(deferred=deferred)
+            if not deferred:
+                ready.append(job)
+        return commands + push(queue, ready, at_front=at_front)
+
+    watched = keys + [Job.key_for(job_id) for job_id in dependency_ids]
+    return (yield Watched(watched, reads, write)) is not None
 
 
-def _without_those_there(queue: Queue, jobs: list[EnqueueData]) -> list[EnqueueData]:
+def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
     """
     Raises:
-        JobIdTaken: what is there is not the same request in the same queue.
+        JobNotFound: RQ would take a job that is not there for one that has finished.
     """
-    with queue.connection.pipeline(transaction=False) as pipeline:
-        for job in jobs:
-            pipeline.hmget(Job.key_for(_id_of(job)), "data", "origin")
-            pipeline.exists(Job.key_for(_id_of(job)))
-        replies = pipeline.execute(raise_on_error=False)  # a key that is no hash is one id that is taken
+    met = {JobStatus.FINISHED.value, JobStatus.FAILED.value if job.runs_after_failures else JobStatus.FINISHED.value}
+    waits = False
+    for dependency_id in job.dependency_ids:
+        state = states[dependency_id]
+        if state is None:
+            raise JobNotFound(dependency_id, f"job {job.job_id} cannot wait for it: it never was, or has expired")
+        waits |= state.decode(errors="replace") not in met
+    return waits
+
+
+def _without_those_there(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]:
+    """
+    Raises:
+        DuplicateJob: what is there is not the same request in the same queue.
+    """
+    looks: list[Command] = []
+    for job in jobs:
+        looks += [("HMGET", job.key, "data", "origin"), ("EXISTS", job.key)]
+    replies = yield Commands(looks, errors_as_replies=True)  # a key that is no hash is one id that is taken
     left = []
     for job, found, exists in zip(jobs, replies[::2], replies[1::2], strict=True):
-        if isinstance(exists, Exception):
+        if isinstance(exists, RedisError):
             raise exists
         if not exists:
             left.append(job)
         elif isinstance(found, Exception) or not _is_the_same(queue, job, *found):
-            raise JobIdTaken(f"job_id: {_id_of(job)!r} names another job already")
+            raise DuplicateJob(f"job_id: {job.job_id!r} names another job already")
     return left
 
 
-def _is_the_same(queue: Queue, job: EnqueueData, data: bytes | None, origin: bytes | None) -> bool:
+def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
     """By request and queue: times and place may have changed since, and are not what runs."""
     try:
-        function, _, _, kwargs = json.loads(_decompressed(data or b""))
-        digest = request_digest(kwargs[REQUEST_KWARG])
-    except (ValueError, TypeError, KeyError, RecursionError):  # a pickle, or somebody else's
+        function, _, _, kwargs = json.loads(unpacked(data or b""))
+        theirs = kwargs[REQUEST_KWARG]
+        if function != TASK_PATH or origin != queue.encode():
+            return False
+        # Another language may have written out what is a default.
+        return (
+            request_digest(theirs) == request_digest(job.payload) or build_request(theirs).as_payload() == job.payload
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # a pickle, or another's
         return False
-    ours = request_digest((job.kwargs or {})[REQUEST_KWARG])
-    return function == TASK_PATH and origin == queue.name.encode() and digest == ours
-
-
-def _decompressed(data: bytes) -> bytes:
-    try:
-        return zlib.decompressobj().decompress(data, _MAX_DATA_BYTES)
-    except zlib.error:  # other languages need not compress
-        return data
-
-
-def _id_of(job: EnqueueData) -> str:
-    return str(job.job_id)

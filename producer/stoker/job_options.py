@@ -1,11 +1,26 @@
-"""How RQ keeps a job: its queue place and times. Owns their validation; does no I/O."""
+"""How RQ keeps a job: its place, times, retries and what it waits for. Owns their validation; does no I/O."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from rq.job import Retry, validate_job_id
 
 from stoker_shared.errors import InvalidRequest
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, DEFAULT_JOB_TIMEOUT_S, DEFAULT_RESULT_TTL_S
 
 FOREVER = -1
+
+
+@runtime_checkable
+class HasJobId(Protocol):
+    """A ticket, of either producer."""
+
+    @property
+    def job_id(self) -> str: ...
+
+
+DependsOn: TypeAlias = str | HasJobId | Iterable[str | HasJobId]
 
 
 @dataclass(frozen=True)
@@ -17,9 +32,15 @@ class JobOptions:
         result_ttl_s: how long its result is kept.
         failure_ttl_s: how long it is kept when it failed.
         ttl_s: how long it may wait in the queue before it is dropped; ``None`` for as long as it takes.
+        at_front: before all that waits in the queue; with `depends_on`, when its turn has come.
+        retry: how often a job that fails is tried again, at once; or an `rq.Retry`, which may have intervals. What can
+            never succeed is not tried again.
+        depends_on: tickets or ids of jobs that have to finish first. Until then the job is in RQ's deferred registry;
+            if one of them fails, is canceled or is deleted, it stays there.
+        allow_dependency_failures: let it run also when one of them has failed.
 
     Raises:
-        InvalidRequest: one of them is not a whole number of seconds from 1 up; the message names it.
+        InvalidRequest: a value that RQ does not take; the message names the option.
     """
 
     job_timeout_s: int = DEFAULT_JOB_TIMEOUT_S
@@ -27,6 +48,10 @@ class JobOptions:
     failure_ttl_s: int = DEFAULT_FAILURE_TTL_S
     ttl_s: int | None = None
     at_front: bool = False
+    retry: int | Retry | None = None
+    depends_on: DependsOn = ()
+    allow_dependency_failures: bool = False
+    dependency_ids: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("job_timeout_s", "result_ttl_s", "failure_ttl_s"):
@@ -34,9 +59,45 @@ class JobOptions:
                 _require_seconds(name, getattr(self, name), " or -1 for ever")
         if self.ttl_s is not None:
             _require_seconds("ttl_s", self.ttl_s)
+        object.__setattr__(self, "retry", _checked_retry(self.retry))
+        object.__setattr__(self, "dependency_ids", _ids_of(self.depends_on))
+        if self.allow_dependency_failures and not self.dependency_ids:
+            raise InvalidRequest("allow_dependency_failures: needs depends_on")
+
+    @property
+    def rq_retry(self) -> Retry | None:
+        return self.retry if isinstance(self.retry, Retry) else None
+
+
+def require_job_id(name: str, job_id: object) -> str:
+    """
+    Raises:
+        InvalidRequest: RQ allows no such id; the message begins with `name`.
+    """
+    try:
+        validate_job_id(job_id)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"{name}: RQ allows letters of the English alphabet, digits, '-' and '_', at least one"
+        ) from None
+    return str(job_id)
 
 
 def _require_seconds(name: str, value: object, also: str = "") -> None:
     # RQ would take a float or "1h" and cut it to whole seconds, and a result_ttl of 0 deletes the result at once.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidRequest(f"{name}: must be a whole number of seconds, at least 1{also}")
+
+
+def _checked_retry(retry: object) -> Retry | None:
+    if retry is None or isinstance(retry, Retry):
+        return retry
+    if not isinstance(retry, int) or isinstance(retry, bool) or retry < 1:
+        raise InvalidRequest("retry: must be a whole number, at least 1, or an rq.Retry")
+    return Retry(max=retry)
+
+
+def _ids_of(depends_on: DependsOn) -> tuple[str, ...]:
+    jobs = [depends_on] if isinstance(depends_on, str | HasJobId) else list(depends_on)
+    ids = [job.job_id if isinstance(job, HasJobId) else job for job in jobs]
+    return tuple(dict.fromkeys(require_job_id("depends_on", job_id) for job_id in ids))

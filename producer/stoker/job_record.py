@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import ValidationError
-from redis import Redis
 from rq.job import Job, JobStatus
 from rq.results import Result
 
-from stoker_shared.errors import JobFailed
+from stoker.operations import Commands, Operation
+from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import FIELD_TOKENS, META_PARTIAL
 
@@ -42,12 +42,11 @@ class JobRecord:
     _results: tuple[dict[bytes, bytes], ...]
 
     @classmethod
-    def read(cls, connection: Redis, job_id: str) -> Self | None:
+    def read(cls, job_id: str) -> Operation[Self | None]:
         """``None`` when there is no such job (any more)."""
-        with connection.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(Job.key_for(job_id), _FIELDS)
-            pipeline.xrevrange(Result.get_key(job_id), count=_KEPT_RESULTS)
-            values, entries = pipeline.execute()
+        hash_fields = ("HMGET", Job.key_for(job_id), *_FIELDS)
+        newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", _KEPT_RESULTS)
+        values, entries = yield Commands([hash_fields, newest_results], atomic=True)
         if values[0] is None:
             return None
         status, origin, worker, tokens, meta, exc_info = (value or b"" for value in values)
@@ -68,15 +67,22 @@ class JobRecord:
         # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.
         return self.state in ENDED
 
-    def result(self) -> GenerationResult | None:
-        """What the finished job returned; ``None`` when that has expired.
+    def outcome(self) -> GenerationResult:
+        """What the job, which has ended, returned.
 
         Raises:
-            JobFailed: it returned something that is not a generation result.
+            JobFailed: with the worker's reason; also when it returned something that is not a generation result.
+            JobCanceled: it was canceled, or stopped while it ran.
+            JobNotFound: it finished, and its result has expired.
         """
+        if self.state == JobStatus.FAILED.value:
+            raise JobFailed(self.job_id, self.reason(), self.partial_text)
+        if self.state != JobStatus.FINISHED.value:
+            stopped = self.state == JobStatus.STOPPED.value
+            raise JobCanceled(self.job_id, "stopped while it ran" if stopped else "canceled")
         fields = self._newest(Result.Type.SUCCESSFUL)
         if fields is None:
-            return None
+            raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
             return GenerationResult.model_validate(json.loads(b64decode(fields[b"return_value"])))
         except (KeyError, ValueError, RecursionError, ValidationError):
@@ -92,6 +98,16 @@ class JobRecord:
     def _newest(self, *types: Any) -> dict[bytes, bytes] | None:
         wanted = {str(kind.value).encode() for kind in types}
         return next((fields for fields in self._results if fields.get(b"type") in wanted), None)
+
+
+def require_readable_id(job_id: str) -> str:
+    """
+    Raises:
+        ValueError: it is empty or holds characters no job id has.
+    """
+    if not job_id or not job_id.isprintable():
+        raise ValueError("a job id is a non-empty printable string")
+    return job_id
 
 
 def _partial_text(meta: bytes) -> str | None:

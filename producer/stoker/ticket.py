@@ -1,14 +1,13 @@
 """A ticket: one enqueued job, to be waited for, asked about or canceled. Owns nothing but the id and a connection."""
 
 from redis import Redis
-from rq.queue import Queue
 
 from stoker.canceling import cancel_job
-from stoker.connection import redis_errors
-from stoker.job_record import JobRecord
-from stoker.ticket_status import TicketStatus
+from stoker.connection import blocking_slice_s
+from stoker.driver import run
+from stoker.job_record import require_readable_id
+from stoker.ticket_status import TicketStatus, status_of
 from stoker.waiting import wait_for_end
-from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 
 
@@ -23,10 +22,8 @@ class Ticket:
         Raises:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
-        if not job_id or not job_id.isprintable():
-            raise ValueError("a job id is a non-empty printable string")
         self._connection = connection
-        self._job_id = job_id
+        self._job_id = require_readable_id(job_id)
 
     @property
     def job_id(self) -> str:
@@ -50,16 +47,9 @@ class Ticket:
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers.
         """
-        with redis_errors(self._connection):
-            record = wait_for_end(self._connection, self._job_id, timeout_s)
-        if record.state == "failed":
-            raise JobFailed(self._job_id, record.reason(), record.partial_text)
-        if record.state != "finished":
-            raise JobCanceled(self._job_id, "stopped while it ran" if record.state == "stopped" else "canceled")
-        result = record.result()
-        if result is None:
-            raise JobNotFound(self._job_id, "finished, but its result has expired")
-        return result
+        slice_s = blocking_slice_s(self._connection)
+        record = run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s))
+        return record.outcome()
 
     def status(self) -> TicketStatus:
         """Where the job stands now.
@@ -68,17 +58,7 @@ class Ticket:
             JobNotFound: no such job (any more).
             RedisUnavailable: no server answers.
         """
-        with redis_errors(self._connection):
-            record = JobRecord.read(self._connection, self._job_id)
-            if record is None:
-                raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
-            if record.state == "queued":
-                # ``None`` in the moment between a worker's claim and its start.
-                position = self._connection.lpos(Queue(record.queue, connection=self._connection).key, self._job_id)
-                return TicketStatus("queued", position=position if isinstance(position, int) else None)
-        if record.state == "started":
-            return TicketStatus("started", tokens=record.tokens, worker=record.worker)
-        return TicketStatus(record.state)
+        return run(self._connection, status_of(self._job_id))
 
     def cancel(self) -> bool:
         """Cancel the job if it waits, ask its worker to stop it if it runs.
@@ -91,5 +71,4 @@ class Ticket:
             JobNotFound: no such job (any more).
             RedisUnavailable: no server answers.
         """
-        with redis_errors(self._connection):
-            return cancel_job(self._connection, self._job_id)
+        return run(self._connection, cancel_job(self._job_id))

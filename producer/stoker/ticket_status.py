@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+from stoker.job_record import JobRecord
+from stoker.operations import Operation, ask
+from stoker.rq_keys import queue_key
+from stoker_shared.errors import JobNotFound
+
 
 @dataclass(frozen=True)
 class TicketStatus:
@@ -19,3 +24,20 @@ class TicketStatus:
     position: int | None = None
     tokens: int | None = None
     worker: str | None = None
+
+
+def status_of(job_id: str) -> Operation[TicketStatus]:
+    """
+    Raises:
+        JobNotFound: no such job (any more).
+    """
+    record = yield from JobRecord.read(job_id)
+    if record is None:
+        raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)")
+    if record.state == "queued":
+        # ``None`` in the moment between a worker's claim and its start.
+        position = yield from ask("LPOS", queue_key(record.queue), job_id)
+        return TicketStatus("queued", position=position if isinstance(position, int) else None)
+    if record.state == "started":
+        return TicketStatus("started", tokens=record.tokens, worker=record.worker)
+    return TicketStatus(record.state)

@@ -6,13 +6,11 @@ and a cancel, a delete or an expiry writes nothing to the result stream that cou
 
 import time
 
-from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from rq.results import Result
 
-from stoker.connection import REFUSED, blocking_slice_s
+from stoker.connection import LOST, REFUSED
 from stoker.job_record import JobRecord
+from stoker.operations import Operation, Pause, ask
 from stoker_shared.errors import JobNotFound, ResultTimeout
 
 GIVE_UP_S = 60.0
@@ -21,10 +19,11 @@ GIVE_UP_S = 60.0
 _PAUSE_S = 0.2
 
 
-def wait_for_end(connection: Redis, job_id: str, timeout_s: float | None) -> JobRecord:
+def wait_for_end(job_id: str, timeout_s: float | None, slice_s: float) -> Operation[JobRecord]:
     """
     Args:
         timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once.
+        slice_s: longest blocking read, as `blocking_slice_s` of the connection.
 
     Raises:
         JobNotFound: there is no such job, or it went away meanwhile.
@@ -36,7 +35,7 @@ def wait_for_end(connection: Redis, job_id: str, timeout_s: float | None) -> Job
     answered = False
     while True:
         try:
-            record = JobRecord.read(connection, job_id)
+            record = yield from JobRecord.read(job_id)
             answered, lost_at = True, None
             if record is None:
                 raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)")
@@ -45,27 +44,24 @@ def wait_for_end(connection: Redis, job_id: str, timeout_s: float | None) -> Job
             left_s = _left_s(deadline)
             if left_s <= 0:
                 raise ResultTimeout(job_id, f"still {record.state} after {timeout_s:g} s; it goes on")
-            _block(connection, record, left_s)
+            yield from _block(record, min(slice_s, left_s))
         except REFUSED:
             raise
-        except (RedisConnectionError, RedisTimeoutError):
+        except LOST:
             now = time.monotonic()
             lost_at = lost_at or now
             gives_up_at = lost_at + GIVE_UP_S if deadline is None else deadline
             if not answered or now >= gives_up_at:
                 raise
-            _pause(min(_PAUSE_S, gives_up_at - now))
+            yield Pause(min(_PAUSE_S, gives_up_at - now))
 
 
 def _left_s(deadline: float | None) -> float:
     return float("inf") if deadline is None else deadline - time.monotonic()
 
 
-def _block(connection: Redis, record: JobRecord, left_s: float) -> None:
-    """Sleep in the server until the job's next result entry or one slice has passed."""
-    slice_ms = max(1, int(1000 * min(blocking_slice_s(connection), left_s)))  # 0 would block for ever
-    connection.xread({Result.get_key(record.job_id): record.last_entry_id}, count=1, block=slice_ms)
-
-
-def _pause(seconds: float) -> None:
-    time.sleep(seconds)
+def _block(record: JobRecord, seconds: float) -> Operation[None]:
+    """Sleep in the server until the job's next result entry or so many seconds have passed."""
+    block_ms = max(1, int(1000 * seconds))  # 0 would block for ever
+    key = Result.get_key(record.job_id)
+    yield from ask("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", key, record.last_entry_id)

@@ -12,7 +12,7 @@
     │   ├── BlockPoolTooSmall           prompt + max_tokens over the worker's whole KV memory
     │   ├── ModelMismatch               the job names another model than the loaded one
     │   ├── TemplateError               the model has no chat template, or it refused the messages
-    │   ├── JobIdTaken                  the id a producer chose names a job with another request already
+    │   ├── DuplicateJob                the id a producer chose names a job with another request already
     │   ├── TranscriptMismatch          `append` of a prompt to messages, or the other way round
     │   └── PayloadRefused              a pickle, an unknown function, callbacks: not a generation job of ours
     ├── AgentMemoryError
@@ -81,7 +81,7 @@ class TemplateError(RequestError):
     """The model has no chat template, or its template refused these messages."""
 
 
-class JobIdTaken(RequestError):
+class DuplicateJob(RequestError):
     """The id a producer chose names a job with another request, or in another queue; nothing was enqueued."""
 
 

@@ -52,7 +52,7 @@ def test_submit_with_an_id_of_ones_own_makes_no_second_job(stoker, worker):
     assert stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine", "--wait")[:2] == (0, "hello\n")
     code, out, err = stoker("submit", "--agent", "a", "--prompt", "other", "--job-id", "mine")
     assert (code, out) == (2, "")
-    assert err.startswith("JobIdTaken: job_id: 'mine'")
+    assert err.startswith("DuplicateJob: job_id: 'mine'")
 
 
 def test_result_prints_the_text_and_keeps_the_numbers_off_stdout(stoker, worker):

@@ -14,8 +14,8 @@ from tests.lossy_proxy import LossyProxy
 from tests.producer.played_worker import PlayedWorker
 from tests.worker_process import running_worker
 
-import stoker.enqueueing
-from stoker import InvalidRequest, JobIdTaken, Producer, RedisUnavailable
+import stoker.submitting
+from stoker import DuplicateJob, InvalidRequest, Producer, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
@@ -158,7 +158,7 @@ def test_a_transaction_that_arrives_just_before_its_second_try_makes_that_one_ne
 
 
 def test_many_jobs_of_which_some_chunks_arrived_are_completed_by_the_same_call(proxy, producer, server, monkeypatch):
-    monkeypatch.setattr(stoker.enqueueing, "_CHUNK_JOBS", 5)
+    monkeypatch.setattr(stoker.submitting, "CHUNK_JOBS", 5)
     job_ids = [f"job-{n}" for n in range(20)]
     requests = [{**REQUEST, "prompt": job_id} for job_id in job_ids]
     proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds("job-12"))
@@ -185,11 +185,11 @@ def test_an_id_of_another_job_is_refused_and_nothing_of_it_is_touched(server):
     producer.submit(**REQUEST, job_id="mine")
     before = server.hgetall("rq:job:mine")
     for other in ({"prompt": "y"}, {"max_tokens": 5}, {"agent_id": "b"}):
-        with pytest.raises(JobIdTaken, match="'mine'"):
+        with pytest.raises(DuplicateJob, match="'mine'"):
             producer.submit(**{**REQUEST, **other}, job_id="mine")
-    with pytest.raises(JobIdTaken, match="'mine'"):
+    with pytest.raises(DuplicateJob, match="'mine'"):
         producer.submit(**REQUEST, queue="other", job_id="mine")
-    with pytest.raises(JobIdTaken, match="'mine'"):
+    with pytest.raises(DuplicateJob, match="'mine'"):
         producer.submit_many([REQUEST, {**REQUEST, "prompt": "y"}], job_ids=["new", "mine"])
     assert server.hgetall("rq:job:mine") == before
     assert queued(server) == ["mine"]
@@ -200,7 +200,7 @@ def test_an_id_of_another_job_is_refused_and_nothing_of_it_is_touched(server):
 )
 def test_an_id_behind_which_there_is_something_else_is_taken(server, there):
     server.set("rq:job:j", there) if isinstance(there, bytes) else server.hset("rq:job:j", mapping=there)
-    with pytest.raises(JobIdTaken):
+    with pytest.raises(DuplicateJob):
         Producer(server).submit(**REQUEST, job_id="j")
     assert queued(server) == []
 

@@ -1,6 +1,6 @@
 """What a submitted job is in Redis, and what is refused before it gets there."""
 
-import inspect
+import dataclasses
 import zlib
 
 import pytest
@@ -8,8 +8,11 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-import stoker.enqueueing
+import stoker.submitting
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
+from stoker.job_options import JobOptions
+from stoker.operations import Watched
+from stoker.submitting import ManyFields, SubmitFields, submit_many
 from stoker_shared.wire import MAX_REQUEST_BYTES
 
 SECRET = "the launch code is 0000"
@@ -40,7 +43,7 @@ def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
     assert SECRET in zlib.decompress(fields.pop(b"data")).decode()
     assert not any(SECRET.encode() in value for value in fields.values())
     assert b"meta" not in fields
-    assert fields[b"stoker_agent"] == fields[b"created_at"] + b" " + b"a" * 200
+    assert fields[b"stoker_agent"] == fields[b"created_at"] + b" write " + b"a" * 200
     assert fields[b"description"] == b"generate for agent '" + b"a" * 60 + b"'"
 
 
@@ -70,13 +73,10 @@ def test_a_time_that_is_not_whole_seconds_is_refused_by_name(producer, connectio
     assert connection.keys() == []
 
 
-def test_every_field_of_the_request_is_a_parameter_with_the_same_default():
-    parameters = inspect.signature(Producer.submit).parameters
-    for name, field in GenerationRequest.model_fields.items():
-        if name in {"v", "agent_id", "metadata"}:
-            continue
-        assert parameters[name].default == field.default, name
-    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
+def test_every_field_of_the_request_and_every_option_is_a_keyword_argument():
+    options = {field.name for field in dataclasses.fields(JobOptions) if field.init}
+    assert set(SubmitFields.__annotations__) == (set(GenerationRequest.model_fields) - {"v"}) | options
+    assert set(ManyFields.__annotations__) == options - {"at_front"}
 
 
 def test_every_field_arrives(producer, connection):
@@ -91,7 +91,7 @@ def test_every_field_arrives(producer, connection):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     expected = {**fields, "v": 1, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
     assert request_of(connection, ticket.job_id) == expected
-    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt"}
+    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt", "expect_version", "must_exist"}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_text_is_sent_as_utf8_so_that_a_request_within_the_limit_stays_within_it
 
 
 def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
-    monkeypatch.setattr(stoker.enqueueing, "_CHUNK_JOBS", 4)
+    monkeypatch.setattr(stoker.submitting, "CHUNK_JOBS", 4)
     requests = [{"agent_id": "a", "prompt": f"p{i}"} for i in range(9)]
     requests.append(GenerationRequest(agent_id="a", prompt="p9"))
     tickets = producer.submit_many(iter(requests), queue="bulk", result_ttl_s=5)
@@ -146,16 +146,27 @@ def test_no_requests_are_no_jobs(producer, connection):
 
 @pytest.mark.parametrize(("n_jobs", "prompt", "n_chunks"), [(1000, "x", 2), (1001, "x", 3), (3, "x" * 5_000_000, 3)])
 def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, n_chunks):
-    payloads = [{"prompt": prompt}] * n_jobs
-    chunks = list(stoker.enqueueing.chunks_of(payloads))
-    assert len(chunks) == n_chunks
-    assert sum(map(len, chunks)) == n_jobs
+    request = GenerationRequest(agent_id="a", prompt=prompt)
+    operation = submit_many("generate", iter([request] * n_jobs), JobOptions(), None)
+    chunks = [step for step in played(operation) if isinstance(step, Watched)]
+    assert [len(step.keys) for step in chunks] == {2: [500, 500], 3: [500, 500, 1] if n_jobs > 3 else [1] * 3}[n_chunks]
+
+
+def played(operation):
+    """Its steps, each answered as if it had been carried out."""
+    step = next(operation)
+    while True:
+        yield step
+        try:
+            step = operation.send([])
+        except StopIteration:
+            return
 
 
 @pytest.mark.server
 def test_a_chunk_of_many_jobs_is_one_round_trip(redis_url, monkeypatch):
     producer = Producer(redis_url)
-    producer.submit(agent_id="a", prompt="x")  # RQ asks the server's version once per connection
+    producer.ping()
     reads = []
     connection_class = producer._connection.connection_pool.connection_class
     send = connection_class.send_packed_command

@@ -8,7 +8,9 @@ from fakeredis import FakeRedis
 from rq.queue import Queue
 from tests.producer.played_worker import WORKER
 
+import stoker.driver
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
+from stoker.operations import Watched
 
 
 @pytest.fixture
@@ -195,15 +197,15 @@ def test_a_running_job_whose_worker_is_gone_is_canceled_in_redis(ticket, worker)
 
 
 def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, monkeypatch):
-    fetch = type(worker.job(ticket.job_id)).fetch
+    carry_out = stoker.driver.carry_out
 
-    def fetch_then_lose_the_race(*args, **kwargs):
-        job = fetch(*args, **kwargs)
-        monkeypatch.undo()
-        worker.finish(ticket.job_id)
-        return job
+    def lose_the_race(connection, step):
+        if isinstance(step, Watched):
+            monkeypatch.undo()
+            worker.finish(ticket.job_id)
+        return carry_out(connection, step)
 
-    monkeypatch.setattr("rq.job.Job.fetch", fetch_then_lose_the_race)
+    monkeypatch.setattr(stoker.driver, "carry_out", lose_the_race)
     assert ticket.cancel() is False
     assert ticket.status() == TicketStatus("finished")
     assert connection.zcard("rq:canceled:generate") == 0

@@ -13,9 +13,11 @@ from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
+import stoker.driver
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable
 from stoker.connection import blocking_slice_s
+from stoker.operations import Commands
 from stoker_worker.redis_server import EmbeddedServer
 
 pytestmark = pytest.mark.server
@@ -37,14 +39,19 @@ def producer(redis_url):
 def blocked(monkeypatch):
     """Set each time a waiter goes to sleep in the server."""
     event = threading.Event()
-    block = stoker.waiting._block
+    carry_out = stoker.driver.carry_out
 
-    def announcing(*args):
-        event.set()
-        block(*args)
+    def announcing(connection, step):
+        if is_block(step):
+            event.set()
+        return carry_out(connection, step)
 
-    monkeypatch.setattr(stoker.waiting, "_block", announcing)
+    monkeypatch.setattr(stoker.driver, "carry_out", announcing)
     return event
+
+
+def is_block(step):
+    return isinstance(step, Commands) and step.commands[0][0] == "XREAD"
 
 
 def when_blocked(event, action):
@@ -107,7 +114,7 @@ def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, 
 def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
     lost = threading.Event()
-    monkeypatch.setattr(stoker.waiting, "_pause", lambda seconds: lost.set())
+    monkeypatch.setattr(stoker.driver.time, "sleep", lambda seconds: lost.set())
     with EmbeddedServer(tmp_path / "redis") as server:
         port = int(server.url.rsplit(":", 1)[1])
         with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
@@ -136,12 +143,15 @@ def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, b
 
 def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(producer, monkeypatch):
     blocks = []
+    carry_out = stoker.driver.carry_out
 
-    def refused(*args):
-        blocks.append(args)
+    def refused(connection, step):
+        if not is_block(step):
+            return carry_out(connection, step)
+        blocks.append(step)
         raise AuthenticationError("password changed")
 
-    monkeypatch.setattr(stoker.waiting, "_block", refused)
+    monkeypatch.setattr(stoker.driver, "carry_out", refused)
     with pytest.raises(RedisUnavailable, match="password changed"):
         producer.submit(agent_id="a", prompt="x").result(timeout_s=1)
     assert len(blocks) == 1

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from typing import Any, Final
@@ -13,10 +12,10 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
 
-_MAX_DATA_BYTES = MAX_REQUEST_BYTES + 4096  # the request plus RQ's frame around it
 _UNREADABLE = "<unreadable>"
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
 
@@ -49,7 +48,7 @@ class JsonJob(Job):
         self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
         self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
         text = unpacked(data)
-        if len(text) > _MAX_DATA_BYTES:
+        if len(text) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             raw_data = {**raw_data, b"data": b"[]"}
         super().restore(raw_data)
@@ -192,11 +191,3 @@ def agent_in(data: bytes | None) -> str | None:
 def as_count(value: bytes | None) -> int:
     """A counter field of a job's hash; 0 when it is missing or holds something else."""
     return int(value) if value is not None and value.isdigit() else 0
-
-
-def unpacked(data: bytes) -> bytes:
-    """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
-    try:
-        return zlib.decompressobj().decompress(data, _MAX_DATA_BYTES + 1)
-    except zlib.error:
-        return bytes(data)

@@ -14,10 +14,11 @@ from rq.executions import ExecutionRegistry
 from rq.queue import Queue
 from rq.utils import str_to_date, utcformat
 
+from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FENCE_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_TOKENS
 from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.handle import RqHandle
-from stoker_worker.rq_worker.json_job import DELIVERY, JsonJob, delivery_stamp, unpacked
+from stoker_worker.rq_worker.json_job import DELIVERY, JsonJob, delivery_stamp
 from stoker_worker.rq_worker.lease import HOLDS, Lease
 
 # The execution's hash goes with its entry in the registry of started jobs, in one transaction, whoever ends it; when

@@ -1,0 +1,64 @@
+"""Carries operations out on redis-py. Owns no keys and no connection; any thread."""
+
+import time
+from typing import Any
+
+from redis import Redis
+
+from stoker.connection import redis_errors
+from stoker.operations import Command, Commands, Operation, Pause, Step, T, Watched
+
+
+def run(connection: Redis, operation: Operation[T]) -> T:
+    """
+    Raises:
+        RedisUnavailable: no server, or it refused, and the operation did not make up for it.
+    """
+    reply: Any = None
+    error: Exception | None = None
+    with redis_errors(connection):
+        while True:
+            try:
+                step = operation.send(reply) if error is None else operation.throw(error)
+            except StopIteration as returned:
+                result: T = returned.value
+                return result
+            reply = error = None
+            try:
+                reply = carry_out(connection, step)
+            except Exception as raised:
+                error = raised
+
+
+def carry_out(connection: Redis, step: Step) -> Any:
+    """The answer to one step."""
+    if isinstance(step, Pause):
+        return time.sleep(step.seconds) if step.seconds else None
+    if isinstance(step, Watched):
+        return _watched(connection, step)
+    if len(step.commands) == 1 and not (step.atomic or step.errors_as_replies):
+        return [_execute(connection, step.commands[0])]
+    return _together(connection, step)
+
+
+def _together(connection: Redis, step: Commands) -> Any:
+    with connection.pipeline(transaction=step.atomic) as pipeline:
+        for command in step.commands:
+            _execute(pipeline, command)
+        return pipeline.execute(raise_on_error=not step.errors_as_replies)
+
+
+def _watched(connection: Redis, step: Watched) -> Any:
+    with connection.pipeline(transaction=True) as pipeline:
+        pipeline.watch(*step.keys)  # type: ignore[no-untyped-call]
+        commands = step.write([_execute(pipeline, command) for command in step.reads])
+        if commands is None:
+            return None
+        pipeline.multi()
+        for command in commands:
+            _execute(pipeline, command)
+        return pipeline.execute()
+
+
+def _execute(client: Redis, command: Command) -> Any:
+    return client.execute_command(*command)  # type: ignore[no-untyped-call]

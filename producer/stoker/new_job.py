@@ -1,0 +1,119 @@
+"""One new job as RQ writes it: its hash, and the commands that put it into a queue or behind other jobs. No I/O.
+
+RQ's own enqueueing asks Redis in between and is not made for asyncio, so the keys are written here, from RQ's `Job` and
+by RQ's names. The tests compare them with those that RQ's enqueueing leaves.
+"""
+
+from typing import Any
+from uuid import uuid4
+
+from rq.job import Dependency, Job, JobStatus
+from rq.queue import Queue
+from rq.registry import DeferredJobRegistry
+from rq.utils import current_timestamp, now, utcformat
+
+from stoker.job_options import JobOptions
+from stoker.operations import Command
+from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
+from stoker.wire_json import WireJson
+from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import FIELD_AGENT, REQUEST_KWARG, TASK_PATH
+
+
+class NewJob:
+    """A job that is not in Redis yet.
+
+    Attributes:
+        payload: the request as it goes on the wire.
+        dependency_ids, runs_after_failures: what has to end first, and whether it may fail.
+        size_bytes: of the request on the wire, before it is compressed.
+    """
+
+    def __init__(self, request: GenerationRequest, options: JobOptions, queue: str, job_id: str | None = None) -> None:
+        """
+        Raises:
+            RequestTooLarge, InvalidRequest: as `GenerationRequest.as_payload`.
+        """
+        self.payload = request.as_payload()
+        self.dependency_ids = options.dependency_ids
+        self.runs_after_failures = options.allow_dependency_failures
+        self._options = options
+        self._job = Job.create(
+            TASK_PATH,
+            kwargs={REQUEST_KWARG: self.payload},
+            # RQ's own description is the whole call, prompt included, and every dashboard shows it.
+            description="generate" + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
+            timeout=options.job_timeout_s,
+            result_ttl=options.result_ttl_s,
+            failure_ttl=options.failure_ttl_s,
+            ttl=options.ttl_s,
+            id=job_id or str(uuid4()),
+            origin=queue,
+            retry=options.rq_retry,
+            depends_on=_depends_on(options),
+            connection=NO_CONNECTION,
+            serializer=WireJson,
+        )
+        hint = [utcformat(self._job.created_at), request.access]
+        if request.agent_id is not None and request.access != "none":
+            hint.append(request.agent_id)
+        self._fields: dict[str, Any] = {**self._job.to_dict(), FIELD_AGENT: " ".join(hint)}
+        self.size_bytes = len(self._job.data)
+
+    @property
+    def job_id(self) -> str:
+        return str(self._job.id)
+
+    @property
+    def key(self) -> str:
+        return Job.key_for(self.job_id)
+
+    def commands(self, *, deferred: bool) -> list[Command]:
+        """All but the push to the queue, which is one command for many jobs (`push`).
+
+        Args:
+            deferred: what it depends on has not ended.
+        """
+        commands: list[Command] = []
+        if deferred:
+            commands.append(
+                ("ZADD", registry_key(DeferredJobRegistry, self._job.origin), current_timestamp(), self.job_id)
+            )
+            for dependency_id in self.dependency_ids:
+                commands.append(("SADD", Job.dependents_key_for(dependency_id), self.job_id))
+                commands.append(("SADD", self._job.dependencies_key, dependency_id))
+            state = {"status": JobStatus.DEFERRED.value}
+        else:
+            state = {"status": JobStatus.QUEUED.value, "enqueued_at": utcformat(now())}
+        commands.append(("HSET", self.key, *_flat({**self._fields, **state})))
+        if self._options.ttl_s is not None:
+            keys = (self.key, self._job.dependents_key, self._job.dependencies_key)
+            commands += [("EXPIRE", key, self._options.ttl_s) for key in keys]
+        return commands
+
+
+def push(queue: str, jobs: list[NewJob], *, at_front: bool) -> list[Command]:
+    """Commands that put the jobs into the queue, in their order; at its front, the last of them first."""
+    if not jobs:
+        return []
+    return [("LPUSH" if at_front else "RPUSH", queue_key(queue), *(job.job_id for job in jobs))]
+
+
+def make_queue_known(queue: str) -> Command:
+    """Dashboards and `rq info` list the queues from there."""
+    return ("SADD", Queue.redis_queues_keys, queue_key(queue))
+
+
+def _depends_on(options: JobOptions) -> Dependency | list[Dependency | Job | str] | None:
+    if not options.dependency_ids:
+        return None
+    ids: list[Dependency | Job | str] = [*options.dependency_ids]
+    if not (options.at_front or options.allow_dependency_failures):
+        return ids
+    return Dependency(
+        options.dependency_ids, allow_failure=options.allow_dependency_failures, enqueue_at_front=options.at_front
+    )
+
+
+def _flat(fields: dict[str, Any]) -> list[Any]:
+    return [part for field in fields.items() for part in field]

@@ -1,0 +1,176 @@
+"""Submits requests: validates them, makes jobs of them and enqueues these in chunks. Owns that order, not the keys.
+
+Pauses between a few milliseconds of work each, so that other tasks of an event loop get their turn.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from typing import Any, Final, Literal, TypedDict
+
+from rq.job import Retry
+
+from stoker.enqueueing import enqueue
+from stoker.job_options import DependsOn, JobOptions, require_job_id
+from stoker.new_job import NewJob
+from stoker.operations import Operation, Pause
+from stoker_shared.errors import InvalidRequest, RequestError
+from stoker_shared.request import GenerationRequest, Message, build_request
+
+CHUNK_JOBS: Final = 500
+CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
+_BUSY_S = 0.005
+_OPTIONS: Final = frozenset(field.name for field in dataclass_fields(JobOptions) if field.init)
+
+
+class ManyFields(TypedDict, total=False):
+    """Keyword arguments of `submit_many` beside its own: `JobOptions`, which has their meanings and defaults."""
+
+    job_timeout_s: int
+    result_ttl_s: int
+    failure_ttl_s: int
+    ttl_s: int | None
+    retry: int | Retry | None
+    depends_on: DependsOn
+    allow_dependency_failures: bool
+
+
+class SubmitFields(ManyFields, total=False):
+    """Keyword arguments of `submit` beside its own: those of `GenerationRequest` and of `JobOptions`."""
+
+    agent_id: str | None
+    prompt: str | None
+    messages: Sequence[Message | Mapping[str, Any]] | None
+    context: Literal["full", "append"]
+    expect_version: int | None
+    must_exist: bool
+    cache: Literal["readwrite", "read", "off"]
+    max_tokens: int
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    repetition_penalty: float | None
+    logprobs: bool
+    top_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
+    model: str | None
+    metadata: Mapping[str, str] | None
+    at_front: bool
+
+
+def submit(queue: str, fields: Mapping[str, Any], job_id: str | None) -> Operation[str]:
+    """Enqueues one job; returns its id.
+
+    Raises:
+        RequestError, JobNotFound: as `Producer.submit`.
+    """
+    options = JobOptions(**{name: value for name, value in fields.items() if name in _OPTIONS})
+    request = _request({name: value for name, value in fields.items() if name not in _OPTIONS})
+    if job_id is not None:
+        require_job_id("job_id", job_id)
+    job = NewJob(request, options, queue, job_id)
+    yield from enqueue(queue, [job], at_front=options.at_front, ids_are_new=job_id is None)
+    return job.job_id
+
+
+def submit_many(
+    queue: str,
+    requests: Iterable[GenerationRequest | Mapping[str, Any]],
+    options: JobOptions,
+    job_ids: Sequence[str] | None,
+) -> Operation[list[str]]:
+    """Enqueues many jobs; returns their ids in the order of `requests`.
+
+    Raises:
+        RequestError, JobNotFound: as `Producer.submit_many`.
+    """
+    if job_ids is not None:
+        requests = list(requests)
+        _require_ids_for(requests, job_ids)
+    if isinstance(requests, Sequence):
+        requests = yield from _all_checked(requests)
+    ids = iter(job_ids) if job_ids is not None else None
+    submitted: list[str] = []
+    chunk: list[NewJob] = []
+    chunk_bytes = 0
+    busy = _Busy()
+    for index, request in enumerate(requests):
+        job = NewJob(_checked(index, request), options, queue, next(ids) if ids else None)
+        if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):
+            submitted += yield from _enqueue(queue, chunk, ids is None)
+            chunk, chunk_bytes = [], 0
+        chunk.append(job)
+        chunk_bytes += job.size_bytes
+        if busy.for_long():
+            yield Pause(0)
+    if chunk:
+        submitted += yield from _enqueue(queue, chunk, ids is None)
+    return submitted
+
+
+def _enqueue(queue: str, chunk: list[NewJob], ids_are_new: bool) -> Operation[list[str]]:
+    yield from enqueue(queue, chunk, at_front=False, ids_are_new=ids_are_new)
+    return [job.job_id for job in chunk]
+
+
+def _all_checked(requests: Sequence[GenerationRequest | Mapping[str, Any]]) -> Operation[list[GenerationRequest]]:
+    checked = []
+    busy = _Busy()
+    for index, request in enumerate(requests):
+        checked.append(_checked(index, request))
+        if busy.for_long():
+            yield Pause(0)
+    return checked
+
+
+def _checked(index: int, request: GenerationRequest | Mapping[str, Any]) -> GenerationRequest:
+    try:
+        built = request if isinstance(request, GenerationRequest) else _request(request)
+        built.as_payload()  # it may be too large
+    except RequestError as error:
+        raise type(error)(f"request {index}: {error}") from None
+    return built
+
+
+def _require_ids_for(requests: Sequence[Any], job_ids: Sequence[str]) -> None:
+    for job_id in job_ids:
+        require_job_id("job_id", job_id)
+    if len(set(job_ids)) != len(job_ids):
+        raise InvalidRequest("job_ids: an id comes twice")
+    if len(job_ids) != len(requests):
+        raise InvalidRequest(f"job_ids: {len(job_ids)} for {len(requests)} requests")
+
+
+def _request(fields: Mapping[str, Any]) -> GenerationRequest:
+    plain = {name: _plain(value) for name, value in fields.items()}
+    if plain.get("metadata", {}) is None:
+        del plain["metadata"]
+    return build_request(plain)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as the dicts and lists that strict validation takes; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+class _Busy:
+    """Says when this thread has worked long enough without a pause."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def for_long(self) -> bool:
+        now = time.monotonic()
+        if now - self._since < _BUSY_S:
+            return False
+        self._since = now
+        return True
