@@ -12,6 +12,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
+from stoker.batch.cli import batch
 from stoker.producer import Producer
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
@@ -141,6 +142,9 @@ def dashboard(redis_url: str, /, **options: Any) -> None:
         raise click.ClickException(
             f"the dashboard's packages are missing ({error.name}); install them with: pip install 'stoker[dashboard]'"
         ) from None
+
+
+cli.add_command(batch)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ the request (up to megabytes) where it is, and works on jobs any client in any l
 import json
 import zlib
 from base64 import b64decode
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,14 +16,14 @@ from pydantic import ValidationError
 from rq.job import Job, JobStatus
 from rq.results import Result
 
-from stoker.operations import Commands, Operation
+from stoker.operations import Commands, Entries, Operation
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import FIELD_TOKENS, META_PARTIAL
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
-_FIELDS = ("status", "origin", "worker_name", FIELD_TOKENS, "meta", "exc_info")
+FIELDS = ("status", "origin", "worker_name", FIELD_TOKENS, "meta", "exc_info")
 _KEPT_RESULTS = 10  # RQ trims the stream to this many
 _MAX_REASON_CHARACTERS = 2000
 
@@ -44,9 +45,18 @@ class JobRecord:
     @classmethod
     def read(cls, job_id: str) -> Operation[Self | None]:
         """``None`` when there is no such job (any more)."""
-        hash_fields = ("HMGET", Job.key_for(job_id), *_FIELDS)
+        hash_fields = ("HMGET", Job.key_for(job_id), *FIELDS)
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", _KEPT_RESULTS)
         values, entries = yield Commands([hash_fields, newest_results], atomic=True)
+        return cls.from_replies(job_id, values, entries)
+
+    @classmethod
+    def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self | None:
+        """
+        Args:
+            values: of the fields `FIELDS` of its hash.
+            entries: of its result stream, the newest one first.
+        """
         if values[0] is None:
             return None
         status, origin, worker, tokens, meta, exc_info = (value or b"" for value in values)
@@ -84,7 +94,7 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return GenerationResult.model_validate(json.loads(b64decode(fields[b"return_value"])))
+            return GenerationResult.model_validate(json.loads(_plain(b64decode(fields[b"return_value"]))))
         except (KeyError, ValueError, RecursionError, ValidationError):
             raise JobFailed(self.job_id, "UnreadableResult: it did not return a generation result") from None
 
@@ -119,6 +129,11 @@ def _partial_text(meta: bytes) -> str | None:
 
 
 def _failure_text(data: bytes) -> str:
-    with suppress(zlib.error):  # other languages need not compress
-        data = zlib.decompress(data)
-    return data.decode(errors="replace")
+    return _plain(data).decode(errors="replace")
+
+
+def _plain(data: bytes) -> bytes:
+    """Results are compressed where their producer asked for it (`FIELD_PACKED`); other languages need not compress."""
+    with suppress(zlib.error):
+        return zlib.decompress(data)
+    return data

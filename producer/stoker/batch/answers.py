@@ -65,7 +65,10 @@ def not_run(line_id: str, bad: BadLine) -> dict[str, Any]:
 
 def to_bytes(answer: Mapping[str, Any]) -> bytes:
     """One line, with its end."""
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace") + b"\n"
+    return (
+        json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+        + b"\n"
+    )
 
 
 def is_success(answer: Mapping[str, Any]) -> bool:

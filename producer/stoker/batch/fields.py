@@ -169,7 +169,7 @@ _COMMON: Final[dict[str, Rule]] = {
     **_copied("top_p", "1 where a line gives none"),
     **_copied("seed", "the same seed and prompt give the same text"),
     **_copied("stop", "a string or a list of strings; up to 16"),
-    **_mapped("max_tokens", "without it `--max-tokens`, else 1024 tokens for chat and 16 for completions", _limit("max_tokens")),
+    **_mapped("max_tokens", "without it `--max-tokens`, else 1024 for chat, 16 for text", _limit("max_tokens")),
     **_mapped("user", "the agent, where `metadata.agent_id` names none", _user),
     **_only("n", 1, note="only 1: ask in several lines"),
     **_only("frequency_penalty", 0, note="only 0; there is `repetition_penalty`"),

@@ -11,7 +11,9 @@ class LineSet:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
         at = number >> 3
         return at < len(self._bits) and bool(self._bits[at] & 1 << (number & 7))
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from stoker.batch.fields import RULES, FieldRefused, LineOptions, request_fields
 from stoker_shared.errors import RequestError, RequestTooLarge
-from stoker_shared.request import build_request
+from stoker_shared.request import GenerationRequest, build_request
 
 MAX_LINE_BYTES: Final = 64 * 2**20
 """Longest line that is read: the largest request, however its JSON is escaped, and no more than memory has room for."""
@@ -37,16 +37,12 @@ class BadLine(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """A line that can be run.
-
-    Attributes:
-        payload: the request as it goes on the wire.
-    """
+    """A line that can be run."""
 
     number: int
     custom_id: str
     url: str
-    payload: dict[str, Any]
+    request: GenerationRequest
 
 
 def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
@@ -69,15 +65,19 @@ def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
     if not isinstance(body, dict):
         raise BadLine(number, custom_id, "missing_required_parameter", "'body' must be an object", "body")
     try:
-        return Line(number, custom_id, url, build_request(request_fields(url, body, options)).as_payload())
+        return Line(number, custom_id, url, build_request(request_fields(url, body, options)))
     except FieldRefused as refused:
         raise BadLine(number, custom_id, refused.code, str(refused), refused.param) from None
-    except RequestTooLarge as error:
-        raise BadLine(number, custom_id, "request_too_large", str(error)) from None
     except RequestError as error:
-        name, _, problem = str(error).partition(": ")
-        param = name.split(".")[0] if problem else None
-        raise BadLine(number, custom_id, "invalid_value", str(error), param) from None
+        raise refused_request(number, custom_id, error) from None
+
+
+def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine:
+    """A line whose request is not valid, or too large."""
+    if isinstance(error, RequestTooLarge):
+        return BadLine(number, custom_id, "request_too_large", str(error))
+    name, _, problem = str(error).partition(": ")
+    return BadLine(number, custom_id, "invalid_value", str(error), name.split(".")[0] if problem else None)
 
 
 def custom_id_of(number: int, raw: bytes) -> str | None:

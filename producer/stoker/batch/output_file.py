@@ -28,7 +28,6 @@ class OutputFile:
     """
     Attributes:
         written: the lines that are answered in it.
-        n_failed: those of them that did not succeed.
     """
 
     def __init__(self, path: Path, batch: str) -> None:
@@ -42,7 +41,7 @@ class OutputFile:
         is_new = not path.exists()
         self._file = path.open("a+b", buffering=0)
         self.written = LineSet()
-        self.n_failed = 0
+        self._failed = LineSet()
         try:
             self._lock()
             self._mend()
@@ -62,8 +61,16 @@ class OutputFile:
         self._file.close()
 
     @property
+    def n_failed(self) -> int:
+        """Lines that are answered and did not succeed."""
+        return len(self._failed)
+
+    def has_succeeded(self, number: int) -> bool:
+        return number in self.written and number not in self._failed
+
+    @property
     def identity(self) -> str:
-        """Tells this file from others, also of other machines."""
+        """Tells this file from others, also of other machines; its last part is the path."""
         found = os.fstat(self._file.fileno())
         return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {self._path.resolve()}"
 
@@ -81,12 +88,13 @@ class OutputFile:
             data = data[self._file.write(data) :]
         os.fsync(self._file.fileno())
         for number, answer in new:
-            self._note(number, answer)
+            self._note(number, is_success(answer))
 
-    def _note(self, number: int, answer: Mapping[str, Any]) -> None:
+    def _note(self, number: int, succeeded: bool) -> None:
         if number not in self.written:
             self.written.add(number)
-            self.n_failed += not is_success(answer)
+            if not succeeded:
+                self._failed.add(number)
 
     def _lock(self) -> None:
         try:
@@ -126,9 +134,7 @@ class OutputFile:
                         f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
                         f"option has changed since, or it is another file's. Give another --out"
                     )
-                if found[1] not in self.written:
-                    self.written.add(found[1])
-                    self.n_failed += not succeeded
+                self._note(found[1], succeeded)
 
 
 def _sync_folder(folder: Path) -> None:

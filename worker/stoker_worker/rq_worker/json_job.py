@@ -14,7 +14,15 @@ from rq.serializers import JSONSerializer
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.request import GenerationRequest, build_request, request_digest
-from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_LOST_ALONE, MAX_REQUEST_BYTES, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import (
+    FIELD_ATTEMPTS,
+    FIELD_LOST_ALONE,
+    FIELD_PACKED,
+    MAX_REQUEST_BYTES,
+    PACKED_WITH_ZLIB,
+    REQUEST_KWARG,
+    TASK_PATH,
+)
 
 _UNREADABLE = "<unreadable>"
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
@@ -38,6 +46,8 @@ class JsonJob(Job):
     """Called with that transaction once more, when it is nearly whole."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
     raw_repeats_left: bytes = b""
+    packs_result: bool = False
+    """Whether its producer asked for a compressed result."""
     stamp: str = ""
     """`delivery_stamp` of the hash as it was read."""
 
@@ -54,6 +64,7 @@ class JsonJob(Job):
         super().restore(raw_data)
         self.deaths = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.lost_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
+        self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
