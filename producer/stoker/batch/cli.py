@@ -99,10 +99,7 @@ def run(
                 work = BatchWork(
                     connection, planned.batch, collector, progress, _sayer(as_json), feeder, planned, window
                 )
-                work.begin()
-                _require_all_taken(carry_out(connection, read_record(planned.batch)), output)
-                _or_stop(work.go)
-                work.end()
+                _do(work, follow=True)
             carry_out(connection, forget(planned.batch))
             _finish(context, as_json, planned, output)
 
@@ -160,10 +157,7 @@ def fetch(context: click.Context, /, *, name: str, out: Path, in_order: bool, fo
             collector = Collector(connection, output, in_order)
             with Progress(record.n_requests, collector.tally, quiet=as_json) as progress:
                 work = BatchWork(connection, record.batch, collector, progress, _sayer(as_json))
-                work.begin()
-                _require_all_taken(record, output)
-                _or_stop(lambda: work.go(follow=follow))
-                work.end()
+                _do(work, follow=follow)
             _finish(context, as_json, _find(connection, record.batch), output)
 
 
@@ -207,15 +201,6 @@ def _find(connection: Redis, name: str) -> BatchRecord:
     if record is None:
         raise BatchGone(f"no batch {name} in Redis; `stoker batch ls` shows which there are")
     return record
-
-
-def _require_all_taken(record: BatchRecord | None, output: OutputFile) -> None:
-    if record is not None and record.n_taken > len(output.written):
-        raise click.UsageError(
-            f"{record.n_taken:,} answers of {record.batch} are out of Redis already, in "
-            f"{record.output.split(' ', 2)[-1]}; give that file as --out, or forget the batch and run all lines anew "
-            f"(`stoker batch cancel --forget {record.batch}`)"
-        )
 
 
 def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: OutputFile) -> None:
@@ -265,6 +250,14 @@ def _or_usage_error(make: Callable[[], T]) -> T:
         return make()
     except (ValueError, OSError, OutputRefused) as error:
         raise click.UsageError(str(error)) from None
+
+
+def _do(work: BatchWork, *, follow: bool) -> None:
+    _or_usage_error(work.begin)
+    try:
+        _or_stop(partial(work.go, follow=follow))
+    finally:
+        work.end()
 
 
 def _or_stop(work: Callable[[], Any]) -> None:

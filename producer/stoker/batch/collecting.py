@@ -10,7 +10,7 @@ from typing import Final
 
 from redis import Redis
 
-from stoker.batch.ends import End, ends_of
+from stoker.batch.ends import End, ends_of, server_ms
 from stoker.batch.output_file import OutputFile
 from stoker.batch.register import BatchRecord, SentLine, sent_lines, take_out
 from stoker.driver import run
@@ -66,22 +66,24 @@ class Collector:
         if self._looks_at_all:
             self._looked_at_all_at = now
         self._after, found = 0, 0
+        before_ms = run(self.connection, server_ms())
         while True:
-            n_lines, n_ended = self._step(record)
+            n_lines, n_ended = self._step(record, before_ms)
             found += n_ended
             if not n_lines or (self.in_order and n_ended < n_lines):
                 return found
 
-    def _step(self, record: BatchRecord) -> tuple[int, int]:
+    def _step(self, record: BatchRecord, before_ms: int) -> tuple[int, int]:
         lines = run(self.connection, sent_lines(record.batch, self._after, self._page))
         if not lines:
             return 0, 0
         known = [line for line in lines if line.number in self.output.written]
         unknown = [line for line in lines if line.number not in self.output.written]
-        ends = run(self.connection, ends_of(record.batch, unknown, look_at_all=self._looks_at_all))
+        ends = run(self.connection, ends_of(record.batch, unknown, before_ms=before_ms, look_at_all=self._looks_at_all))
+        n_bytes = sum(end.n_bytes for end in ends.values())
         if self.in_order:
             ends = _without_gaps(unknown, ends)
-        self._size_pages(sum(end.n_bytes for end in ends.values()))
+        self._size_pages(n_bytes, has_gap=self.in_order and len(ends) < len(unknown))
         self.output.append([(line.number, end.answer) for line, end in ends.items()])
         for end in ends.values():
             self.tally.add(end)
@@ -91,9 +93,12 @@ class Collector:
         self._after = lines[-1].number
         return len(lines), len(done)
 
-    def _size_pages(self, n_bytes: int) -> None:
-        """Large answers are read few at a time: a page is held whole."""
-        self._page = max(_MIN_PAGE, self._page // 2) if n_bytes > _LARGE_BYTES else min(_MAX_PAGE, 2 * self._page)
+    def _size_pages(self, n_bytes: int, *, has_gap: bool) -> None:
+        """Large answers are read few at a time, for a page is held whole; so are those that have to wait for others."""
+        if has_gap:
+            self._page = _MIN_PAGE
+        else:
+            self._page = max(_MIN_PAGE, self._page // 2) if n_bytes > _LARGE_BYTES else min(_MAX_PAGE, 2 * self._page)
 
 
 def _without_gaps(lines: list[SentLine], ends: dict[SentLine, End]) -> dict[SentLine, End]:

@@ -13,11 +13,12 @@ from stoker.batch.lines import BadLine
 from stoker.batch.naming import answer_id_for
 from stoker.batch.register import SentLine, bad_answers, now_s
 from stoker.job_record import FIELDS, JobRecord
-from stoker.operations import Commands, Entries, Operation, stream_entries
+from stoker.operations import Commands, Entries, Operation, ask, stream_entries
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import Usage
 
 _KEPT_RESULTS: Final = 10
+_CLOCK_JUMP_MS: Final = 60_000
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,34 @@ class End:
     n_bytes: int = 0
 
 
-def ends_of(batch: str, lines: Sequence[SentLine], *, look_at_all: bool) -> Operation[dict[SentLine, End]]:
+def ends_of(
+    batch: str, lines: Sequence[SentLine], *, before_ms: int, look_at_all: bool
+) -> Operation[dict[SentLine, End]]:
     """Of those of `lines` that have ended, in their order.
 
     Args:
+        before_ms: leave out what ended at this time of the server's or since. Of two lines of an agent the later one
+            never ends first; with one such time for all lines, nor is it ever found without the earlier one.
         look_at_all: also find jobs that ended without a word in their stream (canceled, deleted, expired); this costs a
             command for each line.
     """
     bad = yield from bad_answers(batch, [line.number for line in lines if line.custom_id is None])
     jobs = [line for line in lines if line.custom_id is not None]
     streams = yield from _streams([line.job_id(batch) for line in jobs])
+    fresh = {job_id for job_id, entries in streams.items() if _is_since(before_ms, entries)}
+    jobs = [line for line in jobs if line.job_id(batch) not in fresh]
     seen = [line for line in jobs if look_at_all or line.job_id(batch) in streams]
     hashes = []
     if seen:
         hashes = yield Commands([("HMGET", Job.key_for(line.job_id(batch)), *FIELDS, "ended_at") for line in seen])
-    # What ended between the two looks has its entry by now.
+    # What ended between the two looks has its entry by now, and is found next time.
     late = [line.job_id(batch) for line, values in zip(seen, hashes, strict=True) if values[0] is not None]
-    streams |= yield from _streams([job_id for job_id in late if job_id not in streams])
+    late_streams = yield from _streams([job_id for job_id in late if job_id not in streams])
     found = {line: End(bad[line.number]) for line in lines if line.number in bad}
     for line, values in zip(seen, hashes, strict=True):
         job_id = line.job_id(batch)
         end = _end(line, job_id, values, streams.get(job_id, []))
-        if end is not None:
+        if end is not None and job_id not in late_streams:
             found[line] = end
     return {line: found[line] for line in lines if line in found}
 
@@ -70,6 +77,18 @@ def _streams(job_ids: Sequence[str]) -> Operation[dict[str, Entries]]:
     keys = {Result.get_key(job_id): job_id for job_id in job_ids}
     [reply] = yield Commands([("XREAD", "COUNT", _KEPT_RESULTS, "STREAMS", *keys, *["0-0"] * len(keys))])
     return {keys[key]: entries for key, entries in stream_entries(reply).items()}
+
+
+def server_ms() -> Operation[int]:
+    """The server's time; entries of streams are numbered by it."""
+    seconds, microseconds = yield from ask("TIME")
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _is_since(before_ms: int, entries: Entries) -> bool:
+    """One far in the future is from before the server's clock was set back, and is not waited for."""
+    ended_ms = int(entries[-1][0].split(b"-")[0])
+    return before_ms <= ended_ms < before_ms + _CLOCK_JUMP_MS
 
 
 def _end(line: SentLine, job_id: str, values: Sequence[Any], entries: Entries) -> End | None:

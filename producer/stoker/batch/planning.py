@@ -30,9 +30,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     """
     name, keep_s = options["name"], _seconds(options["keep"])
     if name is not None and not is_batch_name(name):
-        raise click.UsageError(
-            f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _"
-        )
+        raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
     queue = _queue(options["queue"])
     line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])

@@ -5,6 +5,7 @@ All that counts is in Redis and in the output file, so a round that was cut shor
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,7 +16,7 @@ from stoker.batch.ends import canceled
 from stoker.batch.feeding import CHUNK_LINES, Feeder
 from stoker.batch.holding import HOLD_S, RENEW_S, BatchHeld, hold, release
 from stoker.batch.naming import job_id_for
-from stoker.batch.output_file import OutputFile
+from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
 from stoker.batch.register import BatchRecord, n_in_redis, read_record, register
 from stoker.driver import run
@@ -64,9 +65,16 @@ class BatchWork:
         """Make or find the batch, and see to it that nobody else takes its answers.
 
         Raises:
+            OutputRefused: answers that left Redis are not in this file.
             BatchGone, BatchHeld, RedisUnavailable.
         """
-        self._record()
+        record = self._record()
+        if record.n_taken > len(self._output.written):
+            raise OutputRefused(
+                f"{record.n_taken:,} answers of {self.batch} are out of Redis already, in "
+                f"{record.output.split(' ', 2)[-1]}; give that file as --out, or forget the batch and run all lines "
+                f"anew (`stoker batch cancel --forget {self.batch}`)"
+            )
         end = time.monotonic() + HOLD_S + 1
         while True:
             try:
@@ -106,7 +114,8 @@ class BatchWork:
 
     def end(self) -> None:
         """Let others take the answers out."""
-        run(self.connection, release(self.batch, self._output.identity))
+        with suppress(RedisUnavailable):  # then it expires
+            run(self.connection, release(self.batch, self._output.identity))
 
     def _round(self) -> int | None:
         """How many lines moved; ``None`` when all is over."""
