@@ -18,6 +18,7 @@ from queue_bench import Feeder, TimedProvider, our_worker, ours, stock
 from redis import Redis
 
 from stoker import Producer
+from stoker_worker.ports import Busy
 from stoker_worker.redis_server import EmbeddedServer
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
@@ -25,7 +26,7 @@ from stoker_worker.settings import read_settings
 REPORT = "EXP-013-queue-costs.md"
 STEPS_PER_S = 1000
 JOBS_PER_S = 100
-BUSY = frozenset({"busy"})
+BUSY = Busy(writing=frozenset({"busy"}))
 
 
 def behind_a_busy_agent(url: str, waiting: int, rounds: int) -> Json:
@@ -56,8 +57,8 @@ def with_an_agent_each(url: str, waiting: int, rounds: int) -> Json:
         producer.submit_many([{"agent_id": f"agent {n}", "prompt": "x" * 500} for n in range(waiting)])
         with open_queue(read_settings({"redis_url": url, "lease_ttl_s": 600}), url) as opened:
             queue = opened.rq_queue
-            first = {"looks": 1, "worst_ms": round(timed(lambda: queue.claim(1, frozenset())), 1), "s": 0.0}
-            claims = [timed(lambda: queue.claim(1, frozenset())) for _ in range(rounds)]
+            first = {"looks": 1, "worst_ms": round(timed(lambda: queue.claim(1, Busy())), 1), "s": 0.0}
+            claims = [timed(lambda: queue.claim(1, Busy())) for _ in range(rounds)]
             true = connection.llen("rq:queue:generate") == waiting - len(queue._in_flight) == waiting - rounds - 1
     return {"waiting": waiting, "first": first, "claim_ms": percentiles(claims), "idle_ms": None, "length_true": true}
 

@@ -43,7 +43,7 @@ FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 
 FIELD_AGENT: Final = "stoker_agent"
 """Field of the job hash, so that a worker that looks ahead need not read the request: `created_at`, the request's
-`access` and, unless that is `none`, its agent id, with a space between them. Optional; beside another `created_at`, that
+`access` and, unless that is `none`, its agent id, with spaces between. Optional; beside another `created_at`, that
 of an id enqueued anew, it counts for nothing."""
 
 FIELD_TOKENS: Final = "stoker_tokens"

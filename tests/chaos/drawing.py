@@ -36,7 +36,7 @@ class Mix:
 SCRIPTED = Mix(
     kinds={
         "words": 46, "say": 14, "long": 8, "fail": 5, "flaky": 7, "late": 3,
-        "canceled": 5, "withdrawn": 6, "short-lived": 2, "scheduled": 3, "question": 2, "off": 2,
+        "canceled": 5, "withdrawn": 6, "short-lived": 2, "scheduled": 3, "question": 4, "off": 3, "nobody": 3,
     },
     words=("and", "then", "some", "more", "words"),
     most_words=60,
@@ -117,4 +117,6 @@ def _draw(random: Random, mix: Mix, index: int, kind: str, n_agents: int) -> Pla
             values |= {"cache": "read"}
         case "off":
             values |= {"cache": "off", "context": "full"}
+        case "nobody":
+            values |= {"agent": None, "cache": random.choice(("readwrite", "off")), "context": "full"}
     return PlannedJob(prompt=f"\n[{index}] {lines}\n{last}", **values)

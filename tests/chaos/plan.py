@@ -26,6 +26,7 @@ class PlannedJob:
     """One job.
 
     Attributes:
+        agent: ``None`` for a job without one.
         options: RQ's, for `Queue.enqueue`.
         ends: the states it may end in when nobody withdraws it.
         short_lived: it may expire in the queue, by its own ttl.
@@ -39,7 +40,7 @@ class PlannedJob:
     """
 
     index: int
-    agent: str
+    agent: str | None
     queue: str
     context: str
     cache: str

@@ -74,7 +74,7 @@ def _again(random: Random, job: PlannedJob, index: int, fails: float, long: rang
         job,
         index=index,
         reuses=job.index,
-        agent=job.agent if random.random() < 0.6 else job.agent + " other",
+        agent=job.agent if job.agent is None or random.random() < 0.6 else job.agent + " other",
         prompt=f"\n[{index}] another\n{last}",
         ends=frozenset(ends),
         max_tokens=random.randrange(4, 20),

@@ -23,6 +23,7 @@ from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.outage import may_pass
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -104,15 +105,15 @@ class Round:
         raise AssertionError("the jobs do not come to an end")
 
     def claim(self):
-        busy = frozenset(job.request.agent_id for job in self.running.values())
+        busy = Busy().beside(job.memory_use for job in self.running.values())
         try:
             claimed = self.queue.claim(8, busy)
         except RedisError:  # as the inbox
             self.when_redis_is_there(self.queue.recover)
             return
         for job in claimed:
-            assert job.request.agent_id not in busy
-            busy |= {job.request.agent_id}
+            assert not busy.bars(job.memory_use)
+            busy = busy.beside([job.memory_use])
             self.running[job.job_id] = job
             self.starts.append((job.request.agent_id, job.job_id.rpartition("-")[0]))
 

@@ -372,7 +372,7 @@ BAD_PAYLOADS = {
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
     "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
     "empty stop": ({"prompt": "x", "stop": [""]}, "InvalidRequest: stop.0"),
-    "newer version": ({"prompt": "x", "v": 2}, "RequestVersionTooNew: .*v 2.*v 1"),
+    "newer version": ({"prompt": "x", "v": 3}, "RequestVersionTooNew: .*v 3.*v 2"),
     "other model": ({"prompt": "x", "model": "gpt"}, "ModelMismatch: .*'gpt'.*'scripted'"),
     "over the context": ({"prompt": "x", "max_tokens": 2_000_000}, "ContextLimitExceeded: .*2000001"),
 }  # fmt: skip

@@ -81,7 +81,8 @@ def test_every_field_of_the_request_and_every_option_is_a_keyword_argument():
 
 def test_every_field_arrives(producer, connection):
     fields = {
-        "agent_id": "a", "context": "append", "cache": "read", "max_tokens": 9, "temperature": 0.5,
+        "agent_id": "a", "context": "append", "expect_version": 3, "must_exist": True, "cache": "read",
+        "max_tokens": 9, "temperature": 0.5,
         "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "stop": ("x", "y"), "repetition_penalty": 1.1,
         "logprobs": True, "top_logprobs": 2, "tools": ({"type": "function"},),
         "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
@@ -89,9 +90,9 @@ def test_every_field_arrives(producer, connection):
     }  # fmt: skip
     ticket = producer.submit(**fields)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    expected = {**fields, "v": 1, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
+    expected = {**fields, "v": 2, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
     assert request_of(connection, ticket.job_id) == expected
-    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt", "expect_version", "must_exist"}
+    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt"}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ def nested(depth: int) -> dict[str, object]:
         ({"agent_id": "a", "prompt": SECRET.encode()}, "prompt"),
         ({"agent_id": "a"}, "'prompt' and 'messages'"),
         ({**WITH_PROMPT, "messages": MESSAGES}, "'prompt' and 'messages'"),
-        ({"prompt": SECRET}, "agent_id"),
+        ({"prompt": SECRET, "context": "append"}, "agent_id"),
+        ({**WITH_PROMPT, "must_exist": True}, "must_exist"),
+        ({**WITH_PROMPT, "expect_version": 1}, "expect_version"),
+        ({**WITH_PROMPT, "context": "append", "expect_version": -1}, "expect_version"),
         ({**WITH_PROMPT, "agent_id": ""}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "x" * 201}, "agent_id"),
         ({**WITH_PROMPT, "agent_id": "a\nb"}, "agent_id"),
@@ -100,8 +103,40 @@ def test_any_printable_name_is_an_agent_id(agent_id):
 
 
 def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields():
-    with pytest.raises(RequestVersionTooNew, match=r"v 2.*v 1"):
-        build_request({**WITH_PROMPT, "v": 2, "field_of_v2": True})
+    with pytest.raises(RequestVersionTooNew, match=r"v 3.*v 2"):
+        build_request({**WITH_PROMPT, "v": 3, "field_of_v3": True})
+
+
+APPEND = {**WITH_PROMPT, "context": "append"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "version"),
+    [
+        (WITH_PROMPT, 1),
+        ({**WITH_PROMPT, "v": 2}, 1),
+        ({**APPEND, "must_exist": False}, 1),
+        ({"prompt": "x"}, 2),
+        ({**APPEND, "must_exist": True}, 2),
+        ({**APPEND, "expect_version": 0}, 2),
+    ],
+)
+def test_the_lowest_version_that_has_what_is_asked_goes_on_the_wire(fields, version):
+    assert build_request(fields).as_payload()["v"] == version
+
+
+@pytest.mark.parametrize(
+    ("fields", "access"),
+    [
+        ({}, "none"),
+        ({"cache": "read"}, "none"),
+        ({"agent_id": "a"}, "write"),
+        ({"agent_id": "a", "cache": "read"}, "read"),
+        ({"agent_id": "a", "cache": "off"}, "none"),
+    ],
+)
+def test_a_request_uses_its_agents_memory_as_its_cache_field_says(fields, access):
+    assert build_request({"prompt": "x", **fields}).access == access
 
 
 def test_a_prompt_of_fifty_megabytes_is_too_large():

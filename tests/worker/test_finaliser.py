@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from stoker_shared.errors import EngineFailed
 from stoker_worker.conversation import Prompt
 from stoker_worker.finaliser import Finaliser
 from stoker_worker.loader import Ended, Prepared
-from stoker_worker.ports import AgentVersion, ClaimedJob, Completion, Delivery, GenerationWork, Restored
+from stoker_worker.ports import AgentVersion, CacheSlice, ClaimedJob, Completion, Delivery, GenerationWork, Restored
 
 MODEL = SimpleNamespace(name="m", fingerprint="f", tokenizer_fingerprint="t")
 
@@ -198,3 +199,32 @@ def test_a_job_that_was_alone_in_an_engine_that_broke_is_told_apart(running, n_r
     finaliser.join()
     assert queue.losses == losses
     assert len(queue.given_back) == n_rows + 1
+
+
+def test_shared_blocks_that_cannot_be_written_fail_no_job(running, caplog):
+    finaliser, queue, store, ended = running
+    saved = []
+
+    def save_blocks(token_ids, cache, *, model, salt):
+        saved.append((len(token_ids), cache.start, cache.stop, salt))
+        raise OSError("disk full")
+
+    store.save_blocks = save_blocks
+    done = finished("a")
+    request = build_request({"prompt": "p"})
+    ids = tuple(range(700))
+    prepared = replace(
+        done.prepared,
+        job=replace(done.job, request=request),
+        agent=None,
+        prompt=Prompt(ids, None, "p"),
+        restored=Restored(None, "none", saved_blocks=1, shared_blocks=2),
+        salt="tenant",
+    )
+    completion = replace(done.completion, cache=CacheSlice(256, 701, ()))
+    with caplog.at_level(logging.WARNING):
+        finaliser.put(Ended(prepared.job, prepared, completion))
+        assert ended.acquire(timeout=20)
+    assert saved == [(512, 256, 701, "tenant")]
+    assert queue.finished == ["job-a"]
+    assert "its blocks are not saved: OSError: disk full" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from stoker_shared.request import GenerationRequest
 from stoker_worker.admission import Admission
 from stoker_worker.inbox import Inbox
-from stoker_worker.ports import ClaimedJob, Delivery
+from stoker_worker.ports import Busy, ClaimedJob, Delivery
 
 
 def job(agent_id: str) -> ClaimedJob:
@@ -23,7 +23,7 @@ class ScriptedQueue:
     def __init__(self, *agents: str) -> None:
         self.waiting = list(agents)
 
-    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         return [job(self.waiting.pop(0))] if self.waiting and limit else []
 
     def waiting_agents(self) -> frozenset[str]:
@@ -82,7 +82,7 @@ class LongQueue(ScriptedQueue):
         self._hidden = hidden
         self.looks = 0
 
-    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         self.looks += 1
         return [job("a")] if self.looks == 10 and limit else []
 
@@ -142,6 +142,6 @@ def test_the_end_of_a_run_does_not_free_the_place_of_its_ids_next_one() -> None:
     admission.admit([first])
     admission.admit([second])
     admission.release(first)
-    assert admission.busy_agents == {"b"}
+    assert admission.busy == Busy(writing=frozenset({"b"}))
     admission.release(second)
-    assert admission.busy_agents == frozenset()
+    assert admission.busy == Busy()

@@ -61,7 +61,7 @@ class EndlessQueue:
     def beat(self):
         return True
 
-    def claim(self, limit, busy_agents):
+    def claim(self, limit, busy):
         if not limit:
             return []
         self.claims += 1

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
-from stoker_worker.ports import ClaimedJob
+from stoker_worker.ports import Busy, ClaimedJob
 
 
 class Admission:
-    """At most `max_in_flight` jobs, and never two of one agent: its second job needs what its first one leaves."""
+    """At most `max_in_flight` jobs, and beside one that writes an agent's memory none that uses it: they need what it
+    leaves."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
@@ -17,8 +18,8 @@ class Admission:
         return self._max_in_flight - len(self._jobs)
 
     @property
-    def busy_agents(self) -> frozenset[str]:
-        return frozenset(job.request.agent_id for job in self._jobs.values())
+    def busy(self) -> Busy:
+        return Busy().beside(job.memory_use for job in self._jobs.values())
 
     @property
     def jobs(self) -> list[ClaimedJob]:

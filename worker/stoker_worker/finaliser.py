@@ -21,6 +21,7 @@ from stoker_shared.errors import (
     OwnershipLost,
     WorkerLostTooOften,
 )
+from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
 from stoker_worker.outage import may_pass
@@ -164,10 +165,13 @@ class Finaliser:
             report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
             return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
 
+        if agent is None:
+            self._save_shared(prepared, completion)
+            return result(None, saved=False)
         if job.request.cache != "readwrite":
             return result(agent.number or None, saved=False)
         turn = Turn(
-            agent_id=job.request.agent_id,
+            agent_id=agent.agent_id,
             parent=agent.number,
             delivery=job.delivery,
             transcript=next_transcript(prepared.prompt, completion, self._model),
@@ -184,9 +188,19 @@ class Finaliser:
             if job.request.context == "append":
                 raise AgentVersionNotSaved(reason) from error
             if not isinstance(error, AgentVersionConflict):  # then a newer version is there, and sound
-                self._store.mark_unsaved(job.request.agent_id)
+                self._store.mark_unsaved(agent.agent_id)
             return result(agent.number or None, saved=False, save_error=reason)
         return saved_result
+
+    def _save_shared(self, prepared: Prepared, completion: Completion) -> None:
+        """What other jobs without an agent begin with too. Its loss costs them time only."""
+        cache, n_shared = completion.cache, prepared.restored.shared_blocks * BLOCK_TOKENS
+        if cache is None or not cache.start < n_shared <= cache.stop:
+            return
+        try:
+            self._store.save_blocks(prepared.prompt.ids[:n_shared], cache, model=self._model, salt=prepared.salt)
+        except Exception as error:
+            log.warning("job %s: its blocks are not saved: %s: %s", prepared.job.job_id, type(error).__name__, error)
 
     def _fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
         log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)

@@ -83,7 +83,7 @@ class Inbox(threading.Thread):
         if not self._draining.is_set():
             if self._recover.is_due():
                 self._recover_orphans()
-            claimed = self._queue.claim(self._admission.room, self._admission.busy_agents)
+            claimed = self._queue.claim(self._admission.room, self._admission.busy)
             self._admission.admit(claimed)
             self._protect_agents()
             for job in claimed:
@@ -123,7 +123,7 @@ class Inbox(threading.Thread):
 
     def _protect_agents(self) -> None:
         """Before the loader has a job: nothing of what it reads may be evicted until the job has ended."""
-        at_work = (self._admission.busy_agents, self._queue.waiting_agents())
+        at_work = (self._admission.busy.agents, self._queue.waiting_agents())
         if at_work != self._at_work:
             self._at_work = at_work
             self._protect(at_work[0] | at_work[1])

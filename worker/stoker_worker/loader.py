@@ -36,13 +36,14 @@ class Prepared:
     """A job ready for the engine.
 
     Attributes:
+        agent: ``None`` for a job that uses no agent's memory.
         salt: what its cached blocks are addressed with.
         submitted_at: Unix time.
         has_next: whether the loader had its next job already.
     """
 
     job: ClaimedJob
-    agent: AgentVersion
+    agent: AgentVersion | None
     prompt: Prompt
     restored: Restored
     work: GenerationWork
@@ -121,15 +122,15 @@ class Loader(threading.Thread):
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
         agent = self._agent(job)
-        if (answer := agent.answer_to(job.delivery)) is not None:
+        if agent is not None and (answer := agent.answer_to(job.delivery)) is not None:
             log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
             return Ended(job, answer=answer)
         if job.lost_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
             raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
-        prompt = build_prompt(request, agent.transcript, model, self._codec)
+        prompt = build_prompt(request, agent.transcript if agent else None, model, self._codec)
         restored, salt = _NOT_USED, self._salt(request)
-        if request.cache != "off" and model.has_memory:
+        if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
             restored = self._store.restore(
                 prompt.ids, agent=agent, model=model, salt=salt, beside_others=self._rows_run()
             )
@@ -137,7 +138,7 @@ class Loader(threading.Thread):
             request=request,
             prompt_ids=prompt.ids,
             prefix=restored.prefix,
-            save_from=restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None,
+            save_from=restored.saved_blocks * BLOCK_TOKENS if _is_to_be_saved(request, restored) else None,
         )
         has_next = not self._claimed.empty()
         return Prepared(job, agent, prompt, restored, work, salt, time.time(), has_next)
@@ -147,10 +148,10 @@ class Loader(threading.Thread):
             return request.cache_salt
         return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
 
-    def _agent(self, job: ClaimedJob) -> AgentVersion:
+    def _agent(self, job: ClaimedJob) -> AgentVersion | None:
         request = job.request
-        if request.cache == "off":
-            return AgentVersion(request.agent_id, 0, None)
+        if request.agent_id is None or request.cache == "off":
+            return None
         try:
             return self._store.open_agent(request.agent_id)
         except AgentTranscriptUnreadable as error:
@@ -163,3 +164,10 @@ class Loader(threading.Thread):
                 raise
             log.warning("agent of job %s: %s", job.job_id, error)
             return usable
+
+
+def _is_to_be_saved(request: GenerationRequest, restored: Restored) -> bool:
+    """Of a job without an agent only what another one begins with too, and is not there yet."""
+    if request.cache != "readwrite":
+        return False
+    return request.agent_id is not None or restored.shared_blocks > restored.saved_blocks

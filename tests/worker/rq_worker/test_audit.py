@@ -12,6 +12,7 @@ from tests.worker.rq_worker.looking import places, taken_over
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.every import Every
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.audit import Audit
 
 pytestmark = pytest.mark.server
@@ -56,7 +57,7 @@ def test_a_job_that_stands_nowhere_is_put_back_once_and_at_the_front(connection,
     assert rounds(audit) == 1
     assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == [lost, waiting]
     assert rounds(audit) == 0
-    assert [job.job_id for job in queue.claim(8, frozenset())] == [lost]
+    assert [job.job_id for job in queue.claim(8, Busy())] == [lost]
 
 
 def test_the_first_look_only_notes_what_seems_lost(connection, plain, queue, audit):
@@ -83,12 +84,12 @@ def test_nothing_is_put_back_before_it_has_looked_lost_for_a_while(connection, p
 def test_jobs_that_stand_where_they_should_are_left_there(connection, plain, queue, audit):
     ended = {"finished": enqueue(plain), "failed": enqueue(plain), "scheduled": enqueue(plain, retry=Retry(1, 60))}
     for end, job_id in ended.items():
-        (job,) = queue.claim(1, frozenset())
+        (job,) = queue.claim(1, Busy())
         assert job.job_id == job_id
         queue.finish(job, {}) if end == "finished" else queue.fail(job, EngineFailed("x"))
     later = plain.enqueue_in(timedelta(hours=1), TASK_PATH, request=REQUEST).id
     running, waiting = enqueue(plain), enqueue(plain)
-    queue.claim(1, frozenset())
+    queue.claim(1, Busy())
     deferred = enqueue(plain, depends_on=waiting)
     where = ended | {"scheduled again": later, "wip": running, "generate": waiting, "deferred": deferred}
     assert rounds(audit) == 0
@@ -112,7 +113,7 @@ def test_a_job_that_stands_anywhere_is_not_lost(connection, plain, queue, audit,
 
 def test_a_job_this_worker_runs_is_not_lost_when_an_old_tool_removes_its_entry(connection, plain, queue, audit):
     job_id = enqueue(plain)
-    queue.claim(1, frozenset())
+    queue.claim(1, Busy())
     lose(connection, job_id)
     assert rounds(audit, in_flight={job_id}) == 0
     assert rounds(audit, in_flight=()) == 1

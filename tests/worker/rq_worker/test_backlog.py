@@ -8,6 +8,7 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.backlog import Backlog
 
 pytestmark = pytest.mark.server
@@ -42,8 +43,9 @@ def claimed(connection):
 
 
 def claim(backlog, limit=10, busy=(), lease=LEASE):
-    backlog.read_ahead(limit, frozenset(busy))
-    return backlog.claim(limit, frozenset(busy), lease)
+    now = Busy(writing=frozenset(busy))
+    backlog.read_ahead(limit, now)
+    return backlog.claim(limit, now, lease)
 
 
 def claim_soon(backlog, **options):
@@ -243,7 +245,7 @@ def test_a_note_of_an_id_that_was_enqueued_anew_for_another_agent_counts_for_not
     plain = Queue("generate", connection=connection, serializer=JSONSerializer)
     plain.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "b", "prompt": "x"}}, job_id=job_id)
     assert connection.hget(f"rq:job:{job_id}", "stoker_agent").endswith(b" a")
-    backlog.read_ahead(0, frozenset())
+    backlog.read_ahead(0, Busy())
     assert backlog.agents() == {"b"}
 
 

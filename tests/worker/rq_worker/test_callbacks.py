@@ -15,6 +15,7 @@ from tests.worker.rq_worker.looking import places
 
 from stoker_shared.errors import CallbacksNotLoadable, EngineFailed
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.callbacks import Callbacks
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
@@ -41,7 +42,7 @@ def start(plain, queue):
     def enqueue_and_claim(agent="a", timeout=5, retry=None, **names):
         callbacks = {when: Callback(f"{MODULE}.{name}", timeout=timeout) for when, name in names.items()}
         plain.enqueue(TASK_PATH, request={"agent_id": agent, "prompt": "x"}, job_id=agent, retry=retry, **callbacks)
-        (job,) = queue.claim(1, frozenset())
+        (job,) = queue.claim(1, Busy())
         return job
 
     return enqueue_and_claim
@@ -62,7 +63,7 @@ def test_a_success_callback_gets_the_job_and_its_result(connection, queue, start
 
 def test_a_failure_callback_is_called_for_every_try_that_failed(connection, queue, start):
     queue.fail(start(on_success="succeeded", on_failure="failed", retry=Retry(max=1)), EngineFailed("first"))
-    (again,) = queue.claim(1, frozenset())
+    (again,) = queue.claim(1, Busy())
     queue.fail(again, EngineFailed("second"))
     first, second = calls(connection, 2)
     assert first[:4] == ["failed", "a", "EngineFailed", "first"]
@@ -101,7 +102,7 @@ def test_callbacks_that_wait_when_the_worker_stops_are_run_first(redis_url, conn
         for n in range(5):
             request = {"agent_id": f"a{n}", "prompt": "x"}
             plain.enqueue(TASK_PATH, request=request, on_success=Callback(f"{MODULE}.slow"))
-        for job in opened.rq_queue.claim(5, frozenset()):
+        for job in opened.rq_queue.claim(5, Busy()):
             opened.rq_queue.finish(job, RESULT)
     assert connection.llen("called") == 5
 
@@ -122,7 +123,7 @@ def test_callbacks_that_wait_when_the_worker_stops_are_run_first(redis_url, conn
 def test_a_job_with_any_other_callback_is_refused_and_says_which(connection, plain, queue, when, path):
     request = {"agent_id": "a", "prompt": "x"}
     job = plain.enqueue(TASK_PATH, request=request, **{when: Callback(path)})
-    assert queue.claim(1, frozenset()) == []
+    assert queue.claim(1, Busy()) == []
     reason = Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string
     assert reason.startswith("PayloadRefused")
     assert path in reason
@@ -131,7 +132,7 @@ def test_a_job_with_any_other_callback_is_refused_and_says_which(connection, pla
 
 def test_a_refused_job_still_gets_its_failure_callback(connection, plain, queue):
     plain.enqueue(TASK_PATH, request={"agent_id": ""}, job_id="bad", on_failure=Callback(f"{MODULE}.failed"))
-    assert queue.claim(1, frozenset()) == []
+    assert queue.claim(1, Busy()) == []
     ((_, job_id, kind, _, state),) = calls(connection)
     assert (job_id, kind, state) == ("bad", "InvalidRequest", "failed")
 
@@ -141,7 +142,7 @@ def test_a_job_with_a_webhook_is_refused_and_nothing_is_sent(connection, plain, 
     monkeypatch.setattr(Webhook, "send", lambda *args, **options: sent.append(args))
     request = {"agent_id": "a", "prompt": "x"}
     job = plain.enqueue(TASK_PATH, request=request, webhooks=[Webhook("http://127.0.0.1:9/", "failed")])
-    assert queue.claim(1, frozenset()) == []
+    assert queue.claim(1, Busy()) == []
     assert "webhooks" in Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string
     assert sent == []
 

@@ -10,6 +10,7 @@ from tests.worker.rq_worker.looking import places
 
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import FIELD_ATTEMPTS, TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -41,7 +42,7 @@ def send_again(connection):
 
 
 def claim(queue, busy=()):
-    return queue.claim(8, frozenset(busy))
+    return queue.claim(8, Busy(writing=frozenset(busy)))
 
 
 def claims_nothing(queue):

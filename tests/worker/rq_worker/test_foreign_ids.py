@@ -12,6 +12,7 @@ from tests.lossy_proxy import LossyProxy
 from tests.worker_process import running_worker
 
 from stoker import JobFailed, JobNotFound, Producer
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.audit import Audit
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
@@ -78,7 +79,7 @@ def test_ids_of_any_bytes_that_were_claimed_when_a_worker_died_go_back_and_are_f
     assert queue.recover() == len(STRANGE)
     assert set(server.lrange("rq:queue:generate", 0, -1)) == set(STRANGE)
     while server.llen("rq:queue:generate"):
-        assert queue.claim(8, frozenset()) == []
+        assert queue.claim(8, Busy()) == []
     assert set(server.zrange("rq:failed:generate", 0, -1)) == set(STRANGE)
     assert server.llen("rq:queue:generate:intermediate") == 0
 
@@ -88,10 +89,10 @@ def test_a_lost_reply_fails_it_once(server, redis_url):
         enqueue(server, "a.b")
         proxy.lose(lambda exchange: exchange.holds("EVALSHA", "rq:failed:generate"))
         with pytest.raises(RedisConnectionError):
-            queue.claim(8, frozenset())
+            queue.claim(8, Busy())
         for _ in range(2):
             assert queue.recover() == 0
-            assert queue.claim(8, frozenset()) == []
+            assert queue.claim(8, Busy()) == []
     assert len(proxy.lost) == 1
     assert server.xlen("rq:results:a.b") == 1
     assert server.hget("rq:job:a.b", "status") == b"failed"
@@ -103,7 +104,7 @@ def test_an_id_behind_which_no_job_waits_is_dropped(server, queue, status):
     if status is not None:
         server.hset("rq:job:a.b", "status", status)
     before = server.hgetall("rq:job:a.b")
-    assert queue.claim(8, frozenset()) == []
+    assert queue.claim(8, Busy()) == []
     assert server.hgetall("rq:job:a.b") == before
     assert server.llen("rq:queue:generate") == server.llen("rq:queue:generate:intermediate") == 0
     assert not server.exists("rq:failed:generate", "rq:results:a.b")
@@ -113,13 +114,13 @@ def test_a_key_that_is_no_job_costs_nobody_else_anything(server, queue):
     server.set("rq:job:a.b", "a string")
     server.rpush("rq:queue:generate", "a.b")
     enqueue(server, "good")
-    assert [job.job_id for job in queue.claim(8, frozenset())] == ["good"]
+    assert [job.job_id for job in queue.claim(8, Busy())] == ["good"]
 
 
 @pytest.mark.parametrize(("failure_ttl", "expected"), [("60", 60), ("-1", -1), ("1e300", WEEK_S), ("x", WEEK_S)])
 def test_it_is_kept_for_as_long_as_its_enqueuer_said(server, queue, failure_ttl, expected):
     enqueue(server, "a.b", failure_ttl=failure_ttl)
-    queue.claim(8, frozenset())
+    queue.claim(8, Busy())
     assert expected - 5 <= server.ttl("rq:job:a.b") <= expected
     assert server.hget("rq:job:a.b", "status") == b"failed"
     assert server.zscore("rq:failed:generate", "a.b")
@@ -153,6 +154,6 @@ def test_one_that_waited_for_its_time_is_failed_when_it_is_due(server, queue):
         server.zadd("rq:scheduled:generate", {job_id: 1})
     server.delete("rq:queue:generate")
     queue.tidy()
-    claimed = [job.job_id for _ in range(3) for job in queue.claim(8, frozenset())]  # one of an agent at a time
+    claimed = [job.job_id for _ in range(3) for job in queue.claim(8, Busy())]  # one of an agent at a time
     assert claimed == ["good"]
     assert set(server.zrange("rq:failed:generate", 0, -1)) == {b"a.b", b"agent-\xc3\xbc"}

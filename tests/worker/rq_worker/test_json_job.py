@@ -8,7 +8,8 @@ import pytest
 
 from stoker_shared.errors import PayloadRefused, RequestError, RequestTooLarge
 from stoker_shared.wire import MAX_REQUEST_BYTES, TASK_PATH
-from stoker_worker.rq_worker.json_job import JsonJob, agent_in
+from stoker_worker.ports import UNUSED, MemoryUse
+from stoker_worker.rq_worker.json_job import JsonJob, memory_use_in
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -26,7 +27,7 @@ def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
 @pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])
 def test_compressed_and_plain_payloads_carry_the_same_request(data):
     assert restored(data).generation_request().agent_id == "a"
-    assert agent_in(data) == "a"
+    assert memory_use_in(data) == MemoryUse("write", "a")
 
 
 class Bomb:
@@ -39,7 +40,7 @@ def test_a_pickle_is_refused_without_being_loaded(compress):
     data = compress(pickle.dumps((TASK_PATH, None, (), {"request": Bomb()})))
     with pytest.raises(PayloadRefused, match="pickle"):
         restored(data).generation_request()
-    assert agent_in(data) is None
+    assert memory_use_in(data) == UNUSED
 
 
 @pytest.mark.parametrize("field", ["meta", "result"])

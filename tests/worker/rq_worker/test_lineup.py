@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from stoker_worker.ports import UNUSED, Busy, MemoryUse
 from stoker_worker.rq_worker.heads import Heads
 from stoker_worker.rq_worker.lineup import Lineup
 from stoker_worker.rq_worker.turns import Turns
@@ -20,27 +21,48 @@ def agent_of(job_id):
     return AGENTS[int(job_id.removeprefix("job-")) % len(AGENTS)]
 
 
+def reads(job_id):
+    return int(job_id.removeprefix("job-")) % 7 < 3
+
+
+def use_of(job_id):
+    agent = agent_of(job_id)
+    return UNUSED if agent is None else MemoryUse("read" if reads(job_id) else "write", agent)
+
+
 def plainly(known, limit, busy, suspects, given, served):
     """What is to be chosen of the jobs that are `known` without a gap, said the plain way: by looking at all of them.
 
     `given` places were given so far; `served` are the agents with waiting jobs that had one, longest ago first.
     """
-    first_of = {agent_of(job_id) or job_id: job_id for job_id in reversed(known)}
+
+    def line(job_id):
+        return agent_of(job_id) or job_id
+
+    def may_go(job_id, chosen):
+        before = [other for other in known[: known.index(job_id)] if line(other) == line(job_id)]
+        if job_id in suspects or job_id in busy.job_ids or any(other not in chosen for other in before):
+            return False
+        beside = [other for other in chosen if line(other) == line(job_id)]
+        if reads(job_id) and agent_of(job_id):
+            return line(job_id) not in busy.writing and all(reads(other) for other in beside)
+        return not agent_of(job_id) or (line(job_id) not in busy.agents and not beside)
+
+    first_of = {line(job_id): job_id for job_id in reversed(known)}
     ready = [job_id for job_id in known if job_id in suspects and job_id in first_of.values()]
-    chosen, taken = [], {agent_of(job_id) or job_id for job_id in ready} | set(busy)
+    chosen = []
     while len(chosen) < limit:
-        heads = {agent_of(job_id) or job_id: job_id for job_id in reversed(known) if job_id not in chosen}
-        free = [job_id for job_id in known if heads.get(agent_of(job_id) or job_id) == job_id]
-        free = [job_id for job_id in free if (agent_of(job_id) or job_id) not in taken]
+        free = [job_id for job_id in known if job_id not in chosen and may_go(job_id, chosen)]
         if not free:
             break
         pick = free[0]
         if (given + len(chosen)) % 2:
-            new = [job_id for job_id in free if agent_of(job_id) and agent_of(job_id) not in served]
-            longest_ago = next((heads.get(agent) for agent in served if agent not in taken), None)
-            pick = next((job_id for job_id in (*new[:1], longest_ago) if job_id in free), pick)
+            had_one = {agent_of(job_id) for job_id in chosen}
+            in_turn = [job_id for job_id in free if agent_of(job_id) and agent_of(job_id) not in had_one]
+            new = [job_id for job_id in in_turn if agent_of(job_id) not in served]
+            longest_ago = [job_id for agent in served for job_id in in_turn if agent_of(job_id) == agent]
+            pick = (*new[:1], *longest_ago[:1], pick)[0]
         chosen.append(pick)
-        taken |= {agent_of(pick)} - {None}
     return chosen, (ready[0] if ready else None)
 
 
@@ -87,15 +109,18 @@ class LineupMachine(RuleBasedStateMachine):
         for job_id in self.lineup.unlearned(count):
             assert job_id not in self.known
             (self.suspects.add if job_id in suspects else self.suspects.discard)(job_id)
-            self.lineup.learn(job_id, agent_of(job_id), suspect=job_id in suspects)
+            self.lineup.learn(job_id, use_of(job_id), suspect=job_id in suspects)
             self.known.add(job_id)
 
     @rule(
         limit=st.integers(1, 6),
-        busy=st.sets(st.sampled_from("abc")),
+        writing=st.sets(st.sampled_from("abc")),
+        reading=st.sets(st.sampled_from("abc")),
+        behind_runs=st.sets(st.sampled_from(JOBS), max_size=2),
         claim=st.booleans(),
     )
-    def choose(self, limit, busy, claim):
+    def choose(self, limit, writing, reading, behind_runs, claim):
+        busy = Busy(frozenset(writing), frozenset(reading), frozenset(behind_runs))
         unread = next((n for n, job_id in enumerate(self.waiting) if job_id not in self.known), len(self.waiting))
         wanted, suspect = plainly(self.waiting[:unread], limit, busy, self.suspects, self.given, self.served)
         assert self.lineup.choose(limit, busy) == wanted
@@ -132,9 +157,9 @@ def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
     lineup = Lineup()
     lineup.append(job_ids)
     for job_id in lineup.unlearned(100):
-        lineup.learn(job_id, agent_of(job_id), suspect=False)
+        lineup.learn(job_id, use_of(job_id), suspect=False)
     chosen = []
-    while found := lineup.choose(2, ()):
+    while found := lineup.choose(2, Busy()):
         for job_id in found:
             lineup.serve(job_id)
         chosen += found
@@ -153,11 +178,11 @@ class Places:
         job_ids = [f"{agent}-{uuid4()}" for agent in agents]
         (self.lineup.prepend if front else self.lineup.append)(job_ids)
         for job_id in self.lineup.unlearned(10_000):
-            self.lineup.learn(job_id, job_id.partition("-")[0], suspect=False)
+            self.lineup.learn(job_id, MemoryUse("write", job_id.partition("-")[0]), suspect=False)
 
-    def give(self, n_places=1, busy=()):
+    def give(self, n_places=1):
         for _ in range(n_places):
-            for job_id in self.lineup.choose(1, busy):
+            for job_id in self.lineup.choose(1, Busy()):
                 self.lineup.serve(job_id)
                 self.given.append(job_id.partition("-")[0])
         return self.given
@@ -219,7 +244,7 @@ def test_what_was_chosen_and_not_claimed_counts_for_nothing():
     places = Places()
     places.submit(*["heavy"] * 5, "new")
     places.give()
-    choices = [places.lineup.choose(1, ()) for _ in range(4)]
+    choices = [places.lineup.choose(1, Busy()) for _ in range(4)]
     assert choices == choices[:1] * 4
 
 
@@ -231,7 +256,7 @@ def test_nothing_is_kept_of_agents_that_have_nothing_waiting():
     places.give(10)
     assert len(places.given) == 400
     assert len(places.lineup) == 0
-    places.lineup.first(1), places.lineup.choose(1, ())
+    places.lineup.first(1), places.lineup.choose(1, Busy())
     seen, todo = {}, [vars(places.lineup)]
     while todo:
         for found in gc.get_referents(todo.pop()):

@@ -18,6 +18,7 @@ from tests.worker.rq_worker.test_callbacks import calls
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.outage import may_pass
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -85,7 +86,7 @@ def again(call):
 
 
 def claim(queue, busy=frozenset()):
-    return again(lambda: queue.claim(8, frozenset(busy)))
+    return again(lambda: queue.claim(8, Busy(writing=frozenset(busy))))
 
 
 def starts(exchange):

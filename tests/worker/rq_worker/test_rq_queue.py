@@ -14,6 +14,7 @@ from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.rq_worker.ended_note import EndedNote
 from stoker_worker.rq_worker.requeue import InFlight
@@ -29,7 +30,7 @@ def submit(producer, *agents):
 
 
 def claim(queue, limit=8):
-    return queue.claim(limit, frozenset())
+    return queue.claim(limit, Busy())
 
 
 def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):
@@ -149,7 +150,7 @@ def test_the_agents_of_waiting_jobs_are_read_while_every_place_is_taken(producer
     assert len(claim(queue)) == 1
     submit(producer, "other")
     for _ in range(50):
-        assert queue.claim(0, frozenset({"heavy"})) == []
+        assert queue.claim(0, Busy(writing=frozenset({"heavy"}))) == []
     assert queue.waiting_agents() == {"heavy", "other"}
 
 
@@ -364,7 +365,7 @@ def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer)
         assert queue.waiting_agents() == {"a"}
         assert queue.waiting_agents() is queue.waiting_agents()
         producer.submit(agent_id="d", prompt="x", queue="high")
-        queue.claim(8, frozenset({"a", "d"}))
+        queue.claim(8, Busy(writing=frozenset({"a", "d"})))
         assert queue.waiting_agents() == {"a", "d"}
 
 
@@ -441,7 +442,7 @@ def test_what_a_claim_left_that_broke_off_goes_back_before_anything_else_is_clai
     monkeypatch.setattr(queue._starter, "start", start)
     assert [job.job_id for job in claim(queue)] == [first]
     monkeypatch.undo()
-    assert [job.job_id for job in queue.claim(8, frozenset({"a"}))] == [second]
+    assert [job.job_id for job in queue.claim(8, Busy(writing=frozenset({"a"})))] == [second]
     assert places(connection, third) == ["generate"]
 
 

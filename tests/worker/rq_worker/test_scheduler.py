@@ -13,6 +13,7 @@ from tests.worker.rq_worker.looking import places, taken_over
 
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -75,12 +76,12 @@ def test_thousands_that_are_due_at_once_are_enqueued_in_steps_one_right_after_th
 
 def test_a_retry_with_an_interval_waits_in_the_scheduled_registry_and_comes_back(connection, plain, queue):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     queue.fail(job, EngineFailed("may pass"))
     assert places(connection, job_id) == ["scheduled"]
     make_due(connection, job_id)
     queue.tidy()
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     queue.fail(job, EngineFailed("did not pass"))
     assert places(connection, job_id) == ["failed"]
 
@@ -89,7 +90,7 @@ def test_a_retry_with_an_interval_waits_in_the_scheduled_registry_and_comes_back
 def test_a_retry_goes_to_the_front_if_its_producer_said_so(connection, plain, queue, at_front, order):
     retry = Retry(max=1, interval=60, enqueue_at_front=at_front)
     plain.enqueue(TASK_PATH, request=REQUEST, retry=retry, job_id="retried")
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     queue.fail(job, EngineFailed("may pass"))
     plain.enqueue(TASK_PATH, request=REQUEST, job_id="other")
     make_due(connection, "retried")
@@ -167,7 +168,7 @@ def test_a_rate_limited_job_waits_for_its_slot_when_it_is_due(connection, plain,
     make_due(connection, first, second)
     queue.tidy()
     assert waiting(connection) == [first]
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     queue.finish(job, {"text": "done"})
     assert waiting(connection) == [second]
 
@@ -189,7 +190,7 @@ def test_a_worker_that_dies_while_it_schedules_a_retry_leaves_the_job_to_recover
 ):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dying:
-        (job,) = dying.rq_queue.claim(8, frozenset())
+        (job,) = dying.rq_queue.claim(8, Busy())
         monkeypatch.setattr(Queue, "schedule_job", _gone)
         with pytest.raises(RedisConnectionError):
             dying.rq_queue.fail(job, EngineFailed("may pass"))
@@ -201,7 +202,7 @@ def test_a_worker_that_dies_while_it_schedules_a_retry_leaves_the_job_to_recover
 
 def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     monkeypatch.setattr(Queue, "schedule_job", _gone)
     with pytest.raises(RedisConnectionError):
         queue.fail(job, EngineFailed("may pass"))
@@ -212,7 +213,7 @@ def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, qu
 
 def test_a_repeat_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
     job_id = plain.enqueue(TASK_PATH, request=REQUEST, repeat=Repeat(times=1, interval=60)).id
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     monkeypatch.setattr(Queue, "schedule_job", _gone)
     with pytest.raises(RedisConnectionError):
         queue.finish(job, {"text": "done"})

@@ -10,6 +10,7 @@ from rq.serializers import JSONSerializer
 from tests.worker.rq_worker.looking import taken_over
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_worker.ports import Busy
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -40,7 +41,7 @@ def submit(producer, *agents, queue="generate"):
 
 
 def claim(queue, limit=16, running=()):
-    return queue.claim(limit, frozenset(job.request.agent_id for job in running))
+    return queue.claim(limit, Busy().beside(job.memory_use for job in running))
 
 
 def ids(jobs):
@@ -153,7 +154,7 @@ def test_a_job_that_turns_out_to_be_a_suspect_when_it_is_started_beside_others_g
     submit(producer, "u", queue="high")
     running = claim(queue)
     (suspect,) = submit(producer, "a")
-    queue.claim(0, frozenset())  # it is read
+    queue.claim(0, Busy())  # it is read
     connection.hset(f"rq:job:{suspect}", FIELD_ATTEMPTS, 1)
     assert claim(queue, running=running) == []
     assert claim(queue, running=running) == []

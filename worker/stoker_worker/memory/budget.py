@@ -63,6 +63,7 @@ class DiskBudget:
         self._protected: frozenset[str] = frozenset()
         self._in_use: Counter[str] = Counter()
         self._held: dict[str, set[Path]] = {}
+        self._lent: Counter[Path] = Counter()
         self._evicted: set[str] = set()
         self._warned = False
         started = time.monotonic()
@@ -104,13 +105,25 @@ class DiskBudget:
                 if not self._in_use[agent_id]:
                     del self._in_use[agent_id]
 
-    def look_again(self, agent_id: str, blocks: Iterable[Path] = ()) -> None:
+    @contextmanager
+    def lending(self, blocks: tuple[Path, ...]) -> Iterator[None]:
+        """Inside, `blocks` stay, for a job without an agent."""
+        with self._lock:
+            self._lent.update(blocks)
+            self._ledger.touch_unused(blocks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lent -= Counter(blocks)
+
+    def look_again(self, agent_id: str | None, blocks: Iterable[Path] = ()) -> None:
         """Something of the agent's, or these blocks, may have changed on disk. Never raises."""
         try:
             with self._lock:
                 self._look_again(agent_id, blocks)
         except OSError as error:
-            _log.warning("the bytes of agent %r are not known: %s", agent_id, error)
+            _log.warning("the bytes of %s are not known: %s", f"agent {agent_id!r}" if agent_id else "blocks", error)
 
     def saved(self, agent_id: str, blocks: tuple[Path, ...]) -> None:
         """A version of the agent is committed that uses `blocks`."""
@@ -121,10 +134,11 @@ class DiskBudget:
             self._held.pop(agent_id, None)
             self._evicted.discard(agent_id)
 
-    def not_saved(self, agent_id: str) -> None:
+    def not_saved(self, agent_id: str | None) -> None:
         """A save failed, as on a full disk: what nobody uses goes at once, or the next turn finds no space either."""
         with self._lock:
-            self._held.pop(agent_id, None)
+            if agent_id is not None:
+                self._held.pop(agent_id, None)
         self._settle(unused_before=float("inf"))
 
     def make_room(self) -> None:
@@ -141,10 +155,12 @@ class DiskBudget:
         )
         return max_bytes
 
-    def _look_again(self, agent_id: str, blocks: Iterable[Path]) -> None:
-        folder = self._store.agent(agent_id).path
-        touched = {self._store.path, folder.parent, *(self._store.path / name for name in STORE_PARTS)}
-        self._ledger.set_agent(folder, agent_id, agent_use(folder, self._ledger.folder_use(folder)))
+    def _look_again(self, agent_id: str | None, blocks: Iterable[Path]) -> None:
+        touched = {self._store.path, *(self._store.path / name for name in STORE_PARTS)}
+        if agent_id is not None:
+            folder = self._store.agent(agent_id).path
+            touched.add(folder.parent)
+            self._ledger.set_agent(folder, agent_id, agent_use(folder, self._ledger.folder_use(folder)))
         for path in blocks:
             self._ledger.set_block(path, allocated_bytes(path))
             touched |= {path.parent, path.parent.parent}
@@ -176,7 +192,7 @@ class DiskBudget:
             self._ledger,
             need_bytes=need_bytes,
             protected=protected,
-            held=set().union(*self._held.values()),
+            held=set(self._lent).union(*self._held.values()),
             unused_before=unused_before,
             most_blocks=_BLOCKS_AT_ONCE,
         )

@@ -84,6 +84,12 @@ class Ledger:
         if (agent := self.agents.get(folder)) is not None:
             self.agents[folder] = replace(agent, agent_id=agent_id, last_use=next(self._uses))
 
+    def touch_unused(self, blocks: tuple[Path, ...]) -> None:
+        """Blocks of a chain are used now, by somebody who is no agent."""
+        for path in reversed(blocks):  # its start is to go last
+            if self.unused_since.pop(path, None) is not None:
+                self.unused_since[path] = self._clock()
+
     def folder_use(self, folder: Path) -> FolderUse:
         return self.agents[folder].folder if folder in self.agents else NOTHING
 

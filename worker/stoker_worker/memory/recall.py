@@ -22,6 +22,7 @@ from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.files import Files, is_there
 from stoker_worker.memory.hot import HotMemory
 from stoker_worker.memory.restore import find_prefix
+from stoker_worker.memory.shared_prefixes import SharedPrefixes
 from stoker_worker.ports import AgentVersion, LoadedModel, Restored, RestoredPrefix
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Question:
     """Whose memory is asked for which prompt, by which model; and how many threads may read it."""
 
     prompt: tuple[int, ...]
-    agent: AgentVersion
+    agent: AgentVersion | None
     model: LoadedModel
     salt: str | None
     n_readers: int
@@ -66,33 +67,51 @@ class Recall:
         self._hot = hot
         self._folder_of = folder_of
         self._state_of = state_of
+        self._shared = SharedPrefixes()
 
     def answer(self, asked: Question) -> Restored:
         """The longest verified cache prefix of the prompt."""
-        agent_id = asked.agent.agent_id
-        own, other = self._own_cache(asked)
         blocks = chain_paths(asked.model.fingerprint, asked.salt, asked.prompt, self._blocks.path_of)
-        with self._budget.using(agent_id, blocks):
-            restored = self._from_memory(asked, own, blocks) if other is None and agent_id in self._hot else None
-            return restored or self._from_disk(asked, own, other)
+        if (agent := asked.agent) is None:
+            return self._for_nobody(asked, blocks)
+        own, other = self._own_cache(asked, agent)
+        with self._budget.using(agent.agent_id, blocks):
+            restored = None
+            if other is None and agent.agent_id in self._hot:
+                restored = self._from_memory(asked, agent, own, blocks)
+            return restored or self._from_disk(asked, agent, own, other)
 
-    def _from_memory(self, asked: Question, own: OwnCache | None, blocks: tuple[Path, ...]) -> Restored | None:
+    def _for_nobody(self, asked: Question, blocks: tuple[Path, ...]) -> Restored:
+        """What other jobs of this salt have left of the same beginning."""
+        model, n_shared = asked.model, self._shared.note(blocks)
+        source = Source(model.fingerprint, asked.salt, model.spec, None, self._blocks.path_of, asked.n_readers)
+        with self._budget.lending(blocks):
+            found = find_prefix(asked.prompt, source)
+            reason = self._report(None, found, None)
+        prefix = RestoredPrefix(found.n_tokens, found.layers) if found.n_tokens else None
+        return Restored(
+            prefix, "disk" if prefix else "none", found.saved_blocks, miss_reason=reason, shared_blocks=n_shared
+        )
+
+    def _from_memory(
+        self, asked: Question, agent: AgentVersion, own: OwnCache | None, blocks: tuple[Path, ...]
+    ) -> Restored | None:
         """What the agent's hot cache gives; ``None`` when the disk may give more. `blocks` are the prompt's."""
         saved_blocks = sum(1 for _ in takewhile(is_there, blocks))
         disk_tokens = common_length(own.token_ids, asked.prompt[: asked.limit]) if own else 0
         if not asked.model.spec.snapshot_layers:
             disk_tokens = max(disk_tokens, min(asked.limit, saved_blocks * BLOCK_TOKENS))
         prefix = self._hot.restore(
-            asked.prompt, agent=asked.agent, model=asked.model, salt=asked.salt, disk_tokens=disk_tokens
+            asked.prompt, agent=agent, model=asked.model, salt=asked.salt, disk_tokens=disk_tokens
         )
         if prefix is None:
             return None
         # A prompt of whole blocks leaves out one token, and its last block needs no second write all the same.
         return Restored(prefix, "memory", saved_blocks=min(saved_blocks, (prefix.n_tokens + 1) // BLOCK_TOKENS))
 
-    def _from_disk(self, asked: Question, own: OwnCache | None, other: str | None) -> Restored:
+    def _from_disk(self, asked: Question, agent: AgentVersion, own: OwnCache | None, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot serve."""
-        model, agent = asked.model, asked.agent
+        model = asked.model
         source = Source(model.fingerprint, asked.salt, model.spec, own, self._blocks.path_of, asked.n_readers)
         found = find_prefix(asked.prompt, source)
         reason = self._report(agent.agent_id, found, other if found.n_tokens < asked.limit else None)
@@ -103,9 +122,9 @@ class Recall:
         self._hot.loaded(prefix, asked.prompt, agent=agent, model=model, salt=asked.salt, has_all=has_all)
         return Restored(prefix, "disk", saved_blocks=found.saved_blocks, miss_reason=reason)
 
-    def _own_cache(self, asked: Question) -> tuple[OwnCache | None, str | None]:
+    def _own_cache(self, asked: Question, agent: AgentVersion) -> tuple[OwnCache | None, str | None]:
         """The agent's own cache as far as model and salt may use it, else why they may not."""
-        agent, model = asked.agent, asked.model
+        model = asked.model
         state, transcript = self._state_of(agent.agent_id), agent.transcript
         cache = state.cache if state.version.number == agent.number else None
         if cache is None or transcript is None:
@@ -121,7 +140,7 @@ class Recall:
         tail = folder.tail_path(agent.number)
         return OwnCache(transcript.token_ids[: cache.tokens], tail, tuple(snapshots)), None
 
-    def _report(self, agent_id: str, found: Found, other: str | None) -> str | None:
+    def _report(self, agent_id: str | None, found: Found, other: str | None) -> str | None:
         """Remove what is damaged, so that the next save writes it anew; log, count and return the first reason."""
         for faulty in found.faults:
             if faulty.fault != "missing":
@@ -129,7 +148,7 @@ class Recall:
                     self._files.remove(faulty.path)
         if found.faults:
             self._budget.look_again(agent_id, (faulty.path for faulty in found.faults if faulty.kind == "block"))
-        was_evicted = self._budget.was_evicted(agent_id)
+        was_evicted = agent_id is not None and self._budget.was_evicted(agent_id)
         reasons = [
             "evicted" if was_evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
             for faulty in found.faults
@@ -138,6 +157,7 @@ class Recall:
             return None
         where = f": {found.faults[0].path}" if found.faults else ""
         level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
-        _log.log(level, "agent %r: cache missed after %d tokens: %s%s", agent_id, found.n_tokens, reasons[0], where)
+        whose = "no agent" if agent_id is None else f"agent {agent_id!r}"
+        _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.n_tokens, reasons[0], where)
         self.misses[reasons[0]] += 1
         return reasons[0]

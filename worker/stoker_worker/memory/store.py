@@ -17,7 +17,7 @@ from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder, Pieces
 from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.block_paths import cached_blocks
+from stoker_worker.memory.block_paths import cached_blocks, chain_paths
 from stoker_worker.memory.block_search import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk, Files
@@ -28,7 +28,7 @@ from stoker_worker.memory.record import TurnRecord, delta, record_checksum
 from stoker_worker.memory.store_folder import StoreFolder
 from stoker_worker.memory.turn_cache import cached_prefix, own_pieces, run_of
 from stoker_worker.memory.verify import verify_agents, verify_blocks
-from stoker_worker.ports import AgentVersion, LoadedModel, Restored, Turn
+from stoker_worker.ports import AgentVersion, CacheSlice, LoadedModel, Restored, Turn
 
 
 class AgentStore:
@@ -90,13 +90,13 @@ class AgentStore:
         self,
         prompt_ids: Sequence[int],
         *,
-        agent: AgentVersion,
+        agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
         beside_others: bool = False,
     ) -> Restored:
         """See `CacheStorePort.restore`."""
-        if not model.has_memory:
+        if not model.has_memory or (agent is None and model.spec.snapshot_layers):
             return Restored(None, "none")
         return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt, n_readers(beside_others)))
 
@@ -147,6 +147,22 @@ class AgentStore:
         self.budget.make_room()
         return version.number, result
 
+    def save_blocks(
+        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+    ) -> None:
+        """See `CacheStorePort.save_blocks`."""
+        blocks = chain_paths(model.fingerprint, salt, token_ids, self._blocks.path_of)
+        try:
+            with self.budget.lending(blocks):
+                try:
+                    self._blocks.save(run_of(token_ids, model, salt, cache), cache.layers)
+                finally:
+                    self.budget.look_again(None, blocks[cache.start // BLOCK_TOKENS :])
+        except OSError:
+            self.budget.not_saved(None)
+            raise
+        self.budget.make_room()
+
     def mark_unsaved(self, agent_id: str) -> None:
         """See `CacheStorePort.mark_unsaved`."""
         self._unsaved.add(agent_id)
@@ -192,6 +208,7 @@ class AgentStore:
         folder, cache = self._agent(turn.agent_id), turn.cache
         pieces: Pieces = {}
         if cache is not None and turn.model.has_memory:
-            last_block = self._blocks.save(run_of(turn, cache), cache.layers)
+            run = run_of(turn.transcript.token_ids, turn.model, turn.cache_salt, cache)
+            last_block = self._blocks.save(run, cache.layers)
             pieces = own_pieces(turn, cache, folder, last_block)
         return folder.commit(state, turn.parent + 1, record, pieces)

@@ -14,7 +14,7 @@ from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.cache_layout import fits, state_fits
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, are_snapshots
-from stoker_worker.ports import CacheSlice, Turn
+from stoker_worker.ports import CacheSlice, LoadedModel, Turn
 
 
 def cached_prefix(turn: Turn, state: AgentState) -> CachedPrefix | None:
@@ -45,10 +45,9 @@ def cached_prefix(turn: Turn, state: AgentState) -> CachedPrefix | None:
     return CachedPrefix(model.fingerprint, turn.cache_salt, tokens, last_block, snapshots)
 
 
-def run_of(turn: Turn, cache: CacheSlice) -> CachePiece:
-    """The tokens whose K/V the turn brings along: full blocks, and perhaps a tail behind them."""
-    token_ids, model = turn.transcript.token_ids, turn.model
-    before = chain(chain_root(model.fingerprint, turn.cache_salt), token_ids[: cache.start])[-1]
+def run_of(token_ids: tuple[int, ...], model: LoadedModel, salt: str | None, cache: CacheSlice) -> CachePiece:
+    """The tokens whose K/V `cache` has: full blocks, and perhaps a tail behind them."""
+    before = chain(chain_root(model.fingerprint, salt), token_ids[: cache.start])[-1]
     return CachePiece("block", model.fingerprint, model.spec, before, token_ids[cache.start : cache.stop])
 
 

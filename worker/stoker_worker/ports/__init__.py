@@ -4,6 +4,7 @@ Threads hand these to one another through queues and never share anything mutabl
 bytes nobody else writes to; bfloat16 travels as uint16 (`ModelCacheSpec.dtype` says which it is).
 """
 
+from stoker_worker.ports.agents import UNUSED, Busy, MemoryUse
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
@@ -23,8 +24,10 @@ from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TextCodec
 from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort
 
 __all__ = [
+    "UNUSED",
     "AgentVersion",
     "Array",
+    "Busy",
     "CacheSlice",
     "CacheStorePort",
     "CancelReason",
@@ -39,6 +42,7 @@ __all__ = [
     "LayerKV",
     "LayerState",
     "LoadedModel",
+    "MemoryUse",
     "ModelProviderPort",
     "QueuePort",
     "Restored",

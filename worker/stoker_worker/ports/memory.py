@@ -76,6 +76,8 @@ class Restored:
     saved_blocks: int = 0
     """Full blocks of the prompt's chain that are on disk: they need no second write. Verified when read from there."""
     miss_reason: str | None = None
+    shared_blocks: int = 0
+    """For a job without an agent: full blocks of the prompt's chain that the prompt of another such job had too."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class CacheStorePort(Protocol):
         self,
         prompt_ids: Sequence[int],
         *,
-        agent: AgentVersion,
+        agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
         beside_others: bool = False,
@@ -123,6 +125,8 @@ class CacheStorePort(Protocol):
         damaged, missing or foreign piece: that is a miss with a reason.
 
         Args:
+            agent: ``None`` for a job without one: it gets what others of its salt left, and nothing is noted of it but
+                how its prompt begins.
             beside_others: whether other sequences are running: they keep half of the processor.
         """
         ...
@@ -135,6 +139,17 @@ class CacheStorePort(Protocol):
 
         Raises:
             OSError: it could not be written; the agent is still at `turn.parent`.
+        """
+        ...
+
+    def save_blocks(
+        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+    ) -> None:
+        """Keep the full blocks of `token_ids` from `cache.start` on, for whoever begins with these tokens: no agent's,
+        and the first to go when there is too much.
+
+        Raises:
+            OSError: they could not be written.
         """
         ...
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker_shared.request import GenerationRequest
+from stoker_worker.ports.agents import Busy, MemoryUse
 from stoker_worker.ports.memory import Delivery
 
 
@@ -53,12 +54,19 @@ class ClaimedJob:
     lost_alone: int = 0
     cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
 
+    @property
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse.of(self.request.access, self.request.agent_id)
+
 
 class QueuePort(Protocol):
     """The durable queue. Claiming and watching run on the inbox thread, ending jobs on the finaliser thread."""
 
-    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
-        """Take up to `limit` waiting jobs, in order, at most one per agent and none of a busy one."""
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+        """Take up to `limit` waiting jobs that may run beside one another and beside what is busy.
+
+        Of an agent's jobs none passes by one that waits before it, unless both only read.
+        """
         ...
 
     def has_unread(self) -> bool:

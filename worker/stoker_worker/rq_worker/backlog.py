@@ -1,8 +1,9 @@
 """Looks ahead in a queue and claims chosen jobs. Owns what is known of the waiting jobs; inbox thread.
 
-RQ's own dequeue takes the head whatever it is. An agent's jobs must run one at a time and in order, without holding up
-other agents, so claiming passes by jobs of agents that are busy. The list itself is not touched until a job is claimed:
-its length stays true for operators. It is read once; after that each look asks only for what came in at either end.
+RQ's own dequeue takes the head whatever it is. What an agent's jobs do to its memory must happen in order and one at a
+time, without holding up other agents, so claiming passes by jobs of agents that are busy. The list itself is not
+touched until a job is claimed: its length stays true for operators. It is read once; after that each look asks only for
+what came in at either end.
 """
 
 import time
@@ -15,8 +16,9 @@ from rq.queue import Queue
 
 from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, LEASE_KEY
 from stoker_worker.every import Every
+from stoker_worker.ports import UNUSED, Busy, MemoryUse
 from stoker_worker.rq_worker.job_ids import raw, text
-from stoker_worker.rq_worker.json_job import agent_in
+from stoker_worker.rq_worker.json_job import memory_use_in
 from stoker_worker.rq_worker.lineup import Lineup
 
 # All or nothing for each id: after a crash it is in the queue or in the intermediate list, never nowhere. Before each
@@ -33,28 +35,31 @@ end
 return claimed
 """
 
-# For each of the jobs KEYS its agent's id, or its whole data where no field holds that of this `created_at`. It stops
-# when those are over ARGV[3] bytes. And which of them are suspects. A key that is no hash is one unreadable job, not a
-# failure of the look.
+# For each of the jobs KEYS what its producer noted of its use of memory, or its whole data where there is no such note
+# of this `created_at`. It stops when those are over ARGV[3] bytes. And which of them are suspects. A key that is no
+# hash is one unreadable job, not a failure of the look.
 _READ = """
-local agents, with_data, suspects, room = {}, {}, {}, tonumber(ARGV[3])
+local notes, with_data, suspects, room = {}, {}, {}, tonumber(ARGV[3])
 for i, job in ipairs(KEYS) do
   local fields = redis.pcall('HMGET', job, ARGV[1], ARGV[2], 'created_at')
   if fields.err then fields = {false, false, false} end
-  local agent, of_this_job = fields[1], (fields[3] or '') .. ' '
-  if agent and string.sub(agent, 1, #of_this_job) == of_this_job then
-    agent = string.sub(agent, #of_this_job + 1)
+  local note, of_this_job = fields[1], (fields[3] or '') .. ' '
+  if note and string.sub(note, 1, #of_this_job) == of_this_job then
+    note = string.sub(note, #of_this_job + 1)
   else
-    agent = redis.pcall('HGET', job, 'data')
-    if type(agent) ~= 'string' then agent = '' end
-    if #agent > room and i > 1 then break end
-    room = room - #agent
+    note = ''
+  end
+  if note ~= 'none' and not string.find(note, '^write .') and not string.find(note, '^read .') then
+    note = redis.pcall('HGET', job, 'data')
+    if type(note) ~= 'string' then note = '' end
+    if #note > room and i > 1 then break end
+    room = room - #note
     with_data[#with_data + 1] = i
   end
-  agents[i] = agent
+  notes[i] = note
   if fields[2] and tonumber(fields[2]) and tonumber(fields[2]) > 0 then suspects[#suspects + 1] = i end
 end
-return {agents, with_data, suspects}
+return {notes, with_data, suspects}
 """
 
 # ARGV: page, most new ones in front, number of known first ids, those (first one first), known last ids (last one
@@ -104,11 +109,11 @@ class Backlog:
         self._look_at = connection.register_script(_LOOK)
         self._read_at = connection.register_script(_READ)
         self._lineup = Lineup()
-        self._learned: dict[str, tuple[str | None, bool]] = {}  # outlives the lineup, which is read anew at times
+        self._learned: dict[str, tuple[MemoryUse, bool]] = {}  # outlives the lineup, which is read anew at times
         self._may_start_over = Every(5.0)
         self._is_whole = True
 
-    def read_ahead(self, limit: int, busy_agents: frozenset[str]) -> None:
+    def read_ahead(self, limit: int, busy: Busy) -> None:
         """Find out what came in, and for a moment whose it is, until a claim of `limit` jobs finds enough.
 
         Also when it does, or `limit` is 0, it reads on for a moment: whose turn it is shows only among jobs whose
@@ -117,16 +122,16 @@ class Backlog:
         self._look()
         begin = time.perf_counter()
         while self._learn():
-            n_chosen = len(self._lineup.choose(limit, busy_agents))
+            n_chosen = len(self._lineup.choose(limit, busy))
             if time.perf_counter() > begin + _learn_s(limit, n_chosen):
                 return
 
-    def claim(self, limit: int, busy_agents: frozenset[str], lease_value: str) -> list[str]:
-        """Move up to `limit` job ids to the intermediate list: the oldest of each agent that is not busy, no suspects.
+    def claim(self, limit: int, busy: Busy, lease_value: str) -> list[str]:
+        """Move up to `limit` job ids to the intermediate list: those that may run beside what is busy, no suspects.
 
         Nothing is claimed when `lease_value` does not stand in the queue's lease any more.
         """
-        return self._take(self._lineup.choose(limit, busy_agents), lease_value)
+        return self._take(self._lineup.choose(limit, busy), lease_value)
 
     @property
     def has_unread(self) -> bool:
@@ -159,9 +164,9 @@ class Backlog:
         """The agents of the waiting jobs that the last looks came across."""
         return self._lineup.agents()
 
-    def set_right(self, job_id: str, agent_id: str, *, suspect: bool) -> None:
+    def set_right(self, job_id: str, use: MemoryUse, *, suspect: bool) -> None:
         """A claimed job that goes back is not what was read of it."""
-        self._learned[job_id] = agent_id, suspect
+        self._learned[job_id] = use, suspect
 
     def _take(self, chosen: list[str], lease_value: str) -> list[str]:
         if not chosen:
@@ -211,8 +216,8 @@ class Backlog:
         for job_id in job_ids:
             if job_id not in self._learned:  # those before it were too large to read more
                 break
-            agent_id, suspect = self._learned[job_id]
-            self._lineup.learn(job_id, agent_id, suspect=suspect)
+            use, suspect = self._learned[job_id]
+            self._lineup.learn(job_id, use, suspect=suspect)
         return bool(job_ids)
 
     def _read(self, job_ids: list[str]) -> None:
@@ -224,8 +229,14 @@ class Backlog:
         reply: list[list[Any]] = self._read_at(keys=keys, args=[FIELD_AGENT, FIELD_ATTEMPTS, _MAX_DATA_BYTES])
         found, with_data, suspects = reply[0], frozenset(reply[1]), frozenset(reply[2])
         for number, (job_id, value) in enumerate(zip(job_ids, found, strict=False), start=1):
-            agent_id = agent_in(value) if number in with_data else value.decode(errors="replace")
-            self._learned[job_id] = agent_id, number in suspects
+            use = memory_use_in(value) if number in with_data else _noted(value.decode(errors="replace"))
+            self._learned[job_id] = use, number in suspects
+
+
+def _noted(note: str) -> MemoryUse:
+    """The end of `FIELD_AGENT`, in one of the forms that `_READ` lets pass."""
+    access, _, agent_id = note.partition(" ")
+    return MemoryUse("read" if access == "read" else "write", agent_id) if agent_id else UNUSED
 
 
 def _learn_s(limit: int, n_chosen: int) -> float:

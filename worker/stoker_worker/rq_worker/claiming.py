@@ -6,8 +6,9 @@ queue, the starter starts.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from stoker_worker.ports import ClaimedJob
+from stoker_worker.ports import Busy, ClaimedJob
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.behind_runs import BehindRuns
 from stoker_worker.rq_worker.lease import Lease
@@ -52,19 +53,19 @@ class Claiming:
         waiting = [agents for backlog in self.backlogs.values() if (agents := backlog.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
 
-    def claim(self, limit: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
+    def claim(self, limit: int, busy: Busy, claimed: list[ClaimedJob]) -> None:
         """Add to `claimed` as each job is started, so that an error on the way loses none."""
         nothing_runs = limit > 0 and not self._in_flight
         if nothing_runs:
             for backlog in self.backlogs.values():
-                backlog.read_ahead(limit, busy_agents)
+                backlog.read_ahead(limit, busy)
             if self._claim_suspect(claimed):
                 return
         room = 0 if self._makes_way() else limit
         for name, backlog in self.backlogs.items():
             if not nothing_runs:
-                backlog.read_ahead(room - len(claimed), busy_agents)
-            self._claim_from(name, room - len(claimed), busy_agents, claimed)
+                backlog.read_ahead(room - len(claimed), busy)
+            self._claim_from(name, room - len(claimed), busy, claimed)
             if 0 < room == len(claimed):  # with no room at all, each is read ahead
                 break
         self.has_unread = any(backlog.has_unread for backlog in self.backlogs.values())
@@ -73,7 +74,7 @@ class Claiming:
         """With nothing in flight the suspects of all queues come first: no other moment costs less."""
         for name, backlog in self.backlogs.items():
             while job_ids := backlog.claim_suspect(self._lease.held_value(name)):
-                self._start(name, job_ids[0], frozenset(), claimed)
+                self._start(name, job_ids[0], Busy(), claimed)
                 if claimed:
                     return True
         return False
@@ -89,22 +90,22 @@ class Claiming:
             return False
         return any(backlog.suspect_still_waits() for backlog in self.backlogs.values())
 
-    def _claim_from(self, name: str, room: int, busy_agents: frozenset[str], claimed: list[ClaimedJob]) -> None:
-        busy = busy_agents | {job.request.agent_id for job in claimed} | self._behind_runs.agents()
-        for job_id in self.backlogs[name].claim(room, busy, self._lease.held_value(name)):
-            self._start(name, job_id, busy, claimed)
-            busy |= {job.request.agent_id for job in claimed[-1:]} | self._behind_runs.agents()
+    def _claim_from(self, name: str, room: int, busy: Busy, claimed: list[ClaimedJob]) -> None:
+        busy = replace(busy, job_ids=self._behind_runs.job_ids())
+        beside = busy.beside(job.memory_use for job in claimed)
+        for job_id in self.backlogs[name].claim(room, beside, self._lease.held_value(name)):
+            self._start(name, job_id, busy.beside(job.memory_use for job in claimed), claimed)
 
-    def _start(self, name: str, job_id: str, busy: frozenset[str], claimed: list[ClaimedJob]) -> None:
+    def _start(self, name: str, job_id: str, busy: Busy, claimed: list[ClaimedJob]) -> None:
         if (running := self._in_flight.get(job_id)) is not None:
             self._behind_runs.put(name, running)
             return
         job = self._starter.start(name, job_id)
         if job is None:
             return
-        if job.request.agent_id in busy or (job.attempt > 1 and self._in_flight):
+        if busy.bars(job.memory_use) or (job.attempt > 1 and self._in_flight):
             # Not what it was when we looked, or not what its producer noted: its turn comes when it may run.
-            self.backlogs[name].set_right(job_id, job.request.agent_id, suspect=job.attempt > 1)
+            self.backlogs[name].set_right(job_id, job.memory_use, suspect=job.attempt > 1)
             self._give_back(job)
             return
         self._in_flight[job_id] = job

@@ -4,7 +4,7 @@ Owns no line: it is told of each new head, and asks what a line's head is when a
 leaves a line costs nothing here.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Entry(NamedTuple):
 
 
 Line = tuple[int, str]
-"""(0, agent id), or (1, job id) for a job whose agent nobody can read: it waits for none."""
+"""(0, agent id), or (1, job id) for a job that uses no agent's memory: it waits for none."""
 
 
 class Heads:
@@ -28,28 +28,28 @@ class Heads:
         """
         self._head_of = head_of
         self._heap: list[tuple[Entry, Line]] = []
-        self._aside: dict[Line, Entry] = {}
+        self._aside: dict[Entry, Line] = {}
 
     def add(self, head: Entry, line: Line) -> None:
         """A line has a head that is older than the one it had."""
         heappush(self._heap, (head, line))
 
-    def next(self, taken: Container[Line], end: float) -> tuple[Entry, Line] | None:
-        """The oldest head of a line that is not taken, in a place before `end`."""
+    def next(self, is_barred: Callable[[Line], bool], end: float) -> tuple[Entry, Line] | None:
+        """The oldest head of a line that is not barred, in a place before `end`."""
         while self._heap and self._heap[0][0].place < end:
             entry, line = heappop(self._heap)
             head = self._head_of(line)
-            if head is None or head.place < entry.place or line in self._aside:  # the head has an entry of its own
+            if head is None or head.place < entry.place or entry in self._aside:  # the head has an entry of its own
                 continue
             if head.place > entry.place:
                 heappush(self._heap, (head, line))
                 continue
-            self._aside[line] = entry
-            if line not in taken:
+            self._aside[entry] = line
+            if not is_barred(line):
                 return entry, line
         return None
 
     def put_back(self) -> None:
-        for line, entry in self._aside.items():
+        for entry, line in self._aside.items():
             heappush(self._heap, (entry, line))
         self._aside.clear()

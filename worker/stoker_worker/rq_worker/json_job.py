@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
-from stoker_shared.request import GenerationRequest, build_request, request_digest
+from stoker_shared.request import Access, GenerationRequest, build_request, request_digest
 from stoker_shared.wire import (
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
@@ -23,6 +23,7 @@ from stoker_shared.wire import (
     REQUEST_KWARG,
     TASK_PATH,
 )
+from stoker_worker.ports import UNUSED, MemoryUse
 
 _UNREADABLE = "<unreadable>"
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
@@ -187,16 +188,18 @@ end
 """Lua: the stamp of a job's hash as it is now."""
 
 
-def agent_in(data: bytes | None) -> str | None:
-    """The agent id in a job's stored `data`, ``None`` when there is none to be read.
+def memory_use_in(data: bytes | None) -> MemoryUse:
+    """Whose memory the job with this stored `data` uses, and how; none where that cannot be read.
 
-    Used to look ahead in the queue: plain RQ producers write the agent nowhere else.
+    Used to look ahead in the queue: plain RQ producers write it nowhere else.
     """
     try:
-        agent_id = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]["agent_id"]
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        return None
-    return agent_id if isinstance(agent_id, str) else None
+        request = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]
+        agent_id, cache = request.get("agent_id"), request.get("cache")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return UNUSED
+    access: Access = "none" if cache == "off" else "read" if cache == "read" else "write"
+    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None)
 
 
 def as_count(value: bytes | None) -> int:

@@ -1,9 +1,10 @@
 """Who waits in which order, and who is next. Pure policy, no I/O; inbox thread.
 
-Owns the order of one queue as last seen, and each waiting job's agent. Places are given alternately to the oldest job
-of a free agent, so that nobody waits for ever however many others come, and to the free agent that was served longest
-ago (turns.py), so that nobody's first job waits for all of another's. Every agent's jobs stand in a line of their own,
-of which only the heads are looked at: choosing costs the number of busy agents, not of waiting jobs. Removed jobs leave
+Owns the order of one queue as last seen, and how each waiting job uses whose memory. Places go alternately to the
+oldest job of a free agent, so that nobody waits for ever however many others come, and to the free agent that was
+served longest ago (turns.py), so that nobody's first job waits for all of another's. Every agent's jobs stand in a line
+of their own, of which only the heads are looked at: choosing costs the number of busy agents, not of waiting jobs. Of
+the jobs at the head that only read, as many may go as there is room; one that writes goes alone. Removed jobs leave
 stale entries behind, which are skipped when they come to light.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from itertools import islice
 from math import inf
 
+from stoker_worker.ports import Busy, MemoryUse
 from stoker_worker.rq_worker.heads import Entry, Heads, Line
 from stoker_worker.rq_worker.turns import Turns
 
@@ -36,6 +38,8 @@ class Lineup:
         self._n_served = 0
         self._suspects: dict[str, int] = {}
         self._agent_of: dict[str, str] = {}
+        self._readers: set[str] = set()
+        self._passed: Counter[Line] = Counter()  # how many at a line's front are chosen already, while choosing
         self._jobs_of: Counter[str] = Counter()
         self._agents: frozenset[str] | None = None
         self._front, self._back = 0, 0
@@ -63,6 +67,7 @@ class Lineup:
     def discard(self, job_id: str) -> None:
         self._places.pop(job_id, None)
         self._suspects.pop(job_id, None)
+        self._readers.discard(job_id)
         agent_id = self._agent_of.pop(job_id, None)
         if agent_id is not None:
             self._jobs_of[agent_id] -= 1
@@ -103,15 +108,18 @@ class Lineup:
         self._next_unlearned()
         return [entry.job_id for entry in islice(self._unlearned, count) if not self._is_stale(entry)]
 
-    def learn(self, job_id: str, agent_id: str | None, *, suspect: bool) -> None:
-        """Say whose job it is; in the order of `unlearned`."""
+    def learn(self, job_id: str, use: MemoryUse, *, suspect: bool) -> None:
+        """Say whose memory it uses, and how; in the order of `unlearned`."""
         while (entry := self._next_unlearned()) is not None and entry.job_id != job_id:
             self._unlearned.popleft()
         if entry is None:
             return
         self._unlearned.popleft()
+        agent_id = use.agent_id
         if agent_id is not None:
             self._agent_of[job_id] = agent_id
+            if use.access == "read":
+                self._readers.add(job_id)
             self._agents = self._agents if self._jobs_of[agent_id] else None
             self._jobs_of[agent_id] += 1
         if suspect:
@@ -128,27 +136,40 @@ class Lineup:
         else:
             insort(line, entry)
 
-    def choose(self, limit: int, busy_agents: Iterable[str]) -> list[str]:
-        """The next jobs: at most `limit`, the oldest of each agent that is not busy. They stay in the lineup.
+    def choose(self, limit: int, busy: Busy) -> list[str]:
+        """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here.
 
-        A job whose agent nobody can read has its place in queue order, but no turn. A suspect is never among them, nor
-        what its agent has behind it; others pass it by.
+        A job that uses no memory has its place in queue order, but no turn. A suspect is never among them, nor what its
+        agent has behind it; others pass it by.
         """
         unread = self._next_unlearned()
         end = inf if unread is None else unread.place
-        taken: set[Line] = {(0, agent_id) for agent_id in busy_agents}
-        taken.update(self._line_of(job_id) for job_id in self._suspects if self._is_next(job_id))
+        writing, had_a_place = set(busy.writing), set[Line]()
+
+        def is_barred(line: Line) -> bool:
+            head = self._head(line)
+            if head is None or head.job_id in busy.job_ids or head.job_id in self._suspects:
+                return True
+            is_read_by_others = line in had_a_place or line[1] in busy.reading
+            return line[0] == 0 and (line[1] in writing or (is_read_by_others and head.job_id not in self._readers))
+
+        def has_no_turn(line: Line) -> bool:
+            return line in had_a_place or is_barred(line)
+
         chosen: list[str] = []
         while len(chosen) < limit:
             in_turn = (self._n_served + len(chosen)) % 2 == 1
-            found = (self._turns.next(taken, end) if in_turn else None) or self._heads.next(taken, end)
+            found = (self._turns.next(has_no_turn, end) if in_turn else None) or self._heads.next(is_barred, end)
             if found is None:
                 break
             entry, line = found
-            taken.add(line)
             chosen.append(entry.job_id)
-        self._heads.put_back()
-        self._turns.put_back()
+            had_a_place.add(line)
+            if entry.job_id in self._readers:
+                self._pass(line)
+            else:
+                writing.add(line[1])
+        self._put_back()
         return chosen
 
     def suspect(self) -> str | None:
@@ -161,6 +182,22 @@ class Lineup:
     def is_nearer_to_the_end(self, job_id: str) -> bool:
         """Of the queue, than to its front."""
         return 2 * self._places[job_id] > self._order[0].place + self._back
+
+    def _pass(self, line: Line) -> None:
+        """Let the next of a line come to its front, as long as this choice goes on."""
+        self._passed[line] += 1
+        if (head := self._head(line)) is not None:
+            self._heads.add(head, line)
+
+    def _put_back(self) -> None:
+        passed = list(self._passed)
+        self._passed.clear()
+        self._heads.put_back()
+        self._turns.put_back()
+        for line in passed:  # its true head may have been taken for a stale one
+            if (head := self._head(line)) is not None:
+                self._heads.add(head, line)
+                self._turns.add(head, line)
 
     def _line_of(self, job_id: str) -> Line:
         agent_id = self._agent_of.get(job_id)
@@ -180,10 +217,12 @@ class Lineup:
         line = self._lines.get(key)
         while line and self._is_stale(line[0]):
             line.popleft()
-        if line:
+        if not line:
+            self._lines.pop(key, None)
+            return None
+        if not (n_passed := self._passed.get(key, 0)):
             return line[0]
-        self._lines.pop(key, None)
-        return None
+        return next(islice((entry for entry in line if not self._is_stale(entry)), n_passed, None), None)
 
     def _is_stale(self, entry: Entry) -> bool:
         return self._places.get(entry.job_id) != entry.place

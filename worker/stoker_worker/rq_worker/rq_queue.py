@@ -18,7 +18,7 @@ from rq.suspension import is_suspended
 from stoker_shared.errors import OwnershipLost, RequestError
 from stoker_shared.wire import FIELD_TOKENS
 from stoker_worker.every import Every
-from stoker_worker.ports import ClaimedJob
+from stoker_worker.ports import Busy, ClaimedJob
 from stoker_worker.rq_worker.aftermath import Aftermath
 from stoker_worker.rq_worker.backlog import Backlog
 from stoker_worker.rq_worker.behind_runs import BehindRuns
@@ -69,7 +69,7 @@ class RqQueue:
         self._in_flight: dict[str, ClaimedJob] = {}
         self._stop_asked: set[str] = set()
         self._ending: set[str] = set()  # executions
-        behind_runs = BehindRuns(connection, self._ownership, self._requeue, self._starter, self._in_flight)
+        behind_runs = BehindRuns(self._ownership, self._requeue, self._starter, self._in_flight)
         backlogs = {name: Backlog(connection, name) for name in self._queues}
         self._claiming = Claiming(
             backlogs, lease, self._starter, behind_runs, self._in_flight, give_back=self._give_back_unstarted
@@ -78,7 +78,7 @@ class RqQueue:
 
     # --- inbox thread ---
 
-    def claim(self, limit: int, busy_agents: frozenset[str]) -> list[ClaimedJob]:
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         self._claiming.has_unread = False
         self._identity.settle_state()
         if self._look_if_suspended.is_due():
@@ -92,7 +92,7 @@ class RqQueue:
         self._in_doubt = True
         claimed: list[ClaimedJob] = []
         try:
-            self._claiming.claim(limit, busy_agents, claimed)
+            self._claiming.claim(limit, busy, claimed)
         except Exception as error:
             if not claimed:
                 raise

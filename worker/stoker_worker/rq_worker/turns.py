@@ -5,7 +5,7 @@ out costs the number of busy agents.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from stoker_worker.rq_worker.heads import Entry, Heads, Line
 
@@ -23,11 +23,11 @@ class Turns:
         if line not in self._served:
             self._new.add(head, line)
 
-    def next(self, taken: Container[Line], end: float) -> tuple[Entry, Line] | None:
-        """The head of the line whose turn it is, of those not taken; none when its place is not before `end`."""
-        if (found := self._new.next(taken, end)) is not None:
+    def next(self, is_barred: Callable[[Line], bool], end: float) -> tuple[Entry, Line] | None:
+        """The head of the line whose turn it is, of those not barred; none when its place is not before `end`."""
+        if (found := self._new.next(is_barred, end)) is not None:
             return found
-        line = next((line for line in self._served if line not in taken), None)
+        line = next((line for line in self._served if not is_barred(line)), None)
         head = None if line is None else self._head_of(line)
         return None if line is None or head is None or head.place >= end else (head, line)
 
