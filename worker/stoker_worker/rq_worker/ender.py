@@ -30,7 +30,7 @@ from stoker_worker.rq_worker.ownership import Ownership
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
 
 
-class PackedJson(JSONSerializer):  # type: ignore[misc]
+class PackedJson(JSONSerializer):
     """For results that wait for long in large numbers: RQ keeps them as base64, a third larger than they are."""
 
     @staticmethod
