@@ -94,7 +94,7 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return GenerationResult.model_validate(json.loads(_plain(b64decode(fields[b"return_value"]))))
+            return GenerationResult.model_validate(json.loads(without_packing(b64decode(fields[b"return_value"]))))
         except (KeyError, ValueError, RecursionError, ValidationError):
             raise JobFailed(self.job_id, "UnreadableResult: it did not return a generation result") from None
 
@@ -129,10 +129,10 @@ def _partial_text(meta: bytes) -> str | None:
 
 
 def _failure_text(data: bytes) -> str:
-    return _plain(data).decode(errors="replace")
+    return without_packing(data).decode(errors="replace")
 
 
-def _plain(data: bytes) -> bytes:
+def without_packing(data: bytes) -> bytes:
     """Results are compressed where their producer asked for it (`FIELD_PACKED`); other languages need not compress."""
     with suppress(zlib.error):
         return zlib.decompress(data)

@@ -9,10 +9,19 @@ from collections import Counter
 from contextlib import ExitStack
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionSystemMessageParam, ChatCompletionUserMessageParam
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
+from openai.types.shared import ErrorObject
+from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
 from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
 from tests.worker_process import running_worker
 
+from stoker import Producer
 from stoker_worker.memory.access import look_at
 
 pytestmark = pytest.mark.server
@@ -143,3 +152,65 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
         assert [number for number in good if number % AGENTS == agent] == expected
         records = look_at(store).agent(f"agent {agent}").read_records().values()
         assert [int(record.delivery.job_id.split("-")[2]) - 1 for record in records] == expected
+
+
+def test_openais_own_types_write_the_lines_and_parse_every_answer_of_a_worker(batch, redis_url, tmp_path):
+    system: ChatCompletionSystemMessageParam = {"role": "system", "content": "Be brief. " * 60}
+    bodies: list[tuple[str, CompletionCreateParamsNonStreaming | TextParams]] = []
+    for number in range(12):
+        asked: ChatCompletionUserMessageParam = {"role": "user", "content": f"say answer {number}"}
+        chat: CompletionCreateParamsNonStreaming = {
+            "model": "gpt-4o-mini",
+            "messages": [system, asked],
+            "temperature": 0.0,
+            "max_completion_tokens": 40,
+            "metadata": {"agent_id": f"agent {number % 3}"},
+        }
+        bodies.append(("/v1/chat/completions", chat))
+    text: TextParams = {"model": "gpt-4o-mini", "prompt": "and on", "max_tokens": 5, "stop": None}
+    bodies += [(TEXT, text), (TEXT, {**text, "model": "another"})]
+    lines = [line(f"line {n}", url, **body) for n, (url, body) in enumerate(bodies)]
+    write(tmp_path / "in.jsonl", lines)
+    with running_worker(redis_url, tmp_path / "store"):
+        options = ("--out", tmp_path / "out.jsonl", "--model-alias", "gpt-4o-mini=scripted", "--in-order")
+        assert batch("run", tmp_path / "in.jsonl", *options)[0] == 3
+    *answers, last, refused = [answer["response"] for answer in read(tmp_path / "out.jsonl")]
+    parsed = [ChatCompletion.model_validate(answer["body"], strict=True) for answer in answers]
+    assert [body.choices[0].message.content for body in parsed] == [f"answer {number}" for number in range(12)]
+    assert {body.choices[0].finish_reason for body in parsed} == {"stop"}
+    assert parsed[-1].usage.prompt_tokens_details.cached_tokens >= 512
+    completion = Completion.model_validate(last["body"], strict=True)
+    assert (completion.usage.completion_tokens, completion.choices[0].finish_reason) == (5, "length")
+    assert refused["status_code"] == 404
+    assert ErrorObject.model_validate(refused["body"]["error"], strict=True).code == "model_not_found"
+
+
+def test_results_of_a_batch_wait_compressed_and_others_as_plain_clients_read_them(batch, redis_url, tmp_path):
+    prompt = "say " + "the same words over and over " * 40
+    write(tmp_path / "in.jsonl", [line("one", prompt=prompt, max_tokens=2000, user="a")])
+    assert batch("submit", tmp_path / "in.jsonl", "--name", "b")[0] == 0
+    producer = Producer(redis_url)
+    ordinary = producer.submit(agent_id="b", prompt=prompt, max_tokens=2000)
+    with running_worker(redis_url, tmp_path / "store", "--burst", "--scripted-steps-per-s", "20000") as worker:
+        assert worker.wait() == 0
+    with Redis.from_url(redis_url, decode_responses=True) as connection:
+        sizes = {}
+        for key in connection.scan_iter("rq:results:*"):
+            [(_, fields)] = connection.xrange(key)
+            sizes[key.removeprefix("rq:results:")] = len(fields["return_value"])
+    [packed_id] = sizes.keys() - {ordinary.job_id}
+    assert sizes[packed_id] < sizes[ordinary.job_id] / 2
+    with Redis.from_url(redis_url) as connection:
+        assert Job.fetch(ordinary.job_id, connection, JSONSerializer).return_value()["text"] == prompt[4:]
+    assert producer.result(packed_id, timeout_s=1).text == producer.result(ordinary.job_id, timeout_s=1).text
+    assert batch("fetch", "b", "--out", tmp_path / "out.jsonl")[0] == 0
+
+
+def test_lines_without_an_agent_run_beside_each_other(batch, redis_url, tmp_path):
+    write(tmp_path / "in.jsonl", [line(f"line {n}", prompt="and on", max_tokens=30) for n in range(8)])
+    with running_worker(redis_url, tmp_path / "store", "--scripted-steps-per-s", "30") as worker:
+        process = batch.start("run", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+        with Redis.from_url(redis_url) as connection:
+            worker.wait_for(lambda: connection.zcard("rq:wip:generate") == 8)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
