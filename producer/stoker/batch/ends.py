@@ -2,22 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Final
 
-from rq.job import Job
 from rq.results import Result
 
 from stoker.batch import answers
 from stoker.batch.lines import BadLine
 from stoker.batch.naming import answer_id_for
-from stoker.batch.register import SentLine, bad_answers, now_s
-from stoker.job_record import FIELDS, JobRecord
+from stoker.batch.register import SentLine, bad_answers
+from stoker.job_record import KEPT_RESULTS, JobRecord
 from stoker.operations import Commands, Entries, Operation, ask, stream_entries
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import Usage
 
-_KEPT_RESULTS: Final = 10
 _CLOCK_JUMP_MS: Final = 60_000
 
 
@@ -53,7 +50,7 @@ def ends_of(
     seen = [line for line in jobs if look_at_all or line.job_id(batch) in streams]
     hashes = []
     if seen:
-        hashes = yield Commands([("HMGET", Job.key_for(line.job_id(batch)), *FIELDS, "ended_at") for line in seen])
+        hashes = yield Commands([JobRecord.hash_command(line.job_id(batch)) for line in seen])
     # What ended between the two looks has its entry by now, and is found next time.
     late = [line.job_id(batch) for line, values in zip(seen, hashes, strict=True) if values[0] is not None]
     late_streams = yield from _streams([job_id for job_id in late if job_id not in streams])
@@ -75,7 +72,7 @@ def _streams(job_ids: Sequence[str]) -> Operation[dict[str, Entries]]:
     if not job_ids:
         return {}
     keys = {Result.get_key(job_id): job_id for job_id in job_ids}
-    [reply] = yield Commands([("XREAD", "COUNT", _KEPT_RESULTS, "STREAMS", *keys, *["0-0"] * len(keys))])
+    [reply] = yield Commands([("XREAD", "COUNT", KEPT_RESULTS, "STREAMS", *keys, *["0-0"] * len(keys))])
     return {keys[key]: entries for key, entries in stream_entries(reply).items()}
 
 
@@ -87,14 +84,16 @@ def server_ms() -> Operation[int]:
 
 def _is_since(before_ms: int, entries: Entries) -> bool:
     """One far in the future is from before the server's clock was set back, and is not waited for."""
-    ended_ms = int(entries[-1][0].split(b"-")[0])
-    return before_ms <= ended_ms < before_ms + _CLOCK_JUMP_MS
+    return before_ms <= _ended_ms(entries) < before_ms + _CLOCK_JUMP_MS
+
+
+def _ended_ms(entries: Entries) -> int:
+    return int(entries[-1][0].split(b"-")[0])
 
 
 def _end(line: SentLine, job_id: str, values: Sequence[Any], entries: Entries) -> End | None:
     answer_id, custom_id = answer_id_for(job_id), line.custom_id or ""
-    *hash_values, ended_at = values
-    record = JobRecord.from_replies(job_id, hash_values, entries[::-1])
+    record = JobRecord.from_replies(job_id, values, entries[::-1])
     if record is not None and not record.has_ended:
         return None
     try:
@@ -107,12 +106,5 @@ def _end(line: SentLine, job_id: str, values: Sequence[Any], entries: Entries) -
         return End(canceled(line.number, custom_id, job_id, str(error)))
     except JobNotFound as error:
         return End(answers.not_run(answer_id, BadLine(line.number, custom_id, "batch_expired", str(error))))
-    answer = answers.success(answer_id, custom_id, line.url, _seconds(ended_at), result)
+    answer = answers.success(answer_id, custom_id, line.url, _ended_ms(entries) // 1000, result)
     return End(answer, result.usage, sum(len(value) for _, fields in entries for value in fields.values()))
-
-
-def _seconds(ended_at: bytes | None) -> int:
-    try:
-        return int(datetime.fromisoformat((ended_at or b"").decode()).timestamp())
-    except ValueError:
-        return now_s()
