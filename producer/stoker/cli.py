@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from stoker.agent_cli import agent
+from stoker.batch.cli import batch
 from stoker.command_parts import (
     json_option,
     open_producer,
@@ -40,13 +41,14 @@ _serving = options_under("Serving")
     cls=LaidOutGroup,
     sections={
         "One job": ("submit", "status", "result", "cancel"),
+        "Files of jobs": ("batch",),
         "Memory": ("agent",),
         "Server": ("ls", "workers", "dashboard"),
     },
     context_settings=SETTINGS,
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
-        "stoker status JOB_ID",
+        "stoker batch run IN.jsonl --out OUT.jsonl --any-model",
         "export STOKER_REDIS_URL=rediss://stoker-producer:...@queue.internal:6380",
     ),
 )
@@ -118,6 +120,9 @@ def dashboard(redis_url: str, /, **options: Any) -> None:
         raise click.ClickException(
             f"the dashboard's packages are missing ({error.name}); install them with: pip install 'stoker[dashboard]'"
         ) from None
+
+
+cli.add_command(batch)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from rq.worker import BaseWorker
 from rq_dashboard import web
 
 from stoker.connection import address, in_our_words
-from stoker.job_record import fields_of, progress_in
+from stoker.job_record import fields_of, progress_in, without_packing
 
 _SHOWN_JOBS = 4
 _WRITING_GETS = {"rq_dashboard.requeue_all"}
@@ -78,7 +78,7 @@ class _ReadableJson:
     @staticmethod
     def loads(data: bytes) -> Any:
         try:
-            return json.loads(data)
+            return json.loads(without_packing(data))
         except (ValueError, RecursionError):
             return f"<{len(data)} bytes that are not JSON>"
 

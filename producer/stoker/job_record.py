@@ -127,7 +127,7 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return read(json.loads(b64decode(fields[b"return_value"])))
+            return read(json.loads(without_packing(b64decode(fields[b"return_value"]))))
         except (KeyError, ValueError, RecursionError, ValidationError):
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {what}") from None
 
@@ -172,6 +172,11 @@ def progress_in(fields: dict[str, Any]) -> JobProgress | None:
 
 
 def _failure_text(data: bytes) -> str:
-    with suppress(zlib.error):  # other languages need not compress
-        data = zlib.decompress(data)
-    return data.decode(errors="replace")
+    return without_packing(data).decode(errors="replace")
+
+
+def without_packing(data: bytes) -> bytes:
+    """Results are compressed where their producer asked for it (`FIELD_PACKED`); other languages need not compress."""
+    with suppress(zlib.error):
+        return zlib.decompress(data)
+    return data

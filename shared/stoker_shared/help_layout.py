@@ -31,8 +31,8 @@ class LaidOutCommand(_WithExamples):
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(context):
-            if record := parameter.get_help_record(context):
+        for parameter in self.get_params(context):  # arguments are in the line of usage
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(context)):
                 records.setdefault(getattr(parameter, "heading", _LAST), []).append(record)
         for heading, rows in records.items():
             with formatter.section(heading if len(records) > 1 else "Options"):

@@ -75,3 +75,9 @@ FENCE_KEY: Final = "stoker:fence:{queue}"
 
 ENDED_KEY: Final = "stoker:ended:{queue}"
 """Hash: ends of jobs behind which something is left to do (JSON by `<job id>:<execution id>`)."""
+
+FIELD_PACKED: Final = "stoker_packed"
+"""Field of the job hash: how the producer wants the result's JSON compressed inside of `return_value`."""
+
+PACKED_WITH_ZLIB: Final = "zlib"
+"""The one value of `FIELD_PACKED` there is."""

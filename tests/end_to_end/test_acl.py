@@ -1,5 +1,7 @@
 """The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
 
+import json
+import os
 import re
 import signal
 import subprocess
@@ -253,6 +255,29 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
     assert acl_refusals(admin) == []
 
 
+def test_batches_are_sent_followed_canceled_and_fetched_by_a_producer_without_one_refusal(admin, url, store, tmp_path):
+    body = {"model": "scripted", "prompt": "say hello", "user": "a"}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(line)}\nno line\n")
+
+    def batch(*arguments):
+        command = [sys.executable, "-c", "from stoker.cli import main; main()", "batch", *map(str, arguments)]
+        environment = {**os.environ, "STOKER_REDIS_URL": url("stoker-producer")}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+    for name in ("fetched", "canceled"):
+        assert batch("submit", tmp_path / "in.jsonl", "--name", name).returncode == 0
+    assert batch("cancel", "canceled", "--forget").returncode == 0
+    with running_worker(url("stoker-worker"), store, env=SHORT):
+        for arguments in (("fetch", "fetched", "--follow"), ("run", tmp_path / "in.jsonl")):
+            ended = batch(*arguments, "--out", tmp_path / f"{arguments[0]}.jsonl")
+            assert ended.returncode == 3, ended.stderr
+    assert "fetched" in batch("ls").stdout
+    assert batch("status", "fetched").returncode == 0
+    assert not list(admin.scan_iter("rq:job:*"))
+    assert acl_refusals(admin) == []
+
+
 FOREIGN = [
     ("GET", "other"),
     ("SET", "other", "1"),
@@ -285,7 +310,10 @@ NOT_PRODUCERS = [
     ("SET", "stoker:lease:generate", "mine"),
     ("SET", "stoker:worker:w", "{}"),
     ("XADD", "stoker:stream:j", "*", "text", "x"),
-    ("DEL", "rq:job:j"),
+    ("SET", "stoker:batches", "mine"),
+    ("DEL", "rq:queue:generate"),
+    ("DEL", "rq:finished:generate"),
+    ("ZADD", "rq:failed:generate", "1", "j"),
     ("ZADD", "rq:finished:generate", "1", "j"),
     ("ZADD", "rq:wip:generate", "1", "j:e"),
     ("XADD", "rq:results:j", "*", "type", "1"),

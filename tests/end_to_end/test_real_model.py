@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from tests.worker_process import running_worker
@@ -158,6 +160,42 @@ def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
     result = ticket.result(timeout_s=1)
     assert (result.usage.cached_tokens, result.cache.miss_reason) == (0, "other_model")
     assert result.usage.prompt_tokens == len(expected)
+
+
+def test_the_lines_of_a_batch_are_answered_as_the_same_jobs_are_one_by_one(redis_url, run_worker, tmp_path):
+    bodies = []
+    for n in range(60):
+        limits = {"model": "any", "max_tokens": MAX_TOKENS, "temperature": 0, "user": f"batch {n % 20}"}
+        given = {"prompt": RAW[n % 2] + f" {n}"} if n % 3 == 0 else {"messages": [user(f"{CHATS[n % 2]} ({n})")]}
+        bodies.append({**limits, **given})
+    lines = [
+        {"custom_id": f"line {n}", "method": "POST", "body": body,
+         "url": "/v1/completions" if "prompt" in body else "/v1/chat/completions"}
+        for n, body in enumerate(bodies)
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def batch(*arguments):
+        stoker = [sys.executable, "-c", "from stoker.cli import main; main()", "--redis", redis_url, "batch"]
+        subprocess.run([*stoker, *arguments], cwd=tmp_path, check=True, timeout=60)
+
+    batch("submit", "in.jsonl", "--any-model", "--name", "b")
+    run_worker()
+    batch("fetch", "b", "--out", "out.jsonl", "--in-order")
+    answers = [json.loads(text)["response"]["body"] for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    texts = [a["choices"][0].get("text") or a["choices"][0]["message"]["content"] for a in answers]
+
+    requests = [
+        {"agent_id": f"alone {n}", "max_tokens": MAX_TOKENS}
+        | {k: v for k, v in body.items() if k in ("prompt", "messages")}
+        for n, body in enumerate(bodies)
+    ]
+    tickets = Producer(redis_url).submit_many(requests)
+    run_worker("--max-batch", "1")
+    alone = [ticket.result(timeout_s=1) for ticket in tickets]
+    assert texts == [result.text for result in alone]
+    assert [a["usage"]["completion_tokens"] for a in answers] == [r.usage.completion_tokens for r in alone]
+    assert [a["usage"]["prompt_tokens"] for a in answers] == [r.usage.prompt_tokens for r in alone]
 
 
 def test_a_model_that_is_not_there_is_said_in_one_line(redis_url, tmp_path):

@@ -19,7 +19,8 @@ def main():
 @colour("--red", is_flag=True, help="Redder.")
 @size("--high", is_flag=True, help="Higher.")
 @colour("--secret", hidden=True)
-def paint(wide, red, high, secret):
+@click.argument("where", required=False)
+def paint(wide, red, high, secret, where):
     """Paint it."""
     click.echo(f"{wide} {red} {high} {secret}")
 

@@ -5,6 +5,7 @@ ownership itself, and writes a note with the end (ended_note.py). A worker that 
 end has written that end before, and goes on with what follows.
 """
 
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -28,6 +29,14 @@ from stoker_worker.rq_worker.ownership import Ownership
 from stoker_worker.rq_worker.progress_meta import read_meta, without_progress
 
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
+
+
+class PackedJson(JSONSerializer):
+    """For results that wait for long in large numbers: RQ keeps them as base64, a third larger than they are."""
+
+    @staticmethod
+    def dumps(*args: Any, **options: Any) -> bytes:
+        return zlib.compress(JSONSerializer.dumps(*args, **options))
 
 
 class _AlreadyWritten(Exception):
@@ -201,6 +210,7 @@ class JobEnder:
         rq_job = handle.job
         rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
         rq_job._result = dict(result)
+        rq_job.serializer = PackedJson if rq_job.packs_result else JSONSerializer
         rq_job._status = JobStatus.FINISHED
         rq_job.write_note = ending.finish_with_note
         repeat = rq_job.repeats_left, rq_job.repeat_intervals
@@ -215,6 +225,8 @@ class JobEnder:
         except BaseException:  # RQ counts a repeat before it has written it; the next try must not count it twice
             rq_job.repeats_left, rq_job.repeat_intervals = repeat
             raise
+        finally:
+            rq_job.serializer = JSONSerializer
 
     def _write_failure(self, handle: RqHandle, ending: _Ending, reason: str) -> None:
         """RQ logs and swallows what happens to its transaction, be it undone, refused, or written without a reply."""

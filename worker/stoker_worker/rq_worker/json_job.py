@@ -19,9 +19,11 @@ from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
+    FIELD_PACKED,
     FIELD_STREAM,
     MAX_REQUEST_BYTES,
     META_PROGRESS,
+    PACKED_WITH_ZLIB,
     REQUEST_KWARG,
     TASK_PATH,
 )
@@ -53,6 +55,8 @@ class JsonJob(Job):
     """Its `meta` says how far it is."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
     raw_repeats_left: bytes = b""
+    packs_result: bool = False
+    """Whether its producer asked for a compressed result."""
     stamp: str = ""
     """`delivery_stamp` of the hash as it was read."""
 
@@ -72,6 +76,7 @@ class JsonJob(Job):
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
         # Of a run before, whose worker died.
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
+        self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:

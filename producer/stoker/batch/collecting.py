@@ -1,0 +1,111 @@
+"""Takes answers out of Redis into the output file: read, written, synced, and only then removed. One thread.
+
+It walks over the lines that are in Redis, a page at a time, and keeps nothing between two pages but its place: Redis
+and the file are the whole state, so that it may end anywhere and begin again.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from redis import Redis
+
+from stoker.batch.ends import End, ends_of, server_ms
+from stoker.batch.output_file import OutputFile
+from stoker.batch.register import BatchRecord, SentLine, sent_lines, take_out
+from stoker.driver import run
+
+_MAX_PAGE: Final = 500
+_MIN_PAGE: Final = 4
+_LARGE_BYTES: Final = 8 * 2**20
+_LOOK_AT_ALL_S: Final = 15.0
+
+
+@dataclass
+class Tally:
+    """What the answers that this process has read add up to."""
+
+    n_answers: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, end: End) -> None:
+        self.n_answers += 1
+        if end.usage is not None:
+            self.prompt_tokens += end.usage.prompt_tokens
+            self.cached_tokens += end.usage.cached_tokens
+            self.completion_tokens += end.usage.completion_tokens
+
+
+@dataclass
+class Collector:
+    """
+    Attributes:
+        in_order: answers are written in the order of their lines; one that ends early stays in Redis until then.
+    """
+
+    connection: Redis
+    output: OutputFile
+    in_order: bool = False
+    tally: Tally = field(default_factory=Tally)
+    _after: int = 0
+    _page: int = 100
+    _looked_at_all_at: float = 0.0
+    _looks_at_all: bool = True
+
+    def walk(self, record: BatchRecord) -> int:
+        """Go once over all lines that are in Redis; returns how many answers were written or found to be.
+
+        Raises:
+            RedisUnavailable: at any point; the same call again goes on.
+            OSError: the output file cannot be written.
+        """
+        now = time.monotonic()
+        self._looks_at_all = record.canceled or now > self._looked_at_all_at + _LOOK_AT_ALL_S
+        if self._looks_at_all:
+            self._looked_at_all_at = now
+        self._after, found = 0, 0
+        before_ms = run(self.connection, server_ms())
+        while True:
+            n_lines, n_ended = self._step(record, before_ms)
+            found += n_ended
+            if not n_lines or (self.in_order and n_ended < n_lines):
+                return found
+
+    def _step(self, record: BatchRecord, before_ms: int) -> tuple[int, int]:
+        lines = run(self.connection, sent_lines(record.batch, self._after, self._page))
+        if not lines:
+            return 0, 0
+        known = [line for line in lines if line.number in self.output.written]
+        unknown = [line for line in lines if line.number not in self.output.written]
+        ends = run(self.connection, ends_of(record.batch, unknown, before_ms=before_ms, look_at_all=self._looks_at_all))
+        n_bytes = sum(end.n_bytes for end in ends.values())
+        if self.in_order:
+            ends = _without_gaps(unknown, ends)
+        self._size_pages(n_bytes, has_gap=self.in_order and len(ends) < len(unknown))
+        self.output.append([(line.number, end.answer) for line, end in ends.items()])
+        for end in ends.values():
+            self.tally.add(end)
+        if done := [*known, *ends]:
+            succeeded = {line: self.output.has_succeeded(line.number) for line in done}
+            run(self.connection, take_out(record, succeeded, self.output.identity))
+        self._after = lines[-1].number
+        return len(lines), len(done)
+
+    def _size_pages(self, n_bytes: int, *, has_gap: bool) -> None:
+        """Large answers are read few at a time, for a page is held whole; so are those that have to wait for others."""
+        if has_gap:
+            self._page = _MIN_PAGE
+        else:
+            self._page = max(_MIN_PAGE, self._page // 2) if n_bytes > _LARGE_BYTES else min(_MAX_PAGE, 2 * self._page)
+
+
+def _without_gaps(lines: list[SentLine], ends: dict[SentLine, End]) -> dict[SentLine, End]:
+    """The ends before the first line that has not ended."""
+    kept = {}
+    for line in lines:
+        if line not in ends:
+            break
+        kept[line] = ends[line]
+    return kept

@@ -1,0 +1,92 @@
+"""Sends the lines of an input file, in order and once. Owns how many go at a time, and when none may go."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis import Redis
+
+from stoker.batch import answers
+from stoker.batch.fields import LineOptions
+from stoker.batch.input_file import InputFile
+from stoker.batch.lines import BadLine, Line, refused_request
+from stoker.batch.naming import answer_id_for, job_id_for
+from stoker.batch.register import BatchRecord, send, used_bytes
+from stoker.driver import run
+from stoker.job_options import JobOptions
+from stoker.new_job import NewJob
+from stoker_shared.errors import RequestError
+
+CHUNK_LINES: Final = 250
+_CHUNK_BYTES: Final = 8 * 2**20
+_DEFAULT_MAX_BYTES: Final = 2**30
+_PART_OF_MAXMEMORY: Final = 0.8
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """
+    Attributes:
+        max_redis_bytes: nothing is sent while the server uses more; ``None`` for 1 GiB, or four fifths of the server's
+            own limit where that is less.
+    """
+
+    connection: Redis
+    input: InputFile
+    line_options: LineOptions
+    job_options: JobOptions
+    max_redis_bytes: int | None
+
+    def feed(self, record: BatchRecord, room: int, done: Container[int] = ()) -> bool:
+        """Send the next lines, `room` at the most and not more than go into one transaction.
+
+        Args:
+            done: lines that are answered already.
+
+        Returns:
+            Whether any were sent.
+
+        Raises:
+            RedisUnavailable: whether they were sent is unknown; the record then shows it.
+            InputChanged: somebody wrote to the input.
+        """
+        jobs: list[tuple[Line, NewJob]] = []
+        bad: dict[int, dict[str, Any]] = {}
+        number, n_bytes, n_requests = record.next_line, 0, 0
+        while number <= self.input.n_lines and len(jobs) + len(bad) < min(room, CHUNK_LINES) and n_bytes < _CHUNK_BYTES:
+            if not self.input.is_blank(number):
+                n_requests += 1
+                if number not in done:
+                    try:
+                        line, job = self._job(record, number)
+                        jobs.append((line, job))
+                        n_bytes += job.size_bytes
+                    except BadLine as error:
+                        job_id = job_id_for(record.batch, number, error.custom_id)
+                        bad[number] = answers.not_run(answer_id_for(job_id), error)
+            number += 1
+        if number == record.next_line:
+            return False
+        return run(self.connection, send(record, jobs, bad, upto=number, n=n_requests))
+
+    def is_held_back(self) -> str | None:
+        """Why nothing may be sent now, for people.
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        used, limit = run(self.connection, used_bytes())
+        allowed = self.max_redis_bytes
+        if allowed is None:
+            allowed = min(_DEFAULT_MAX_BYTES, int(_PART_OF_MAXMEMORY * limit) if limit else _DEFAULT_MAX_BYTES)
+        if used <= allowed:
+            return None
+        return f"held back: Redis holds {used / 2**20:,.0f} MiB, and --max-redis-bytes is {allowed / 2**20:,.0f} MiB"
+
+    def _job(self, record: BatchRecord, number: int) -> tuple[Line, NewJob]:
+        line = self.input.line(number, self.line_options)
+        try:
+            job_id = job_id_for(record.batch, number, line.custom_id)
+            return line, NewJob(line.request, self.job_options, record.queue, job_id)
+        except RequestError as error:
+            raise refused_request(number, line.custom_id, error) from None

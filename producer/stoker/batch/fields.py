@@ -1,0 +1,238 @@
+"""Field by field: what becomes of an OpenAI request body. Pure; docs/batches.md holds this table, and a test compares.
+
+Three things can happen to a field: it is *served* as it is, *mapped* to one of stoker's, or *refused* by name. Fields
+that change nothing about the answer are served by leaving them out. ``null`` always counts as left out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+CHAT_URL: Final = "/v1/chat/completions"
+TEXT_URL: Final = "/v1/completions"
+DEFAULT_MAX_TOKENS: Final = {CHAT_URL: 1024, TEXT_URL: 16}
+"""For lines that give no limit. OpenAI's chat has none, its completions have 16."""
+
+_OPENAI_TEMPERATURE: Final = 1.0
+_ABSENT: Final = object()
+
+
+class FieldRefused(Exception):
+    """A field that cannot be served; the line is not run.
+
+    Attributes:
+        param: the field.
+        code: OpenAI's word for such an error.
+    """
+
+    def __init__(self, param: str, why: str, code: str = "unsupported_parameter") -> None:
+        super().__init__(f"'{param}' {why}")
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True)
+class LineOptions:
+    """What the command line says about all lines.
+
+    Attributes:
+        model_aliases: the name in a line -> the name of the model that the worker has loaded.
+        any_model: run each line on whatever model is loaded, whichever it names.
+        max_tokens: for lines that give no limit; ``None`` for `DEFAULT_MAX_TOKENS`.
+    """
+
+    model_aliases: Mapping[str, str] = field(default_factory=dict)
+    any_model: bool = False
+    max_tokens: int | None = None
+
+
+Apply = Callable[[dict[str, Any], Any, LineOptions], None]
+"""Puts the value into the request's fields, or raises `FieldRefused`."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    verdict: Literal["served", "mapped", "refused"]
+    note: str
+    apply: Apply
+
+
+def request_fields(url: str, body: Mapping[str, Any], options: LineOptions) -> dict[str, Any]:
+    """The fields of a `GenerationRequest`; their own ranges are checked when it is built.
+
+    Raises:
+        FieldRefused: a field is unknown, or cannot be served.
+    """
+    rules = RULES[url]
+    fields: dict[str, Any] = {"temperature": _OPENAI_TEMPERATURE}
+    for name, value in body.items():
+        if name not in rules:
+            raise FieldRefused(name, f"is no field of {url} that stoker knows", "unknown_parameter")
+        if value is not None:
+            rules[name].apply(fields, value, options)
+    if body.get("model") is None and not options.any_model:
+        raise FieldRefused("model", "is missing", "missing_required_parameter")
+    if body.get("tool_choice") == "none":
+        fields.pop("tools", None)
+    fields.setdefault("max_tokens", options.max_tokens or DEFAULT_MAX_TOKENS[url])
+    return fields
+
+
+def _copied(name: str, note: str) -> dict[str, Rule]:
+    def apply(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+        fields[name] = value
+
+    return {name: Rule("served", note, apply)}
+
+
+def _left_out(name: str, note: str) -> dict[str, Rule]:
+    return {name: Rule("served", note, lambda fields, value, options: None)}
+
+
+def _only(name: str, *values: Any, note: str) -> dict[str, Rule]:
+    """Served where it asks for nothing; any other value is refused."""
+
+    def apply(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+        if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values):
+            raise FieldRefused(name, f"is not served{_unless(values)}")
+
+    return {name: Rule("refused", note, apply)}
+
+
+def _mapped(name: str, note: str, apply: Apply) -> dict[str, Rule]:
+    return {name: Rule("mapped", note, apply)}
+
+
+def _unless(values: tuple[Any, ...]) -> str:
+    return f" unless it is {' or '.join(_as_json(value) for value in values)}" if values else ""
+
+
+def _as_json(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"')
+
+
+def _model(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if not isinstance(value, str):
+        raise FieldRefused("model", "is not a string", "invalid_value")
+    if not options.any_model:
+        fields["model"] = options.model_aliases.get(value, value)
+
+
+def _limit(name: str) -> Apply:
+    def apply(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+        if fields.setdefault("max_tokens", value) != value:
+            raise FieldRefused(name, "differs from the other limit in the line", "invalid_value")
+
+    return apply
+
+
+def _user(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if not isinstance(value, str):
+        raise FieldRefused("user", "is not a string", "invalid_value")
+    fields.setdefault("agent_id", value)
+
+
+def _metadata(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise FieldRefused("metadata", "is not an object of strings", "invalid_value")
+    if "agent_id" in value:
+        fields["agent_id"] = value["agent_id"]
+
+
+def _tool_choice(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if value not in ("auto", "none"):
+        raise FieldRefused("tool_choice", "is not served unless it is auto or none")
+
+
+def _tools(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if value != []:
+        fields["tools"] = value
+
+
+def _prompt(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        raise FieldRefused("prompt", "must be one string: several prompts are several lines, and tokens are not served")
+    fields["prompt"] = value
+
+
+def _text_logprobs(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 5:
+        raise FieldRefused("logprobs", "must be a whole number from 0 to 5", "invalid_value")
+    fields["logprobs"], fields["top_logprobs"] = True, value
+
+
+_COMMON: Final[dict[str, Rule]] = {
+    **_mapped("model", "must be the loaded model, or `--model-alias` maps it to that, or `--any-model`", _model),
+    **_copied("temperature", "1.0 where a line gives none, as at OpenAI (`stoker submit` has 0)"),
+    **_copied("top_p", "1 where a line gives none"),
+    **_copied("seed", "the same seed and prompt give the same text"),
+    **_copied("stop", "a string or a list of strings; up to 16"),
+    **_mapped("max_tokens", "without it `--max-tokens`, else 1024 for chat, 16 for text", _limit("max_tokens")),
+    **_mapped("user", "the agent, where `metadata.agent_id` names none", _user),
+    **_only("n", 1, note="only 1: ask in several lines"),
+    **_only("frequency_penalty", 0, note="only 0; there is `repetition_penalty`"),
+    **_only("presence_penalty", 0, note="only 0; there is `repetition_penalty`"),
+    **_only("logit_bias", {}, note="only empty"),
+    **_only("stream", False, note="only false: a file has no stream"),
+    **_only("stream_options", note="always"),
+}  # fmt: skip
+
+_OWN: Final[dict[str, Rule]] = {
+    **_copied("top_k", "not OpenAI's; see the README"),
+    **_copied("min_p", "not OpenAI's; see the README"),
+    **_copied("repetition_penalty", "not OpenAI's; see the README"),
+    **_copied("context", "not OpenAI's; `append` continues the agent's stored conversation"),
+    **_copied("cache", "not OpenAI's; see the README"),
+    **_copied("cache_salt", "not OpenAI's; see the README"),
+}
+
+_CHAT: Final[dict[str, Rule]] = {
+    **_copied("messages", "text only; other parts are refused by name"),
+    **_COMMON,
+    **_mapped("max_completion_tokens", "`max_tokens`", _limit("max_completion_tokens")),
+    **_mapped("metadata", "`agent_id` names the agent; the rest is not sent, as it is not in an answer", _metadata),
+    **_copied("logprobs", ""),
+    **_copied("top_logprobs", "0 to 20; needs `logprobs`"),
+    **_mapped("tools", "handed to the chat template; calls are in `content` as the model wrote them", _tools),
+    **_mapped("tool_choice", "`auto`; `none` leaves the tools out; anything else is refused", _tool_choice),
+    **_only("parallel_tool_calls", True, note="only true"),
+    **_only("response_format", {"type": "text"}, note="only `{\"type\": \"text\"}`"),
+    **_only("modalities", ["text"], note="only `[\"text\"]`"),
+    **_only("audio", note="always"),
+    **_only("functions", [], note="only empty: use `tools`"),
+    **_only("function_call", note="always: use `tools`"),
+    **_only("reasoning_effort", note="always: templates take such things in `chat_template_kwargs`"),
+    **_only("verbosity", "medium", note="only `medium`, which is no wish"),
+    **_only("web_search_options", note="always"),
+    **_only("moderation", note="always"),
+    **_left_out("prediction", "changes only the speed; left out"),
+    **_left_out("prompt_cache_key", "about OpenAI's cache; left out"),
+    **_left_out("prompt_cache_options", "about OpenAI's cache; left out"),
+    **_left_out("prompt_cache_retention", "about OpenAI's cache; left out"),
+    **_left_out("safety_identifier", "about OpenAI's service; left out"),
+    **_left_out("service_tier", "about OpenAI's service; left out"),
+    **_only("store", False, note="only false: nothing is kept for later requests"),
+    **_OWN,
+    **_copied("chat_template_kwargs", "not OpenAI's; see the README"),
+}  # fmt: skip
+
+_TEXT: Final[dict[str, Rule]] = {
+    **_mapped("prompt", "one string, or a list with one", _prompt),
+    **_COMMON,
+    **_mapped("metadata", "not OpenAI's here; `agent_id` names the agent", _metadata),
+    **_mapped("logprobs", "0 to 5; `logprobs` and `top_logprobs`", _text_logprobs),
+    **_only("best_of", 1, note="only 1"),
+    **_only("echo", False, note="only false"),
+    **_only("suffix", note="always"),
+    **_OWN,
+}
+
+RULES: Final[Mapping[str, Mapping[str, Rule]]] = {CHAT_URL: _CHAT, TEXT_URL: _TEXT}
+
+
+def markdown_table(url: str) -> str:
+    """The table of docs/batches.md."""
+    rows = [f"| `{name}` | {rule.verdict} | {rule.note} |" for name, rule in sorted(RULES[url].items())]
+    return "\n".join(["| field | | how |", "|---|---|---|", *rows])

@@ -1,0 +1,54 @@
+"""Who takes answers out of a batch: one process at a time, or two files would each get half. Operations only.
+
+``stoker:batch:BATCH:holder`` names the output file and expires. A process that comes back after a crash has the same
+file, and its lock, so it need not wait.
+"""
+
+from typing import Any, Final
+
+from redis.exceptions import WatchError
+
+from stoker.operations import Command, Operation, Watched
+from stoker_shared.errors import StokerError
+
+HOLD_S: Final = 15
+RENEW_S: Final = 3.0
+
+
+class BatchHeld(StokerError):
+    """Another process takes the answers of this batch out; the message names its output file."""
+
+
+def hold(batch: str, identity: str) -> Operation[None]:
+    """Take or keep the batch for `HOLD_S`.
+
+    Raises:
+        BatchHeld: somebody else has it.
+    """
+    key = _key(batch)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        if replies[0] is not None and replies[0] != identity.encode():
+            holder = replies[0].decode(errors="replace").split(" ", 2)
+            raise BatchHeld(f"the answers of {batch} are being written to {holder[-1]} on {holder[0]}")
+        return [("SET", key, identity, "EX", HOLD_S)]
+
+    try:
+        yield Watched([key], [("GET", key)], write)
+    except WatchError:
+        raise BatchHeld(f"another process has just begun to take out the answers of {batch}") from None
+
+
+def release(batch: str, identity: str) -> Operation[None]:
+    """Nothing when somebody else has it."""
+    key = _key(batch)
+    yield Watched([key], [("GET", key)], lambda replies: [("DEL", key)] if replies[0] == identity.encode() else None)
+
+
+def is_held(batch: str) -> Operation[bool]:
+    [found] = yield Watched([_key(batch)], [], lambda replies: [("EXISTS", _key(batch))])
+    return bool(found)
+
+
+def _key(batch: str) -> str:
+    return f"stoker:batch:{batch}:holder"

@@ -1,0 +1,112 @@
+"""One line of an input file: read, checked, and turned into a request. Pure; owns what makes a line a bad one.
+
+A bad line never stops a batch: it becomes an error with its number.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from stoker.batch.fields import RULES, FieldRefused, LineOptions, request_fields
+from stoker_shared.errors import RequestError, RequestTooLarge
+from stoker_shared.request import GenerationRequest, build_request
+
+MAX_LINE_BYTES: Final = 64 * 2**20
+"""Longest line that is read: the largest request, however its JSON is escaped, and no more than memory has room for."""
+
+MAX_CUSTOM_ID_CHARACTERS: Final = 512
+
+
+class BadLine(Exception):
+    """A line that is not run.
+
+    Attributes:
+        number: of the line, from 1.
+        custom_id: ``None`` where it cannot be read, or is another line's.
+        code, param: as in OpenAI's errors.
+    """
+
+    def __init__(self, number: int, custom_id: str | None, code: str, why: str, param: str | None = None) -> None:
+        super().__init__(f"line {number}: {why}")
+        self.number = number
+        self.custom_id = custom_id
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that can be run."""
+
+    number: int
+    custom_id: str
+    url: str
+    request: GenerationRequest
+
+
+def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
+    """
+    Raises:
+        BadLine: it cannot be run, for whatever reason.
+    """
+    fields, custom_id = _object_of(number, raw)
+    if custom_id is None:
+        raise BadLine(number, None, "missing_required_parameter", "no usable 'custom_id'", "custom_id")
+    unknown = sorted(set(fields) - {"custom_id", "method", "url", "body"})
+    if unknown:
+        name = ascii(unknown[0])[:64]
+        raise BadLine(number, custom_id, "unknown_parameter", f"{name} is no field of a batch line", unknown[0][:64])
+    if fields.get("method") != "POST":
+        raise BadLine(number, custom_id, "invalid_method", "'method' must be POST", "method")
+    url, body = fields.get("url"), fields.get("body")
+    if not isinstance(url, str) or url not in RULES:
+        raise BadLine(number, custom_id, "invalid_url", f"'url' must be one of {', '.join(RULES)}", "url")
+    if not isinstance(body, dict):
+        raise BadLine(number, custom_id, "missing_required_parameter", "'body' must be an object", "body")
+    try:
+        return Line(number, custom_id, url, build_request(request_fields(url, body, options)))
+    except FieldRefused as refused:
+        raise BadLine(number, custom_id, refused.code, str(refused), refused.param) from None
+    except RequestError as error:
+        raise refused_request(number, custom_id, error) from None
+
+
+def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine:
+    """A line whose request is not valid, or too large."""
+    if isinstance(error, RequestTooLarge):
+        return BadLine(number, custom_id, "request_too_large", str(error))
+    name, _, problem = str(error).partition(": ")
+    return BadLine(number, custom_id, "invalid_value", str(error), name.split(".")[0] if problem else None)
+
+
+def custom_id_of(number: int, raw: bytes) -> str | None:
+    """The line's `custom_id` where it can be read, else ``None``."""
+    try:
+        return _object_of(number, raw)[1]
+    except BadLine:
+        return None
+
+
+def _object_of(number: int, raw: bytes) -> tuple[Mapping[str, Any], str | None]:
+    if len(raw) > MAX_LINE_BYTES:
+        raise BadLine(number, None, "invalid_json_line", f"over {MAX_LINE_BYTES} bytes")
+    try:
+        fields = json.loads(raw)
+    except UnicodeDecodeError:
+        raise BadLine(number, None, "invalid_json_line", "not UTF-8 text") from None
+    except (ValueError, RecursionError):
+        raise BadLine(number, None, "invalid_json_line", "not JSON") from None
+    if not isinstance(fields, dict):
+        raise BadLine(number, None, "invalid_json_line", "not a JSON object")
+    custom_id = fields.get("custom_id")
+    usable = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARACTERS and _is_text(custom_id)
+    return fields, custom_id if usable else None
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""The output file: the ledger of which lines are answered. Owns that a line is in it once, whole, and on the disk.
+
+Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave half a
+last line, which is cut off at the next start. The file is locked while a process writes to it.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from stoker.batch.answers import is_success, to_bytes
+from stoker.batch.line_set import LineSet
+from stoker.batch.naming import line_of_answer
+from stoker_shared.errors import StokerError
+
+_CHUNK_BYTES: Final = 2**20
+
+
+class OutputRefused(StokerError):
+    """The output file cannot be the one of this batch; the message gives the reason."""
+
+
+class OutputFile:
+    """
+    Attributes:
+        written: the lines that are answered in it.
+    """
+
+    def __init__(self, path: Path, batch: str) -> None:
+        """
+        Raises:
+            OutputRefused: another process writes to it, or it holds something else than answers of this batch.
+            OSError: it cannot be read or written.
+        """
+        self._path = path
+        self._batch = batch
+        is_new = not path.exists()
+        self._file = path.open("a+b", buffering=0)
+        self.written = LineSet()
+        self._failed = LineSet()
+        try:
+            self._lock()
+            self._mend()
+            self._read()
+            if is_new:
+                _sync_folder(path.parent)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    @property
+    def n_failed(self) -> int:
+        """Lines that are answered and did not succeed."""
+        return len(self._failed)
+
+    def has_succeeded(self, number: int) -> bool:
+        return number in self.written and number not in self._failed
+
+    @property
+    def identity(self) -> str:
+        """Tells this file from others, also of other machines; its last part is the path."""
+        found = os.fstat(self._file.fileno())
+        return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {self._path.resolve()}"
+
+    def append(self, answers: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Write the answers of these lines that are not there yet, and have them on the disk when it returns.
+
+        Raises:
+            OSError: the disk is full, or broken. What was written of the group is cut off at the next start.
+        """
+        new = [(number, answer) for number, answer in answers if number not in self.written]
+        data = memoryview(b"".join(to_bytes(answer) for _, answer in new))
+        if not new:
+            return
+        while data:
+            data = data[self._file.write(data) :]
+        os.fsync(self._file.fileno())
+        for number, answer in new:
+            self._note(number, is_success(answer))
+
+    def _note(self, number: int, succeeded: bool) -> None:
+        if number not in self.written:
+            self.written.add(number)
+            if not succeeded:
+                self._failed.add(number)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputRefused(f"another process writes to {self._path}") from None
+
+    def _mend(self) -> None:
+        """Cut off what stands behind the last line end."""
+        end = size = self._file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - _CHUNK_BYTES)
+            found = os.pread(self._file.fileno(), end - begin, begin).rfind(b"\n")
+            if found >= 0:
+                end = begin + found + 1
+                break
+            end = begin
+        if end == 0 and size > 0 and os.pread(self._file.fileno(), 1, 0) != b"{":
+            raise OutputRefused(f"{self._path} holds something else than answers; it is left as it is")
+        if end < size:
+            os.ftruncate(self._file.fileno(), end)
+            os.fsync(self._file.fileno())
+
+    def _read(self) -> None:
+        with self._path.open("rb") as lines:
+            for at, raw in enumerate(lines, start=1):
+                try:
+                    answer = json.loads(raw)
+                    found = line_of_answer(answer["id"])
+                    succeeded = is_success(answer)
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    found, succeeded = None, False
+                if found is None:
+                    raise OutputRefused(f"line {at} of {self._path} is no answer of a batch; it is left as it is")
+                if found[0] != self._batch:
+                    raise OutputRefused(
+                        f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
+                        f"option has changed since, or it is another file's. Give another --out"
+                    )
+                self._note(found[1], succeeded)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

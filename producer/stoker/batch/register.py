@@ -1,0 +1,271 @@
+"""What Redis knows of a batch: its record, and the lines that are in Redis. Operations only; no files.
+
+``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first that was not sent yet; it moves in the
+transaction that enqueues the lines before it, so that nothing is sent twice, whoever sends and whatever gets lost.
+``stoker:batch:BATCH:lines`` (sorted set, by line number) holds every line that was sent and not taken out again: a job,
+or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash). ``stoker:batch::all`` (sorted set) names the
+batches. All expire: a job waits `keep_s` at the most, its result is kept for `keep_s`, and the rest outlives both.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from rq.job import Job
+from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
+from rq.results import Result
+
+from stoker.batch.fields import CHAT_URL, TEXT_URL
+from stoker.batch.lines import Line
+from stoker.batch.naming import job_id_for
+from stoker.job_options import JobOptions
+from stoker.new_job import NewJob, make_queue_known, push
+from stoker.operations import Command, Commands, Operation, Watched, ask
+from stoker.rq_keys import registry_key
+from stoker_shared.wire import FIELD_PACKED, PACKED_WITH_ZLIB
+
+INDEX_KEY: Final = "stoker:batch::all"
+_MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}
+_URLS: Final = {mark: url for url, mark in _MARKS.items()}
+_BAD: Final = "bad"
+_OUTLIVES_S: Final = 86_400
+_REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """
+    Attributes:
+        source: name of the input file, for people.
+        n_requests, n_lines: of the input file, without and with blank lines.
+        next_line: the first line that was not sent.
+        n_sent: requests before it.
+        n_taken, n_failed: answers that were taken out, and those of them that did not succeed.
+        output: the file they were written to.
+        canceled: nothing more is sent.
+    """
+
+    batch: str
+    queue: str
+    source: str
+    n_requests: int
+    n_lines: int
+    keep_s: int
+    created_s: int
+    next_line: int = 1
+    n_sent: int = 0
+    n_taken: int = 0
+    n_failed: int = 0
+    output: str = ""
+    canceled: bool = False
+
+    @classmethod
+    def from_hash(cls, batch: str, fields: Mapping[bytes, bytes]) -> Self:
+        text = {name.decode(): value.decode() for name, value in fields.items()}
+        numbers = ("n_requests", "n_lines", "keep_s", "created_s", "next_line", "n_sent", "n_taken", "n_failed")
+        return cls(
+            batch=batch, queue=text["queue"], source=text["source"], output=text.get("output", ""),
+            canceled="canceled" in text, **{name: int(text.get(name, 0)) for name in numbers},
+        )  # fmt: skip
+
+    @property
+    def all_sent(self) -> bool:
+        return self.canceled or self.next_line > self.n_lines
+
+    @property
+    def lives_s(self) -> int:
+        return 2 * self.keep_s + _OUTLIVES_S
+
+
+@dataclass(frozen=True)
+class SentLine:
+    """A line that is in Redis.
+
+    Attributes:
+        custom_id: ``None`` for a bad line.
+    """
+
+    number: int
+    member: str
+    url: str
+    custom_id: str | None
+
+    def job_id(self, batch: str) -> str:
+        return job_id_for(batch, self.number, self.custom_id)
+
+
+def record_key(batch: str) -> str:
+    return f"stoker:batch:{batch}"
+
+
+def lines_key(batch: str) -> str:
+    return f"stoker:batch:{batch}:lines"
+
+
+def bad_key(batch: str) -> str:
+    return f"stoker:batch:{batch}:bad"
+
+
+def read_record(batch: str) -> Operation[BatchRecord | None]:
+    """``None`` when Redis knows no such batch."""
+    fields = yield from ask("HGETALL", record_key(batch))
+    return BatchRecord.from_hash(batch, fields) if fields else None
+
+
+def register(record: BatchRecord) -> Operation[BatchRecord]:
+    """The record of this batch as it is, or this one."""
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        if replies[0]:
+            return None
+        fields = ("queue", "source", "n_requests", "n_lines", "keep_s", "created_s", "next_line")
+        pairs = [part for name in fields for part in (name, getattr(record, name))]
+        return [
+            ("HSET", record_key(record.batch), *pairs),
+            ("ZADD", INDEX_KEY, record.created_s, record.batch),
+            *_kept(record),
+        ]
+
+    yield Watched([record_key(record.batch)], [("EXISTS", record_key(record.batch))], write)
+    return (yield from read_record(record.batch)) or record
+
+
+def n_in_redis(batch: str) -> Operation[int]:
+    return int((yield from ask("ZCARD", lines_key(batch))))
+
+
+def used_bytes() -> Operation[tuple[int, int]]:
+    """What the server uses, and its own limit (0 for none)."""
+    memory = yield from ask("INFO", "memory")
+    return int(memory["used_memory"]), int(memory.get("maxmemory", 0))
+
+
+def make_jobs(record: BatchRecord, lines: Sequence[Line], options: JobOptions) -> list[NewJob]:
+    """
+    Raises:
+        RequestError: a request is too large, or nested too deeply.
+    """
+    return [
+        NewJob(line.request, options, record.queue, job_id_for(record.batch, line.number, line.custom_id))
+        for line in lines
+    ]
+
+
+def send(
+    record: BatchRecord, jobs: Sequence[tuple[Line, NewJob]], bad: Mapping[int, Mapping[str, Any]], *, upto: int, n: int
+) -> Operation[bool]:
+    """Enqueue the lines from `next_line` to before `upto`, all or none.
+
+    Args:
+        bad: the answers to those that cannot be run, by line number.
+        n: how many requests there are among these lines.
+
+    Returns:
+        ``False`` when somebody else has sent them meanwhile, or has canceled the batch.
+    """
+    batch, key = record.batch, record_key(record.batch)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        next_line, canceled = replies[0]
+        if canceled is not None or next_line is None or int(next_line) != record.next_line:
+            return None
+        commands: list[Command] = [("HSET", key, "next_line", upto), ("HINCRBY", key, "n_sent", n)]
+        members: list[Any] = []
+        if jobs:
+            commands.append(make_queue_known(record.queue))
+        for line, job in jobs:
+            commands += [*job.commands(deferred=False), ("HSET", job.key, FIELD_PACKED, PACKED_WITH_ZLIB)]
+            members += [line.number, f"{_MARKS[line.url]}:{line.custom_id}"]
+        commands += push(record.queue, [job for _, job in jobs], at_front=False)
+        for number, answer in bad.items():
+            commands.append(("HSET", bad_key(batch), number, json.dumps(answer)))
+            members += [number, f"{_BAD}:{number}"]
+        if members:
+            commands.append(("ZADD", lines_key(batch), *members))
+        return [*commands, *_kept(record)]
+
+    replies = yield Watched([key], [("HMGET", key, "next_line", "canceled")], write)
+    return replies is not None
+
+
+def sent_lines(batch: str, after: int, count: int) -> Operation[list[SentLine]]:
+    """The next lines that are in Redis, by number."""
+    found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "+inf", "WITHSCORES", "LIMIT", 0, count)
+    pairs = [(entry[0], entry[1]) for entry in found] if found and isinstance(found[0], list | tuple) else _pairs(found)
+    return [_sent_line(int(float(number)), member.decode()) for member, number in pairs]
+
+
+def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[str, Any]]]:
+    if not numbers:
+        return {}
+    found = yield from ask("HMGET", bad_key(batch), *numbers)
+    return {number: json.loads(text) for number, text in zip(numbers, found, strict=True) if text is not None}
+
+
+def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[None]:
+    """Remove answered lines from Redis, with their jobs and results. Those that are gone already count no more.
+
+    Args:
+        lines: with whether each succeeded.
+    """
+    batch, taken = record.batch, list(lines)
+    members = [line.member for line in taken]
+
+    def write(replies: list[Any]) -> list[Command]:
+        there = [line for line, score in zip(taken, replies[0], strict=True) if score is not None]
+        commands: list[Command] = [("ZREM", lines_key(batch), *members)]
+        if jobs := [line.job_id(batch) for line in taken if line.custom_id is not None]:
+            keys = [key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id))]
+            commands.append(("DEL", *keys))
+            commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
+        if bad := [line.number for line in taken if line.custom_id is None]:
+            commands.append(("HDEL", bad_key(batch), *bad))
+        key = record_key(batch)
+        commands.append(("HSET", key, "output", output))
+        commands.append(("HINCRBY", key, "n_taken", len(there)))
+        commands.append(("HINCRBY", key, "n_failed", sum(not lines[line] for line in there)))
+        return [*commands, *_kept(record)]
+
+    yield Watched([lines_key(batch)], [("ZMSCORE", lines_key(batch), *members)], write)
+
+
+def mark_canceled(record: BatchRecord) -> Operation[None]:
+    """From now on nothing more of it is sent."""
+    yield Commands([("HSET", record_key(record.batch), "canceled", 1), *_kept(record)], atomic=True)
+
+
+def forget(batch: str) -> Operation[None]:
+    """The batch, not its jobs."""
+    keys = (record_key(batch), lines_key(batch), bad_key(batch))
+    yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)], atomic=True)
+
+
+def all_batches() -> Operation[list[str]]:
+    """The oldest first. Those whose record has expired are removed from the index."""
+    names = [name.decode() for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
+    if not names:
+        return []
+    exist = yield Commands([("EXISTS", record_key(name)) for name in names])
+    if gone := [name for name, exists in zip(names, exist, strict=True) if not exists]:
+        yield from ask("ZREM", INDEX_KEY, *gone)
+    return [name for name, exists in zip(names, exist, strict=True) if exists]
+
+
+def now_s() -> int:
+    return int(time.time())
+
+
+def _kept(record: BatchRecord) -> list[Command]:
+    keys = (record_key(record.batch), lines_key(record.batch), bad_key(record.batch))
+    return [("EXPIRE", key, record.lives_s) for key in keys]
+
+
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _sent_line(number: int, member: str) -> SentLine:
+    mark, _, custom_id = member.partition(":")
+    return SentLine(number, member, _URLS.get(mark, ""), custom_id if mark in _URLS else None)

@@ -1,0 +1,99 @@
+"""Output lines in OpenAI's form: its own types parse each, strictly."""
+
+import json
+
+import pytest
+from openai.types import Completion
+from openai.types.batch_error import BatchError
+from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
+from tests.producer.played_worker import result_fields
+
+from stoker.batch import answers
+from stoker.batch.fields import CHAT_URL, TEXT_URL
+from stoker.batch.lines import BadLine
+from stoker_shared.result import GenerationResult
+
+LOGPROBS = {
+    "content": [
+        {"token": "he", "logprob": -0.5, "bytes": [104, 101], "top_logprobs": [{"token": "he", "logprob": -0.5}]},
+        {"token": "llo", "logprob": -0.25, "top_logprobs": []},
+    ]
+}
+
+
+def result(**changes):
+    return GenerationResult.model_validate({**result_fields("j"), **changes})
+
+
+def written(answer):
+    """As it comes back from the file."""
+    line = answers.to_bytes(answer)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    found = json.loads(line)
+    assert set(found) == {"id", "custom_id", "response", "error"}
+    return found
+
+
+@pytest.mark.parametrize("logprobs", [None, LOGPROBS])
+def test_a_chat_answer_is_a_chat_completion(logprobs):
+    answer = written(answers.success("batch_req_j", "one", CHAT_URL, 1_700_000_000, result(logprobs=logprobs)))
+    assert (answer["id"], answer["custom_id"], answer["error"]) == ("batch_req_j", "one", None)
+    assert (answer["response"]["status_code"], answer["response"]["request_id"]) == (200, "j")
+    body = ChatCompletion.model_validate(answer["response"]["body"], strict=True)
+    assert (body.object, body.created, body.model) == ("chat.completion", 1_700_000_000, "scripted")
+    [choice] = body.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello", "stop")
+    assert (body.usage.prompt_tokens, body.usage.completion_tokens, body.usage.total_tokens) == (10, 2, 12)
+    assert body.usage.prompt_tokens_details.cached_tokens == 4
+    tokens = [(entry.token, entry.logprob) for entry in choice.logprobs.content] if logprobs else None
+    assert tokens == ([("he", -0.5), ("llo", -0.25)] if logprobs else None)
+
+
+@pytest.mark.parametrize("logprobs", [None, LOGPROBS])
+def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
+    fields = {"finish_reason": "length", "logprobs": logprobs}
+    answer = written(answers.success("batch_req_j", "one", TEXT_URL, 1, result(**fields)))
+    body = Completion.model_validate(answer["response"]["body"], strict=True)
+    [choice] = body.choices
+    assert (body.object, choice.text, choice.finish_reason) == ("text_completion", "hello", "length")
+    if logprobs is None:
+        assert choice.logprobs is None
+    else:
+        assert (choice.logprobs.tokens, choice.logprobs.token_logprobs) == (["he", "llo"], [-0.5, -0.25])
+        assert (choice.logprobs.top_logprobs, choice.logprobs.text_offset) == ([{"he": -0.5}, {}], [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        ("InvalidRequest: top_p: too large", 400, "invalid_value"),
+        ("ModelMismatch: the job names 'gpt'", 404, "model_not_found"),
+        ("ContextLimitExceeded: 5000 over 4096", 400, "context_length_exceeded"),
+        ("AgentVersionConflict: 4 is not 5", 409, "agent_version_conflict"),
+        ("GenerationTimedOut: after 3600 s", 504, "generation_timed_out"),
+        ("EngineFailed: out of memory", 500, None),
+        ("the worker gave no reason", 500, None),
+    ],
+)
+def test_what_a_worker_failed_has_the_status_and_the_body_that_an_api_would_give(reason, status, code):
+    answer = written(answers.failure("batch_req_j", "one", "j", reason, None))
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] == status
+    error = ErrorObject.model_validate(answer["response"]["body"]["error"], strict=True)
+    assert (error.message, error.code) == (reason, code)
+    assert not answers.is_success(answer)
+
+
+def test_a_job_that_timed_out_has_its_text_so_far():
+    answer = answers.failure("batch_req_j", "one", "j", "GenerationTimedOut: 1 s", "so far")
+    assert answer["response"]["body"]["error"]["partial_text"] == "so far"
+
+
+def test_what_never_ran_is_an_error_with_its_line():
+    bad = BadLine(7, None, "unknown_parameter", "no such field", "\ud800")
+    answer = written(answers.not_run("batch_req_j", bad))
+    assert (answer["custom_id"], answer["response"]) == (None, None)
+    error = BatchError.model_validate(answer["error"], strict=True)
+    assert (error.line, error.code, error.message) == (7, "unknown_parameter", "line 7: no such field")

@@ -1,0 +1,342 @@
+"""`stoker batch` as a user runs it, beside a worker that somebody plays: what is where after which step."""
+
+import json
+import threading
+import time
+
+import pytest
+from redis import Redis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker.batch import holding, output_file, work
+from stoker.batch.output_file import OutputFile
+from stoker.cli import main
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def batch(redis_url, capsys, monkeypatch, tmp_path):
+    """Run the command in the folder of the test; gives (exit code, stdout as JSON if it is, stderr)."""
+    monkeypatch.setenv("STOKER_REDIS_URL", redis_url)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["batch", *arguments])
+        out, err = capsys.readouterr()
+        return left.value.code, json.loads(out) if out.startswith("{") else out.strip(), err
+
+    return run
+
+
+@pytest.fixture
+def somebody(connection):
+    """A worker that ends each job as its prompt says, in queue order; `ends` has the prompts."""
+    played, stop, ends = PlayedWorker(connection), threading.Event(), []
+
+    def work_on():
+        while not stop.wait(0.01):
+            for job_id in connection.lrange("rq:queue:generate", 0, -1):
+                prompt = played.job(job_id.decode()).kwargs["request"]["prompt"]
+                if prompt.startswith("later"):
+                    continue
+                ends.append(prompt)
+                if prompt.startswith("fail"):
+                    played.fail(job_id.decode(), "EngineFailed: it says so")
+                else:
+                    played.finish(job_id.decode(), text=prompt)
+
+    thread = threading.Thread(target=work_on)
+
+    class Somebody:
+        def __init__(self):
+            self.ends, self.played = ends, played
+
+        def begin(self):
+            thread.start()
+
+    yield Somebody()
+    stop.set()
+    if thread.ident is not None:
+        thread.join()
+
+
+def write(path, prompts, name="in.jsonl"):
+    lines = [
+        {"custom_id": f"c{n}", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": prompt}}
+        for n, prompt in enumerate(prompts)
+    ]
+    (path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def texts(path, name="out.jsonl"):
+    """By custom_id; the text, or the error's code or message."""
+    found = {}
+    for answer in map(json.loads, (path / name).read_text().splitlines()):
+        assert answer["custom_id"] not in found
+        body = (answer["response"] or {}).get("body", {})
+        found[answer["custom_id"]] = (
+            answer["error"]["code"] if answer["error"]
+            else body["error"]["message"] if "error" in body else body["choices"][0]["text"]
+        )  # fmt: skip
+    return found
+
+
+def keys(connection):
+    return sorted(key.decode() for pattern in ("rq:job:*", "rq:results:*", "stoker:batch:*")
+                  for key in connection.scan_iter(pattern))  # fmt: skip
+
+
+def test_run_answers_every_line_and_leaves_nothing_in_redis(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "fail", "three"])
+    somebody.begin()
+    code, counts, _ = batch("run", "in.jsonl", "--out", "out.jsonl", "--json")
+    assert (code, counts["succeeded"], counts["failed"], counts["left"]) == (3, 2, 1, 0)
+    assert texts(tmp_path) == {"c0": "one", "c1": "EngineFailed: it says so", "c2": "three"}
+    assert keys(connection) == []
+    assert [connection.zcard(f"rq:{name}:generate") for name in ("finished", "failed")] == [0, 0]
+
+
+def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(batch, somebody, tmp_path):
+    write(tmp_path, ["one", "two", "three"])
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert len(somebody.ends) == 3
+    kept = [text for text in (tmp_path / "out.jsonl").read_text().splitlines() if '"two"' not in text]
+    (tmp_path / "out.jsonl").write_text("".join(f"{text}\n" for text in kept))
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert sorted(somebody.ends) == ["one", "three", "two", "two"]
+    assert len(texts(tmp_path)) == 3
+
+
+def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, somebody, tmp_path):
+    write(tmp_path, [f"fail {n}" if n % 7 == 3 else f"{n}" for n in range(60)])
+    with (tmp_path / "in.jsonl").open("a") as lines:
+        lines.write("no line\n")
+    ended = somebody.played.finish
+    somebody.played.finish = lambda job_id, text: time.sleep(0.1 if text == "2" else 0) or ended(job_id, text=text)
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl", "--in-order", "--window", "8")[0] == 3
+    assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(60)), None]
+
+
+def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_path):
+    write(tmp_path, [f"{n}" for n in range(50)])
+    seen = []
+    ended = somebody.played.finish
+    somebody.played.finish = lambda *a, **o: (seen.append(len(keys(connection))), ended(*a, **o))
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl", "--window", "5")[0] == 0
+    assert len(texts(tmp_path)) == 50
+    assert max(seen) <= 2 * 5 + 4
+
+
+def test_a_crash_between_the_file_and_redis_makes_no_second_answer(batch, connection, somebody, tmp_path, monkeypatch):
+    write(tmp_path, ["one", "two"])
+    somebody.begin()
+    append = OutputFile.append
+
+    def dies_behind(self, answers):
+        append(self, answers)
+        if answers:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(OutputFile, "append", dies_behind)
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 130
+    assert keys(connection) != []
+    monkeypatch.setattr(OutputFile, "append", append)
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert texts(tmp_path) == {"c0": "one", "c1": "two"}
+    assert somebody.ends == ["one", "two"]
+    assert keys(connection) == []
+
+
+def test_a_batch_is_submitted_counted_and_fetched_by_others(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "fail", "later"])
+    code, name, _ = batch("submit", "in.jsonl", "--name", "nightly")
+    assert (code, name.startswith("nightly-")) == (0, True)
+    assert batch("submit", "in.jsonl", "--name", "nightly")[1] == name
+    assert connection.llen("rq:queue:generate") == 3
+    code, counts, _ = batch("status", "nightly", "--json")
+    assert (counts["state"], counts["waiting"], counts["to_fetch"]) == ("waiting", 3, 0)
+    somebody.begin()
+    wait_for(lambda: len(somebody.ends) == 2 and connection.llen("rq:queue:generate") == 1)
+    assert batch("fetch", "nightly", "--out", "out.jsonl")[0] == 4
+    assert len(texts(tmp_path)) == 2
+    [(_, counts, _)] = [batch("status", name, "--json")]
+    assert (counts["done"], counts["failed"], counts["waiting"], counts["to_fetch"]) == (1, 1, 1, 0)
+    somebody.played.finish(connection.lindex("rq:queue:generate", 0).decode(), text="at last")
+    assert batch("fetch", name, "--out", "out.jsonl", "--follow")[0] == 3
+    assert texts(tmp_path) == {"c0": "one", "c1": "EngineFailed: it says so", "c2": "at last"}
+    [listed] = batch("ls", "--json")[1]["batches"]
+    assert (listed["batch"], listed["state"], listed["done"], listed["failed"]) == (name, "fetched", 2, 1)
+
+
+def test_run_goes_on_with_a_batch_that_was_submitted(batch, somebody, tmp_path):
+    write(tmp_path, ["one", "two"])
+    batch("submit", "in.jsonl")
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert somebody.ends == ["one", "two"]
+
+
+def test_answers_that_left_redis_are_not_looked_for_in_another_file(batch, somebody, tmp_path):
+    write(tmp_path, ["one", "later"])
+    _, name, _ = batch("submit", "in.jsonl")
+    somebody.begin()
+    wait_for(lambda: somebody.ends)
+    assert batch("fetch", name, "--out", "out.jsonl")[0] == 4
+    code, _, err = batch("fetch", name, "--out", "other.jsonl")
+    assert (code, "out.jsonl" in err) == (2, True)
+
+
+def test_a_changed_input_is_another_batch_and_not_mixed_into_the_old_file(batch, somebody, tmp_path):
+    write(tmp_path, ["one"])
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    write(tmp_path, ["two"])
+    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert (code, "has changed" in err) == (2, True)
+    assert texts(tmp_path) == {"c0": "one"}
+
+
+def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "later", "later", "later", "later"])
+    somebody.begin()
+    done = []
+    command = ("run", "in.jsonl", "--out", "out.jsonl", "--window", "3")
+    thread = threading.Thread(target=lambda: done.append(batch(*command)))
+    thread.start()
+    wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text())
+    [name] = [key.decode() for key in connection.zrange("stoker:batch::all", 0, -1)]
+    from stoker.batch.canceling import cancel_batch
+    from stoker.batch.register import read_record
+    from stoker.driver import run
+
+    assert run(connection, cancel_batch(run(connection, read_record(name)), remove=False)) >= 2
+    thread.join()
+    assert done[0][0] == 3
+    assert texts(tmp_path) == {"c0": "one"} | {f"c{n}": "batch_cancelled" for n in range(1, 5)}
+    assert keys(connection) == []
+
+
+def test_a_forgotten_batch_may_be_run_anew(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "later"])
+    _, name, _ = batch("submit", "in.jsonl")
+    assert batch("cancel", name)[0] == 0
+    code, _, err = batch("submit", "in.jsonl")
+    assert (code, "was canceled" in err) == (2, True)
+    assert batch("cancel", name, "--forget")[0] == 0
+    assert keys(connection) == []
+    assert batch("submit", "in.jsonl")[1] == name
+    assert connection.llen("rq:queue:generate") == 2
+
+
+def test_a_job_that_was_deleted_is_an_answer_too(batch, connection, tmp_path):
+    write(tmp_path, ["one"])
+    _, name, _ = batch("submit", "in.jsonl")
+    for key in connection.scan_iter("rq:job:*"):
+        connection.delete(key)
+    assert batch("fetch", name, "--out", "out.jsonl", "--follow")[0] == 3
+    assert texts(tmp_path) == {"c0": "batch_expired"}
+
+
+def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "two", "three"])
+    somebody.begin()
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(batch("submit", "in.jsonl", "--max-redis-bytes", str(ballast + 2**20)))
+    )
+    ballast = connection.info("memory")["used_memory"]
+    connection.set("ballast", b"x" * 2**22)
+    thread.start()
+    time.sleep(1.0)
+    assert thread.is_alive()
+    assert connection.llen("rq:queue:generate") == 0
+    connection.delete("ballast")
+    thread.join()
+    code, _, err = done[0]
+    assert (code, "held back" in err, "line 1 of 3" in err) == (0, True, True)
+    wait_for(lambda: len(somebody.ends) == 3)
+
+
+def test_run_goes_on_line_by_line_where_others_have_filled_redis(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one", "two", "three"])
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl", "--max-redis-bytes", "1")[0] == 0
+    assert len(texts(tmp_path)) == 3
+
+
+def test_one_process_takes_the_answers_of_a_batch_and_a_second_waits_for_its_end(
+    batch, connection, somebody, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(holding, "HOLD_S", 1)
+    monkeypatch.setattr(work, "HOLD_S", 1)
+    write(tmp_path, ["one"])
+    _, name, _ = batch("submit", "in.jsonl")
+    connection.set(f"stoker:batch:{name}:holder", "elsewhere 1:2 /there/out.jsonl")
+    code, _, err = batch("fetch", name, "--out", "out.jsonl")
+    assert (code, "/there/out.jsonl on elsewhere" in err) == (1, True)
+    connection.expire(f"stoker:batch:{name}:holder", 1)
+    somebody.begin()
+    assert batch("fetch", name, "--out", "out.jsonl", "--follow")[0] == 0
+
+
+def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, tmp_path, monkeypatch):
+    write(tmp_path, ["one", "two"])
+    somebody.begin()
+    (tmp_path / "out.jsonl").touch()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output_file.os, "fsync", full)
+        code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert (code, "No space left" in err) == (1, True)
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert texts(tmp_path) == {"c0": "one", "c1": "two"}
+    assert somebody.ends == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("run", "nowhere.jsonl", "--out", "out.jsonl"), "nowhere.jsonl"),
+        (("run", "in.jsonl"), "--out"),
+        (("run", "in.jsonl", "--out", "no/folder/out.jsonl"), "out.jsonl"),
+        (("run", "in.jsonl", "--out", "in.jsonl"), "in.jsonl"),
+        (("submit", "in.jsonl", "--keep", "soon"), "--keep"),
+        (("submit", "in.jsonl", "--name", "a:b"), "--name"),
+        (("submit", "in.jsonl", "--model-alias", "gpt"), "--model-alias"),
+        (("submit", "in.jsonl", "--queue", "a,b"), "queue"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_anything_is_sent(batch, connection, tmp_path, arguments, word):
+    write(tmp_path, ["one"])
+    before = (tmp_path / "in.jsonl").read_text()
+    code, _, err = batch(*arguments)
+    assert (code, word in err) == (2, True), err
+    assert keys(connection) == []
+    assert (tmp_path / "in.jsonl").read_text() == before
+
+
+def test_an_unknown_batch_is_named(batch):
+    code, out, _ = batch("status", "nobody", "--json")
+    assert (code, out["error"]["type"]) == (1, "BatchGone")
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "gave up waiting"
+        time.sleep(0.01)

@@ -1,0 +1,173 @@
+"""Field by field: one case for each row of the table in docs/batches.md, on the types of OpenAI's own package."""
+
+import typing
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import TypeAdapter
+
+from stoker.batch.fields import CHAT_URL, RULES, TEXT_URL, FieldRefused, LineOptions, markdown_table, request_fields
+from stoker_shared.request import build_request
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "batches.md"
+PARAMS = {
+    CHAT_URL: chat_params.CompletionCreateParamsNonStreaming,
+    TEXT_URL: text_params.CompletionCreateParamsNonStreaming,
+}
+INPUT = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, TEXT_URL: {"prompt": "x"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+AUDIO = {"voice": "alloy", "format": "wav"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n"}}
+SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+
+# field: what is served, each with what it becomes; what is refused
+COMMON = {
+    "model": ([("m", {"model": "m"})], [3]),
+    "temperature": ([(0.5, {"temperature": 0.5}), (1, {"temperature": 1})], []),
+    "top_p": ([(0.5, {"top_p": 0.5})], []),
+    "seed": ([(3, {"seed": 3})], []),
+    "stop": ([("x", {"stop": "x"}), (["x", "y"], {"stop": ["x", "y"]})], []),
+    "max_tokens": ([(7, {"max_tokens": 7})], []),
+    "user": ([("u", {"agent_id": "u"})], [3]),
+    "n": ([(1, {})], [2, True]),
+    "frequency_penalty": ([(0, {}), (0.0, {})], [0.5]),
+    "presence_penalty": ([(0, {})], [-1]),
+    "logit_bias": ([({}, {})], [{"50256": -100}]),
+    "stream": ([(False, {})], [True, 0]),
+    "stream_options": ([], [{"include_usage": True}]),
+    "top_k": ([(4, {"top_k": 4})], []),
+    "min_p": ([(0.1, {"min_p": 0.1})], []),
+    "repetition_penalty": ([(1.1, {"repetition_penalty": 1.1})], []),
+    "context": ([("full", {"context": "full"})], []),
+    "cache": ([("off", {"cache": "off"})], []),
+    "cache_salt": ([("s", {"cache_salt": "s"})], []),
+    "metadata": ([({"agent_id": "a", "k": "v"}, {"agent_id": "a"}), ({"k": "v"}, {})], ["a", {"k": 1}]),
+}
+CASES = {
+    CHAT_URL: COMMON
+    | {
+        "messages": ([(SYSTEM, {"messages": SYSTEM})], []),
+        "max_completion_tokens": ([(7, {"max_tokens": 7})], []),
+        "logprobs": ([(True, {"logprobs": True}), (False, {"logprobs": False})], []),
+        "top_logprobs": ([(2, {"top_logprobs": 2})], []),
+        "tools": ([([TOOL], {"tools": [TOOL]}), ([], {})], []),
+        "tool_choice": ([("auto", {}), ("none", {})], ["required", {"type": "function", "function": {"name": "f"}}]),
+        "parallel_tool_calls": ([(True, {})], [False]),
+        "response_format": ([({"type": "text"}, {})], [{"type": "json_object"}, SCHEMA]),
+        "modalities": ([(["text"], {})], [["text", "audio"]]),
+        "audio": ([], [AUDIO]),
+        "functions": ([([], {})], [[{"name": "f"}]]),
+        "function_call": ([], ["auto", {"name": "f"}]),
+        "reasoning_effort": ([], ["low", "none"]),
+        "verbosity": ([("medium", {})], ["low"]),
+        "web_search_options": ([], [{}]),
+        "moderation": ([], [{"model": "m"}]),
+        "prediction": ([({"type": "content", "content": "x"}, {})], []),
+        "prompt_cache_key": ([("k", {})], []),
+        "prompt_cache_options": ([({}, {})], []),
+        "prompt_cache_retention": ([("24h", {})], []),
+        "safety_identifier": ([("s", {})], []),
+        "service_tier": ([("flex", {})], []),
+        "store": ([(False, {})], [True]),
+        "chat_template_kwargs": ([({"k": 1}, {"chat_template_kwargs": {"k": 1}})], []),
+    },
+    TEXT_URL: COMMON
+    | {
+        "prompt": ([("p", {"prompt": "p"}), (["p"], {"prompt": "p"})], [["p", "q"], [1, 2], [[1]]]),
+        "logprobs": ([(n, {"logprobs": True, "top_logprobs": n}) for n in (0, 5)], [6, True]),
+        "best_of": ([(1, {})], [2]),
+        "echo": ([(False, {})], [True]),
+        "suffix": ([], ["x"]),
+    },
+}
+SERVED = [(url, name, *case) for url, cases in CASES.items() for name, (served, _) in cases.items() for case in served]
+REFUSED = [(url, name, value) for url, cases in CASES.items() for name, (_, no) in cases.items() for value in no]
+OURS = {"top_k", "min_p", "repetition_penalty", "context", "cache", "cache_salt", "chat_template_kwargs"}
+
+
+def body(url, **fields):
+    return {"model": "m", **INPUT[url], **fields}
+
+
+@pytest.mark.parametrize("url", RULES)
+def test_every_field_of_openais_types_has_a_row_and_every_row_a_case(url):
+    theirs = set(typing.get_type_hints(PARAMS[url]))
+    also_ours = OURS | ({"metadata"} if url == TEXT_URL else set())
+    assert theirs <= set(RULES[url])
+    assert set(RULES[url]) - theirs <= also_ours
+    assert set(CASES[url]) == set(RULES[url])
+
+
+@pytest.mark.parametrize(("url", "name", "value", "expected"), SERVED)
+def test_a_field_that_is_served_or_mapped_becomes_a_field_of_the_request(url, name, value, expected):
+    written = body(url, **{name: value})
+    if name not in OURS and not (name == "metadata" and url == TEXT_URL):
+        TypeAdapter(PARAMS[url]).validate_python(written)
+    fields = request_fields(url, written, LineOptions())
+    assert fields.items() >= expected.items()
+    assert set(fields) - set(request_fields(url, body(url), LineOptions())) <= set(expected)
+    if name == "top_logprobs":
+        fields["logprobs"] = True
+    build_request(fields)
+
+
+@pytest.mark.parametrize(("url", "name", "value"), REFUSED)
+def test_a_value_that_is_not_served_is_refused_by_the_fields_name(url, name, value):
+    with pytest.raises(FieldRefused, match=f"'{name}'") as caught:
+        request_fields(url, body(url, **{name: value}), LineOptions())
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("url", RULES)
+def test_null_is_as_good_as_left_out(url):
+    nulls = dict.fromkeys(set(RULES[url]) - {"model", *INPUT[url]})
+    assert request_fields(url, body(url, **nulls), LineOptions()) == request_fields(url, body(url), LineOptions())
+
+
+def test_an_unknown_field_and_a_missing_model_are_refused_by_name():
+    for fields, name in ((body(CHAT_URL, colour="red"), "colour"), ({**body(CHAT_URL), "model": None}, "model")):
+        with pytest.raises(FieldRefused, match=f"'{name}'"):
+            request_fields(CHAT_URL, fields, LineOptions())
+
+
+def test_defaults_are_openais():
+    assert request_fields(CHAT_URL, body(CHAT_URL), LineOptions())["temperature"] == 1.0
+    assert request_fields(CHAT_URL, body(CHAT_URL), LineOptions())["max_tokens"] == 1024
+    assert request_fields(TEXT_URL, body(TEXT_URL), LineOptions())["max_tokens"] == 16
+    assert request_fields(TEXT_URL, body(TEXT_URL), LineOptions(max_tokens=5))["max_tokens"] == 5
+
+
+def test_the_agent_of_the_metadata_comes_before_the_user_whatever_their_order():
+    both = {"user": "u", "metadata": {"agent_id": "a"}}
+    for fields in (both, dict(reversed(both.items()))):
+        assert request_fields(CHAT_URL, body(CHAT_URL, **fields), LineOptions())["agent_id"] == "a"
+    assert "agent_id" not in request_fields(CHAT_URL, body(CHAT_URL), LineOptions())
+
+
+def test_a_model_is_the_loaded_one_or_is_mapped_or_does_not_matter():
+    def model_of(options):
+        return request_fields(CHAT_URL, body(CHAT_URL, model="gpt"), options).get("model")
+
+    assert model_of(LineOptions()) == "gpt"
+    assert model_of(LineOptions(model_aliases={"gpt": "ours"})) == "ours"
+    assert model_of(LineOptions(any_model=True)) is None
+    assert "model" not in request_fields(CHAT_URL, INPUT[CHAT_URL], LineOptions(any_model=True))
+
+
+def test_two_limits_that_differ_are_refused_and_two_that_agree_are_one():
+    agreeing = body(CHAT_URL, max_tokens=5, max_completion_tokens=5)
+    assert request_fields(CHAT_URL, agreeing, LineOptions())["max_tokens"] == 5
+    with pytest.raises(FieldRefused, match="max_completion_tokens"):
+        request_fields(CHAT_URL, {**agreeing, "max_completion_tokens": 6}, LineOptions())
+
+
+def test_tools_are_left_out_where_none_may_be_called():
+    fields = request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none", tools=[TOOL]), LineOptions())
+    assert "tools" not in fields
+
+
+@pytest.mark.parametrize("url", RULES)
+def test_the_page_has_this_table(url):
+    assert markdown_table(url) in DOCS.read_text()

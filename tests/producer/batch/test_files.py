@@ -1,0 +1,141 @@
+"""The two files of a batch: what is read of the one, and what a crash leaves of the other."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from stoker.batch import answers
+from stoker.batch.fields import LineOptions
+from stoker.batch.input_file import InputChanged, InputFile
+from stoker.batch.lines import MAX_LINE_BYTES, BadLine
+from stoker.batch.naming import answer_id_for, batch_for, fingerprint_of, job_id_for
+from stoker.batch.output_file import OutputFile, OutputRefused
+
+BATCH = batch_for("nightly", fingerprint_of("digest", []))
+
+
+def line(custom_id, prompt="x"):
+    body = {"model": "m", "prompt": prompt}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
+
+
+def opened(tmp_path, text):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return InputFile(path)
+
+
+def answer(number, custom_id="one", batch=BATCH):
+    bad = BadLine(number, custom_id, "code", "why")
+    return answers.not_run(answer_id_for(job_id_for(batch, number, custom_id)), bad)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def test_lines_are_numbered_as_in_an_editor_and_read_in_any_order(tmp_path):
+    with opened(tmp_path, f"\ufeff{line('one')}\n\n  \r\n{line('two')}\r\n{line('three')}") as lines:
+        assert (lines.n_lines, lines.n_requests) == (5, 3)
+        read = [lines.line(number, LineOptions()).custom_id for number in (5, 1, 4)]
+        assert read == ["three", "one", "two"]
+        assert [number for number in range(1, 6) if lines.is_blank(number)] == [2, 3]
+
+
+def test_a_custom_id_that_comes_again_is_the_first_lines_and_the_others_are_bad(tmp_path):
+    with opened(tmp_path, f"{line('one')}\n{line('two')}\n{line('one')}\n") as lines:
+        assert lines.line(1, LineOptions()).custom_id == "one"
+        with pytest.raises(BadLine, match="line 3: custom_id 'one'") as caught:
+            lines.line(3, LineOptions())
+        assert caught.value.custom_id is lines.custom_id(3) is None
+
+
+def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_path):
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        for _ in range(3):
+            file.write(b"x" * MAX_LINE_BYTES)
+        file.write(f"\n{line('two')}\n".encode())
+    tracemalloc.start()
+    with InputFile(path) as lines:
+        with pytest.raises(BadLine, match="line 1: over"):
+            lines.line(1, LineOptions())
+        assert lines.line(2, LineOptions()).custom_id == "two"
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * MAX_LINE_BYTES
+    tracemalloc.stop()
+
+
+def test_an_input_that_is_written_to_meanwhile_is_noticed(tmp_path):
+    with opened(tmp_path, f"{line('one')}\n{line('two')}\n") as lines:
+        (tmp_path / "in.jsonl").write_text(f"{line('three')}\n{line('four', 'y')}\n")
+        with pytest.raises(InputChanged):
+            lines.line(2, LineOptions())
+
+
+def test_another_input_or_other_options_are_another_batch_and_the_same_are_the_same():
+    ids = [batch_for(name, fingerprint_of(digest, options)) for name, digest, options in (
+        (None, "a", [1]), (None, "b", [1]), (None, "a", [2]), ("n", "a", [1]),
+    )]  # fmt: skip
+    assert len(set(ids)) == 4
+    assert ids[0] == batch_for(None, fingerprint_of("a", [1]))
+    jobs = [
+        job_id_for(ids[0], number, custom_id) for number, custom_id in ((1, "one"), (2, "one"), (1, "two"), (1, None))
+    ]
+    assert len(set(jobs)) == 4
+
+
+def test_what_was_written_is_found_again_and_not_written_twice(out):
+    with OutputFile(out, BATCH) as output:
+        output.append([(1, answer(1)), (3, answer(3))])
+        output.append([(3, answer(3)), (2, answer(2))])
+        assert 2 in output.written
+    before = out.read_bytes()
+    with OutputFile(out, BATCH) as output:
+        assert [number in output.written for number in range(5)] == [False, True, True, True, False]
+        assert (len(output.written), output.n_failed) == (3, 3)
+        output.append([(1, answer(1))])
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("kept", [0, 1, 30, -1])
+def test_half_a_last_line_is_cut_off(out, kept):
+    with OutputFile(out, BATCH) as output:
+        output.append([(1, answer(1))])
+        whole = out.read_bytes()
+        output.append([(2, answer(2))])
+    out.write_bytes((whole + out.read_bytes()[len(whole) :][:kept]) if kept else whole)
+    with OutputFile(out, BATCH) as output:
+        assert (1 in output.written, 2 in output.written) == (True, False)
+    assert out.read_bytes() == whole
+
+
+def test_a_file_of_half_a_first_line_begins_anew(out):
+    out.write_bytes(answers.to_bytes(answer(1))[:40])
+    with OutputFile(out, BATCH) as output:
+        assert len(output.written) == 0
+    assert out.read_bytes() == b""
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"id": "mine"}\n', "[1]\n"])
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(out, text):
+    out.write_text(text)
+    with pytest.raises(OutputRefused, match=r"out\.jsonl"):
+        OutputFile(out, BATCH)
+    assert out.read_text() == text
+
+
+def test_the_file_of_another_batch_is_refused(out):
+    other = batch_for("nightly", fingerprint_of("changed", []))
+    with OutputFile(out, other) as output:
+        output.append([(1, answer(1, batch=other))])
+    with pytest.raises(OutputRefused, match=f"{other}.*{BATCH}"):
+        OutputFile(out, BATCH)
+
+
+def test_two_processes_do_not_write_to_one_file(out):
+    with OutputFile(out, BATCH), pytest.raises(OutputRefused, match="another process"):
+        OutputFile(out, BATCH)
+    with OutputFile(out, BATCH):
+        pass
