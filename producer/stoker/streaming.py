@@ -4,7 +4,6 @@ The worker's stream is only a faster way to a text that the result holds as well
 and all chunks together, since the last `Restarted`, are exactly the result's text.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -14,14 +13,13 @@ from rq.job import Job
 from stoker.connection import LOST, REFUSED
 from stoker.job_record import ENDED, JobRecord
 from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries
-from stoker.presence import unattended
-from stoker.waiting import GIVE_UP_S
-from stoker_shared.errors import JobNotFound, ResultTimeout
+from stoker.patience import Patience
+from stoker.waiting import timed_out
+from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
 _TRIES: Final = 100  # a job that runs is written to twice a second
 _MOST_ENTRIES: Final = 1000
-_PAUSE_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class StreamReader:
         self._job_id = job_id
         self._timeout_s = timeout_s
         self._slice_s = slice_s
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._lost_at: float | None = None
+        self._patience = Patience(timeout_s)
         self._asked = False
         self._may_be_over = False
         self._last_id = "0-0"
@@ -68,17 +65,15 @@ class StreamReader:
         """
         try:
             events = yield from self._next()
-            self._lost_at = None
+            self._patience.was_answered()
             return events
         except REFUSED:
             raise
         except LOST:
-            now = time.monotonic()
-            self._lost_at = self._lost_at or now
-            gives_up_at = self._lost_at + GIVE_UP_S if self._deadline is None else self._deadline
-            if not self._asked or now >= gives_up_at:
+            pause_s = self._patience.pause_after_loss_s()
+            if pause_s is None:
                 raise
-            yield Pause(min(_PAUSE_S, gives_up_at - now))
+            yield Pause(pause_s)
             return []
 
     def _next(self) -> Operation[list[StreamEvent]]:
@@ -91,15 +86,13 @@ class StreamReader:
                 return events
         record = yield from JobRecord.read(self._job_id)
         if record is None:
-            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+            raise JobNotFound(self._job_id)
         self._may_be_over = False
         if record.has_ended:
             self.is_over = True
             return self._whole(record.outcome().text)
-        if self._left_s() <= 0:
-            warning = (yield from unattended(record.queue)) if record.state == "queued" else None
-            still = f"still {record.state} after {self._timeout_s:g} s; it goes on"
-            raise ResultTimeout(self._job_id, f"{still}; {warning}" if warning else still)
+        if self._patience.left_s <= 0:
+            raise (yield from timed_out(record, self._timeout_s or 0.0))
         return []
 
     def _ask(self) -> Operation[bool]:
@@ -127,13 +120,13 @@ class StreamReader:
                     raise
         state = states[-1]
         if state is None:
-            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+            raise JobNotFound(self._job_id)
         return state.decode(errors="replace") in ENDED
 
     def _follow(self) -> Operation[list[StreamEvent]]:
         """The stream's next entries, or nothing after a while."""
         key = STREAM_KEY.format(job_id=self._job_id)
-        block_ms = max(1, int(1000 * min(self._slice_s, self._left_s())))  # 0 would block for ever
+        block_ms = max(1, int(1000 * min(self._slice_s, self._patience.left_s)))  # 0 would block for ever
         options = ("COUNT", _MOST_ENTRIES, "BLOCK", block_ms)
         reply = yield from ask("XREAD", *options, "STREAMS", key, self._last_id)
         entries: Entries = stream_entries(reply).get(key, [])
@@ -156,9 +149,6 @@ class StreamReader:
         self._shown = text
         chunk: list[StreamEvent] = [TextChunk(new)] if new else []
         return chunk if goes_on else [Restarted(), *chunk]
-
-    def _left_s(self) -> float:
-        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
