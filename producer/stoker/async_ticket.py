@@ -54,9 +54,10 @@ class AsyncTicket:
 
     async def stream(self, timeout_s: float | None = None) -> AsyncIterator[StreamEvent]:
         """As `Ticket.stream`."""
-        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(self._shared.connection))
+        connection = self._shared.connection
+        reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(connection))
         while not reader.is_over:
-            for event in await run(self._shared.connection, reader.read()):
+            for event in await run(connection, reader.read()):
                 yield event
 
     async def status(self) -> TicketStatus:

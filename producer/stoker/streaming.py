@@ -14,8 +14,8 @@ from stoker.connection import LOST, REFUSED
 from stoker.job_record import ENDED, JobRecord
 from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries
 from stoker.patience import Patience
-from stoker.presence import unattended
-from stoker_shared.errors import JobNotFound, ResultTimeout
+from stoker.waiting import timed_out
+from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
 _TRIES: Final = 100  # a job that runs is written to twice a second
@@ -85,15 +85,13 @@ class StreamReader:
                 return events
         record = yield from JobRecord.read(self._job_id)
         if record is None:
-            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+            raise JobNotFound(self._job_id)
         self._may_be_over = False
         if record.has_ended:
             self.is_over = True
             return self._whole(record.outcome().text)
         if self._patience.left_s <= 0:
-            warning = (yield from unattended(record.queue)) if record.state == "queued" else None
-            still = f"still {record.state} after {self._patience.timeout_s:g} s; it goes on"
-            raise ResultTimeout(self._job_id, f"{still}; {warning}" if warning else still)
+            raise (yield from timed_out(record, self._patience.timeout_s or 0.0))
         return []
 
     def _ask(self) -> Operation[bool]:
@@ -121,7 +119,7 @@ class StreamReader:
                     raise
         state = states[-1]
         if state is None:
-            raise JobNotFound(self._job_id, "not found (it never was, was deleted, or has expired)")
+            raise JobNotFound(self._job_id)
         return state.decode(errors="replace") in ENDED
 
     def _follow(self) -> Operation[list[StreamEvent]]:

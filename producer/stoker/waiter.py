@@ -1,7 +1,7 @@
 """Waits for the ends of many jobs with few commands: not one for each job and look. Owns which jobs it waits for.
 
-RQ writes each end into the job's result stream, and one XREAD reads many streams. An entry need not be the end (retries
-write some too): so of each job with a new entry the hash is read, once. A job that is canceled, deleted or expires
+RQ writes each end into the job's result stream, and one XREAD reads many streams. Only that of a success is the end for
+sure (retries write entries too): after any other the job's hash is read. A job that is canceled, deleted or expires
 writes nothing; every few seconds one EXISTS and one ZMSCORE for hundreds of jobs find those.
 """
 
@@ -43,6 +43,7 @@ class _Awaited:
     last_entry_id: str = NO_ENTRY
     entries: Entries = field(default_factory=list)
     """The newest first."""
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Ended:
 class Waiter:
     """The jobs somebody waits for. `look` in a loop; jobs may be added in between. For one task or thread.
 
-    Each job costs two commands, or three if it was not enqueued just now, and all of them together about two a second.
+    Each job costs one command of its own at most, or two if it was not enqueued just now, and its part of the XREADs.
+    All together cost some commands a second, however many they are.
     """
 
     def __init__(self) -> None:
@@ -130,9 +132,12 @@ class Waiter:
 
     def _first_look(self, jobs: list[_Awaited]) -> Operation[list[Ended]]:
         asked = [job for job in jobs if not job.is_new]
-        replies = yield Commands([_xread(jobs, 0), *(JobRecord.hash_command(job.job_id) for job in asked)])
+        looks = ((*JobRecord.hash_command(job.job_id), "repeats_left") for job in asked)
+        replies = yield Commands([_xread(jobs, 0), *looks])
         found = stream_entries(replies[0])
-        values = {job.job_id: reply for job, reply in zip(asked, replies[1:], strict=True)}
+        values = {job.job_id: reply[:-1] for job, reply in zip(asked, replies[1:], strict=True)}
+        for job, reply in zip(asked, replies[1:], strict=True):
+            job.repeats = reply[-1] is not None
         ended = yield from self._sorted_out(jobs, found, values)
         for job in jobs:
             if self._unseen.pop(job.job_id, None):
@@ -158,9 +163,16 @@ class Waiter:
             values: hashes that were read already; those of other jobs with new entries are read here.
         """
         entries = {job.job_id: found.get(Result.get_key(job.job_id), [])[::-1] for job in jobs}
-        unread = [job.job_id for job in jobs if entries[job.job_id] and job.job_id not in values]
-        values = {**values, **(yield from _hashes(unread))}
         ended = []
+        unread = []
+        for job in jobs:
+            if entries[job.job_id] and job.job_id not in values:
+                record = None if job.repeats else JobRecord.finished(job.job_id, job.queue, entries[job.job_id])
+                if record is None:
+                    unread.append(job.job_id)
+                else:
+                    ended.append(Ended(job.job_id, record))
+        values = {**values, **(yield from _hashes(unread))}
         for job in jobs:
             if job.job_id not in values:
                 continue

@@ -34,11 +34,15 @@ def wait_for_end(
     if record is None:
         raise JobNotFound(job_id)
     if not record.has_ended:
-        after_s = waited_s + (timeout_s or 0.0)
-        still = f"still {record.state} after {after_s:g} s; it goes on"
-        warning = (yield from unattended(record.queue)) if record.state == "queued" else None
-        raise ResultTimeout(job_id, f"{still}; {warning}" if warning else still)
+        raise (yield from timed_out(record, waited_s + (timeout_s or 0.0)))
     return record
+
+
+def timed_out(record: JobRecord, after_s: float) -> Operation[ResultTimeout]:
+    """The error of a wait for a job that has not ended; tells when no worker listens to its queue."""
+    warning = (yield from unattended(record.queue)) if record.state == "queued" else None
+    still = f"still {record.state} after {after_s:g} s; it goes on"
+    return ResultTimeout(record.job_id, f"{still}; {warning}" if warning else still)
 
 
 def wait_for_some(waiter: Waiter, patience: Patience, slice_s: float) -> Operation[list[Ended]]:

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.server
 RESULT = {"text": "done"}
 
 
-def submit(producer, **options):
-    return producer.submit(agent_id="a", prompt="x", **options).job_id
+def submit(producer, agent_id="a", **options):
+    return producer.submit(agent_id=agent_id, prompt="x", **options).job_id
 
 
 def claim(queue):
@@ -122,6 +122,19 @@ def test_after_a_lost_reply_the_whole_text_is_written_again(connection, producer
     monkeypatch.setattr(queue._streams, "_tell", real)
     tell(queue, job, "one two")
     assert entries(connection, job) == [("whole", "one two")]
+
+
+def test_a_key_that_is_no_stream_costs_one_reader_and_nobody_else(connection, producer, queue, caplog):
+    bad, good = (submit(producer, agent_id=name, stream=True) for name in "ab")
+    connection.set(f"stoker:stream:{bad}", "text")
+    jobs = {job.job_id: job for job in queue.claim(8, Busy())}
+    for _ in range(2):
+        queue.tell({jobs[bad].claim_number: "one", jobs[good].claim_number: "one"})
+        assert queue.withdrawn(list(jobs.values()), {}) == []
+    assert entries(connection, jobs[good]) == [("whole", "one")]
+    assert caplog.text.count("cannot be read along") == 1
+    queue.finish(jobs[bad], RESULT)
+    assert connection.get(f"stoker:stream:{bad}") == b"text"
 
 
 def test_a_stream_that_vanished_begins_again_with_all_there_is(connection, producer, queue):

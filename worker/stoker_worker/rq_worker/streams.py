@@ -4,16 +4,20 @@ Owns these streams and who is listened to; costs nothing for all other jobs. The
 the answer itself from the job's result, so nothing here is tried again. Inbox thread; finaliser threads write the end.
 """
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from stoker_shared.wire import STREAM_KEY
+from stoker_worker.outage import may_pass
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.rq_worker.handle import RqHandle
+
+log = logging.getLogger(__name__)
 
 TTL_S: Final = 3600
 """How long a stream outlives its last entry, if its worker dies."""
@@ -46,6 +50,7 @@ class _Stream:
 
     Attributes:
         told: characters; -1 while the stream is not begun, or what stands in it is in doubt.
+        is_refused: the server takes nothing for this key; it may be somebody else's.
     """
 
     handle: RqHandle
@@ -53,6 +58,7 @@ class _Stream:
     whole_bytes: int = 0
     more_bytes: int = 0
     entries: int = 0
+    is_refused: bool = False
 
     def next_entry(self, text: str) -> tuple[str, str] | None:
         """Kind and text; ``None`` when there is nothing new.
@@ -96,15 +102,24 @@ class JobStreams:
     def tell(self, claim_number: int, text: str) -> None:
         """
         Raises:
-            redis.exceptions.RedisError: whether it was written is unknown.
+            redis.exceptions.RedisError: Redis is away; whether it was written is unknown.
         """
         stream = self._open.get(claim_number)
-        if stream is None or (entry := stream.next_entry(text)) is None or len(text.encode()) > MAX_TEXT_BYTES:
+        if stream is None or stream.is_refused or len(text.encode()) > MAX_TEXT_BYTES:
+            return
+        if (entry := stream.next_entry(text)) is None:
             return
         told, stream.told = stream.told, -1  # in doubt until the reply is there
         job, execution = stream.handle.job, stream.handle.execution
         keys = [execution.key, STREAM_KEY.format(job_id=job.id)]
-        written = self._tell(keys=keys, args=[TTL_S, execution.id, *entry])
+        try:
+            written = self._tell(keys=keys, args=[TTL_S, execution.id, *entry])
+        except ResponseError as error:
+            if may_pass(error):
+                raise
+            stream.is_refused = True
+            log.warning("job %s cannot be read along: %s", job.id, error)
+            return
         if written == 1:
             stream.has(*entry, len(text))
         elif written == 0:  # the job has ended or was taken away; what becomes of it is others' to tell
@@ -117,7 +132,7 @@ class JobStreams:
             ended: the job has ended and its hash tells how; else it waits to run again, or another worker has it.
         """
         stream = self._open.pop(job.claim_number, None)
-        if stream is None or not ended:
+        if stream is None or stream.is_refused or not ended:
             return
         key = STREAM_KEY.format(job_id=job.job_id)
         # Not again if it is lost: readers look at the job's hash now and then.
