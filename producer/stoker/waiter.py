@@ -9,7 +9,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
@@ -41,8 +41,6 @@ class _Awaited:
     queue: str | None
     is_new: bool
     last_entry_id: str = NO_ENTRY
-    entries: Entries = field(default_factory=list)
-    """The newest first."""
     repeats: bool = False
 
 
@@ -157,10 +155,10 @@ class Waiter:
     def _sorted_out(
         self, jobs: Sequence[_Awaited], found: dict[str, Entries], values: dict[str, list[bytes | None]]
     ) -> Operation[list[Ended]]:
-        """Those of `jobs` that have ended. Keeps what was found of the others.
+        """Those of `jobs` that have ended. The others' next entries are waited for.
 
         Args:
-            values: hashes that were read already; those of other jobs with new entries are read here.
+            values: hashes that were read already; those of other jobs with new entries are read here if need be.
         """
         entries = {job.job_id: found.get(Result.get_key(job.job_id), [])[::-1] for job in jobs}
         ended = []
@@ -176,17 +174,15 @@ class Waiter:
         for job in jobs:
             if job.job_id not in values:
                 continue
-            newest_first = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-            record = JobRecord.from_replies(job.job_id, values[job.job_id], newest_first)
-            if record is not None and record.has_ended and not record.is_whole:  # it ended between the two reads
+            record = JobRecord.from_replies(job.job_id, values[job.job_id], entries[job.job_id])
+            if record is not None and record.has_ended and not record.is_whole:  # its entry came before, or just now
                 record = yield from JobRecord.read(job.job_id)
             if record is None or record.has_ended:
                 ended.append(Ended(job.job_id, record))
         gone = {end.job_id for end in ended}
         for job in jobs:
             if job.job_id not in gone and entries[job.job_id]:
-                job.entries = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-                job.last_entry_id = job.entries[0][0].decode()
+                job.last_entry_id = entries[job.job_id][0][0].decode()
             if job.queue is None and job.job_id in values:
                 job.queue = (values[job.job_id][1] or b"").decode(errors="replace")
         return ended

@@ -1,5 +1,7 @@
 """Cancels of jobs that plain RQ enqueued, on a real server: every key is as RQ's own cancel leaves it."""
 
+from datetime import timedelta
+
 import pytest
 from redis import Redis
 from rq import RateLimit
@@ -36,8 +38,6 @@ def deferred(queue):
 
 
 def scheduled(queue):
-    from datetime import timedelta
-
     queue.enqueue_in(timedelta(hours=1), TASK_PATH, job_id="j")
 
 
@@ -63,7 +63,7 @@ def held_back_by_a_rate_limit(queue):
 def dump(server):
     """Members of everything, and of jobs where they stand."""
     found = {}
-    for key in server.keys():
+    for key in server.scan_iter():
         kind = server.type(key)
         if kind == b"hash":
             found[key] = server.hget(key, "status")
