@@ -122,6 +122,7 @@ def test_a_finished_job_whose_result_is_gone_is_not_waited_for(producer, worker,
 def test_ends_that_write_no_entry_are_found(producer, worker, connection, count, fresh, monkeypatch):
     monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.01, 0.02))
     monkeypatch.setattr(stoker.waiter, "_CHECK_FEW_S", 0.01)
+    monkeypatch.setattr(stoker.waiter.random, "choice", lambda jobs: jobs[-1])  # not found by luck
     tickets = submitted(producer, count)
     if not fresh:
         tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
