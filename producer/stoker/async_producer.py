@@ -1,29 +1,39 @@
 """The producer for asyncio: as `Producer`, on redis.asyncio. Thin: the work is in operations, which both share."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack, overload
 
 from redis.asyncio import Redis
 
 from stoker.agent_jobs import AsyncAgents
 from stoker.async_driver import run
 from stoker.async_ticket import AsyncTicket
-from stoker.connection import address, open_async_connection
+from stoker.connection import address, blocking_slice_s, open_async_connection
 from stoker.job_options import JobOptions
 from stoker.operations import ask
+from stoker.outstanding import Outcomes, Outstanding
+from stoker.patience import Patience
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_name import checked_queue_name
 from stoker.queue_status import QueueStatus, queues_now
+from stoker.shared_connection import SharedConnection
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket_status import TicketStatus
+from stoker.waiting import wait_for_some
+from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import DEFAULT_QUEUE
 
 
 class AsyncProducer:
-    """Enqueues generation jobs from the tasks of one event loop; share one per loop.
+    """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never used across a fork.
+
+    However many tasks use it, it opens some twenty connections at most, one of them for all that wait for results. It
+    can be pickled if it was made from a URL; the pickle holds the URL with its password.
 
     Nothing is sent before the first call. Every method raises what the same one of `Producer` raises.
     """
@@ -39,12 +49,18 @@ class AsyncProducer:
         """
         self._queue = checked_queue_name(queue)
         self._connection = open_async_connection(redis)
-        self._owns_connection = isinstance(redis, str)
+        self._shared = SharedConnection(self._connection)
+        self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
-        self.agents = AsyncAgents(self._connection, self._queue)
+        self.agents = AsyncAgents(self._shared.connection, self._queue)
 
     def __repr__(self) -> str:
         return f"AsyncProducer(redis at {address(self._connection)}, queue={self._queue!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        if self._url is None:
+            raise TypeError("an AsyncProducer with a connection of yours cannot be pickled; make it from a URL")
+        return partial(type(self), self._url, queue=self._queue), ()
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,21 +71,22 @@ class AsyncProducer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection if it was opened here from a URL; its tickets open it again when used."""
-        if self._owns_connection:
+        """End what waits for results, and close the connection if it was opened here from a URL."""
+        await self._shared.aclose()
+        if self._url is not None:
             await self._connection.aclose()
 
     async def ping(self) -> None:
         """As `Producer.ping`."""
-        await run(self._connection, ask("PING"))
+        await self._shared.run(ask("PING"))
 
     async def submit(
         self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]
     ) -> AsyncTicket:
         """As `Producer.submit`."""
         name = self._queue_for(queue)
-        operation = self._attendance.after(name, submit(name, fields, job_id))
-        return self.ticket(await run(self._connection, operation))
+        submitted = await self._shared.run(self._attendance.after(name, submit(name, fields, job_id)))
+        return AsyncTicket(self._shared, submitted, queue_if_new=name if job_id is None else None)
 
     async def submit_many(
         self,
@@ -82,24 +99,62 @@ class AsyncProducer:
         """As `Producer.submit_many`; other tasks go on meanwhile."""
         name = self._queue_for(queue)
         many = submit_many(name, requests, JobOptions(**options), job_ids)
-        operation = self._attendance.after(name, many)
-        return [self.ticket(job_id) for job_id in await run(self._connection, operation)]
+        submitted = await self._shared.run(self._attendance.after(name, many))
+        queue_if_new = name if job_ids is None else None
+        return [AsyncTicket(self._shared, job_id, queue_if_new=queue_if_new) for job_id in submitted]
 
     async def queues(self) -> list[QueueStatus]:
         """As `Producer.queues`."""
-        return await run(self._connection, queues_now())
+        return await self._shared.run(queues_now())
 
     async def workers(self) -> list[LiveWorker]:
         """As `Producer.workers`."""
-        return await run(self._connection, live_workers())
+        return await self._shared.run(live_workers())
 
     async def unattended(self, queue: str | None = None) -> str | None:
         """As `Producer.unattended`."""
-        return await run(self._connection, unattended(self._queue_for(queue)))
+        return await self._shared.run(unattended(self._queue_for(queue)))
 
     def ticket(self, job_id: str) -> AsyncTicket:
         """As `Producer.ticket`."""
-        return AsyncTicket(self._connection, job_id)
+        return AsyncTicket(self._shared, job_id)
+
+    async def as_completed(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncTicket]:
+        """As `Producer.as_completed`: ``async for ticket in producer.as_completed(tickets)``."""
+        outstanding = Outstanding(tickets)
+        for ticket in outstanding.ended_before:
+            yield ticket
+        patience, slice_s = Patience(timeout_s), blocking_slice_s(self._connection)
+        while outstanding:
+            ended = await run(self._connection, wait_for_some(outstanding.waiter, patience, slice_s))
+            for ticket in outstanding.settle(ended, timeout_s):
+                yield ticket
+            await asyncio.sleep(0)
+
+    @overload
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: Literal[False] = False
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: bool
+    ) -> list[GenerationResult | JobError]: ...
+
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: bool = False
+    ) -> list[GenerationResult] | list[GenerationResult | JobError]:
+        """As `Producer.results`."""
+        wanted = list(tickets)
+        outcomes = Outcomes(return_errors)
+        try:
+            async for ticket in self.as_completed(wanted, timeout_s):
+                outcomes.add(ticket)
+        except ResultTimeout as error:
+            outcomes.end_early(error)
+        return outcomes.of(wanted)
 
     async def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
         """`AsyncTicket.result` by id."""

@@ -50,7 +50,7 @@ def cancel_job(job_id: str) -> Operation[bool]:
     while True:
         values = yield from ask("HMGET", Job.key_for(job_id), *_FIELDS)
         if values[0] is None:
-            raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)")
+            raise JobNotFound(job_id)
         state, queue, worker, failure_ttl_s, limit = ((value or b"").decode(errors="replace") for value in values)
         if state in ENDED:
             return False

@@ -7,6 +7,7 @@ canceled, not found or not finished in time, or Redis is away, 2 the command or 
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -85,8 +86,7 @@ def status(redis_url: str, job_id: str, as_json: bool) -> None:
     """Print where a job is: waiting, running or ended."""
     with open_producer(redis_url) as producer:
         now = ticket_of(producer, job_id).status()
-    fields = {"job_id": job_id, "state": now.state, "position": now.position, "tokens": now.tokens}
-    show(as_json, {**fields, "worker": now.worker}, _status_line(now))
+    show(as_json, {"job_id": job_id, **asdict(now)}, _status_line(now))
 
 
 @cli.command(epilog=examples("stoker cancel JOB_ID"))
@@ -109,7 +109,7 @@ def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
 @redis_option
 @click.pass_obj
 def dashboard(redis_url: str, /, **options: Any) -> None:
-    """Serve rq-dashboard: queues, jobs, results and workers in a browser."""
+    """Serve rq-dashboard: queues, jobs and results in a browser."""
     from stoker.dashboard import serve_dashboard
 
     try:
@@ -158,8 +158,13 @@ def _as_object(error: Exception) -> dict[str, Any]:
 
 
 def _status_line(now: TicketStatus) -> str:
+    parts = [now.state]
     if now.position is not None:
-        return f"{now.state}, {now.position} ahead of it" if now.position else f"{now.state}, next"
-    details = [f"on {now.worker}"] if now.worker else []
-    details += [f"{now.tokens} tokens so far"] if now.tokens is not None else []
-    return ", ".join([now.state, *details])
+        parts.append(f"{now.position} ahead of it" if now.position else "next")
+    if now.worker:
+        parts.append(f"on {now.worker}")
+    if now.stage:
+        parts.append(now.stage)
+    if now.tokens:
+        parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
+    return ", ".join(parts) + (f"; {now.warning}" if now.warning else "")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from stoker.producer import Producer
+from stoker.streaming import TextChunk
 from stoker.ticket import Ticket
 from stoker_shared.help_layout import options_under
 from stoker_shared.result import GenerationResult
@@ -57,6 +58,20 @@ def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
     show(as_json, generated.model_dump(mode="json"), generated.text)
     if not as_json:
         click.echo(_summary(generated), err=True)
+
+
+def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
+    """Text to stdout as it comes; what begins anew begins on a line of its own."""
+    try:
+        for event in ticket.stream(timeout_s):
+            if isinstance(event, TextChunk):
+                click.echo(event.text, nl=False)
+            else:
+                click.echo()
+                click.echo("[the job begins anew: its worker was lost, or it is retried]", err=True)
+    finally:
+        click.echo()
+    click.echo(_summary(ticket.result(timeout_s=0)), err=True)
 
 
 def _summary(generated: GenerationResult) -> str:

@@ -7,7 +7,7 @@ the request (up to megabytes) where it is, and works on jobs any client in any l
 import json
 import zlib
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rq.job import Job, JobStatus
 from rq.results import Result
 
-from stoker.operations import Commands, Operation
+from stoker.operations import Command, Commands, Entries, Operation
 from stoker_shared.agent_result import AgentResult, read_agent_result
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
@@ -27,8 +27,10 @@ T = TypeVar("T")
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
 _FIELDS = ("status", "origin", "worker_name", "meta", "exc_info")
-_KEPT_RESULTS = 10  # RQ trims the stream to this many
+KEPT_RESULTS = 10  # RQ trims the stream to this many
 _MAX_REASON_CHARACTERS = 2000
+_SUCCESS = (Result.Type.SUCCESSFUL,)
+_FAILURE = (Result.Type.FAILED, Result.Type.MAX_RETRIES_EXCEEDED)
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,22 @@ class JobRecord:
     @classmethod
     def read(cls, job_id: str) -> Operation[Self | None]:
         """``None`` when there is no such job (any more)."""
-        hash_fields = ("HMGET", Job.key_for(job_id), *_FIELDS)
-        newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", _KEPT_RESULTS)
-        values, entries = yield Commands([hash_fields, newest_results], atomic=True)
+        newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
+        values, entries = yield Commands([cls.hash_command(job_id), newest_results], atomic=True)
+        return cls.from_replies(job_id, values, entries)
+
+    @staticmethod
+    def hash_command(job_id: str) -> Command:
+        """Reads of the job's hash what `from_replies` takes."""
+        return ("HMGET", Job.key_for(job_id), *_FIELDS)
+
+    @classmethod
+    def from_replies(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Self | None:
+        """
+        Args:
+            values: the reply to `hash_command`.
+            entries: of the job's result stream, the newest first.
+        """
         if values[0] is None:
             return None
         status, origin, worker, meta, exc_info = (value or b"" for value in values)
@@ -81,6 +96,13 @@ class JobRecord:
         # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.
         return self.state in ENDED
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the entry of its end is here, of a job that has ended so that there is one."""
+        if self.state == JobStatus.FINISHED.value:
+            return self._newest(*_SUCCESS) is not None
+        return self.state != JobStatus.FAILED.value or self._newest(*_FAILURE) is not None
+
     def outcome(self) -> GenerationResult:
         """What the job, which has ended, returned.
 
@@ -101,7 +123,7 @@ class JobRecord:
         if self.state != JobStatus.FINISHED.value:
             stopped = self.state == JobStatus.STOPPED.value
             raise JobCanceled(self.job_id, "stopped while it ran" if stopped else "canceled")
-        fields = self._newest(Result.Type.SUCCESSFUL)
+        fields = self._newest(*_SUCCESS)
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
@@ -111,7 +133,7 @@ class JobRecord:
 
     def reason(self) -> str:
         """The last line of what the worker wrote: ours is the only line, and a traceback's last one says it."""
-        fields = self._newest(Result.Type.FAILED, Result.Type.MAX_RETRIES_EXCEEDED)
+        fields = self._newest(*_FAILURE)
         text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]
         return lines[-1][:_MAX_REASON_CHARACTERS] if lines else "the worker gave no reason"

@@ -1,22 +1,27 @@
 """The producer: enqueues generation requests as RQ jobs. Thin: the work is in operations, as for `AsyncProducer`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack, overload
 
 from redis import Redis
 
 from stoker.agent_jobs import Agents
-from stoker.connection import address, open_connection
+from stoker.connection import address, blocking_slice_s, open_connection
 from stoker.driver import run
 from stoker.job_options import JobOptions
 from stoker.operations import ask
+from stoker.outstanding import Outcomes, Outstanding
+from stoker.patience import Patience
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_name import checked_queue_name
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
+from stoker.waiting import wait_for_some
+from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import DEFAULT_QUEUE
@@ -24,6 +29,9 @@ from stoker_shared.wire import DEFAULT_QUEUE
 
 class Producer:
     """Enqueues generation jobs. Safe to use from any thread; share one per process.
+
+    A forked child may go on using it: redis-py opens connections of its own there. It can be pickled if it was made
+    from a URL; the pickle holds the URL with its password.
 
     Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers at the URL or
     it refuses us; no message and no repr holds the password.
@@ -44,12 +52,17 @@ class Producer:
         """
         self._queue = checked_queue_name(queue)
         self._connection = open_connection(redis)
-        self._owns_connection = isinstance(redis, str)
+        self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
         self.agents = Agents(self._connection, self._queue)
 
     def __repr__(self) -> str:
         return f"Producer(redis at {address(self._connection)}, queue={self._queue!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        if self._url is None:
+            raise TypeError("a Producer with a connection of yours cannot be pickled; make it from a URL")
+        return partial(type(self), self._url, queue=self._queue), ()
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +74,7 @@ class Producer:
 
     def close(self) -> None:
         """Close the connection if it was opened here from a URL; its tickets open it again when used."""
-        if self._owns_connection:
+        if self._url is not None:
             self._connection.close()
 
     def ping(self) -> None:
@@ -93,8 +106,8 @@ class Producer:
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
         name = self._queue_for(queue)
-        operation = self._attendance.after(name, submit(name, fields, job_id))
-        return self.ticket(run(self._connection, operation))
+        submitted = run(self._connection, self._attendance.after(name, submit(name, fields, job_id)))
+        return Ticket(self._connection, submitted, queue_if_new=name if job_id is None else None)
 
     def submit_many(
         self,
@@ -122,8 +135,9 @@ class Producer:
         """
         name = self._queue_for(queue)
         many = submit_many(name, requests, JobOptions(**options), job_ids)
-        operation = self._attendance.after(name, many)
-        return [self.ticket(job_id) for job_id in run(self._connection, operation)]
+        submitted = run(self._connection, self._attendance.after(name, many))
+        queue_if_new = name if job_ids is None else None
+        return [Ticket(self._connection, job_id, queue_if_new=queue_if_new) for job_id in submitted]
 
     def queues(self) -> list[QueueStatus]:
         """Every queue that anything was enqueued into or that a worker listens to, by name.
@@ -161,6 +175,59 @@ class Producer:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
         return Ticket(self._connection, job_id)
+
+    def as_completed(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> Iterator[Ticket]:
+        """The tickets, each as soon as its job has ended, however it ended; `Ticket.result` then asks nothing.
+
+        All jobs are waited for together, at two or three Redis commands a job. Of more than a thousand, ends out of
+        their order may be seen some seconds late; so may cancels and deletes.
+
+        Args:
+            tickets: of any queues of this producer's server; one job may have several.
+            timeout_s: for all of them together; ``None`` for as long as it takes, 0 to look once.
+
+        Raises:
+            ResultTimeout: some have not ended by then; they go on.
+            RedisUnavailable: no server answers; one that goes away is waited for until `timeout_s`, or for a minute.
+        """
+        outstanding = Outstanding(tickets)
+        yield from outstanding.ended_before
+        patience, slice_s = Patience(timeout_s), blocking_slice_s(self._connection)
+        while outstanding:
+            ended = run(self._connection, wait_for_some(outstanding.waiter, patience, slice_s))
+            yield from outstanding.settle(ended, timeout_s)
+
+    @overload
+    def results(
+        self, tickets: Iterable[Ticket], timeout_s: float | None = None, *, return_errors: Literal[False] = False
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    def results(
+        self, tickets: Iterable[Ticket], timeout_s: float | None = None, *, return_errors: bool
+    ) -> list[GenerationResult | JobError]: ...
+
+    def results(
+        self, tickets: Iterable[Ticket], timeout_s: float | None = None, *, return_errors: bool = False
+    ) -> list[GenerationResult] | list[GenerationResult | JobError]:
+        """The results, in the order of `tickets`. All jobs are waited for together, as by `as_completed`.
+
+        Args:
+            return_errors: put the error of a job that did not finish in its place, also `ResultTimeout`; without, the
+                first one found is raised, without waiting for the other jobs.
+
+        Raises:
+            JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`, unless `return_errors`.
+            RedisUnavailable: as `as_completed`.
+        """
+        wanted = list(tickets)
+        outcomes = Outcomes(return_errors)
+        try:
+            for ticket in self.as_completed(wanted, timeout_s):
+                outcomes.add(ticket)
+        except ResultTimeout as error:
+            outcomes.end_early(error)
+        return outcomes.of(wanted)
 
     def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
         """`Ticket.result` by id."""

@@ -17,7 +17,7 @@ _COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
 @redis_option
 @click.pass_obj
 def ls(redis_url: str, as_json: bool) -> None:
-    """List the queues: their jobs by state, the oldest wait, their workers.
+    """List the queues: jobs by state, oldest wait, workers.
 
     Finished and failed jobs are counted until they expire.
     """
@@ -41,7 +41,7 @@ def ls(redis_url: str, as_json: bool) -> None:
 @redis_option
 @click.pass_obj
 def workers(redis_url: str, as_json: bool) -> None:
-    """List the workers that live: their queues, model and context.
+    """List the workers that live: queues, model, context.
 
     A worker that was killed is shown until its lease has run out, for a few seconds.
     """

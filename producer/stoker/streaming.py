@@ -4,7 +4,6 @@ The worker's stream is only a faster way to a text that the result holds as well
 and all chunks together, since the last `Restarted`, are exactly the result's text.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -14,14 +13,13 @@ from rq.job import Job
 from stoker.connection import LOST, REFUSED
 from stoker.job_record import ENDED, JobRecord
 from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries
+from stoker.patience import Patience
 from stoker.presence import unattended
-from stoker.waiting import GIVE_UP_S
 from stoker_shared.errors import JobNotFound, ResultTimeout
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
 _TRIES: Final = 100  # a job that runs is written to twice a second
 _MOST_ENTRIES: Final = 1000
-_PAUSE_S: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,11 @@ class StreamReader:
         """
         self.is_over = False
         self._job_id = job_id
-        self._timeout_s = timeout_s
+        self._patience = Patience(timeout_s)
         self._slice_s = slice_s
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._lost_at: float | None = None
         self._asked = False
         self._may_be_over = False
         self._last_id = "0-0"
-        self._run: bytes | None = None
         self._shown = ""
 
     def read(self) -> Operation[list[StreamEvent]]:
@@ -69,17 +64,15 @@ class StreamReader:
         """
         try:
             events = yield from self._next()
-            self._lost_at = None
+            self._patience.was_answered()
             return events
         except REFUSED:
             raise
         except LOST:
-            now = time.monotonic()
-            self._lost_at = self._lost_at or now
-            gives_up_at = self._lost_at + GIVE_UP_S if self._deadline is None else self._deadline
-            if not self._asked or now >= gives_up_at:
+            pause_s = self._patience.pause_after_loss_s()
+            if pause_s is None:
                 raise
-            yield Pause(min(_PAUSE_S, gives_up_at - now))
+            yield Pause(pause_s)
             return []
 
     def _next(self) -> Operation[list[StreamEvent]]:
@@ -97,9 +90,9 @@ class StreamReader:
         if record.has_ended:
             self.is_over = True
             return self._whole(record.outcome().text)
-        if self._left_s() <= 0:
+        if self._patience.left_s <= 0:
             warning = (yield from unattended(record.queue)) if record.state == "queued" else None
-            still = f"still {record.state} after {self._timeout_s:g} s; it goes on"
+            still = f"still {record.state} after {self._patience.timeout_s:g} s; it goes on"
             raise ResultTimeout(self._job_id, f"{still}; {warning}" if warning else still)
         return []
 
@@ -134,36 +127,29 @@ class StreamReader:
     def _follow(self) -> Operation[list[StreamEvent]]:
         """The stream's next entries, or nothing after a while."""
         key = STREAM_KEY.format(job_id=self._job_id)
-        block_ms = max(1, int(1000 * min(self._slice_s, self._left_s())))  # 0 would block for ever
+        block_ms = max(1, int(1000 * min(self._slice_s, self._patience.left_s)))  # 0 would block for ever
         options = ("COUNT", _MOST_ENTRIES, "BLOCK", block_ms)
         reply = yield from ask("XREAD", *options, "STREAMS", key, self._last_id)
         entries: Entries = stream_entries(reply).get(key, [])
         events: list[StreamEvent] = []
         for entry_id, fields in entries:
             self._last_id = entry_id.decode()
-            events += self._event(fields.get(b"run", b""), fields.get(b"kind"), fields.get(b"text", b""))
+            events += self._event(fields.get(b"kind"), fields.get(b"text", b"").decode(errors="replace"))
         return _joined(events)
 
-    def _event(self, run: bytes, kind: bytes | None, text: bytes) -> list[StreamEvent]:
+    def _event(self, kind: bytes | None, text: str) -> list[StreamEvent]:
         if kind == b"end":
             self._may_be_over = True
             return []
-        begins, self._run = self._run not in (None, run), run
-        if kind == b"whole":
-            return self._whole(text.decode(errors="replace"), begins=begins)
-        self._shown += (more := text.decode(errors="replace"))
-        return [TextChunk(more)]
+        return self._whole(text if kind == b"whole" else self._shown + text)
 
-    def _whole(self, text: str, *, begins: bool = False) -> list[StreamEvent]:
+    def _whole(self, text: str) -> list[StreamEvent]:
         """All text so far: what of it was not shown yet."""
-        begins = begins or not text.startswith(self._shown)
-        new = text if begins else text[len(self._shown) :]
+        goes_on = text.startswith(self._shown)
+        new = text[len(self._shown) :] if goes_on else text
         self._shown = text
         chunk: list[StreamEvent] = [TextChunk(new)] if new else []
-        return [Restarted(), *chunk] if begins else chunk
-
-    def _left_s(self) -> float:
-        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+        return chunk if goes_on else [Restarted(), *chunk]
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:

@@ -5,7 +5,15 @@ from typing import Any
 
 import click
 
-from stoker.command_parts import json_option, open_producer, redis_option, show, show_result, timeout_option
+from stoker.command_parts import (
+    json_option,
+    open_producer,
+    redis_option,
+    show,
+    show_result,
+    show_stream,
+    timeout_option,
+)
 from stoker.submit_input import request_fields
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.request import build_request
@@ -49,6 +57,7 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
         "stoker submit --message 'Name three rivers.' --wait",
         "stoker submit --agent reviewer --context append --message 'And now the tests?' --wait",
         "git diff | stoker submit --agent reviewer --context append --wait",
+        "stoker submit --message 'Tell me a story.' --stream",
         "stoker submit --json-file request.json --max-tokens 50 --job-id review-17",
     ),
 )
@@ -103,25 +112,33 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
 @_job("--depends-on", multiple=True, metavar="ID", help="A job that has to finish first; may be given several times.")
 @_job("--allow-dependency-failures", is_flag=True, default=None, help="Run also when one of these has failed.")
 @_output("--wait", is_flag=True, help="Wait for the job and print what it generated.")
+@_output("--stream", is_flag=True, help="Print the text as it is generated.")
 @timeout_option
 @json_option
 @redis_option
 @click.pass_obj
-def submit(redis_url: str, /, wait: bool, timeout_s: float | None, as_json: bool, **options: Any) -> None:
+def submit(redis_url: str, /, wait: bool, stream: bool, timeout_s: float | None, as_json: bool, **options: Any) -> None:
     """Enqueue one job and print its id.
 
     Without an input option, stdin is the user's message.
     """
-    if timeout_s is not None and not wait:
-        raise click.UsageError("--timeout-s needs --wait")
+    if timeout_s is not None and not (wait or stream):
+        raise click.UsageError("--timeout-s needs --wait or --stream")
+    if stream and as_json:
+        raise click.UsageError("--stream prints text and --json one JSON object; give one of them")
     job_options = {name: options.pop(name) for name in JOB_OPTIONS}
     fields = request_fields(options)
     build_request(fields)  # there may be anything in a file
     with open_producer(redis_url) as producer:
-        ticket = producer.submit(**fields, **{name: value for name, value in job_options.items() if value is not None})
-        if not wait:
-            show(as_json, {"job_id": ticket.job_id}, ticket.job_id)
+        given = {name: value for name, value in job_options.items() if value is not None}
+        ticket = producer.submit(**fields, **given, stream=stream)  # logs to stderr when no worker listens
+        if not (wait or stream):
+            warning = producer.unattended(job_options["queue"]) if as_json else None
+            show(as_json, {"job_id": ticket.job_id} | ({"warning": warning} if warning else {}), ticket.job_id)
             return
         if not as_json:
             click.echo(f"job {ticket.job_id}", err=True)
-        show_result(ticket, timeout_s, as_json)
+        if stream:
+            show_stream(ticket, timeout_s)
+        else:
+            show_result(ticket, timeout_s, as_json)

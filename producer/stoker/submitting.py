@@ -17,7 +17,7 @@ from stoker.operations import Operation, Pause
 from stoker_shared.errors import InvalidRequest, RequestError
 from stoker_shared.request import GenerationRequest, Message, build_request
 
-CHUNK_JOBS: Final = 500
+CHUNK_JOBS: Final = 100
 CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
 _BUSY_S = 0.005
 _OPTIONS: Final = frozenset(field.name for field in dataclass_fields(JobOptions) if field.init)

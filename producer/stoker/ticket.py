@@ -1,6 +1,7 @@
 """A ticket: one enqueued job, to be waited for, asked about or canceled. Owns nothing but the id and a connection."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from redis import Redis
 
@@ -10,23 +11,30 @@ from stoker.driver import run
 from stoker.job_record import require_readable_id
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
+from stoker.waiter import Ended
 from stoker.waiting import wait_for_end
 from stoker_shared.result import GenerationResult
 
 
 class Ticket:
-    """One job by its id, whoever enqueued it. Cheap to make; safe to use from any thread.
+    """One job by its id, whoever enqueued it. Cheap to make; safe to use from any thread, and in a forked child.
 
-    Every method raises `RedisUnavailable` when no server answers or it refuses us.
+    It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable`
+    when no server answers or it refuses us.
     """
 
-    def __init__(self, connection: Redis, job_id: str) -> None:
+    def __init__(self, connection: Redis, job_id: str, *, queue_if_new: str | None = None) -> None:
         """
+        Args:
+            queue_if_new: where the job was enqueued just now, under an id that was made up for it.
+
         Raises:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
         self._connection = connection
         self._job_id = require_readable_id(job_id)
+        self._queue_if_new = queue_if_new
+        self._ended: Ended | None = None
 
     @property
     def job_id(self) -> str:
@@ -35,10 +43,15 @@ class Ticket:
     def __repr__(self) -> str:
         return f"Ticket({self._job_id!r})"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Ticket holds a connection and cannot be pickled; send its job_id, and call Producer.ticket")
+
     def result(self, timeout_s: float | None = None) -> GenerationResult:
         """Wait for the job's end and return what it generated.
 
         A connection that is lost while waiting is waited for too, until `timeout_s` (a minute when that is ``None``).
+        For many jobs, `Producer.results` and `Producer.as_completed` ask the server much less; a ticket that these have
+        given back knows its job's end and asks nothing.
 
         Args:
             timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once. The job goes on regardless.
@@ -50,9 +63,10 @@ class Ticket:
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers.
         """
+        if self._ended is not None:
+            return self._ended.outcome()
         slice_s = blocking_slice_s(self._connection)
-        record = run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s))
-        return record.outcome()
+        return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s)).outcome()
 
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
         """The text as it is generated: what there is already, then more until the job has ended.

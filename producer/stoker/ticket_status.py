@@ -41,7 +41,7 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
     """
     record = yield from JobRecord.read(job_id)
     if record is None:
-        raise JobNotFound(job_id, "not found (it never was, was deleted, or has expired)")
+        raise JobNotFound(job_id)
     if record.state == "queued":
         # ``None`` in the moment between a worker's claim and its start.
         position = yield from ask("LPOS", queue_key(record.queue), job_id)

@@ -44,7 +44,13 @@ from typing import Any
 
 
 class StokerError(Exception):
-    """Base of everything below."""
+    """Base of everything below.
+
+    Attributes:
+        retryable: whether the very same call or job may well succeed later: the cause lies outside it, and passes.
+    """
+
+    retryable: bool = False
 
 
 class RequestError(StokerError, ValueError):
@@ -115,6 +121,8 @@ class AgentVersionNotSaved(AgentMemoryError):
     """An `append` turn was generated, or a job was to change an agent, and the disk did not take it. A turn did not
     happen then; neither did a change, unless only what is left of a forgotten agent could not be removed."""
 
+    retryable = True  # a full disk
+
 
 class AgentVersionConflict(AgentMemoryError):
     """The agent is not at the version that the job expects or continues: somebody else went on."""
@@ -141,7 +149,7 @@ class ModelNotLoadable(EngineError):
 
 
 class GenerationTimedOut(EngineError):
-    """The job's own timeout passed; the text so far is in `job.meta["partial"]`."""
+    """The job's own timeout passed; the text so far is in `job.meta["partial"]`. Another try needs a longer one."""
 
 
 class WorkerLostTooOften(EngineError):
@@ -151,6 +159,8 @@ class WorkerLostTooOften(EngineError):
 class EngineFailed(EngineError):
     """The engine broke while this job was in it."""
 
+    retryable = True  # memory that others needed
+
 
 class QueueError(StokerError):
     """Something between this process and Redis."""
@@ -159,9 +169,13 @@ class QueueError(StokerError):
 class RedisUnavailable(QueueError):
     """No server answers at the URL, or it refused this client. The message never holds the password."""
 
+    retryable = True
+
 
 class QueueHeld(QueueError):
     """Another live worker holds this queue; the message names its host and pid."""
+
+    retryable = True
 
 
 class CallbacksNotLoadable(QueueError):
@@ -176,8 +190,12 @@ class JobError(StokerError):
     """The end of a job as its producer sees it."""
 
     def __init__(self, job_id: str, message: str) -> None:
-        super().__init__(f"job {job_id}: {message}")
+        super().__init__(job_id, message)
         self.job_id = job_id
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"job {self.job_id}: {self.message}"
 
 
 class JobFailed(JobError):
@@ -185,12 +203,18 @@ class JobFailed(JobError):
 
     Attributes:
         reason: the worker's own line, ``ErrorName: message``.
+        kind: the error's name, one of this module's classes; ``Other`` when the line begins with none.
+        retryable: whether the same request may well succeed when it is submitted again: that of the error's class.
         partial_text: what a job that timed out had generated, else ``None``.
     """
 
     def __init__(self, job_id: str, reason: str, partial_text: str | None = None) -> None:
         super().__init__(job_id, f"failed: {reason}")
+        self.args = (job_id, reason, partial_text)  # a pickle is made from these
         self.reason = reason
+        error = _class_named(reason.partition(":")[0])
+        self.kind = error.__name__ if error else "Other"
+        self.retryable = error.retryable if error else False
         self.partial_text = partial_text
 
 
@@ -201,10 +225,20 @@ class JobCanceled(JobError):
 class JobNotFound(JobError):
     """No job of this id: it never was, was deleted, or its result has expired."""
 
+    def __init__(self, job_id: str, message: str = "not found (it never was, was deleted, or has expired)") -> None:
+        super().__init__(job_id, message)
+
 
 class ResultTimeout(JobError, TimeoutError):
     """The job has not ended within `timeout_s`; it goes on, and may be waited for again."""
 
+    retryable = True
+
 
 class WrongWorker(StokerError):
     """A stock RQ worker tried to run a job of ours: only `stoker-worker` can."""
+
+
+def _class_named(name: str) -> type[StokerError] | None:
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, StokerError) else None

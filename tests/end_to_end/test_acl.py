@@ -90,6 +90,7 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
     for _ in range(2):
         tickets.append(producer.submit(**requests[0], job_id="again"))
     assert tickets[0].status().position == 1
+    assert "no worker listens" in tickets[0].status().warning
     with Redis.from_url(url("stoker-producer")) as connection:
         queue = Queue("generate", connection=connection, serializer=JSONSerializer)
         stock = queue.enqueue(TASK_PATH, request={"agent_id": "s", "prompt": "x", "max_tokens": 4})
@@ -106,8 +107,11 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
         ended_as(JobFailed, producer.ticket(retried.id))
         ended_as(JobFailed, producer.submit(agent_id="t", prompt="x", max_tokens=100_000, job_timeout_s=1))
         ended_as(JobCanceled, canceled)
+        assert [shown.pid for shown in producer.workers()] == [worker.pid]
         running = long_job(producer, "a")
         worker.wait_for(runs(running))
+        assert next(running.stream(timeout_s=30)).text
+        worker.wait_for(lambda: running.status().tokens)
         assert running.cancel()
         ended_as(JobCanceled, running)
         worker.signal(signal.SIGTERM)
@@ -279,6 +283,8 @@ NOT_PRODUCERS = [
     ("EVALSHA", "0" * 40, "0"),
     ("SCRIPT", "LOAD", "return 1"),
     ("SET", "stoker:lease:generate", "mine"),
+    ("SET", "stoker:worker:w", "{}"),
+    ("XADD", "stoker:stream:j", "*", "text", "x"),
     ("DEL", "rq:job:j"),
     ("ZADD", "rq:finished:generate", "1", "j"),
     ("ZADD", "rq:wip:generate", "1", "j:e"),

@@ -114,6 +114,17 @@ def test_the_workers_page_shows_our_worker_its_state_and_all_it_runs_but_no_prom
     assert PROMPT not in text + json.dumps(worker)
 
 
+def test_how_far_jobs_are_is_on_the_workers_page_and_on_their_own(scene):
+    ticket = scene.running[0]
+    while not ticket.status().tokens:
+        pass
+    shown = json.loads(scene.data(f"job/{ticket.job_id}")["metadata"])["progress"]
+    assert shown["stage"] == "decode"
+    assert shown["tokens"] > 0
+    [worker] = scene.data("workers")["workers"]
+    assert re.search(r"\(decode, \d+ tokens, [\d.]+/s\)", worker["current_job"]["call_string"])
+
+
 @pytest.mark.parametrize("registry", ["started", "finished", "failed"])
 def test_markup_in_jobs_is_shown_and_not_obeyed(scene, browser, registry):  # noqa: F811
     ticket = {"started": scene.running[0], "finished": scene.finished, "failed": scene.failed}[registry]

@@ -72,7 +72,7 @@ def test_a_worker_that_is_no_standby_leaves_when_there_is_no_redis(tmp_path):
 
 
 @pytest.mark.parametrize("standby", [True, False])
-@pytest.mark.parametrize("step", ["register_birth", "subscribe", "set_state"])
+@pytest.mark.parametrize("step", ["beat", "subscribe"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_one_that_could_be_registered_by_half_begins_anew_and_stands_there_once(
     server, monkeypatch, step, when, standby

@@ -42,12 +42,32 @@ def test_result_prints_the_text_and_keeps_the_numbers_off_stdout(stoker, worker)
 def test_json_is_one_object_for_each_command(stoker, worker):
     job_id = json.loads(stoker("submit", "--agent", "a", "--prompt", "hi", "--json")[1])["job_id"]
     assert json.loads(stoker("status", job_id, "--json")[1]) == {
-        "job_id": job_id, "state": "queued", "position": 0, "tokens": None, "worker": None,
+        "job_id": job_id, "state": "queued", "position": 0, "worker": None,
+        "stage": None, "tokens": None, "tokens_per_s": None, "warning": None,
     }  # fmt: skip
     worker.finish(job_id)
     code, out, err = stoker("result", job_id, "--json")
     assert (code, err, json.loads(out)["text"]) == (0, "", "hello")
     assert json.loads(stoker("cancel", job_id, "--json")[1]) == {"job_id": job_id, "canceled": False}
+
+
+def test_the_text_is_printed_as_it_comes_and_the_numbers_beside_it(stoker, worker, redis_url):
+    stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine")
+    with Redis.from_url(redis_url) as connection:
+        connection.xadd("stoker:stream:mine", {"run": "1", "kind": "whole", "text": "he"})
+    worker.finish("mine", text="hello")
+    code, out, err = stoker("submit", "--agent", "a", "--prompt", "hi", "--job-id", "mine", "--stream")
+    assert (code, out) == (0, "hello\n")
+    assert "2 tokens" in err
+    assert stoker("submit", "--message", "m", "--stream", "--json")[0] == 2
+
+
+def test_a_queue_that_no_worker_listens_to_is_named(stoker):
+    said = "no worker listens to 'genrate', nor to any queue"
+    job_id = json.loads(stoker("submit", "--message", "m", "--queue", "genrate", "--json")[1])
+    assert job_id.pop("warning") == said
+    assert said in stoker("status", job_id["job_id"])[1]
+    assert said in stoker("submit", "--message", "m", "--queue", "genrate", "--wait", "--timeout-s", "0")[2]
 
 
 def test_a_failed_job_is_exit_code_1_with_one_line_or_one_object(stoker, worker):

@@ -14,7 +14,7 @@ from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
 import stoker.driver
-import stoker.waiting
+import stoker.patience
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable
 from stoker.connection import blocking_slice_s
 from stoker.operations import Commands
@@ -130,7 +130,7 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
 
 def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, blocked, monkeypatch):
     require_server_program()
-    monkeypatch.setattr(stoker.waiting, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(stoker.patience, "GIVE_UP_S", 0.5)
     with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
         tickets = [producer.submit(agent_id="a", prompt="x") for _ in range(2)]
         done = when_blocked(blocked, server.stop)

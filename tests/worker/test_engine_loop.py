@@ -19,6 +19,7 @@ class Engine:
 
     def __init__(self):
         self.steps, self.may_step, self._rows, self._next_uid = Queue(), threading.Semaphore(0), {}, 0
+        self.asked = []
 
     @property
     def in_flight(self):
@@ -41,6 +42,10 @@ class Engine:
 
     def progress(self):
         return {}
+
+    def text(self, uid):
+        self.asked.append(uid)
+        return f"text of {self._rows[uid]}"
 
     def close(self):
         pass
@@ -74,6 +79,18 @@ def test_jobs_that_the_loader_is_about_to_have_ready_join_the_batch_together(run
     loop.put(ready("b", has_next=True))
     loop.put(ready("c", has_next=False))
     assert engine.steps.get(timeout=30) == ["a", "b", "c"]
+
+
+def test_a_text_is_put_together_once_for_each_time_that_somebody_asks(running):
+    loop, engine, _ = running
+    loop.put(ready("long", has_next=False))
+    for asked, calls, texts in (({0}, 0, {}), (set(), 1, {0: "text of long"}), ({1}, 1, {0: "text of long"})):
+        engine.steps.get(timeout=30)
+        assert loop.listen(frozenset(asked)) == texts
+        assert len(engine.asked) == calls
+        engine.may_step.release(2)
+    engine.steps.get(timeout=30)
+    assert loop.listen(frozenset()) == {}
 
 
 def test_a_job_does_not_wait_for_ever_for_one_that_takes_long_to_load(running, monkeypatch):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, StokerError
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ def _command(run: Callable[..., None]) -> click.Command:
 
     @functools.wraps(run)
     def reporting(as_json: bool, store: Path, **options: Any) -> None:
+        try:
+            require_known_variables()
+        except ValueError as error:  # with a misspelt STOKER_STORE it would look at another store
+            raise click.UsageError(str(error)) from None
         try:
             run(store=store.expanduser(), as_json=as_json, **options)
         except (StokerError, OSError, ModuleNotFoundError) as error:

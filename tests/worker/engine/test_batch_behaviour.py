@@ -5,6 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
+from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine import sampling
@@ -68,6 +69,30 @@ def test_rows_that_outgrow_the_pool_say_what_they_say_with_room_for_all(name):
     assert most > 1
     assert set_aside or name == "mamba2"  # whose rows never grow
     assert engine._pool.used == 0
+
+
+@pytest.mark.parametrize("stop", [[], ["<1"]])
+def test_rows_can_be_read_along_also_where_memory_is_short_and_a_step_breaks(monkeypatch, stop):
+    layout = Layout("llama", eos=False)
+    works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40), stop=stop)
+    plain = run(layout.engine(), works)
+    pricing = BatchPricing(layout.spec, 64)
+    engine = layout.engine(blocks=max(pricing.row_blocks(540), 2 * pricing.row_blocks(350)))
+    real, calls = engine._advance, []
+
+    def breaks_once(said):
+        calls.append(1)
+        if len(calls) == 20:
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(said)
+
+    monkeypatch.setattr(engine, "_advance", breaks_once)
+    done, read, stages = read_along(engine, works)
+    assert [one.text for one in done] == [one.text for one in plain]
+    assert {stage for seen in stages for stage in seen} == {*STAGES}
+    if not stop:
+        assert all(len(texts) > 30 for texts in read)
+        assert all(done[n].text.startswith(max(read[n])) and len(max(read[n])) > 20 for n in range(4))
 
 
 def test_three_rows_of_different_length_end_in_the_order_of_their_own_lengths():

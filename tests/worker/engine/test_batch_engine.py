@@ -1,6 +1,7 @@
 """The engine on the real model: its greedy output is the model's own, whatever happens around a row."""
 
 import pytest
+from tests.worker.engine.reading import read_along
 
 from stoker_shared import build_request
 from stoker_shared.errors import BlockPoolTooSmall
@@ -139,6 +140,28 @@ def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_rows_a
     prompt_tokens = len(loaded.codec.encode(PROMPTS[1], special_start=True))
     assert done[stopped].cache.stop == prompt_tokens + done[stopped].kept
     assert list(done[uid].generated_ids) == alone(beside.prompt_ids, 24)
+
+
+def test_the_texts_of_all_rows_can_be_read_as_they_grow(make_engine, loaded):
+    works = [work(loaded, prompt, max_tokens=24) for prompt in PROMPTS]
+    engine = make_engine()
+    uids = [engine.submit(one) for one in works]
+    plain = drain(engine)
+    stop = plain[uids[1]].text[9:14]
+    works[1] = work(loaded, PROMPTS[1], max_tokens=24, stop=[stop])
+    works.append(
+        work(
+            loaded,
+            "Repeat: \U0001f469\u200d\U0001f4bb \u4e2d\u6587 \U0001f469\u200d\U0001f4bb \u4e2d\u6587",
+            max_tokens=24,
+        )
+    )
+    done, read, _ = read_along(make_engine(), works)
+    for n, uid in enumerate(uids):
+        assert done[n].text == plain[uid].text.partition(stop if n == 1 else "\0")[0]
+        assert len({text for text in read[n] if text}) > (1 if n == 1 else 10)
+        assert stop not in max(read[1])
+    assert not any(text.endswith("\ufffd") for text in read[-1])
 
 
 def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engine, loaded, alone):

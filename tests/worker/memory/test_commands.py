@@ -393,3 +393,11 @@ def damage(folder: Path, agent: str, name: str, data: bytes) -> None:
 )
 def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[str, ...]) -> None:
     json.loads(command(*arguments, "--json", ok=arguments[-1] != "nobody").stdout)
+
+
+def test_with_a_misspelt_variable_no_other_store_is_looked_at(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_STROE", "elsewhere")
+    assert "STOKER_STROE (did you mean STOKER_STORE?)" in command("gc", ok=False).output
+    assert not folder.exists()

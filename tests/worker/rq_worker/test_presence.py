@@ -10,7 +10,7 @@ from rq.queue import Queue
 from rq.worker import Worker
 from rq.worker_registration import clean_worker_registry
 
-from stoker_worker.ports import Serving
+from stoker_worker.ports import Busy, Serving
 
 pytestmark = pytest.mark.server
 
@@ -36,7 +36,7 @@ def test_a_worker_tells_what_it_serves_also_after_the_server_has_lost_it(connect
 
 def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue, producer):
     producer.submit(agent_id="a", prompt="x")
-    queue.claim(8, frozenset())
+    queue.claim(8, Busy())
     queue.beat()
     name = queue._identity.name
     left_ms = [connection.pttl(key) for key in (f"rq:worker:{name}", f"stoker:worker:{name}", "stoker:lease:generate")]
@@ -49,7 +49,7 @@ def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue
 
 def test_a_heartbeat_registers_anew_a_worker_that_rqs_tools_have_taken_out_while_it_slept(connection, queue, producer):
     producer.submit(agent_id="a", prompt="x")
-    (job,) = queue.claim(8, frozenset())
+    (job,) = queue.claim(8, Busy())
     name = queue._identity.name
     connection.delete(f"rq:worker:{name}", f"rq:worker:{name}:executions")
     clean_worker_registry(Queue("generate", connection=connection))

@@ -9,7 +9,7 @@ from rq.serializers import JSONSerializer
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.ports import RowProgress
+from stoker_worker.ports import Busy, RowProgress
 
 pytestmark = pytest.mark.server
 
@@ -21,11 +21,11 @@ def submit(producer):
 
 
 def claim(queue):
-    return queue.claim(8, frozenset())
+    return queue.claim(8, Busy())
 
 
 def progress_of(connection, job):
-    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta")).get("progress")
+    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta") or "{}").get("progress")
 
 
 def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):

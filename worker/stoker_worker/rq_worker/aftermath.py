@@ -26,7 +26,7 @@ from stoker_worker.rq_worker.json_job import JsonJob
 
 log = logging.getLogger(__name__)
 
-_TRIES = 3
+_TRIES = 50  # each fails when another job of the queue is made ready or enqueued just then, by whichever thread
 _READY = JobStatus.READY_TO_ENQUEUE.value.encode()
 _OVER = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
 
@@ -104,7 +104,8 @@ class Aftermath:
         self._enqueue(dependents)
 
     def _enqueue(self, job_ids: list[str]) -> None:
-        """RQ's own step skips a job when the reply was lost, and leaves it to a cleaning a minute later."""
+        """RQ's own step skips a job when somebody was faster or the reply was lost, and leaves it to a cleaning a minute
+        later."""
         for _ in range(_TRIES):
             ready = self._ready(job_ids)
             if not ready:

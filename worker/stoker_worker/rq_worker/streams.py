@@ -57,7 +57,7 @@ class _Stream:
     def next_entry(self, text: str) -> tuple[str, str] | None:
         """Kind and text; ``None`` when there is nothing new.
 
-        The whole text again only after as much has been added to it, so that all that is written is twice the text.
+        The whole text again only now and then: after as much was added to it, or very many entries.
         """
         if self.told < 0:
             return "whole", text

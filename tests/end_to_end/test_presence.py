@@ -1,0 +1,126 @@
+"""Workers as producers and RQ's tools see them, from their start to after their death; and how far their jobs are."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from redis import Redis
+from tests.worker_process import running_worker
+
+from stoker import Producer, ResultTimeout
+
+pytestmark = pytest.mark.server
+
+SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5"}
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+def commands_sent(connection, action):
+    connection.config_resetstat()
+    action()
+    stats = connection.info("commandstats")
+    return {name.removeprefix("cmdstat_"): entry["calls"] for name, entry in stats.items()}
+
+
+def serving(producer):
+    """The one worker, once it has said what it serves."""
+    return next((worker for worker in producer.workers() if worker.model is not None), None)
+
+
+def rq_info(redis_url):
+    command = [sys.executable, "-m", "rq.cli", "info", "--raw", "--url", redis_url]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_misspelt_queue_is_named_beside_those_that_have_workers(producer, redis_url, store, caplog):
+    with running_worker(redis_url, store, "--queues", "urgent,generate") as worker:
+        worker.wait_until_ready()
+        right = producer.submit(agent_id="a", prompt="x", max_tokens=3)
+        assert caplog.records == []
+        wrong = [producer.submit(agent_id="a", prompt="x", queue="genrate") for _ in range(3)]
+        said = "no worker listens to 'genrate'; queues with workers: urgent, generate"
+        assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.WARNING, said)]
+        assert wrong[0].status().warning == said
+        with pytest.raises(ResultTimeout, match="still queued .*; " + said):
+            wrong[0].result(timeout_s=0)
+        right.result(timeout_s=30)
+        worker.wait_for(lambda: serving(producer) is not None)
+        shown = serving(producer)
+        assert shown.queues == ("urgent", "generate")
+        assert (shown.model, shown.mode, shown.pid) == ("scripted", "batched", worker.pid)
+        assert shown.context_tokens == 1 << 20
+        assert producer.unattended() is None
+    assert producer.workers() == []
+    assert producer.unattended() == "no worker listens to 'generate', nor to any queue"
+
+
+def test_a_look_for_a_worker_costs_a_submit_one_command_at_most(producer, redis_url, connection):
+    def submit():
+        producer.submit(agent_id="a", prompt="x", max_tokens=1)
+
+    connection.set("stoker:lease:generate", "somebody")
+    producer.ping()
+    sent = commands_sent(connection, lambda: [submit() for _ in range(20)])
+    assert (sent["rpush"], sent["exists"]) == (20, 1)
+    assert "smembers" not in sent
+    with Producer(redis_url, queue="nobody") as other:
+        sent = commands_sent(connection, lambda: [other.submit(agent_id="a", prompt="x") for _ in range(20)])
+        assert sent["exists"] == sent["smembers"] == 1
+        requests = [{"agent_id": "a", "prompt": "x"}] * 2000
+        assert "exists" not in commands_sent(connection, lambda: other.submit_many(requests))
+
+
+def test_rq_info_forgets_a_killed_worker_with_its_lease(producer, redis_url, connection, store):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100_000)
+    with running_worker(redis_url, store, env=SHORT) as worker:
+        worker.wait_for(lambda: ticket.status().state == "started")
+        assert " busy generate." in rq_info(redis_url)
+        [shown] = producer.workers()
+        worker.kill()
+    keys = (f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", "stoker:lease:generate")
+    assert all(connection.pttl(key) <= 1000 for key in keys)  # -2 when it has gone already
+    while connection.exists(*keys):
+        pass
+    assert shown.name not in rq_info(redis_url)
+    assert producer.workers() == []
+
+
+def test_a_worker_that_redis_has_forgotten_is_shown_again(producer, redis_url, connection, store):
+    with running_worker(redis_url, store, env=SHORT) as worker:
+        worker.wait_for(lambda: serving(producer) is not None)
+        shown = serving(producer)
+        connection.delete(f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", "rq:workers", "rq:workers:generate")
+        worker.wait_for(lambda: producer.workers() == [shown])
+        assert shown.name in rq_info(redis_url)
+
+
+def test_progress_is_in_the_status_and_in_meta_while_a_job_runs_and_not_afterwards(
+    producer, redis_url, connection, store
+):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=150)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "50") as worker:
+        worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)
+        status = ticket.status()
+        assert status.stage == "decode"
+        assert 0 < status.tokens_per_s <= 60
+        assert json.loads(connection.hget(f"rq:job:{ticket.job_id}", "meta"))["progress"]["stage"] == "decode"
+        ticket.result(timeout_s=30)
+    assert not connection.hexists(f"rq:job:{ticket.job_id}", "meta")

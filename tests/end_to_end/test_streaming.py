@@ -1,0 +1,156 @@
+"""A job's text as it is generated, from a worker process to a reader, and what a reader sees when things go wrong."""
+
+import asyncio
+import threading
+
+import pytest
+from redis import Redis
+from tests.worker_process import running_worker
+
+from stoker import AsyncProducer, JobCanceled, JobFailed, Producer, Restarted, ResultTimeout, TextChunk
+
+pytestmark = pytest.mark.server
+
+SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5"}
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+def text_of(events):
+    """What was said since the last restart."""
+    text = ""
+    for event in events:
+        text = "" if isinstance(event, Restarted) else text + event.text
+    return text
+
+
+def keys(connection):
+    return sorted(key.decode() for key in connection.scan_iter("stoker:stream:*"))
+
+
+def test_a_reader_sees_the_text_grow_and_in_the_end_has_just_the_results_text(producer, redis_url, connection, store):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=300, stream=True)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "100"):
+        events = list(ticket.stream(timeout_s=30))
+        result = ticket.result(timeout_s=0)
+    assert len(events) > 5
+    assert all(isinstance(event, TextChunk) and event.text for event in events)
+    assert text_of(events) == result.text
+    assert 0 < connection.ttl(f"stoker:stream:{ticket.job_id}") <= 60
+
+
+def test_readers_who_join_late_have_what_there_was_and_all_of_them_have_the_same(producer, redis_url, store):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=300)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "100") as worker:
+        worker.wait_for(lambda: (ticket.status().tokens or 0) > 50)
+        reading = ticket.stream(timeout_s=30)
+        first = next(reading)
+        assert len(first.text) > 50
+        assert ticket.status().state == "started"
+
+        async def read():
+            async with AsyncProducer(redis_url) as other:
+                return [event async for event in other.ticket(ticket.job_id).stream(timeout_s=30)]
+
+        others = asyncio.run(read())
+        text = ticket.result(timeout_s=30).text
+        assert text_of([first, *reading]) == text_of(others) == text
+        assert text_of(ticket.stream()) == text  # of a job that is over
+
+
+def test_nothing_is_streamed_of_jobs_that_nobody_reads(producer, redis_url, connection, store):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "100") as worker:
+        worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)
+        assert keys(connection) == []
+        connection.config_resetstat()
+        ticket.result(timeout_s=30)
+        assert "cmdstat_xread" not in connection.info("commandstats") or keys(connection) == []
+
+
+def test_a_reader_of_a_recovered_job_is_told_that_it_begins_anew(producer, redis_url, connection, store):
+    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=200, stream=True)
+    events = []
+    reader = threading.Thread(target=lambda: events.extend(ticket.stream(timeout_s=60)))
+    reader.start()
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "50", env=SHORT, log_name="1.log") as worker:
+        worker.wait_for(lambda: len(events) > 3)
+        worker.kill()
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "200", env=SHORT, log_name="2.log"):
+        result = ticket.result(timeout_s=30)
+        reader.join(30)
+    assert result.attempt == 2
+    assert sum(isinstance(event, Restarted) for event in events) == 1
+    assert text_of(events) == result.text
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_clear(producer, redis_url, connection, store):
+    ticket = producer.submit(agent_id="a", prompt="say one <st two <stop> three", stop="<stop>", stream=True)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "15"):
+        seen = [event.text for event in ticket.stream(timeout_s=30)]
+    assert "".join(seen) == ticket.result(timeout_s=0).text == "one <st two "
+    streamed = [fields[b"text"].decode() for _, fields in connection.xrange(f"stoker:stream:{ticket.job_id}")]
+    assert not any("<stop" in text or "two <" in text for text in streamed)
+
+
+def test_half_a_character_is_never_streamed(producer, redis_url, connection, store):
+    said = "\U0001f469\u200d\U0001f4bb \u00e9\u4e2d " * 4
+    ticket = producer.submit(agent_id="a", prompt=f"say {said}", max_tokens=1000, stream=True)
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "30"):
+        seen = [event.text for event in ticket.stream(timeout_s=60)]
+    assert "".join(seen) == said
+    assert not any("\ufffd" in text for text in seen)
+
+
+def test_a_stream_ends_with_its_job_however_that_ends(producer, redis_url, store):
+    fails, canceled, late = (
+        producer.submit(agent_id=name, prompt=prompt, max_tokens=100_000, stream=True, job_timeout_s=timeout_s)
+        for name, prompt, timeout_s in (("f", "fail so", 60), ("c", "x", 60), ("l", "x", 1))
+    )
+    with running_worker(redis_url, store):
+        with pytest.raises(JobFailed, match="EngineFailed: so"):
+            list(fails.stream(timeout_s=30))
+        with pytest.raises(ResultTimeout, match="still started"):
+            list(canceled.stream(timeout_s=0.3))
+        reading = canceled.stream(timeout_s=30)
+        next(reading)
+        assert canceled.cancel()
+        with pytest.raises(JobCanceled):
+            list(reading)
+        seen = []
+        with pytest.raises(JobFailed, match="GenerationTimedOut") as failed:
+            seen.extend(late.stream(timeout_s=30))
+        assert failed.value.partial_text.startswith(text_of(seen))
+
+
+def test_a_long_text_fills_no_more_than_its_share_of_redis(producer, redis_url, connection, store):
+    text = "0123456789" * 4_000
+    ticket = producer.submit(agent_id="a", prompt=f"say {text}", max_tokens=50_000, stream=True)
+    most = [0, 0]
+    with running_worker(redis_url, store, "--scripted-steps-per-s", "100000") as worker:
+
+        def over():
+            key = f"stoker:stream:{ticket.job_id}"
+            most[0] = max(most[0], connection.xlen(key))
+            most[1] = max(most[1], connection.memory_usage(key) or 0)
+            return ticket.status().state == "finished"
+
+        worker.wait_for(over)
+        assert text_of(ticket.stream()) == text
+    assert 1 < most[0] <= 257
+    assert most[1] < 3 * len(text)

@@ -1,0 +1,106 @@
+"""Jobs that wait for others, and jobs that are tried again, at a real worker."""
+
+import dataclasses
+
+import pytest
+from redis import Redis
+from rq import Retry
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.producer.played_worker import PlayedWorker
+from tests.worker_process import running_worker
+
+import stoker.driver
+from stoker import JobFailed, Producer
+from stoker.operations import Watched
+
+pytestmark = pytest.mark.server
+FIELDS = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+def times(connection, ticket):
+    job = Job.fetch(ticket.job_id, connection, JSONSerializer)
+    return job.started_at, job.ended_at
+
+
+def test_jobs_run_after_those_they_depend_on(producer, connection, redis_url, tmp_path):
+    first = producer.submit(**FIELDS)
+    second = producer.submit(agent_id="b", prompt="x", max_tokens=4, depends_on=first)
+    others = producer.submit_many([{**FIELDS, "agent_id": f"c{n}"} for n in range(3)], depends_on=[first, second])
+    last = producer.submit(agent_id="d", prompt="x", max_tokens=4, depends_on=others, at_front=True)
+    assert [ticket.status().state for ticket in (first, second, *others, last)] == ["queued"] + ["deferred"] * 5
+    with running_worker(redis_url, tmp_path / "store"):
+        producer.results([first, second, *others, last], timeout_s=60)
+    assert times(connection, second)[0] >= times(connection, first)[1]
+    assert all(times(connection, ticket)[0] >= times(connection, second)[1] for ticket in others)
+    assert times(connection, last)[0] >= max(times(connection, ticket)[1] for ticket in others)
+
+
+def test_no_job_waits_for_ever_for_one_that_ends_while_it_is_enqueued(producer, redis_url, tmp_path):
+    with running_worker(redis_url, tmp_path / "store") as worker:
+        worker.wait_until_ready()
+        parents = [producer.submit(agent_id=f"p{n}", prompt="x", max_tokens=1 + n % 7) for n in range(60)]
+        children = [
+            producer.submit(agent_id=f"c{n}", prompt="x", max_tokens=2, depends_on=parent)
+            for n, parent in enumerate(parents)
+        ]
+        assert len(producer.results(children, timeout_s=60)) == 60
+
+
+def test_a_job_whose_parent_ends_between_the_look_and_the_write_is_enqueued_at_once(producer, connection, monkeypatch):
+    parent = producer.submit(**FIELDS)
+    carry_out = stoker.driver.carry_out
+
+    def with_an_end_in_between(connection_, step):
+        if not isinstance(step, Watched):
+            return carry_out(connection_, step)
+
+        def write(replies):
+            monkeypatch.undo()
+            PlayedWorker(connection).finish(parent.job_id)
+            return step.write(replies)
+
+        return carry_out(connection_, dataclasses.replace(step, write=write))
+
+    monkeypatch.setattr(stoker.driver, "carry_out", with_an_end_in_between)
+    child = producer.submit(**FIELDS, depends_on=parent)
+    assert child.status().state == "queued"
+    assert connection.zcard("rq:deferred:generate") == 0
+
+
+def test_a_dependent_of_a_failed_job_runs_only_if_it_may(producer, redis_url, tmp_path):
+    failed = producer.submit(agent_id="a", prompt="fail because", max_tokens=4)
+    waits = producer.submit(agent_id="b", prompt="x", max_tokens=4, depends_on=failed)
+    runs = producer.submit(agent_id="c", prompt="x", max_tokens=4, depends_on=failed, allow_dependency_failures=True)
+    with running_worker(redis_url, tmp_path / "store"):
+        assert runs.result(timeout_s=60).text
+        assert waits.status().state == "deferred"
+        late = producer.submit(
+            agent_id="d", prompt="x", max_tokens=4, depends_on=failed, allow_dependency_failures=True
+        )
+        assert late.result(timeout_s=60).text
+
+
+@pytest.mark.parametrize(("retry", "runs"), [(None, 1), (2, 3), (Retry(1, [1]), 2)])
+def test_a_job_that_fails_is_tried_again_as_often_as_asked(producer, connection, redis_url, tmp_path, retry, runs):
+    ticket = producer.submit(agent_id="a", prompt="fail because", max_tokens=4, retry=retry)
+    with running_worker(redis_url, tmp_path / "store"), pytest.raises(JobFailed) as caught:
+        [_] = [ticket for ticket in producer.as_completed([ticket], timeout_s=60)]
+        ticket.result()
+    assert caught.value.kind == "EngineFailed"
+    assert caught.value.retryable
+    # RQ writes an entry for the last failure only; the hash counts down what is left.
+    assert connection.hget(f"rq:job:{ticket.job_id}", "retries_left") == (None if retry is None else b"0")
+    assert connection.xlen(f"rq:results:{ticket.job_id}") >= 1

@@ -1,0 +1,108 @@
+"""Reading along: what a reader makes of the entries of a stream, and of a job that ends without them."""
+
+import pytest
+from redis import Redis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker import JobFailed, JobNotFound, Producer, Restarted, ResultTimeout, TextChunk
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url):
+    with Producer(redis_url) as producer:
+        yield producer
+
+
+@pytest.fixture
+def worker(connection):
+    return PlayedWorker(connection)
+
+
+@pytest.fixture
+def ticket(producer):
+    return producer.submit(agent_id="a", prompt="x")
+
+
+@pytest.fixture
+def say(connection, ticket):
+    def say(run, kind, text=""):
+        connection.xadd(f"stoker:stream:{ticket.job_id}", {"run": run, "kind": kind, "text": text})
+
+    return say
+
+
+def test_asking_marks_the_job_and_makes_none_that_is_gone(producer, connection, ticket):
+    key = f"rq:job:{ticket.job_id}"
+    assert not connection.hexists(key, "stoker_stream")
+    with pytest.raises(ResultTimeout, match="still queued"):
+        list(ticket.stream(timeout_s=0))
+    assert connection.hget(key, "stoker_stream") == b"1"
+    connection.delete(key)
+    with pytest.raises(JobNotFound):
+        list(ticket.stream())
+    with pytest.raises(JobNotFound):
+        list(producer.ticket("never").stream())
+    assert not connection.exists(key)
+
+
+def test_what_came_together_is_one_chunk_and_the_rest_comes_from_the_result(worker, ticket, say):
+    say("1", "whole", "he")
+    say("1", "more", "ll")
+    reading = ticket.stream(timeout_s=30)
+    assert next(reading) == TextChunk("hell")
+    say("1", "whole", "hell")  # what was read does not come again
+    worker.finish(ticket.job_id, text="hello")
+    say("1", "end")
+    assert list(reading) == [TextChunk("o")]
+
+
+def test_another_run_begins_anew(worker, ticket, say):
+    say("1", "whole", "one")
+    reading = ticket.stream(timeout_s=30)
+    assert next(reading) == TextChunk("one")
+    say("1", "end")  # of a try that failed and is tried again
+    say("2", "whole", "")
+    say("2", "more", "two")
+    assert next(reading) == Restarted()
+    assert next(reading) == TextChunk("two")
+    worker.finish(ticket.job_id, text="two.")
+    assert list(reading) == [TextChunk(".")]
+
+
+def test_a_reader_who_comes_to_the_second_run_never_hears_of_the_first(worker, ticket, say):
+    say("2", "whole", "two")
+    worker.finish(ticket.job_id, text="two")
+    assert list(ticket.stream(timeout_s=30)) == [TextChunk("two")]
+
+
+def test_a_result_that_is_another_text_comes_whole_behind_a_marker(worker, ticket, say):
+    """As when the last run was never streamed."""
+    say("1", "whole", "one")
+    reading = ticket.stream(timeout_s=30)
+    assert next(reading) == TextChunk("one")
+    worker.finish(ticket.job_id, text="two")
+    assert list(reading) == [Restarted(), TextChunk("two")]
+
+
+def test_a_job_that_has_ended_is_read_from_its_result(connection, worker, ticket):
+    worker.finish(ticket.job_id, text="hello")
+    assert list(ticket.stream()) == [TextChunk("hello")]
+    assert not connection.hexists(f"rq:job:{ticket.job_id}", "stoker_stream")
+
+
+def test_a_job_that_fails_raises_where_its_text_ends(worker, ticket, say):
+    say("1", "whole", "so f")
+    reading = ticket.stream(timeout_s=30)
+    assert next(reading) == TextChunk("so f")
+    worker.fail(ticket.job_id, "GenerationTimedOut: late", partial="so far")
+    with pytest.raises(JobFailed) as failed:
+        list(reading)
+    assert failed.value.partial_text == "so far"

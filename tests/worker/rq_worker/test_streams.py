@@ -1,0 +1,145 @@
+"""The stream of a job's text: begun only for readers, bounded, and never written by a run that is not the job's."""
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.worker.rq_worker.looking import taken_over
+
+from stoker_worker.ports import Busy
+from stoker_worker.rq_worker import streams
+from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+def submit(producer, **options):
+    return producer.submit(agent_id="a", prompt="x", **options).job_id
+
+
+def claim(queue):
+    (job,) = queue.claim(8, Busy())
+    return job
+
+
+def tell(queue, job, text):
+    queue.tell({job.claim_number: text})
+
+
+def entries(connection, job):
+    found = connection.xrange(f"stoker:stream:{job.job_id}")
+    assert all(fields[b"run"].decode() == job.handle.execution.id for _, fields in found)
+    return [(fields[b"kind"].decode(), fields[b"text"].decode()) for _, fields in found]
+
+
+def test_a_stream_has_the_whole_text_first_then_what_is_added_then_its_end(connection, producer, queue):
+    submit(producer, stream=True)
+    job = claim(queue)
+    assert queue.listened_to() == {job.claim_number}
+    for text in ("", "one", "one", "one two"):
+        tell(queue, job, text)
+    assert entries(connection, job) == [("whole", ""), ("more", "one"), ("more", " two")]
+    queue.finish(job, RESULT)
+    assert entries(connection, job)[-1] == ("end", "")
+    assert 0 < connection.ttl(f"stoker:stream:{job.job_id}") <= 60
+    assert queue.listened_to() == frozenset()
+
+
+def test_a_job_that_nobody_reads_has_no_stream_and_costs_no_command(connection, producer, queue):
+    submit(producer)
+    job = claim(queue)
+    connection.config_resetstat()
+    for _ in range(10):
+        assert queue.listened_to() == frozenset()
+        tell(queue, job, "text")
+    assert connection.info("commandstats").keys() <= {"cmdstat_config|resetstat", "cmdstat_info"}
+    queue.finish(job, RESULT)
+    assert not connection.keys("stoker:stream:*")
+
+
+def test_a_reader_may_come_at_any_time(connection, producer, queue):
+    job_id = submit(producer)
+    job = claim(queue)
+    connection.hset(f"rq:job:{job_id}", "stoker_stream", 1)
+    assert queue.withdrawn([job], {}) == []
+    tell(queue, job, "so far")
+    assert entries(connection, job) == [("whole", "so far")]
+
+
+def test_a_stream_is_bounded_in_entries_and_bytes_and_always_begins_with_all_there_is(connection, producer, queue):
+    submit(producer, stream=True)
+    job = claim(queue)
+    text, written = "", 0
+    for n in range(3000):
+        text += str(n % 10) * (1 + n % 40)
+        tell(queue, job, text)
+        found = entries(connection, job)
+        written += len(found[-1][1])
+        assert found[0][0] == "whole"
+        assert len(found) <= streams.MAX_ENTRIES
+        assert "".join(part for _, part in found) == text
+        assert sum(len(part) for _, part in found) == len(text)
+    assert written < len(text) * 3000 / streams.MAX_ENTRIES
+
+
+def test_a_text_over_the_limit_is_streamed_up_to_it(connection, producer, queue, monkeypatch):
+    monkeypatch.setattr(streams, "MAX_TEXT_BYTES", 100)
+    submit(producer, stream=True)
+    job = claim(queue)
+    for n in range(0, 200, 10):
+        tell(queue, job, "é" * n)
+    assert "".join(part for _, part in entries(connection, job)) == "é" * 50
+
+
+def test_a_deposed_worker_writes_nothing_into_the_stream_of_the_next_run(connection, producer, queue, redis_url):
+    submit(producer, stream=True)
+    job = claim(queue)
+    tell(queue, job, "old")
+    taken_over(connection, and_left=True)
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+        opened.rq_queue.recover()
+        again = claim(opened.rq_queue)
+        tell(opened.rq_queue, again, "n")
+        tell(queue, job, "old and late")
+        queue.drop(job)
+        assert entries(connection, again) == [("whole", "n")]
+
+
+def test_after_a_lost_reply_the_whole_text_is_written_again(connection, producer, queue, monkeypatch):
+    submit(producer, stream=True)
+    job = claim(queue)
+    tell(queue, job, "one")
+    real = queue._streams._tell
+
+    def lost(**options):
+        real(**options)
+        raise RedisConnectionError("the reply is lost")
+
+    monkeypatch.setattr(queue._streams, "_tell", lost)
+    with pytest.raises(RedisConnectionError):
+        tell(queue, job, "one two")
+    monkeypatch.setattr(queue._streams, "_tell", real)
+    tell(queue, job, "one two")
+    assert entries(connection, job) == [("whole", "one two")]
+
+
+def test_a_stream_that_vanished_begins_again_with_all_there_is(connection, producer, queue):
+    submit(producer, stream=True)
+    job = claim(queue)
+    tell(queue, job, "one")
+    connection.delete(f"stoker:stream:{job.job_id}")
+    tell(queue, job, "one two")
+    tell(queue, job, "one two")
+    assert entries(connection, job) == [("whole", "one two")]
+
+
+def test_a_job_that_is_given_back_has_no_end_in_its_stream(connection, producer, queue):
+    submit(producer, stream=True)
+    job = claim(queue)
+    tell(queue, job, "one")
+    queue.give_back([job], counts_as_attempt=False)
+    assert entries(connection, job) == [("whole", "one")]
+    again = claim(queue)
+    tell(queue, again, "")
+    assert entries(connection, again) == [("whole", "")]
