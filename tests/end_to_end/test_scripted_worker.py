@@ -367,7 +367,10 @@ BAD_PAYLOADS = {
     "no messages": ({"messages": []}, "InvalidRequest: 'messages'"),
     "no role": ({"messages": [{"content": "x"}]}, "InvalidRequest: messages.0.role"),
     "null content": ({"messages": [{"role": "user", "content": None}]}, "InvalidRequest: messages.0: 'content'"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "InvalidRequest: messages.0: a part of type 'text'"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "InvalidRequest: messages.0: a part of type 'text'",
+    ),
     "lone surrogate": ({"prompt": "\ud800"}, "InvalidRequest: prompt"),
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
     "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
