@@ -17,7 +17,7 @@
     │   └── PayloadRefused              a pickle, an unknown function, callbacks: not a generation job of ours
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
-    │   ├── AgentVersionNotSaved        an `append` turn was generated but could not be made durable
+    │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
     │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
     │   ├── AgentNotFound               there is no such agent, or it has no such version
     │   ├── AgentExists                 an agent that was to be made is there already
@@ -118,7 +118,8 @@ class AgentTranscriptUnreadable(AgentMemoryError):
 
 
 class AgentVersionNotSaved(AgentMemoryError):
-    """An `append` turn was generated but its version could not be made durable; the turn did not happen."""
+    """An `append` turn was generated, or a job was to change an agent, and the disk did not take it. A turn did not
+    happen then; neither did a change, unless only what is left of a forgotten agent could not be removed."""
 
     retryable = True  # a full disk
 

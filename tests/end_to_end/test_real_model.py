@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
 from tests.worker_process import running_worker
 
 from stoker import Producer
+from stoker_shared.wire import AGENT_TASK_PATH
 
 pytestmark = [pytest.mark.model, pytest.mark.server]
 
@@ -196,6 +200,32 @@ def test_the_lines_of_a_batch_are_answered_as_the_same_jobs_are_one_by_one(redis
     assert texts == [result.text for result in alone]
     assert [a["usage"]["completion_tokens"] for a in answers] == [r.usage.completion_tokens for r in alone]
     assert [a["usage"]["prompt_tokens"] for a in answers] == [r.usage.prompt_tokens for r in alone]
+
+
+def test_a_conversation_brought_back_goes_on_as_if_it_had_never_been_replaced(redis_url, run_worker, reference):
+    """In messages as SDKs send them; the accident, the way back and the next turn are enqueued at once."""
+    producer = Producer(redis_url)
+    asked = {"role": "user", "content": [{"type": "text", "text": "Which box is "}, {"type": "text", "text": "first?"}]}
+    sent = [{"role": "developer", "content": BRIEF}, asked]
+    tickets = [producer.submit(agent_id="a", messages=sent, max_tokens=MAX_TOKENS)]
+    tickets.append(producer.submit(agent_id="a", prompt=RAW[0], max_tokens=2))
+    with Redis.from_url(redis_url) as connection:
+        queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+        queue.enqueue(AGENT_TASK_PATH, request={"agent_id": "a", "action": "rollback"})
+    tickets.append(producer.submit(agent_id="a", messages=[MORE_CHAT], context="append", max_tokens=MAX_TOKENS))
+    run_worker()
+    first, accident, after = (ticket.result(timeout_s=1) for ticket in tickets)
+    messages = [{"role": "system", "content": BRIEF}, user("Which box is first?")]
+    ids = reference.chat(messages)
+    assert first.text == reference.text(ids)
+    assert accident.cache.replaced_version == 1
+    stored = [*ids, *reference.ids(ids)]
+    closing = "" if stored[-1] in reference.tokenizer.eos_token_ids else "<|im_end|>"
+    turn = f"{closing}\n<|im_start|>user\n{MORE_CHAT['content']}<|im_end|>\n<|im_start|>assistant\n"
+    expected = stored + reference.tokenizer.encode(turn, add_special_tokens=False)
+    assert after.text == reference.text(expected)
+    assert (after.usage.prompt_tokens, after.cache.agent_version) == (len(expected), 4)
+    assert after.usage.cached_tokens >= 256
 
 
 def test_a_model_that_is_not_there_is_said_in_one_line(redis_url, tmp_path):

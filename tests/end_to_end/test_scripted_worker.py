@@ -366,8 +366,11 @@ BAD_PAYLOADS = {
     "newline in agent id": ({"prompt": "x", "agent_id": "a\nb"}, "InvalidRequest: agent_id"),
     "no messages": ({"messages": []}, "InvalidRequest: 'messages'"),
     "no role": ({"messages": [{"content": "x"}]}, "InvalidRequest: messages.0.role"),
-    "null content": ({"messages": [{"role": "user", "content": None}]}, "InvalidRequest: messages.0.content"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "InvalidRequest: messages.0.content"),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, "InvalidRequest: messages.0: 'content'"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "InvalidRequest: messages.0: a part of type 'text'",
+    ),
     "lone surrogate": ({"prompt": "\ud800"}, "InvalidRequest: prompt"),
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
     "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),

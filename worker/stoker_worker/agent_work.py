@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.errors import WorkerLostTooOften
+from stoker_shared.errors import AgentVersionNotSaved, WorkerLostTooOften
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.ports import AgentJobsPort, ClaimedJob
 
@@ -19,17 +19,19 @@ def carry_out(request: AgentRequest, job: ClaimedJob, store: AgentJobsPort) -> M
     """The result to post.
 
     Raises:
-        AgentMemoryError: it cannot be done.
+        AgentMemoryError: it cannot be done; `AgentVersionNotSaved` for what the disk did.
         WorkerLostTooOften: it was begun too often, and has not taken effect.
-        OSError: the store could not be read or written.
     """
-    answer = store.answer(request, job.delivery)
-    if answer is not None:
-        log.info("job %s had taken effect already", job.job_id)
-        return answer.model_dump(mode="json")
-    if job.lost_alone >= MAX_ATTEMPTS:
-        raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
-    return store.run(request, job.delivery).model_dump(mode="json")
+    try:
+        answer = store.answer(request, job.delivery)
+        if answer is not None:
+            log.info("job %s had taken effect already", job.job_id)
+            return answer.model_dump(mode="json")
+        if job.lost_alone >= MAX_ATTEMPTS:
+            raise WorkerLostTooOften(f"alone in flight while {job.lost_alone} workers died")
+        return store.run(request, job.delivery).model_dump(mode="json")
+    except OSError as error:
+        raise AgentVersionNotSaved(f"{type(error).__name__}: {error}") from error
 
 
 def let_go(request: AgentRequest, job: ClaimedJob, store: AgentJobsPort) -> None:

@@ -80,6 +80,7 @@ def test_a_conversation_that_was_replaced_is_brought_back_as_a_new_version(store
     assert (back.version, back.to_version, back.from_version, back.tokens) == (4, 2, 3, 1000)
     assert (agent.open().number, agent.open().transcript) == (4, before)
     assert agent.cached((*LONG[:1000], 7)) == 768  # the full blocks, which were still there
+    assert store.misses == {}
     assert agent.say((*LONG[:1000], 7)) == 5
 
 
@@ -102,6 +103,7 @@ def test_a_rollback_of_a_model_with_snapshots_never_gives_another_versions_state
     agent.say(LONG[:600], LONG[600:610])
     run(store, "rollback")
     agent.cached((*LONG[:310], 1))  # `restore` compares what it gets with what it should be
+    assert store.misses == {}
     assert agent.say(LONG[:400]) == 4
     assert agent.cached((*LONG[:400], 1)) > 300
 
@@ -115,6 +117,8 @@ def test_what_is_in_ram_serves_after_a_rollback_as_far_as_it_agrees(tmp_path: Pa
     restored = agent.restore((*LONG[:300], 1))
     assert (restored.source, restored.prefix.n_tokens if restored.prefix else 0) == ("memory", 300)
     assert agent.say((*LONG[:300], 1)) == 4
+    run(store, "forget")
+    assert store.hot.n_bytes == 0
     store.close()
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, boundaries, files_below, ids, make_model
 from tests.worker.memory.faulty_files import FullFiles
 
+from stoker_shared.agent_request import AgentRequest
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import hold
 from stoker_worker.memory.block_paths import chain_paths
@@ -25,7 +26,7 @@ from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.removal import remove_agent
 from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import LoadedModel
+from stoker_worker.ports import Delivery, LoadedModel
 
 DEEP = int(os.environ.get("DEEP", "0"))
 """How many runs of up to 100 operations, instead of what the suite does."""
@@ -212,6 +213,45 @@ class Budget(RuleBasedStateMachine):
         del self.transcripts[name], self.boundaries[name]
         self.open()
 
+    def job(self, action: str, name: str, **fields: Any) -> None:
+        """A job about an agent, beside the others' work."""
+        others = self.protected - {name}
+        kept = self.pieces(others)
+        request = AgentRequest(agent_id=name, action=action, **fields)  # type: ignore[arg-type]
+        self.store.agent_jobs.run(request, Delivery(f"job-{self.done.total()}", "2024-01-01T00:00:00Z"))
+        self.done[f"{action} job"] += 1
+        assert kept <= self.pieces(others)
+
+    @precondition(lambda self: self.transcripts)
+    @rule(pick=st.integers(0, 1000), to=NAMES)
+    def fork_at_work(self, pick: int, to: str) -> None:
+        source = sorted(self.transcripts)[pick % len(self.transcripts)]
+        if to in self.transcripts:
+            return
+        version = self.agent(source).open().number
+        self.job("fork", source, target=to)
+        self.transcripts[to], self.boundaries[to] = self.transcripts[source], self.boundaries[source]
+        ours, theirs = self.store._agent(to).piece_paths(1), self.store._agent(source).piece_paths(version)
+        self.damaged |= {copy for copy, piece in zip(ours, theirs, strict=True) if piece in self.damaged}
+
+    @precondition(lambda self: self.transcripts)
+    @rule(pick=st.integers(0, 1000))
+    def forget_at_work(self, pick: int) -> None:
+        name = sorted(self.transcripts)[pick % len(self.transcripts)]
+        self.job("forget", name)
+        del self.transcripts[name], self.boundaries[name]
+
+    @precondition(lambda self: self.transcripts)
+    @rule(pick=st.integers(0, 1000), back=st.integers(0, 3))
+    def roll_back_at_work(self, pick: int, back: int) -> None:
+        name = sorted(self.transcripts)[pick % len(self.transcripts)]
+        newest = self.agent(name).open().number
+        version = max(1, newest - back)
+        before = self.store._agent(name).read_version(version)[0].token_ids
+        assert version < newest or before == self.transcripts[name]
+        self.job("rollback", name, version=version)
+        self.transcripts[name], self.boundaries[name] = before, []
+
     @invariant()
     def the_books_are_right(self) -> None:
         on_disk = disk_bytes(self.folder)
@@ -249,4 +289,5 @@ def test_hundreds_of_random_operations(model: LoadedModel) -> None:
     )
     names = ("append", "replace", "load", "protect", "evict", "corrupt", "run_out_of_space", "reopen", "fork", "remove")
     assert sum(Budget.done[name] for name in names) >= OPERATIONS
+    assert all(Budget.done[f"{action} job"] > 0 for action in ("fork", "forget", "rollback"))
     assert all(Budget.done[name] > 0 for name in (*names, "evicted", "unsaved", "memory", "disk", "whole"))

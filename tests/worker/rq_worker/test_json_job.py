@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 
-from stoker_shared.errors import PayloadRefused, RequestError, RequestTooLarge
-from stoker_shared.wire import MAX_REQUEST_BYTES, TASK_PATH
+from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, RequestTooLarge
+from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
 from stoker_worker.rq_worker.json_job import JsonJob, memory_use_in
 
@@ -28,6 +28,16 @@ def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
 def test_compressed_and_plain_payloads_carry_the_same_request(data):
     assert restored(data).read_request().agent_id == "a"
     assert memory_use_in(data) == MemoryUse("write", "a")
+
+
+@pytest.mark.parametrize(("action", "access"), [("info", "read"), ("forget", "write"), ("rollback", "write")])
+def test_a_job_about_an_agent_is_read_as_such_and_stands_in_its_agents_line(action, access):
+    data = payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", "action": action}})
+    request = restored(data).read_request()
+    assert (request.action, request.access) == (action, access)
+    assert memory_use_in(data) == MemoryUse(access, "a")
+    with pytest.raises(InvalidRequest):
+        restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
 
 
 class Bomb:

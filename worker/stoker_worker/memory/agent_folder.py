@@ -88,11 +88,7 @@ class AgentFolder:
 
     def read_records(self) -> dict[int, TurnRecord]:
         """Every record that can be read by itself, by version, oldest first; also one that was never committed."""
-        names: list[str] = []
-        with contextlib.suppress(OSError):
-            names = self._names()
-        records = self._read_records(_record_numbers(names))
-        return {n: record.content for n, record in records.items() if isinstance(record.content, TurnRecord)}
+        return {number: record for number, (record, _) in self.read_history().items()}
 
     def read_version(self, version: int) -> tuple[Transcript, CachedPrefix | None]:
         """The transcript at `version`, and which cache of it was saved then.
@@ -105,20 +101,19 @@ class AgentFolder:
         chain = self._chain(Head(version, records[version].checksum if version in records else ""), records)
         return replay(chain), chain[-1].cache
 
-    def readable_versions(self) -> frozenset[int]:
-        """Those that `read_version` can give, as far as the records' seals and parents tell."""
+    def read_history(self) -> dict[int, tuple[TurnRecord, bool]]:
+        """As `read_records`, and of each whether `read_version` can give it, as far as seals and parents tell."""
         names: list[str] = []
         with contextlib.suppress(OSError):
             names = self._names()
         records = self._read_records(_record_numbers(names))
-        readable: set[int] = set()
-        for number, record in sorted(records.items()):
-            content = record.content
-            if isinstance(content, TurnRecord) and (
-                content.keeps_nothing or (number - 1 in readable and records[number - 1].checksum == content.parent)
-            ):
-                readable.add(number)
-        return frozenset(readable)
+        history: dict[int, tuple[TurnRecord, bool]] = {}
+        for number, record in records.items():
+            content, before = record.content, history.get(number - 1)
+            if isinstance(content, TurnRecord):
+                follows = before is not None and before[1] and records[number - 1].checksum == content.parent
+                history[number] = content, content.keeps_nothing or follows
+        return history
 
     def _names(self) -> list[str]:
         """What is in the folder. Raises `OSError`: one that cannot be read is not one that is not there."""

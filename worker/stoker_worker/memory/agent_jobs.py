@@ -171,7 +171,7 @@ class AgentJobs:
         self._recent.drop(agent_id)
         with self._budget.using(agent_id, ()):
             try:
-                back = roll_back(self._store, agent_id, request.version, delivery)
+                back = roll_back(self._store, agent_id, request.version, delivery, state=state)
             finally:
                 self._budget.look_again(agent_id)
             blocks = newest_blocks(self._state_of(agent_id), self._store.blocks.path_of)

@@ -8,6 +8,7 @@ from stoker_shared.agent_result import AgentRolledBack
 from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
+from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.blocks import chain, chain_root
 from stoker_worker.memory.record import NO_JOB, CachedPrefix, TurnRecord, delta
 from stoker_worker.memory.sealed import Damaged
@@ -15,10 +16,18 @@ from stoker_worker.ports import Delivery
 
 
 def roll_back(
-    store: StoreAccess, agent_id: str, version: int | None = None, delivery: Delivery = NO_JOB
+    store: StoreAccess,
+    agent_id: str,
+    version: int | None = None,
+    delivery: Delivery = NO_JOB,
+    *,
+    state: AgentState | None = None,
 ) -> AgentRolledBack:
     """Commit a new version with the transcript of `version`, by default the one before the newest. Also where the
     newest cannot be read, or lacks its last turn.
+
+    Args:
+        state: the agent's, if it has been read already.
 
     Raises:
         AgentNotFound: there is no such agent, or it has no such version.
@@ -26,7 +35,7 @@ def roll_back(
         OSError: it could not be written; the agent is as it was.
     """
     folder = store.agent(agent_id)
-    state = folder.read()
+    state = folder.read() if state is None else state
     if state.unreadable is not None:
         raise state.unreadable
     newest = state.version.number

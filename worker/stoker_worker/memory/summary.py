@@ -100,7 +100,6 @@ def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
     if entry.agent_id is None:
         return []
     folder = store.agent(entry.agent_id)
-    readable = folder.readable_versions()
     return [
         VersionSummary(
             version=number,
@@ -112,9 +111,9 @@ def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
             new_tokens=len(record.new_tokens),
             cached_tokens=record.cache.tokens if record.cache else 0,
             saved_at=_time_of(folder.record_path(number)),
-            can_return=number in readable and number < entry.state.version.number,
+            can_return=is_readable and number < entry.state.version.number,
         )
-        for number, record in folder.read_records().items()
+        for number, (record, is_readable) in folder.read_history().items()
         if number <= entry.state.version.number
     ]
 
