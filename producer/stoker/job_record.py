@@ -78,6 +78,18 @@ class JobRecord:
             _results=tuple(fields for _, fields in entries),
         )
 
+    @classmethod
+    def finished(cls, job_id: str, queue: str | None, entries: Entries) -> Self | None:
+        """Of a job that has finished, from its entries alone; ``None`` when the newest does not tell that.
+
+        Only for a job that is not repeated and was waited for when the entry was written.
+        """
+        newest = entries[0][1]
+        if newest.get(b"type") != str(Result.Type.SUCCESSFUL.value).encode():
+            return None
+        known = {"status": b"finished", "origin": (queue or "").encode(), "worker_name": newest.get(b"worker_name")}
+        return cls.from_replies(job_id, [known.get(name) for name in _FIELDS], entries)
+
     @property
     def has_ended(self) -> bool:
         # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.

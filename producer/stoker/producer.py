@@ -141,7 +141,7 @@ class Producer:
     def as_completed(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> Iterator[Ticket]:
         """The tickets, each as soon as its job has ended, however it ended; `Ticket.result` then asks nothing.
 
-        All jobs are waited for together, at two or three Redis commands a job. Of more than a thousand, ends out of
+        All jobs are waited for together, at one or two Redis commands a job. Of more than a thousand, ends out of
         their order may be seen some seconds late; so may cancels and deletes.
 
         Args:

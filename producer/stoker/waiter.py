@@ -1,7 +1,7 @@
 """Waits for the ends of many jobs with few commands: not one for each job and look. Owns which jobs it waits for.
 
-RQ writes each end into the job's result stream, and one XREAD reads many streams. An entry need not be the end (retries
-write some too): so of each job with a new entry the hash is read, once. A job that is canceled, deleted or expires
+RQ writes each end into the job's result stream, and one XREAD reads many streams. Only that of a success is the end for
+sure (retries write entries too): after any other the job's hash is read. A job that is canceled, deleted or expires
 writes nothing; every few seconds one EXISTS and one ZMSCORE for hundreds of jobs find those.
 """
 
@@ -9,17 +9,15 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
-from rq.job import Job
-from rq.registry import CanceledJobRegistry
 from rq.results import Result
 
 from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobRecord
 from stoker.operations import Command, Commands, Entries, Operation, Pause, ask, stream_entries
-from stoker.rq_keys import registry_key
+from stoker.silent_ends import canceled_of, gone_of, parts_of
 from stoker_shared.errors import JobNotFound
 from stoker_shared.result import GenerationResult
 
@@ -29,7 +27,6 @@ _BESIDE: Final = 500  # of more jobs than that, so many more are looked at each 
 _SLICE_BESIDE_S: Final = 0.2
 _GATHER_S_PER_JOB: Final = 20e-6  # ends that come close together are read together
 _CHECKED_AT_ONCE: Final = 5000
-_KEYS_PER_COMMAND: Final = 500
 _FEW: Final = 8  # of so few jobs each is looked at by itself, and sooner
 _CHECK_FEW_S: Final = 1.0
 _CHECK_EVERY_S: Final = (2.0, 5.0)  # at first, and when it has gone on for a while
@@ -41,8 +38,7 @@ class _Awaited:
     queue: str | None
     is_new: bool
     last_entry_id: str = NO_ENTRY
-    entries: Entries = field(default_factory=list)
-    """The newest first."""
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,8 @@ class Ended:
 class Waiter:
     """The jobs somebody waits for. `look` in a loop; jobs may be added in between. For one task or thread.
 
-    Each job costs two commands, or three if it was not enqueued just now, and all of them together about two a second.
+    Each job costs one command of its own at most, or two if it was not enqueued just now, and its part of the XREADs.
+    All together cost some commands a second, however many they are.
     """
 
     def __init__(self) -> None:
@@ -130,9 +127,12 @@ class Waiter:
 
     def _first_look(self, jobs: list[_Awaited]) -> Operation[list[Ended]]:
         asked = [job for job in jobs if not job.is_new]
-        replies = yield Commands([_xread(jobs, 0), *(JobRecord.hash_command(job.job_id) for job in asked)])
+        looks = ((*JobRecord.hash_command(job.job_id), "repeats_left") for job in asked)
+        replies = yield Commands([_xread(jobs, 0), *looks])
         found = stream_entries(replies[0])
-        values = {job.job_id: reply for job, reply in zip(asked, replies[1:], strict=True)}
+        values = {job.job_id: reply[:-1] for job, reply in zip(asked, replies[1:], strict=True)}
+        for job, reply in zip(asked, replies[1:], strict=True):
+            job.repeats = reply[-1] is not None
         ended = yield from self._sorted_out(jobs, found, values)
         for job in jobs:
             if self._unseen.pop(job.job_id, None):
@@ -152,29 +152,34 @@ class Waiter:
     def _sorted_out(
         self, jobs: Sequence[_Awaited], found: dict[str, Entries], values: dict[str, list[bytes | None]]
     ) -> Operation[list[Ended]]:
-        """Those of `jobs` that have ended. Keeps what was found of the others.
+        """Those of `jobs` that have ended. The others' next entries are waited for.
 
         Args:
-            values: hashes that were read already; those of other jobs with new entries are read here.
+            values: hashes that were read already; those of other jobs with new entries are read here if need be.
         """
         entries = {job.job_id: found.get(Result.get_key(job.job_id), [])[::-1] for job in jobs}
-        unread = [job.job_id for job in jobs if entries[job.job_id] and job.job_id not in values]
-        values = {**values, **(yield from _hashes(unread))}
         ended = []
+        unread = []
+        for job in jobs:
+            if entries[job.job_id] and job.job_id not in values:
+                record = None if job.repeats else JobRecord.finished(job.job_id, job.queue, entries[job.job_id])
+                if record is None:
+                    unread.append(job.job_id)
+                else:
+                    ended.append(Ended(job.job_id, record))
+        values = {**values, **(yield from _hashes(unread))}
         for job in jobs:
             if job.job_id not in values:
                 continue
-            newest_first = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-            record = JobRecord.from_replies(job.job_id, values[job.job_id], newest_first)
-            if record is not None and record.has_ended and not record.is_whole:  # it ended between the two reads
+            record = JobRecord.from_replies(job.job_id, values[job.job_id], entries[job.job_id])
+            if record is not None and record.has_ended and not record.is_whole:  # its entry came before, or just now
                 record = yield from JobRecord.read(job.job_id)
             if record is None or record.has_ended:
                 ended.append(Ended(job.job_id, record))
         gone = {end.job_id for end in ended}
         for job in jobs:
             if job.job_id not in gone and entries[job.job_id]:
-                job.entries = (entries[job.job_id] + job.entries)[:KEPT_RESULTS]
-                job.last_entry_id = job.entries[0][0].decode()
+                job.last_entry_id = entries[job.job_id][0][0].decode()
             if job.queue is None and job.job_id in values:
                 job.queue = (values[job.job_id][1] or b"").decode(errors="replace")
         return ended
@@ -186,13 +191,13 @@ class Waiter:
             suspects = [job.job_id for job in jobs]
         else:
             suspects = [random.choice(jobs).job_id]
-            suspects += yield from _gone([job.job_id for job in jobs])
+            suspects += yield from gone_of([job.job_id for job in jobs])
             by_queue = defaultdict(list)
             for job in jobs:
                 by_queue[job.queue].append(job.job_id)
             for queue, job_ids in by_queue.items():
                 if queue:
-                    suspects += yield from _canceled(queue, job_ids)
+                    suspects += yield from canceled_of(queue, job_ids)
         ended = []
         for job_id, values in (yield from _hashes(list(dict.fromkeys(suspects)))).items():
             record = JobRecord.from_replies(job_id, values, [])
@@ -237,39 +242,7 @@ def _xread(jobs: Sequence[_Awaited], block_s: float) -> Command:
 
 def _hashes(job_ids: list[str]) -> Operation[dict[str, list[bytes | None]]]:
     values: dict[str, list[bytes | None]] = {}
-    for part in _parts(job_ids, _FIRST_LOOK):
+    for part in parts_of(job_ids, _FIRST_LOOK):
         replies = yield Commands([JobRecord.hash_command(job_id) for job_id in part])
         values.update(zip(part, replies, strict=True))
     return values
-
-
-def _gone(job_ids: list[str]) -> Operation[list[str]]:
-    """Those that are not there. EXISTS counts; a part in which some are missing is asked for again in smaller ones."""
-    gone: list[str] = []
-    parts = _parts(job_ids, _KEYS_PER_COMMAND)
-    while parts:
-        counts: list[Any] = yield Commands([("EXISTS", *map(Job.key_for, part)) for part in parts])
-        smaller: list[list[str]] = []
-        for part, count in zip(parts, counts, strict=True):
-            if count == 0:
-                gone += part
-            elif count < len(part):
-                smaller += _parts(part, max(1, len(part) // 8))
-        parts = smaller
-    return gone
-
-
-def _canceled(queue: str, job_ids: list[str]) -> Operation[list[str]]:
-    key = registry_key(CanceledJobRegistry, queue)
-    parts = _parts(job_ids, _KEYS_PER_COMMAND)
-    scores = yield Commands([("ZMSCORE", key, *part) for part in parts])
-    return [
-        job_id
-        for part, found in zip(parts, scores, strict=True)
-        for job_id, score in zip(part, found, strict=True)
-        if score is not None
-    ]
-
-
-def _parts(items: list[str], size: int) -> list[list[str]]:
-    return [items[at : at + size] for at in range(0, len(items), size)]

@@ -1,5 +1,6 @@
 """The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
 
+import asyncio
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from tests.private_server import acl_refusals, private_server
 from tests.server_fixture import require_server_program
 from tests.worker_process import running_worker
 
-from stoker import JobCanceled, JobFailed, Producer
+from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.rq_worker.audit import Audit
 from stoker_worker.rq_worker.connect import open_queue
@@ -83,6 +84,25 @@ def ended_as(error, ticket):
         ticket.result(timeout_s=30)
 
 
+async def with_asyncio(url):
+    async with AsyncProducer(url) as producer:
+        first = await producer.submit(agent_id="y", prompt="x", max_tokens=4, retry=1)
+        second = await producer.submit(agent_id="z", prompt="x", max_tokens=4, depends_on=first, job_id="z")
+        return await producer.results([second, first], timeout_s=30)
+
+
+def canceled_while_waited_for(producer):
+    """Many jobs, some of which end without a result."""
+    gate = producer.submit(agent_id="gate", prompt="x", max_tokens=100_000)
+    tickets = producer.submit_many([{"agent_id": "w", "prompt": "x"}] * 10, depends_on=gate)
+    coming = producer.as_completed([*tickets, producer.submit(agent_id="q", prompt="x", max_tokens=4)], timeout_s=30)
+    next(coming)
+    for ticket in tickets:
+        assert ticket.cancel()
+    assert set(coming) == set(tickets)
+    assert gate.cancel()
+
+
 def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_refusal(admin, url, producer, store):
     producer.ping()
     canceled = producer.submit(agent_id="a", prompt="x")
@@ -105,6 +125,8 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
     tickets += [producer.ticket(stock.id), producer.ticket(waits.id)]
     with running_worker(url("stoker-worker"), store, *SLOW, env=SHORT) as worker:
         assert all(ticket.result(timeout_s=30).usage.completion_tokens for ticket in tickets)
+        assert asyncio.run(with_asyncio(url("stoker-producer")))
+        canceled_while_waited_for(producer)
         ended_as(JobFailed, producer.ticket(retried.id))
         ended_as(JobFailed, producer.submit(agent_id="t", prompt="x", max_tokens=100_000, job_timeout_s=1))
         ended_as(JobCanceled, canceled)

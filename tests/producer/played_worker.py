@@ -1,8 +1,12 @@
 """Plays the worker: ends jobs through RQ's own code, so that Redis holds what a real worker would have written."""
 
+import json
+from base64 import b64encode
+
 from redis import Redis
 from rq.job import Job, JobStatus, Retry
 from rq.queue import Queue
+from rq.results import Result
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import DEFAULT_QUEUE, FIELD_TOKENS, META_PARTIAL
@@ -21,6 +25,15 @@ def result_fields(job_id: str, text: str = "hello") -> dict[str, object]:
         "timing": {"queued_s": 0.0, "prefill_s": 0.1, "first_token_s": 0.1, "decode_s": 0.1, "total_s": 0.2},
         "model": "scripted",
     }
+
+
+def end(connection: Redis, job_id: str, text: str = "hello") -> None:
+    """The end of a job and no more: quickly, and in two commands that nobody sends who waits."""
+    value = b64encode(json.dumps(result_fields(job_id, text)).encode())
+    with connection.pipeline() as pipeline:
+        pipeline.hset(Job.key_for(job_id), "status", "finished")
+        pipeline.xadd(Result.get_key(job_id), {"type": 1, "return_value": value})
+        pipeline.execute()
 
 
 class PlayedWorker:

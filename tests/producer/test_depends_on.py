@@ -96,11 +96,9 @@ def test_a_dependent_of_a_failed_job_runs_only_if_it_may(producer, redis_url, tm
 @pytest.mark.parametrize(("retry", "runs"), [(None, 1), (2, 3), (Retry(1, [1]), 2)])
 def test_a_job_that_fails_is_tried_again_as_often_as_asked(producer, connection, redis_url, tmp_path, retry, runs):
     ticket = producer.submit(agent_id="a", prompt="fail because", max_tokens=4, retry=retry)
-    with running_worker(redis_url, tmp_path / "store"), pytest.raises(JobFailed) as caught:
-        [_] = [ticket for ticket in producer.as_completed([ticket], timeout_s=60)]
-        ticket.result()
-    assert caught.value.kind == "EngineFailed"
-    assert caught.value.retryable
-    # RQ writes an entry for the last failure only; the hash counts down what is left.
+    with running_worker(redis_url, tmp_path / "store") as worker:
+        [error] = producer.results([ticket], timeout_s=60, return_errors=True)
+    assert isinstance(error, JobFailed)
+    assert (error.kind, error.retryable) == ("EngineFailed", True)
+    assert worker.log.count("EngineFailed: because") == runs
     assert connection.hget(f"rq:job:{ticket.job_id}", "retries_left") == (None if retry is None else b"0")
-    assert connection.xlen(f"rq:results:{ticket.job_id}") >= 1

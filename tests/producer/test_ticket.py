@@ -38,6 +38,25 @@ def test_a_failed_job_raises_the_workers_own_line(ticket, worker):
     assert caught.value.partial_text is None
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind", "retryable"),
+    [
+        ("ContextLimitExceeded: 9000 + 256 tokens > 8192", "ContextLimitExceeded", False),
+        ("EngineFailed: MemoryError: no more", "EngineFailed", True),
+        ("AgentVersionNotSaved: disk full", "AgentVersionNotSaved", True),
+        ("GenerationTimedOut: after 3600 s", "GenerationTimedOut", False),
+        ("ZeroDivisionError: division by zero", "Other", False),
+        ("Any: a name of the module that is no error", "Other", False),
+        ("no name at all", "Other", False),
+    ],
+)
+def test_a_failure_has_a_kind_and_tells_whether_another_try_may_help(ticket, worker, reason, kind, retryable):
+    worker.fail(ticket.job_id, reason)
+    with pytest.raises(JobFailed) as caught:
+        ticket.result()
+    assert (caught.value.kind, caught.value.retryable) == (kind, retryable)
+
+
 def test_a_traceback_of_a_stock_worker_gives_its_last_line(ticket, worker):
     worker.fail(ticket.job_id, 'Traceback (most recent call last):\n  File "x", line 1\nWrongWorker: no model\n\n')
     with pytest.raises(JobFailed) as caught:

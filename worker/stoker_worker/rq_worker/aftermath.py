@@ -104,8 +104,7 @@ class Aftermath:
         self._enqueue(dependents)
 
     def _enqueue(self, job_ids: list[str]) -> None:
-        """RQ's own step skips a job when somebody was faster or the reply was lost, and leaves it to a cleaning a minute
-        later."""
+        """RQ's own step skips a job when somebody was faster or the reply was lost: it leaves that to a cleaning."""
         for _ in range(_TRIES):
             ready = self._ready(job_ids)
             if not ready:

@@ -1,0 +1,303 @@
+"""Many results at a time: how each end is found, in what order, and at how many commands."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fakeredis import FakeRedis
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
+from tests.lossy_proxy import LossyProxy
+from tests.producer.played_worker import PlayedWorker, end
+from tests.server_fixture import require_server_program
+
+import stoker.driver
+import stoker.operations
+import stoker.producer
+import stoker.waiter
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
+from stoker.operations import Commands
+from stoker_worker.redis_server import EmbeddedServer
+
+REQUEST = {"agent_id": "a", "prompt": "x"}
+
+
+def submitted(producer, count):
+    return producer.submit_many([REQUEST] * count)
+
+
+def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, connection, monkeypatch):
+    first, second, third, fourth = tickets = submitted(producer, 4)
+    fourth.cancel()
+    worker.fail(third.job_id, "ModelMismatch: x")
+    worker.finish(first.job_id, text="one")
+    coming = producer.as_completed(tickets, timeout_s=20)
+    assert {next(coming) for _ in range(3)} == {first, third, fourth}
+    worker.finish(second.job_id, text="two")
+    assert list(coming) == [second]
+    monkeypatch.setattr(stoker.driver, "carry_out", None)  # nothing more is asked
+    assert [first.result().text, second.result().text] == ["one", "two"]
+    with pytest.raises(JobFailed, match="ModelMismatch"):
+        third.result()
+    with pytest.raises(JobCanceled):
+        fourth.result()
+    assert set(producer.as_completed(tickets)) == set(tickets)
+
+
+def test_results_come_in_the_order_of_the_tickets_whatever_their_queue_and_however_often(producer, worker):
+    tickets = [producer.submit(**REQUEST, queue=f"q{n}") for n in range(4)]
+    tickets.append(producer.ticket(tickets[0].job_id))
+    tickets.append(tickets[1])
+    for n in (2, 0, 3, 1):
+        worker.finish(tickets[n].job_id, text=str(n))
+    assert [result.text for result in producer.results(tickets, timeout_s=20)] == ["0", "1", "2", "3", "0", "1"]
+    assert producer.results([]) == []
+
+
+def test_an_error_is_raised_without_waiting_for_the_others_or_put_in_its_place(producer, worker):
+    waits, failed, missing = *submitted(producer, 2), producer.ticket("nobody")
+    worker.fail(failed.job_id, "EngineFailed: x")
+    with pytest.raises(JobFailed):
+        producer.results([waits, failed], timeout_s=20)
+    with pytest.raises(ResultTimeout) as late:
+        producer.results([waits], timeout_s=0)
+    assert late.value.job_id == waits.job_id
+    found = producer.results([waits, failed, missing], timeout_s=0.1, return_errors=True)
+    assert [type(error) for error in found] == [ResultTimeout, JobFailed, JobNotFound]
+    assert [error.job_id for error in found] == [waits.job_id, failed.job_id, "nobody"]
+
+
+def test_a_time_limit_of_nothing_looks_at_every_job_once(producer, worker):
+    tickets = submitted(producer, 350)
+    for ticket in tickets[::50]:
+        worker.finish(ticket.job_id)
+    seen = []
+    with pytest.raises(ResultTimeout, match="342 others"):
+        seen.extend(producer.as_completed(tickets, timeout_s=0))
+    for ticket in producer.as_completed(tickets[::50], timeout_s=0):
+        seen.append(ticket)
+    assert set(seen) == set(tickets[::50])
+
+
+def test_a_try_that_failed_is_not_the_end_of_a_job_that_is_tried_again(producer, worker, connection):
+    ticket = producer.ticket(producer.submit(**REQUEST).job_id)
+    for _ in range(3):
+        worker.start(ticket.job_id)
+        worker.retry(ticket.job_id)
+        with pytest.raises(ResultTimeout):
+            producer.results([ticket], timeout_s=0)
+    worker.fail(ticket.job_id, "EngineFailed: x")
+    worker.job(ticket.job_id).requeue()
+    with pytest.raises(ResultTimeout):
+        producer.results([ticket], timeout_s=0)
+    worker.finish(ticket.job_id, text="at last")
+    assert producer.results([ticket])[0].text == "at last"
+
+
+def test_a_job_that_is_repeated_has_not_ended_while_it_is_to_run_again(producer, worker, connection):
+    ticket = producer.ticket(producer.submit(**REQUEST).job_id)
+    connection.hset(f"rq:job:{ticket.job_id}", "repeats_left", 1)
+    worker.finish(ticket.job_id, text="first")
+    connection.hset(f"rq:job:{ticket.job_id}", "status", "scheduled")
+    with pytest.raises(ResultTimeout):
+        producer.results([ticket], timeout_s=0)
+    worker.finish(ticket.job_id, text="second")
+    assert producer.results([ticket])[0].text == "second"
+
+
+def test_a_finished_job_whose_result_is_gone_is_not_waited_for(producer, worker, connection):
+    ticket = producer.ticket(producer.submit(**REQUEST).job_id)
+    worker.finish(ticket.job_id)
+    connection.delete(f"rq:results:{ticket.job_id}")
+    [error] = producer.results([ticket], timeout_s=20, return_errors=True)
+    assert isinstance(error, JobNotFound)
+    assert "expired" in str(error)
+
+
+@pytest.mark.parametrize("count", [3, 40], ids=["few", "many"])
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
+def test_ends_that_write_no_entry_are_found(producer, worker, connection, count, fresh, monkeypatch):
+    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.01, 0.02))
+    monkeypatch.setattr(stoker.waiter, "_CHECK_FEW_S", 0.01)
+    monkeypatch.setattr(stoker.waiter.random, "choice", lambda jobs: jobs[-1])  # not found by luck
+    tickets = submitted(producer, count)
+    if not fresh:
+        tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
+    coming = producer.as_completed(tickets, timeout_s=20)
+    worker.finish(tickets[0].job_id)
+    assert next(coming) is tickets[0]  # from now on they are all waited for
+    tickets[1].cancel()
+    connection.delete(f"rq:job:{tickets[2].job_id}")
+    assert {next(coming), next(coming)} == {tickets[1], tickets[2]}
+    with pytest.raises(JobCanceled):
+        tickets[1].result()
+    with pytest.raises(JobNotFound):
+        tickets[2].result()
+
+
+def test_a_result_whose_entry_went_astray_is_found_in_the_end(producer, worker, connection, monkeypatch):
+    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.001, 0.001))
+    monkeypatch.setattr(stoker.producer, "blocking_slice_s", lambda connection: 0.01)
+    tickets = submitted(producer, 20)
+    coming = producer.as_completed(tickets, timeout_s=60)
+    worker.finish(tickets[0].job_id)
+    next(coming)
+    connection.hset(f"rq:job:{tickets[7].job_id}", "status", "failed")
+    assert next(coming) is tickets[7]
+
+
+def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(producer, worker, monkeypatch):
+    monkeypatch.setattr(stoker.waiter, "_BLOCKED_ON", 5)
+    monkeypatch.setattr(stoker.waiter, "_BESIDE", 7)
+    monkeypatch.setattr(stoker.waiter, "_FIRST_LOOK", 10)
+    monkeypatch.setattr(stoker.waiter, "_SLICE_BESIDE_S", 0.001)
+    tickets = submitted(producer, 60)
+    coming = producer.as_completed(tickets, timeout_s=60)
+    order = random.Random(3).sample(tickets, 60)
+    for ticket in order:
+        worker.finish(ticket.job_id)
+        assert next(coming) is ticket
+    assert next(coming, None) is None
+
+
+# --- on a real server ---
+
+
+@pytest.fixture
+def server(redis_url):
+    with Redis.from_url(redis_url) as server:
+        yield server
+
+
+def commands_but(server, *ours):
+    stats = server.info("commandstats")
+    return sum(found["calls"] for name, found in stats.items() if name.removeprefix("cmdstat_") not in ours)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
+def test_a_thousand_results_cost_at_most_three_thousand_commands(redis_url, server, fresh, monkeypatch):
+    """Each job ends alone, after the one before was seen: the dearest case."""
+    monkeypatch.setattr(stoker.waiter, "_GATHER_S_PER_JOB", 0)
+    with Producer(redis_url) as producer:
+        tickets = submitted(producer, 1000)
+        if not fresh:
+            tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
+        seen, order = threading.Semaphore(1), random.Random(1).sample(tickets, 1000)
+        ours = ("hset", "xadd", "info", "multi", "exec")
+        before = commands_but(server, *ours)
+
+        def play():
+            for ticket in order:
+                assert seen.acquire(timeout=20)
+                end(server, ticket.job_id, ticket.job_id)
+
+        with ThreadPoolExecutor(1) as pool:
+            playing = pool.submit(play)
+            for ticket in producer.as_completed(tickets, timeout_s=120):
+                assert ticket.result().text == ticket.job_id
+                seen.release()
+            playing.result()
+        assert commands_but(server, *ours) - before <= 3000
+
+
+@pytest.mark.server
+def test_a_thousand_results_that_are_there_already_cost_little_more_than_one_command_each(redis_url, server):
+    with Producer(redis_url) as producer:
+        tickets = submitted(producer, 1000)
+        for ticket in tickets:
+            end(server, ticket.job_id, ticket.job_id)
+        before = commands_but(server, "info")
+        assert [result.text for result in producer.results(tickets)] == [ticket.job_id for ticket in tickets]
+        assert commands_but(server, "info") - before < 1100
+
+
+@pytest.mark.server
+def test_lost_connections_lose_no_end(redis_url, server):
+    with LossyProxy(int(redis_url.rsplit(":", 1)[1])) as proxy:
+        counter = iter(range(10**9))
+        with Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0)) as connection:
+            producer = Producer(connection)
+            tickets = submitted(producer, 200)
+            PlayedWorker(server).finish(tickets[0].job_id)
+            coming = producer.as_completed(tickets, timeout_s=60)
+            found = [next(coming)]
+            proxy.lose(lambda exchange: exchange.names[0] in {"XREAD", "HMGET"} and next(counter) % 2 == 1, times=25)
+            for n, ticket in enumerate(tickets[1:]):
+                PlayedWorker(server).fail(ticket.job_id, "E: x") if n % 2 else end(server, ticket.job_id)
+                if n % 4 == 3:
+                    found += [next(coming) for _ in range(4)]
+            found += list(coming)
+        assert len(proxy.lost) == 25
+        assert len(found) == 200
+        assert set(found) == set(tickets)
+
+
+@pytest.mark.server
+def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeypatch):
+    require_server_program()
+    lost = threading.Event()
+    with EmbeddedServer(tmp_path / "redis") as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
+            producer = Producer(connection)
+            tickets = submitted(producer, 30)
+            coming = producer.as_completed(tickets, timeout_s=60)
+            PlayedWorker(connection).finish(tickets[0].job_id)
+            assert next(coming) is tickets[0]
+            carry_out = stoker.driver.carry_out
+
+            def noticing(connection, step):
+                try:
+                    return carry_out(connection, step)
+                except RedisConnectionError:
+                    lost.set()
+                    raise
+
+            monkeypatch.setattr(stoker.driver, "carry_out", noticing)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(list, coming)
+                server.stop()
+                assert lost.wait(20)
+                with EmbeddedServer(tmp_path / "redis", port):
+                    for ticket in tickets[1:]:
+                        PlayedWorker(Redis(port=port)).finish(ticket.job_id)
+                    assert set(waiting.result()) == set(tickets[1:])
+
+
+def test_a_server_that_was_never_there_is_no_server():
+    producer = Producer("redis://127.0.0.1:1")
+    with pytest.raises(RedisUnavailable):
+        producer.results([producer.ticket("j")], timeout_s=30)
+
+
+def test_a_look_for_many_jobs_is_a_few_commands(connection, monkeypatch):
+    """However many jobs are waited for, what one look asks is bounded."""
+    producer = Producer(connection)
+    tickets = submitted(producer, 2500)
+    waiter = stoker.waiter.Waiter()
+    for ticket in tickets:
+        waiter.add(ticket.job_id, "generate")
+    while waiter.has_unseen:
+        assert stoker.driver.run(connection, waiter.look(0)) == []
+    carry_out, sizes = stoker.driver.carry_out, []
+
+    def noting(connection, step):
+        if isinstance(step, Commands):
+            sizes.extend((len(command) - 4) // 2 for command in step.commands)
+        return carry_out(connection, step)
+
+    monkeypatch.setattr(stoker.driver, "carry_out", noting)
+    assert stoker.driver.run(connection, waiter.look(0)) == []
+    assert sizes == [500, 1000]
+
+
+def test_fakeredis_and_servers_give_streams_in_any_form():
+    entry = (b"1-0", {b"type": b"1"})
+    for reply in ([[b"k", [entry]]], {b"k": [entry]}):
+        assert stoker.operations.stream_entries(reply) == {"k": [entry]}
+    assert stoker.operations.stream_entries(None) == stoker.operations.stream_entries({}) == {}
+    assert FakeRedis().xread({"k": "0"}) is not None

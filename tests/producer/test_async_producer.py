@@ -1,0 +1,271 @@
+"""The producer for asyncio: the same methods, many tasks, few connections, and turns for others in between."""
+
+import asyncio
+import inspect
+
+import pytest
+from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from tests.producer.played_worker import PlayedWorker, end
+from tests.worker_process import running_worker
+
+import stoker.async_driver
+import stoker.shared_connection
+import stoker.submitting
+from stoker import (
+    AsyncProducer,
+    AsyncTicket,
+    DuplicateJob,
+    InvalidRequest,
+    JobCanceled,
+    JobFailed,
+    JobNotFound,
+    Producer,
+    RedisUnavailable,
+    ResultTimeout,
+    Ticket,
+    TicketStatus,
+)
+from stoker.new_job import NewJob
+
+REQUEST = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
+
+
+@pytest.fixture
+def fake():
+    return FakeServer()
+
+
+@pytest.fixture
+def worker(fake):
+    return PlayedWorker(FakeRedis(server=fake))
+
+
+def producer_on(fake):
+    return AsyncProducer(FakeAsyncRedis(server=fake))
+
+
+def test_it_has_the_methods_of_the_other_with_the_same_parameters():
+    for ours, theirs in ((AsyncProducer, Producer), (AsyncTicket, Ticket)):
+        public = {name for name in vars(theirs) if not name.startswith("_")} - {"close"}
+        assert public <= set(vars(ours))
+        for name in public - {"job_id"}:
+            parameters = inspect.signature(getattr(ours, name)).parameters
+            assert list(parameters) == list(inspect.signature(getattr(theirs, name)).parameters), name
+
+
+def test_a_job_is_submitted_watched_canceled_and_read(fake, worker):
+    async def use():
+        async with producer_on(fake) as producer:
+            await producer.ping()
+            first = await producer.submit(**REQUEST)
+            second = await producer.submit(**REQUEST, job_id="mine", at_front=True)
+            assert await producer.status("mine") == await second.status() == TicketStatus("queued", position=0)
+            assert (await producer.submit(**REQUEST, job_id="mine")).job_id == "mine"
+            with pytest.raises(DuplicateJob):
+                await producer.submit(**{**REQUEST, "prompt": "y"}, job_id="mine")
+            assert await second.cancel()
+            assert not await producer.cancel("mine")
+            with pytest.raises(JobCanceled):
+                await second.result()
+            with pytest.raises(ResultTimeout, match="queued after 0"):
+                await first.result(timeout_s=0)
+            with pytest.raises(ResultTimeout, match=r"queued after 0\.05"):
+                await first.result(timeout_s=0.05)
+            worker.finish(first.job_id, text="done")
+            assert (await first.result()).text == (await producer.result(first.job_id)).text == "done"
+            assert (await first.result(timeout_s=0)).text == "done"
+            for timeout_s in (None, 0, 20):
+                with pytest.raises(JobNotFound):
+                    await producer.result("nobody", timeout_s)
+            with pytest.raises(InvalidRequest, match="max_tokens"):
+                await producer.submit(agent_id="a", prompt="x", max_tokens=0)
+
+    asyncio.run(use())
+
+
+def test_many_are_awaited_as_they_end_and_in_order(fake, worker):
+    async def use():
+        async with producer_on(fake) as producer:
+            tickets = await producer.submit_many([REQUEST] * 150, retry=2)
+            for n, ticket in enumerate(tickets[:-1]):
+                worker.finish(ticket.job_id, text=str(n))
+            coming = producer.as_completed(tickets, timeout_s=20)
+            seen = [await anext(coming) for _ in range(149)]
+            assert set(seen) == set(tickets[:-1])
+            worker.fail(tickets[-1].job_id, "EngineFailed: x")
+            assert [ticket async for ticket in coming] == tickets[-1:]
+            assert [result.text for result in await producer.results(tickets[:-1])] == [str(n) for n in range(149)]
+            with pytest.raises(JobFailed):
+                await producer.results(tickets)
+            found = await producer.results([*tickets, producer.ticket("nobody")], return_errors=True)
+            assert [type(error) for error in found[-2:]] == [JobFailed, JobNotFound]
+            left = await producer.submit(**REQUEST)
+            with pytest.raises(ResultTimeout):
+                await producer.results([left], timeout_s=0.05)
+
+    asyncio.run(use())
+
+
+def test_two_tasks_may_wait_for_one_job_and_one_of_them_may_give_up(fake, worker):
+    async def use():
+        async with producer_on(fake) as producer:
+            ticket = await producer.submit(**REQUEST)
+            patient, other = (asyncio.create_task(ticket.result()) for _ in range(2))
+            with pytest.raises(ResultTimeout):
+                await ticket.result(timeout_s=0.05)
+            other.cancel()
+            worker.finish(ticket.job_id, text="done")
+            assert (await patient).text == "done"
+            assert other.cancelled() or other.cancelling()
+
+    asyncio.run(use())
+
+
+def test_a_closed_producer_leaves_nobody_waiting(fake):
+    async def use():
+        producer = producer_on(fake)
+        waiting = asyncio.create_task((await producer.submit(**REQUEST)).result())
+        await asyncio.sleep(0.05)
+        await producer.aclose()
+        with pytest.raises(RedisUnavailable, match="closed"):
+            await waiting
+
+    asyncio.run(use())
+
+
+def test_no_server_is_one_clear_error_without_the_password():
+    async def use():
+        async with AsyncProducer("redis://user:hunter2@127.0.0.1:1/3") as producer:
+            for call in (producer.ping(), producer.submit(**REQUEST), producer.result("j"), producer.result("j", 1)):
+                with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
+                    await call
+                assert "hunter2" not in str(caught.value)
+            assert "hunter2" not in repr(producer)
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("url", ["http://:hunter2@h", "hunter2"])
+def test_what_is_not_a_redis_url_is_refused_without_quoting_it(url):
+    with pytest.raises(ValueError, match="not a Redis URL") as caught:
+        AsyncProducer(url)
+    assert "ter2" not in str(caught.value)
+
+
+def test_a_connection_of_the_other_kind_is_refused():
+    with pytest.raises(TypeError, match=r"redis\.asyncio\.Redis"):
+        AsyncProducer(Redis())
+    with pytest.raises(TypeError, match=r"redis\.Redis"):
+        Producer(AsyncRedis())
+    with pytest.raises(ValueError, match="decode_responses"):
+        AsyncProducer(AsyncRedis(decode_responses=True))
+
+
+# --- on a real server ---
+
+
+@pytest.fixture
+def server(redis_url):
+    with Redis.from_url(redis_url) as server:
+        yield server
+
+
+@pytest.mark.server
+def test_two_thousand_tasks_that_submit_and_wait_open_few_connections(redis_url, server):
+    most = 0
+
+    def play():
+        nonlocal most
+        for _ in range(2000):
+            job_id = server.blpop("rq:queue:generate", timeout=20)[1].decode()
+            end(server, job_id, job_id)
+            most = max(most, sum(client["name"] == "ours" for client in server.client_list()))
+
+    async def use():
+        async with AsyncProducer(f"{redis_url}?client_name=ours") as producer:
+
+            async def one():
+                ticket = await producer.submit(**REQUEST)
+                assert (await ticket.result(timeout_s=300)).text == ticket.job_id
+
+            await asyncio.gather(asyncio.to_thread(play), *(one() for _ in range(2000)))
+
+    asyncio.run(use())
+    assert 2 <= most <= 20
+
+
+@pytest.mark.server
+def test_jobs_of_a_real_worker_come_back(redis_url, tmp_path):
+    async def use():
+        async with AsyncProducer(redis_url) as producer:
+            tickets = await producer.submit_many([{**REQUEST, "agent_id": f"a{n}"} for n in range(100)])
+            last = await producer.submit(**REQUEST, depends_on=tickets)
+            results = await producer.results(tickets, timeout_s=60)
+            return [result.agent_id for result in results], await last.result(timeout_s=60)
+
+    with running_worker(redis_url, tmp_path / "store"):
+        agents, last = asyncio.run(use())
+    assert agents == [f"a{n}" for n in range(100)]
+    assert last.usage.completion_tokens == 4
+
+
+@pytest.mark.server
+def test_other_tasks_have_their_turn_while_thousands_are_submitted_and_read(redis_url, server, monkeypatch):
+    """How much work is done between two turns of another task; the clock decides where to pause, not this test."""
+    monkeypatch.setattr(stoker.submitting, "_BUSY_S", 0.0)
+    made = answered = most_made = most_answered = 0
+    make, carry_out = NewJob.__init__, stoker.async_driver.carry_out
+
+    def making(self, *args):
+        nonlocal made
+        made += 1
+        make(self, *args)
+
+    async def answering(connection, step):
+        nonlocal answered
+        reply = await carry_out(connection, step)
+        answered += len(getattr(step, "commands", ()))
+        return reply
+
+    monkeypatch.setattr(NewJob, "__init__", making)
+    monkeypatch.setattr(stoker.async_driver, "carry_out", answering)
+
+    async def use():
+        nonlocal made, answered, most_made, most_answered
+
+        async def others():
+            nonlocal made, answered, most_made, most_answered
+            while True:
+                most_made, most_answered = max(most_made, made), max(most_answered, answered)
+                made = answered = 0
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(others())
+        async with AsyncProducer(redis_url) as producer:
+            tickets = await producer.submit_many([REQUEST] * 1000)
+            worker = PlayedWorker(server)
+            for ticket in tickets[:300]:
+                worker.finish(ticket.job_id)
+            assert len(await producer.results(tickets[:300], timeout_s=60)) == 300
+        beside.cancel()
+
+    asyncio.run(use())
+    assert most_made == 1
+    assert most_answered <= 101
+
+
+@pytest.mark.server
+def test_a_job_submitted_while_others_are_awaited_is_seen_soon(redis_url, server):
+    async def use():
+        async with AsyncProducer(redis_url) as producer:
+            waiting = asyncio.create_task((await producer.submit(**REQUEST)).result(timeout_s=60))
+            await asyncio.sleep(0.1)  # it is waited for
+            second = await producer.submit(**REQUEST)
+            PlayedWorker(server).finish(second.job_id, text="second")
+            assert (await second.result(timeout_s=20)).text == "second"
+            assert not waiting.done()
+            waiting.cancel()
+
+    asyncio.run(use())

@@ -1,0 +1,91 @@
+"""Cancels of jobs that plain RQ enqueued, on a real server: every key is as RQ's own cancel leaves it."""
+
+from datetime import timedelta
+
+import pytest
+from redis import Redis
+from rq import RateLimit
+from rq.executions import Execution
+from rq.job import Job
+from rq.queue import Queue
+from rq.registry import StartedJobRegistry
+from rq.serializers import JSONSerializer
+
+from stoker import Producer
+from stoker_shared.wire import TASK_PATH
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def server(redis_url):
+    with Redis.from_url(redis_url) as server:
+        yield server
+
+
+@pytest.fixture
+def queue(server):
+    return Queue("generate", connection=server, serializer=JSONSerializer)
+
+
+def waiting(queue):
+    queue.enqueue(TASK_PATH, job_id="j")
+
+
+def deferred(queue):
+    queue.enqueue(TASK_PATH, job_id="before")
+    queue.enqueue(TASK_PATH, job_id="j", depends_on="before")
+
+
+def scheduled(queue):
+    queue.enqueue_in(timedelta(hours=1), TASK_PATH, job_id="j")
+
+
+def started_by_a_worker_that_is_gone(queue):
+    job = queue.enqueue(TASK_PATH, job_id="j")
+    with queue.connection.pipeline() as pipeline:
+        Execution.create(job, ttl=100, pipeline=pipeline, worker_name="gone")
+        pipeline.lrem(queue.key, 1, "j")
+        job.prepare_for_execution("gone", pipeline=pipeline)
+        pipeline.execute()
+
+
+def under_a_rate_limit(queue):
+    for job_id in ("j", "next"):
+        queue.enqueue(TASK_PATH, job_id=job_id, rate_limit=RateLimit("key", 1))
+
+
+def held_back_by_a_rate_limit(queue):
+    for job_id in ("before", "j", "next"):
+        queue.enqueue(TASK_PATH, job_id=job_id, rate_limit=RateLimit("key", 1))
+
+
+def dump(server):
+    """Members of everything, and of jobs where they stand."""
+    found = {}
+    for key in server.scan_iter():
+        kind = server.type(key)
+        if kind == b"hash":
+            found[key] = server.hget(key, "status")
+        elif kind == b"zset":
+            found[key] = {member.partition(b":")[0] for member in server.zrange(key, 0, -1)}
+        else:
+            found[key] = server.smembers(key) if kind == b"set" else server.lrange(key, 0, -1)
+    return {key: value for key, value in found.items() if not key.startswith((b"rq:execution", b"rq:worker"))}
+
+
+@pytest.mark.parametrize(
+    "play",
+    [waiting, deferred, scheduled, started_by_a_worker_that_is_gone, under_a_rate_limit, held_back_by_a_rate_limit],
+)
+def test_a_canceled_job_is_where_rqs_own_cancel_puts_it(server, queue, play):
+    play(queue)
+    Job.fetch("j", server, JSONSerializer).cancel()
+    rqs = dump(server)
+    server.flushall()
+    play(queue)
+    if play is started_by_a_worker_that_is_gone:
+        assert StartedJobRegistry("generate", connection=server).get_job_count(cleanup=False) == 1
+    assert Producer(server).cancel("j") is True
+    assert dump(server) == rqs
+    assert 0 < server.ttl("rq:job:j") <= 7 * 86_400

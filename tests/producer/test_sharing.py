@@ -1,0 +1,78 @@
+"""A producer in other processes: pickled, or used after a fork."""
+
+import multiprocessing
+import os
+import pickle
+
+import pytest
+from fakeredis import FakeAsyncRedis, FakeRedis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker import AsyncProducer, JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
+
+REQUEST = {"agent_id": "a", "prompt": "x"}
+
+
+@pytest.mark.parametrize("kind", [Producer, AsyncProducer])
+def test_a_producer_made_from_a_url_can_be_pickled_and_shows_no_password(kind):
+    copy = pickle.loads(pickle.dumps(kind("redis://:hunter2@example.org:1/3", queue="high")))
+    assert repr(copy) == f"{kind.__name__}(redis at example.org:1/3, queue='high')"
+    assert copy._connection.connection_pool.connection_kwargs["password"] == "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("what", "helps"),
+    [
+        (lambda: Producer(FakeRedis()), "from a URL"),
+        (lambda: AsyncProducer(FakeAsyncRedis()), "from a URL"),
+        (lambda: Producer("redis://localhost").ticket("j"), "job_id"),
+        (lambda: AsyncProducer("redis://localhost").ticket("j"), "job_id"),
+    ],
+    ids=["producer", "async producer", "ticket", "async ticket"],
+)
+def test_what_cannot_be_pickled_tells_what_to_do(what, helps):
+    with pytest.raises(TypeError, match=helps):
+        pickle.dumps(what())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        JobFailed("j", "GenerationTimedOut: x", "so far"),
+        JobCanceled("j", "canceled"),
+        JobNotFound("j"),
+        ResultTimeout("j", "still queued"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_in_another_process(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_parent_and_forked_child_use_one_producer_and_its_tickets_at_a_time(redis_url):
+    with Producer(redis_url) as producer:
+        tickets = producer.submit_many([REQUEST] * 20)
+        for ticket in tickets:
+            PlayedWorker(producer._connection).finish(ticket.job_id, text=ticket.job_id)
+        context = multiprocessing.get_context("fork")
+        answers = context.SimpleQueue()
+
+        def read():
+            ids = [ticket.result(10).text for ticket in tickets]
+            ids += [result.text for result in producer.results(tickets)]
+            answers.put((ids, producer.submit(**REQUEST).job_id))
+
+        children = [context.Process(target=read) for _ in range(3)]
+        for child in children:
+            child.start()
+        for _ in range(20):
+            assert [ticket.result(10).text for ticket in tickets] == [ticket.job_id for ticket in tickets]
+        found = [answers.get() for _ in children]
+        for child in children:
+            child.join(20)
+            assert child.exitcode == 0
+        assert all(ids == [ticket.job_id for ticket in tickets] * 2 for ids, _ in found)
+        assert {producer.status(job_id).state for _, job_id in found} == {"queued"}
