@@ -91,15 +91,16 @@ def timed(command: list[str], connection: Redis) -> tuple[float, float, list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lines", type=int, default=100_000)
+    parser.add_argument("--lines", type=int, default=100_000, help="of the large file; 0 for none")
     parser.add_argument("--agents", type=int, default=0, help="0: lines without an agent")
-    parser.add_argument("--rounds", type=int, default=3, help="of both ways in turn, with a tenth of the lines each")
+    parser.add_argument("--rounds", type=int, default=3, help="of both ways in turn")
+    parser.add_argument("--compared", type=int, default=5000, help="lines of each in a round")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         large, small = folder / "large.jsonl", folder / "small.jsonl"
         write_lines(large, args.lines, args.agents)
-        write_lines(small, args.lines // 10, args.agents)
+        write_lines(small, args.compared, args.agents)
         with (
             EmbeddedServer(folder / "redis") as server,
             Redis.from_url(server.url) as connection,
@@ -117,9 +118,11 @@ def main() -> None:
                 }
                 for way, command in both.items():
                     took, peak, _ = timed(command, connection)
-                    print(f"{way}: {args.lines // 10 / took:.0f} lines/s, producer {peak:.0f} MiB", flush=True)
+                    print(f"{way}: {args.compared / took:.0f} lines/s, producer {peak:.0f} MiB", flush=True)
                 connection.delete(*connection.scan_iter("rq:job:*"), *connection.scan_iter("rq:results:*"))
                 connection.delete("rq:finished:generate")
+            if not args.lines:
+                return
             took, peak, used = timed([*batch, str(large), "--out", str(folder / "out.jsonl")], connection)
             tenth = max(1, len(used) // 10)
             shown = ", ".join(f"{value:.1f}" for value in used[::tenth])

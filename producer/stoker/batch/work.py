@@ -25,7 +25,7 @@ from stoker_shared.errors import RedisUnavailable, StokerError
 GIVE_UP_S: Final = 600.0
 """Seconds without Redis after which a batch stops; the same command goes on with it later."""
 
-_IDLE_S: Final = (0.05, 0.25)
+_IDLE_S: Final = (0.2, 0.3)
 _GROUP: Final = 100
 _CANCELED: Final = "the batch was canceled before this line was sent"
 

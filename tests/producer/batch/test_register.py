@@ -1,0 +1,93 @@
+"""What two processes do to one batch, and what a reading finds of it."""
+
+import json
+
+import pytest
+from tests.producer.played_worker import PlayedWorker
+
+from stoker.batch.ends import ends_of, server_ms
+from stoker.batch.feeding import Feeder
+from stoker.batch.fields import LineOptions
+from stoker.batch.input_file import InputFile
+from stoker.batch.register import BatchRecord, forget, now_s, read_record, register, sent_lines, take_out
+from stoker.driver import run
+from stoker.job_options import JobOptions
+
+LINES = 4
+DAY_S = 86_400
+
+
+@pytest.fixture
+def lines(tmp_path):
+    body = {"model": "m", "prompt": "x", "user": "a"}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    text = "".join(f"{json.dumps({'custom_id': f'c{n}', **line})}\n" for n in range(LINES))
+    (tmp_path / "in.jsonl").write_text(text + "no line\n")
+    with InputFile(tmp_path / "in.jsonl") as lines:
+        yield lines
+
+
+@pytest.fixture
+def record(connection, lines):
+    record = BatchRecord("b-1", "generate", "in.jsonl", lines.n_requests, lines.n_lines, DAY_S, now_s())
+    return run(connection, register(record))
+
+
+@pytest.fixture
+def feeder(connection, lines):
+    return Feeder(connection, lines, LineOptions(), JobOptions(ttl_s=DAY_S), None)
+
+
+def test_two_that_would_send_the_same_lines_send_them_once(connection, record, feeder):
+    assert feeder.feed(record, 2)
+    assert not feeder.feed(record, 2)
+    assert connection.llen("rq:queue:generate") == 2
+    assert run(connection, read_record("b-1")).next_line == 3
+
+
+def test_a_batch_is_registered_once(connection, record, feeder):
+    feeder.feed(record, 2)
+    assert run(connection, register(record)).next_line == 3
+
+
+def test_lines_that_are_answered_already_are_not_sent(connection, record, feeder):
+    assert feeder.feed(record, 100, {1, 3})
+    assert [line.number for line in run(connection, sent_lines("b-1", 0, 100))] == [2, 4, 5]
+    assert connection.llen("rq:queue:generate") == 2
+
+
+def test_what_ended_since_the_walk_began_is_left_for_the_next(connection, record, feeder):
+    """Else an agent's later line could be found when its earlier one, in a page before, was not."""
+    feeder.feed(record, 100)
+    sent = run(connection, sent_lines("b-1", 0, 100))
+    before_ms = run(connection, server_ms())
+    PlayedWorker(connection).finish(sent[0].job_id("b-1"))
+    found = [
+        list(run(connection, ends_of("b-1", sent, before_ms=ms, look_at_all=look_at_all)))
+        for ms in (before_ms, before_ms + 1000)
+        for look_at_all in (False, True)
+    ]
+    bad = sent[-1]
+    assert found == [[bad], [bad], [sent[0], bad], [sent[0], bad]]
+
+
+def test_a_line_that_was_taken_out_twice_counts_once(connection, record, feeder):
+    feeder.feed(record, 100)
+    sent = run(connection, sent_lines("b-1", 0, 100))
+    PlayedWorker(connection).finish(sent[0].job_id("b-1"))
+    for _ in range(2):
+        run(connection, take_out(record, {sent[0]: True, sent[-1]: False}, "here"))
+    now = run(connection, read_record("b-1"))
+    assert (now.n_taken, now.n_failed, now.output) == (2, 1, "here")
+    assert len(run(connection, sent_lines("b-1", 0, 100))) == LINES - 1
+    assert not list(connection.scan_iter(f"rq:*:{sent[0].job_id('b-1')}"))
+
+
+def test_everything_expires_and_a_batch_outlives_its_jobs(connection, record, feeder):
+    feeder.feed(record, 100)
+    job_id = run(connection, sent_lines("b-1", 0, 1))[0].job_id("b-1")
+    assert 0 < connection.ttl(f"rq:job:{job_id}") <= DAY_S
+    for key in connection.scan_iter("stoker:batch:b-1*"):
+        assert connection.ttl(key) > 2 * DAY_S
+    run(connection, forget("b-1"))
+    assert not list(connection.scan_iter("stoker:batch:*"))
