@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rq.job import Job, JobStatus
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
-from stoker_shared.agent_result import AgentResult, read_agent_result
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
 T = TypeVar("T")
+AgentT = TypeVar("AgentT", bound=BaseModel)
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
@@ -125,9 +125,9 @@ class JobRecord:
         """
         return self._returned(GenerationResult.model_validate, "a generation result")
 
-    def agent_outcome(self) -> AgentResult:
-        """The same of a job about an agent's memory."""
-        return self._returned(read_agent_result, "a result about an agent")
+    def agent_outcome(self, kind: type[AgentT]) -> AgentT:
+        """The same of a job about an agent's memory, whose result is of this kind."""
+        return self._returned(kind.model_validate, "a result of this kind about an agent")
 
     def _returned(self, read: Callable[[Any], T], what: str) -> T:
         if self.state == JobStatus.FAILED.value:

@@ -14,7 +14,6 @@ DEFAULT_MAX_TOKENS: Final = {CHAT_URL: 1024, TEXT_URL: 16}
 """For lines that give no limit. OpenAI's chat has none, its completions have 16."""
 
 _OPENAI_TEMPERATURE: Final = 1.0
-_ABSENT: Final = object()
 
 
 class FieldRefused(Exception):

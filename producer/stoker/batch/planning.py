@@ -1,5 +1,6 @@
 """What the command line makes of a file: the record of a new batch, and what sends its lines."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
-from stoker.batch.register import BatchRecord, now_s
+from stoker.batch.register import BatchRecord
 from stoker.job_options import JobOptions
 from stoker.queue_name import checked_queue_name
 
@@ -35,7 +36,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
     record = BatchRecord(
-        batch_for(name, fingerprint), queue, source.name, lines.n_requests, lines.n_lines, keep_s, now_s()
+        batch_for(name, fingerprint), queue, source.name, lines.n_requests, lines.n_lines, keep_s, int(time.time())
     )
     jobs = JobOptions(options["job_timeout_s"], result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
     return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])

@@ -8,7 +8,6 @@ batches. All expire: a job waits `keep_s` at the most, its result is kept for `k
 """
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -20,7 +19,6 @@ from rq.results import Result
 from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
-from stoker.job_options import JobOptions
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched, ask
 from stoker.rq_keys import registry_key
@@ -142,17 +140,6 @@ def used_bytes() -> Operation[tuple[int, int]]:
     return int(memory["used_memory"]), int(memory.get("maxmemory", 0))
 
 
-def make_jobs(record: BatchRecord, lines: Sequence[Line], options: JobOptions) -> list[NewJob]:
-    """
-    Raises:
-        RequestError: a request is too large, or nested too deeply.
-    """
-    return [
-        NewJob(line.request, options, record.queue, job_id_for(record.batch, line.number, line.custom_id))
-        for line in lines
-    ]
-
-
 def send(
     record: BatchRecord, jobs: Sequence[tuple[Line, NewJob]], bad: Mapping[int, Mapping[str, Any]], *, upto: int, n: int
 ) -> Operation[bool]:
@@ -251,10 +238,6 @@ def all_batches() -> Operation[list[str]]:
     if gone := [name for name, exists in zip(names, exist, strict=True) if not exists]:
         yield from ask("ZREM", INDEX_KEY, *gone)
     return [name for name, exists in zip(names, exist, strict=True) if exists]
-
-
-def now_s() -> int:
-    return int(time.time())
 
 
 def _kept(record: BatchRecord) -> list[Command]:
