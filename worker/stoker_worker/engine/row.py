@@ -113,9 +113,7 @@ class Row:
         return self.said.text
 
     def progress(self, stage: Stage) -> RowProgress:
-        n_tokens = len(self.generated)
-        since_s = time.perf_counter() - self.first_token_at
-        return RowProgress(stage, n_tokens, (n_tokens - 1) / since_s if n_tokens > 1 and since_s > 0 else 0.0)
+        return RowProgress.since(self.first_token_at, stage, len(self.generated))
 
     def timing(self) -> GenerationTiming:
         now = time.perf_counter()

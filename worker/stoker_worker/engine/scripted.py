@@ -37,6 +37,7 @@ from stoker_worker.ports import (
     LoadedModel,
     RestoredPrefix,
     RowProgress,
+    Stage,
 )
 
 END: Final = 256
@@ -249,10 +250,8 @@ def _wrong_prefix(work: GenerationWork) -> EngineFailed | None:
 
 
 def _progress(row: _Row, *, waits: bool) -> RowProgress:
-    n_tokens = len(row.generated)
-    since_s = time.perf_counter() - row.first_token_at
-    rate = (n_tokens - 1) / since_s if n_tokens > 1 and since_s > 0 else 0.0
-    return RowProgress("waiting" if waits else "decode" if n_tokens else "prefill", n_tokens, rate)
+    stage: Stage = "waiting" if waits else "decode" if row.generated else "prefill"
+    return RowProgress.since(row.first_token_at, stage, len(row.generated))
 
 
 def _timing(row: _Row) -> GenerationTiming:
