@@ -1,6 +1,7 @@
 """The two files of a batch: what is read of the one, and what a crash leaves of the other."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -65,6 +66,14 @@ def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_pat
         assert lines.line(2, LineOptions()).custom_id == "two"
     assert tracemalloc.get_traced_memory()[1] < 2.5 * MAX_LINE_BYTES
     tracemalloc.stop()
+
+
+def test_an_input_that_cannot_be_read_twice_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
+    with pytest.raises(ValueError, match="no file that can be read twice"):
+        InputFile(tmp_path / "pipe")
+    os.close(writer)
 
 
 def test_an_input_that_is_written_to_meanwhile_is_noticed(tmp_path):
