@@ -107,9 +107,8 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
     """Enqueue a file and return; `fetch` gets the answers."""
     with _server(url) as connection, _read(source) as lines:
         planned, feeder = plan(connection, source, lines, options)
-        record = carry_out(connection, register(planned))
-        if record.canceled:
-            raise click.UsageError(f"batch {record.batch} was canceled; `stoker batch cancel --forget` forgets it")
+        carry_out(connection, register(planned))
+        record = _sent_so_far(connection, planned.batch)
         while not record.all_sent:
             if why := feeder.is_held_back():
                 at = f"line {record.next_line:,} of {record.n_lines:,}"
@@ -117,7 +116,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
                 time.sleep(5)
             else:
                 _or_stop(partial(feeder.feed, record, record.n_lines))
-            record = carry_out(connection, read_record(record.batch)) or planned
+            record = _sent_so_far(connection, record.batch)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)
 
 
@@ -181,6 +180,15 @@ def ls(url: str, as_json: bool) -> None:
         found = [(record, carry_out(connection, status_of(record))) for record in records if record is not None]
     lines = "\n".join(f"{record.batch}  {_as_line(record, now)}" for record, now in found)
     show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
+
+
+def _sent_so_far(connection: Redis, name: str) -> BatchRecord:
+    record = carry_out(connection, read_record(name))
+    if record is None:
+        raise BatchGone(f"no batch {name} in Redis any more; the same command begins anew")
+    if record.canceled:
+        raise click.UsageError(f"batch {name} was canceled; `stoker batch cancel --forget` forgets it")
+    return record
 
 
 def _find(connection: Redis, name: str) -> BatchRecord:
