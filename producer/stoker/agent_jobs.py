@@ -23,7 +23,7 @@ from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, A
 R = TypeVar("R", bound=AgentResult)
 
 PATIENCE_S: Final = 600.0
-"""Longest wait for the result unless the caller says another: the agent's earlier jobs run first."""
+"""Longest wait for the result unless the caller gives another: the agent's earlier jobs run first."""
 
 
 class LookOptions(TypedDict, total=False):

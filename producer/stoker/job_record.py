@@ -1,6 +1,6 @@
 """A job as it stands in Redis, read without unpickling and without importing anything it names. Reads only.
 
-Owns which of RQ's keys say what. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
+Owns what each of RQ's keys means. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
 the request (up to megabytes) where it is, and works on jobs any client in any language has enqueued.
 """
 
@@ -144,7 +144,7 @@ class JobRecord:
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {what}") from None
 
     def reason(self) -> str:
-        """The last line of what the worker wrote: ours is the only line, and a traceback's last one says it."""
+        """The last line of what the worker wrote: ours is the only one, and a traceback's reason is there."""
         fields = self._newest(*_FAILURE)
         text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]

@@ -35,7 +35,7 @@ class Outstanding(Generic[TicketT]):
         return bool(self._by_job_id)
 
     def settle(self, ended: list[Ended], timeout_s: float | None) -> Iterator[TicketT]:
-        """Their tickets, each of which knows its job's end from now on.
+        """Their tickets, each of which has its job's end from now on.
 
         Raises:
             ResultTimeout: `ended` is empty.

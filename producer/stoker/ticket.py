@@ -37,7 +37,7 @@ class Ticket(AnyTicket):
 
         A connection that is lost while waiting is waited for too, until `timeout_s` (a minute when that is ``None``).
         For many jobs, `Producer.results` and `Producer.as_completed` ask the server much less; a ticket that these have
-        given back knows its job's end and asks nothing.
+        given back has its job's end, and asks nothing.
 
         Args:
             timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once. The job goes on regardless.

@@ -33,7 +33,7 @@ class FieldRefused(Exception):
 
 @dataclass(frozen=True)
 class LineOptions:
-    """What the command line says about all lines.
+    """The options that hold for all lines.
 
     Attributes:
         model_aliases: the name in a line -> the name of the model that the worker has loaded.

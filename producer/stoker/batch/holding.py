@@ -1,4 +1,4 @@
-"""Who takes answers out of a batch: one process at a time, or two files would each get half. Operations only.
+"""The hold on a batch: one process at a time takes answers out, or two files would each get half. Operations only.
 
 ``stoker:batch:BATCH:holder`` names the output file and expires. A process that comes back after a crash has the same
 file, and its lock, so it need not wait.

@@ -1,4 +1,4 @@
-"""What Redis knows of a batch: its record, and the lines that are in Redis. Operations only; no files.
+"""What Redis holds of a batch: its record, and the lines that are in Redis. Operations only; no files.
 
 ``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first that was not sent yet; it moves in the
 transaction that enqueues the lines before it, so that nothing is sent twice, whoever sends and whatever gets lost.
@@ -108,7 +108,7 @@ def bad_key(batch: str) -> str:
 
 
 def read_record(batch: str) -> Operation[BatchRecord | None]:
-    """``None`` when Redis knows no such batch."""
+    """``None`` when there is no such batch in Redis."""
     fields = yield from ask("HGETALL", record_key(batch))
     return BatchRecord.from_hash(batch, fields) if fields else None
 
