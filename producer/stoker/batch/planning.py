@@ -1,5 +1,6 @@
 """What the command line makes of a file: the record of a new batch, and what sends its lines."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from stoker.job_options import JobOptions
 from stoker.queue_name import checked_queue_name
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_S = 3650 * 86_400
 
 
 def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str, Any]) -> tuple[BatchRecord, Feeder]:
@@ -34,9 +36,8 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     queue = _queue(options["queue"])
     line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
-    record = BatchRecord(
-        batch_for(name, fingerprint), queue, source.name, lines.n_requests, lines.n_lines, keep_s, now_s()
-    )
+    shown = source.name.encode(errors="replace").decode()
+    record = BatchRecord(batch_for(name, fingerprint), queue, shown, lines.n_requests, lines.n_lines, keep_s, now_s())
     jobs = JobOptions(options["job_timeout_s"], result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
     return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])
 
@@ -50,8 +51,8 @@ def _aliases(given: tuple[str, ...]) -> dict[str, str]:
 
 def _seconds(duration: str) -> int:
     number, unit = duration[:-1], _UNITS_S.get(duration[-1:])
-    if unit is None or not number.isdecimal() or int(number) == 0:
-        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d")
+    if unit is None or not re.fullmatch("[0-9]{1,9}", number) or not 0 < int(number) * unit <= _MOST_S:
+        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d; 3650d at the most")
     return int(number) * unit
 
 
