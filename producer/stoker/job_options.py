@@ -11,6 +11,7 @@ from stoker_shared.errors import InvalidRequest
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, DEFAULT_JOB_TIMEOUT_S, DEFAULT_RESULT_TTL_S
 
 FOREVER = -1
+_MOST_S = 10**10  # more than that no server counts in milliseconds from now
 
 
 DependsOn: TypeAlias = str | AnyTicket | Iterable[str | AnyTicket]
@@ -81,8 +82,8 @@ def require_job_id(name: str, job_id: object) -> str:
 
 def _require_seconds(name: str, value: object, also: str = "") -> None:
     # RQ would take a float or "1h" and cut it to whole seconds, and a result_ttl of 0 deletes the result at once.
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(f"{name}: must be a whole number of seconds, at least 1{also}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_S:
+        raise InvalidRequest(f"{name}: must be a whole number of seconds, from 1 to {_MOST_S}{also}")
 
 
 def _checked_retry(retry: object) -> Retry | None:

@@ -8,6 +8,7 @@ is left as it is.
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,8 @@ class OutputFile:
         self.written = LineSet()
         self._failed = LineSet()
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise OutputRefused(f"{path} is no file that keeps what is written to it")
             self._lock()
             self._read()
             if is_new:

@@ -1,5 +1,6 @@
 """The options that shape a batch, and what they make of a file: a new batch's record, and what sends its lines."""
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from stoker_shared.help_layout import options_under
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_S = 3650 * 86_400
 _line = options_under("Lines")
 _job = options_under("Jobs")
 _OPTIONS = (
@@ -63,9 +65,8 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     queue = or_usage_error(lambda: checked_queue_name(options["queue"]))
     line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
-    record = BatchRecord(
-        batch_for(name, fingerprint), queue, source.name, lines.n_requests, lines.n_lines, keep_s, int(time.time())
-    )
+    shown, created_s = source.name.encode(errors="replace").decode(), int(time.time())
+    record = BatchRecord(batch_for(name, fingerprint), queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
     jobs = JobOptions(options["job_timeout_s"], result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
     return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])
 
@@ -79,6 +80,6 @@ def _aliases(given: tuple[str, ...]) -> dict[str, str]:
 
 def _seconds(duration: str) -> int:
     number, unit = duration[:-1], _UNITS_S.get(duration[-1:])
-    if unit is None or not number.isdecimal() or int(number) == 0:
-        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d")
+    if unit is None or not re.fullmatch("[0-9]{1,9}", number) or not 0 < int(number) * unit <= _MOST_S:
+        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d; 3650d at the most")
     return int(number) * unit

@@ -1,6 +1,7 @@
 """`stoker batch` as a user runs it, beside a worker that somebody plays: what is where after which step."""
 
 import json
+import os
 import threading
 import time
 
@@ -316,6 +317,8 @@ def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, 
         (("run", "in.jsonl", "--out", "no/folder/out.jsonl"), "out.jsonl"),
         (("run", "in.jsonl", "--out", "in.jsonl"), "in.jsonl"),
         (("submit", "in.jsonl", "--keep", "soon"), "--keep"),
+        (("submit", "in.jsonl", "--keep", "100000000000d"), "--keep"),
+        (("run", "in.jsonl", "--out", "/dev/null"), "/dev/null"),
         (("submit", "in.jsonl", "--name", "a:b"), "--name"),
         (("submit", "in.jsonl", "--model-alias", "gpt"), "--model-alias"),
         (("submit", "in.jsonl", "--queue", "a,b"), "queue"),
@@ -328,6 +331,12 @@ def test_a_wrong_command_is_refused_before_anything_is_sent(batch, connection, t
     assert (code, word in err) == (2, True), err
     assert keys(connection) == []
     assert (tmp_path / "in.jsonl").read_text() == before
+
+
+def test_a_file_whose_name_is_no_text_is_a_batch_too(batch, tmp_path):
+    write(tmp_path, ["one"], name=os.fsdecode(b"\xff.jsonl"))
+    assert batch("submit", os.fsdecode(b"\xff.jsonl"))[0] == 0
+    assert "(?.jsonl, 1 lines)" in batch("ls")[1]
 
 
 def test_an_unknown_batch_is_named(batch):

@@ -3,6 +3,7 @@
 import json
 import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -177,6 +178,17 @@ def test_the_file_of_another_batch_is_refused(out):
         output.append([(1, answer(1, batch=other))])
     with pytest.raises(OutputRefused, match=f"{other}.*{BATCH}"):
         OutputFile(out, BATCH)
+
+
+def test_what_keeps_nothing_is_refused():
+    for path in (Path("/dev/full"), Path("/dev/null")):
+        with pytest.raises(OutputRefused, match=str(path)):
+            OutputFile(path, BATCH)
+
+
+def test_a_path_that_is_no_text_is_shown_as_well_as_can_be(tmp_path):
+    with OutputFile(tmp_path / os.fsdecode(b"out \xff.jsonl"), BATCH) as output:
+        assert output.identity.encode().endswith(b"/out ?.jsonl")
 
 
 def test_two_processes_do_not_write_to_one_file(out):
