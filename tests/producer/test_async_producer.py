@@ -166,10 +166,11 @@ def test_a_closed_producer_leaves_nobody_waiting(fake):
 def test_no_server_is_one_clear_error_without_the_password():
     async def use():
         async with AsyncProducer("redis://user:hunter2@127.0.0.1:1/3") as producer:
-            for call in (producer.ping(), producer.submit(**REQUEST), producer.result("j"), producer.result("j", 1)):
-                with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
-                    await call
-                assert "hunter2" not in str(caught.value)
+            calls = (producer.ping(), producer.submit(**REQUEST), producer.result("j"), producer.result("j", 1))
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, RedisUnavailable)
+                assert "127.0.0.1:1/3" in str(error)
+                assert "hunter2" not in str(error)
             assert "hunter2" not in repr(producer)
 
     asyncio.run(use())

@@ -8,6 +8,7 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+import stoker.connection
 import stoker.submitting
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
 from stoker.job_options import JobOptions
@@ -203,7 +204,8 @@ def test_a_chunk_of_many_jobs_is_two_round_trips(redis_url, monkeypatch):
 # --- connection ---
 
 
-def test_no_server_is_one_clear_error_without_the_password():
+def test_no_server_is_one_clear_error_without_the_password(monkeypatch):
+    monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each takes its time
     producer = Producer("redis://user:hunter2@127.0.0.1:1/3")
     for call in (producer.ping, lambda: producer.submit(agent_id="a", prompt="x"), lambda: producer.result("j", 1)):
         with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:

@@ -119,24 +119,24 @@ def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(
 
 
 def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, somebody, tmp_path):
-    write(tmp_path, [f"fail {n}" if n % 7 == 3 else f"{n}" for n in range(60)])
+    write(tmp_path, [f"fail {n}" if n % 7 == 3 else f"{n}" for n in range(30)])
     with (tmp_path / "in.jsonl").open("a") as lines:
         lines.write("no line\n")
     ended = somebody.played.finish
     somebody.played.finish = lambda job_id, text: time.sleep(0.1 if text == "2" else 0) or ended(job_id, text=text)
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--in-order", "--window", "8")[0] == 3
-    assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(60)), None]
+    assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(30)), None]
 
 
 def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_path):
-    write(tmp_path, [f"{n}" for n in range(50)])
+    write(tmp_path, [f"{n}" for n in range(25)])
     seen = []
     ended = somebody.played.finish
     somebody.played.finish = lambda *a, **o: (seen.append(len(keys(connection))), ended(*a, **o))
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--window", "5")[0] == 0
-    assert len(texts(tmp_path)) == 50
+    assert len(texts(tmp_path)) == 25
     assert max(seen) <= 2 * 5 + 4
 
 
