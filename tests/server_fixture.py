@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
+from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.redis_server import EmbeddedServer
 from stoker_worker.server_program import find_program
@@ -23,6 +24,18 @@ def redis_url(redis_server: EmbeddedServer) -> str:
     with Redis.from_url(redis_server.url) as connection:
         connection.flushall()  # only ever our own: the URL is the one we started
     return redis_server.url
+
+
+@pytest.fixture
+def connection(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def producer(redis_url: str) -> Iterator[Producer]:
+    with Producer(redis_url) as producer:
+        yield producer
 
 
 def require_server_program() -> None:

@@ -53,3 +53,11 @@ def test_importing_the_producer_and_the_command_loads_nothing_heavy():
     loaded = {name.partition(".")[0] for name in output.split()}
     assert "rq" in loaded
     assert not loaded & {*(name.replace("-", "_") for name in HEAVY), "stoker_worker"}
+
+
+def test_importing_the_library_loads_nothing_of_the_commands():
+    code = "import sys; import stoker; print(*sys.modules)"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not loaded & {"click", "flask", "stoker.batch", "stoker.cli"}

@@ -8,6 +8,7 @@ from stoker.queue_status import QueueStatus
 from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
+from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack
 from stoker_shared.errors import (
     DuplicateJob,
     InvalidRequest,
@@ -26,6 +27,10 @@ from stoker_shared.request import GenerationRequest, Message
 from stoker_shared.result import GenerationResult
 
 __all__ = [
+    "AgentForgotten",
+    "AgentForked",
+    "AgentInfo",
+    "AgentRolledBack",
     "AsyncProducer",
     "AsyncTicket",
     "DuplicateJob",

@@ -4,7 +4,7 @@ Owns the operation, and the two thin classes behind `Producer.agents` and `Async
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Final, TypedDict, TypeVar, Unpack
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -23,7 +23,7 @@ from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, A
 R = TypeVar("R", bound=AgentResult)
 
 PATIENCE_S: Final = 600.0
-"""Longest wait for the result unless the caller says another: the agent's earlier jobs run first."""
+"""Longest wait for the result unless the caller gives another: the agent's earlier jobs run first."""
 
 
 class LookOptions(TypedDict, total=False):
@@ -69,24 +69,24 @@ class Agents:
 
     def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
         """What the worker has of the agent, after the jobs before this one. An unknown agent does not `exist`."""
-        return self._run(AgentInfo, options, action="info", agent_id=agent_id)
+        return self._run(AgentInfo, options, agent_id=agent_id)
 
     def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
         """Remove the agent for good: its conversation, its results, and the cache that only it used."""
-        return self._run(AgentForgotten, options, action="forget", agent_id=agent_id)
+        return self._run(AgentForgotten, options, agent_id=agent_id)
 
     def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
         """Make agent `target`, which goes on from where this one is, with the cache they share."""
-        return self._run(AgentForked, options, action="fork", agent_id=agent_id, target=target)
+        return self._run(AgentForked, options, agent_id=agent_id, target=target)
 
     def rollback(self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]) -> AgentRolledBack:
         """Take the agent back to what it was at `version`, by default the one before the newest. This makes a version
         of its own, so it can be undone likewise."""
-        return self._run(AgentRolledBack, options, action="rollback", agent_id=agent_id, version=version)
+        return self._run(AgentRolledBack, options, agent_id=agent_id, version=version)
 
     def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
-        operation = agent_job(self._queue, blocking_slice_s(self._connection), fields, **options)
-        return cast(R, driver.run(self._connection, operation))
+        operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
+        return driver.run(self._connection, operation)
 
 
 class AsyncAgents:
@@ -98,28 +98,29 @@ class AsyncAgents:
 
     async def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
         """As `Agents.info`."""
-        return await self._run(AgentInfo, options, action="info", agent_id=agent_id)
+        return await self._run(AgentInfo, options, agent_id=agent_id)
 
     async def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
         """As `Agents.forget`."""
-        return await self._run(AgentForgotten, options, action="forget", agent_id=agent_id)
+        return await self._run(AgentForgotten, options, agent_id=agent_id)
 
     async def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
         """As `Agents.fork`."""
-        return await self._run(AgentForked, options, action="fork", agent_id=agent_id, target=target)
+        return await self._run(AgentForked, options, agent_id=agent_id, target=target)
 
     async def rollback(
         self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]
     ) -> AgentRolledBack:
         """As `Agents.rollback`."""
-        return await self._run(AgentRolledBack, options, action="rollback", agent_id=agent_id, version=version)
+        return await self._run(AgentRolledBack, options, agent_id=agent_id, version=version)
 
     async def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
-        operation = agent_job(self._queue, blocking_slice_s(self._connection), fields, **options)
-        return cast(R, await async_driver.run(self._connection, operation))
+        operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
+        return await async_driver.run(self._connection, operation)
 
 
 def agent_job(
+    kind: type[R],
     default_queue: str,
     slice_s: float,
     fields: Mapping[str, Any],
@@ -128,17 +129,18 @@ def agent_job(
     job_id: str | None = None,
     timeout_s: float | None = PATIENCE_S,
     expect_version: int | None = None,
-) -> Operation[AgentResult]:
-    """Enqueues one job about an agent's memory and waits for its result.
+) -> Operation[R]:
+    """Enqueues the job about an agent's memory that has results of this kind, and waits for its result.
 
     Raises:
         StokerError: as `Agents`.
     """
-    request = build_agent_request({**fields, "expect_version": expect_version})
+    action = kind.model_fields["action"].default
+    request = build_agent_request({"action": action, **fields, "expect_version": expect_version})
     if job_id is not None:
         require_job_id("job_id", job_id)
     queue = default_queue if queue is None else checked_queue_name(queue)
     job = NewJob(request, JobOptions(), queue, job_id)
     yield from enqueue(queue, [job], at_front=False, ids_are_new=job_id is None)
     record = yield from wait_for_end(job.job_id, timeout_s, slice_s)
-    return record.agent_outcome()
+    return record.agent_outcome(kind)

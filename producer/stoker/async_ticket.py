@@ -1,20 +1,18 @@
 """A ticket for asyncio: as `Ticket`, on redis.asyncio. Owns nothing but the id and a connection."""
 
 from collections.abc import AsyncIterator
-from typing import NoReturn
 
+from stoker.any_ticket import AnyTicket
 from stoker.async_driver import run
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
-from stoker.job_record import require_readable_id
 from stoker.shared_connection import SharedConnection
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
-from stoker.waiter import Ended
 from stoker_shared.result import GenerationResult
 
 
-class AsyncTicket:
+class AsyncTicket(AnyTicket):
     """One job by its id, whoever enqueued it. For tasks of one event loop.
 
     It cannot be pickled: send its `job_id`. Every method raises what the same one of `Ticket` raises.
@@ -28,21 +26,8 @@ class AsyncTicket:
         Raises:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
-        self._connection = shared.connection
+        super().__init__(job_id, queue_if_new)
         self._shared = shared
-        self._job_id = require_readable_id(job_id)
-        self._queue_if_new = queue_if_new
-        self._ended: Ended | None = None
-
-    @property
-    def job_id(self) -> str:
-        return self._job_id
-
-    def __repr__(self) -> str:
-        return f"AsyncTicket({self._job_id!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an AsyncTicket holds a connection and cannot be pickled; send its job_id instead")
 
     async def result(self, timeout_s: float | None = None) -> GenerationResult:
         """As `Ticket.result`, but thousands of tasks may wait at a time: they share one connection and one wait.

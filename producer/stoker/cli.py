@@ -63,6 +63,7 @@ def cli(context: click.Context, redis_url: str) -> None:
 
 cli.add_command(submit)
 cli.add_command(agent)
+cli.add_command(batch)
 cli.add_command(ls)
 cli.add_command(workers)
 
@@ -120,9 +121,6 @@ def dashboard(redis_url: str, /, **options: Any) -> None:
         raise click.ClickException(
             f"the dashboard's packages are missing ({error.name}); install them with: pip install 'stoker[dashboard]'"
         ) from None
-
-
-cli.add_command(batch)
 
 
 def main(arguments: list[str] | None = None) -> None:

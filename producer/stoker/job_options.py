@@ -2,25 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from rq.job import Retry, validate_job_id
 
+from stoker.any_ticket import AnyTicket
 from stoker_shared.errors import InvalidRequest
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, DEFAULT_JOB_TIMEOUT_S, DEFAULT_RESULT_TTL_S
 
 FOREVER = -1
+_MOST_S = 10**10  # more than that no server counts in milliseconds from now
 
 
-@runtime_checkable
-class HasJobId(Protocol):
-    """A ticket, of either producer."""
-
-    @property
-    def job_id(self) -> str: ...
-
-
-DependsOn: TypeAlias = str | HasJobId | Iterable[str | HasJobId]
+DependsOn: TypeAlias = str | AnyTicket | Iterable[str | AnyTicket]
 
 
 @dataclass(frozen=True)
@@ -88,8 +82,8 @@ def require_job_id(name: str, job_id: object) -> str:
 
 def _require_seconds(name: str, value: object, also: str = "") -> None:
     # RQ would take a float or "1h" and cut it to whole seconds, and a result_ttl of 0 deletes the result at once.
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidRequest(f"{name}: must be a whole number of seconds, at least 1{also}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_S:
+        raise InvalidRequest(f"{name}: must be a whole number of seconds, from 1 to {_MOST_S}{also}")
 
 
 def _checked_retry(retry: object) -> Retry | None:
@@ -101,6 +95,6 @@ def _checked_retry(retry: object) -> Retry | None:
 
 
 def _ids_of(depends_on: DependsOn) -> tuple[str, ...]:
-    jobs = [depends_on] if isinstance(depends_on, str | HasJobId) else list(depends_on)
-    ids = [job.job_id if isinstance(job, HasJobId) else job for job in jobs]
+    jobs = [depends_on] if isinstance(depends_on, str | AnyTicket) else list(depends_on)
+    ids = [job.job_id if isinstance(job, AnyTicket) else job for job in jobs]
     return tuple(dict.fromkeys(require_job_id("depends_on", job_id) for job_id in ids))

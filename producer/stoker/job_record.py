@@ -1,6 +1,6 @@
 """A job as it stands in Redis, read without unpickling and without importing anything it names. Reads only.
 
-Owns which of RQ's keys say what. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
+Owns what each of RQ's keys means. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
 the request (up to megabytes) where it is, and works on jobs any client in any language has enqueued.
 """
 
@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rq.job import Job, JobStatus
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
-from stoker_shared.agent_result import AgentResult, read_agent_result
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
 T = TypeVar("T")
+AgentT = TypeVar("AgentT", bound=BaseModel)
 
 ENDED = frozenset(str(s.value) for s in (JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED))
 NO_ENTRY = "0-0"
@@ -125,9 +125,9 @@ class JobRecord:
         """
         return self._returned(GenerationResult.model_validate, "a generation result")
 
-    def agent_outcome(self) -> AgentResult:
-        """The same of a job about an agent's memory."""
-        return self._returned(read_agent_result, "a result about an agent")
+    def agent_outcome(self, kind: type[AgentT]) -> AgentT:
+        """The same of a job about an agent's memory, whose result is of this kind."""
+        return self._returned(kind.model_validate, "a result of this kind about an agent")
 
     def _returned(self, read: Callable[[Any], T], what: str) -> T:
         if self.state == JobStatus.FAILED.value:
@@ -144,7 +144,7 @@ class JobRecord:
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {what}") from None
 
     def reason(self) -> str:
-        """The last line of what the worker wrote: ours is the only line, and a traceback's last one says it."""
+        """The last line of what the worker wrote: ours is the only one, and a traceback's reason is there."""
         fields = self._newest(*_FAILURE)
         text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]

@@ -2,22 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from stoker.any_ticket import AnyTicket
 from stoker.waiter import Ended, Waiter
 from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.result import GenerationResult
 
-
-class _Settled(Protocol):
-    _queue_if_new: str | None
-    _ended: Ended | None
-
-    @property
-    def job_id(self) -> str: ...
-
-
-TicketT = TypeVar("TicketT", bound=_Settled)
+TicketT = TypeVar("TicketT", bound=AnyTicket)
 
 
 class Outstanding(Generic[TicketT]):
@@ -43,7 +35,7 @@ class Outstanding(Generic[TicketT]):
         return bool(self._by_job_id)
 
     def settle(self, ended: list[Ended], timeout_s: float | None) -> Iterator[TicketT]:
-        """Their tickets, each of which knows its job's end from now on.
+        """Their tickets, each of which has its job's end from now on.
 
         Raises:
             ResultTimeout: `ended` is empty.
@@ -65,7 +57,7 @@ class Outcomes:
         self._return_errors = return_errors
         self._by_job_id: dict[str, GenerationResult | JobError] = {}
 
-    def add(self, ticket: _Settled) -> None:
+    def add(self, ticket: AnyTicket) -> None:
         """
         Raises:
             JobError: it did not finish, and errors are not to be returned.
@@ -87,7 +79,7 @@ class Outcomes:
         if not self._return_errors:
             raise error
 
-    def of(self, tickets: Iterable[_Settled]) -> list[Any]:
+    def of(self, tickets: Iterable[AnyTicket]) -> list[Any]:
         """In the order of `tickets`."""
         late = "has not ended in time; it goes on"
         return [self._by_job_id.get(ticket.job_id) or ResultTimeout(ticket.job_id, late) for ticket in tickets]

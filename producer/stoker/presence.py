@@ -1,6 +1,6 @@
-"""Which workers are there, and whether one listens to a queue. Reads what they publish; owns the words for nobody.
+"""Which workers are there, and whether one listens to a queue. Reads what they publish; owns the warning.
 
-A job is as durable without a worker as with one, so nothing here fails: it is only said.
+A job is as durable without a worker as with one, so nothing here fails: it is only reported.
 """
 
 import json
@@ -98,16 +98,16 @@ def _nobody(queue: str, queues: Iterable[str]) -> str:
 
 def _worker(name: str, value: bytes) -> LiveWorker | None:
     try:
-        said: dict[str, Any] = json.loads(value)
+        found: dict[str, Any] = json.loads(value)
         return LiveWorker(
             name=name,
-            queues=tuple(said["queues"]),
-            model=said["model"],
-            context_tokens=said["context_tokens"],
-            mode=said["mode"],
-            host=said["host"],
-            pid=said["pid"],
-            started_at=said["started_at"],
+            queues=tuple(found["queues"]),
+            model=found["model"],
+            context_tokens=found["context_tokens"],
+            mode=found["mode"],
+            host=found["host"],
+            pid=found["pid"],
+            started_at=found["started_at"],
         )
     except (ValueError, TypeError, KeyError):  # no worker of ours wrote this
         return None

@@ -55,7 +55,7 @@ class SharedConnection:
             self._futures[job_id].append(future)
             self._waiter.add(job_id, queue_if_new)
             if self._wait is None or self._wait.done():
-                self._wait = asyncio.create_task(self._wait_for_all())
+                self._begin_wait()
             try:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
@@ -66,11 +66,22 @@ class SharedConnection:
 
     async def aclose(self) -> None:
         """End the wait."""
-        if self._wait is not None:
-            self._wait.cancel()
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait.cancel()
             with suppress(asyncio.CancelledError):
-                await self._wait
+                await wait
         self._fail_all(RedisUnavailable("the producer was closed while its results were waited for"))
+
+    def _begin_wait(self) -> None:
+        self._wait = asyncio.create_task(self._wait_for_all())
+        self._wait.add_done_callback(self._when_wait_ends)
+
+    def _when_wait_ends(self, wait: "asyncio.Task[None]") -> None:
+        """A program that ends cancels all tasks, this one too; a task that goes on to its result needs it again."""
+        waited_for = (future for futures in self._futures.values() for future in futures)
+        if wait is self._wait and not all(future.done() for future in waited_for):
+            self._begin_wait()
 
     async def _wait_for_all(self) -> None:
         slice_s = min(_SLICE_S, blocking_slice_s(self.connection))

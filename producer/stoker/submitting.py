@@ -164,7 +164,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Busy:
-    """Says when this thread has worked long enough without a pause."""
+    """Tells when this thread has worked long enough without a pause."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()

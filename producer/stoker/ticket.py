@@ -1,22 +1,20 @@
 """A ticket: one enqueued job, to be waited for, asked about or canceled. Owns nothing but the id and a connection."""
 
 from collections.abc import Iterator
-from typing import NoReturn
 
 from redis import Redis
 
+from stoker.any_ticket import AnyTicket
 from stoker.canceling import cancel_job
 from stoker.connection import blocking_slice_s
 from stoker.driver import run
-from stoker.job_record import require_readable_id
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
-from stoker.waiter import Ended
 from stoker.waiting import wait_for_end
 from stoker_shared.result import GenerationResult
 
 
-class Ticket:
+class Ticket(AnyTicket):
     """One job by its id, whoever enqueued it. Cheap to make; safe to use from any thread, and in a forked child.
 
     It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable`
@@ -31,27 +29,15 @@ class Ticket:
         Raises:
             ValueError: `job_id` is empty or holds characters no job id has.
         """
+        super().__init__(job_id, queue_if_new)
         self._connection = connection
-        self._job_id = require_readable_id(job_id)
-        self._queue_if_new = queue_if_new
-        self._ended: Ended | None = None
-
-    @property
-    def job_id(self) -> str:
-        return self._job_id
-
-    def __repr__(self) -> str:
-        return f"Ticket({self._job_id!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Ticket holds a connection and cannot be pickled; send its job_id, and call Producer.ticket")
 
     def result(self, timeout_s: float | None = None) -> GenerationResult:
         """Wait for the job's end and return what it generated.
 
         A connection that is lost while waiting is waited for too, until `timeout_s` (a minute when that is ``None``).
         For many jobs, `Producer.results` and `Producer.as_completed` ask the server much less; a ticket that these have
-        given back knows its job's end and asks nothing.
+        given back has its job's end, and asks nothing.
 
         Args:
             timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once. The job goes on regardless.

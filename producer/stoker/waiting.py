@@ -1,4 +1,4 @@
-"""Waits for ends, of one job or of many, through lost connections. Owns no jobs; knows nothing about results.
+"""Waits for ends, of one job or of many, through lost connections. Owns no jobs; reads no results.
 
 The wait is cut into short blocking reads: a longer one would run into the socket timeout of the caller's connection,
 and a cancel, a delete or an expiry writes nothing that could wake it.

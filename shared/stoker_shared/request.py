@@ -44,7 +44,7 @@ AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_pr
 
 
 class Message(BaseModel):
-    """One chat message, as SDKs write it: `sdk_message` says what becomes of their forms.
+    """One chat message, as SDKs write it: `sdk_message` holds what becomes of their forms.
 
     Attributes:
         content: ``None`` only beside `tool_calls`.
@@ -64,7 +64,7 @@ class Message(BaseModel):
         return plain_message(fields)
 
     @model_validator(mode="after")
-    def _says_something(self) -> Self:
+    def _has_content_or_calls(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("'content' must be given, unless the message has 'tool_calls'")
         return self
@@ -183,7 +183,7 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def request_digest(payload: Any) -> str:
-    """SHA-256 of a request as it stands on the wire, in hex: what is left out is not what is said with its default.
+    """SHA-256 of a request as it stands on the wire, in hex: a field left out differs from one given as its default.
 
     Of the JSON and not of the model, so that no later version of the model changes it.
 

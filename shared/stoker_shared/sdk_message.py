@@ -1,4 +1,4 @@
-"""Chat messages as SDKs send them, brought into the one form that stoker keeps. Pure; knows no model and no template.
+"""Chat messages as SDKs send them, brought into the one form that stoker keeps. Pure; the same for all models.
 
 SDKs write text as a list of parts, and give back what an API answered, with output fields (``refusal``,
 ``annotations``, ``audio``, ``function_call``, ``parsed``). What cannot be kept as text is refused by name.
@@ -7,7 +7,7 @@ SDKs write text as a list of parts, and give back what an API answered, with out
 from collections.abc import Mapping
 from typing import Any, Final
 
-_SAYS_NOTHING: Final = ("annotations", "parsed")
+_REPEATS_THE_TEXT: Final = ("annotations", "parsed")
 """Marks on the answer's text, and that text parsed: the text is there."""
 
 _MUST_BE_EMPTY: Final = {
@@ -17,14 +17,14 @@ _MUST_BE_EMPTY: Final = {
 
 
 def plain_message(fields: Any) -> Any:
-    """`fields` of a message with text in one string, and without what says nothing; anything else as it is.
+    """`fields` of a message with text in one string, and without fields that repeat it; anything else as it is.
 
     Raises:
         ValueError: a part is no text, or a field would be lost.
     """
     if not isinstance(fields, Mapping):
         return fields
-    message = {name: value for name, value in fields.items() if name not in _SAYS_NOTHING}
+    message = {name: value for name, value in fields.items() if name not in _REPEATS_THE_TEXT}
     for name, instead in _MUST_BE_EMPTY.items():
         if message.pop(name, None):
             raise ValueError(f"'{name}' is not served: {instead}")

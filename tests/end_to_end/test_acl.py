@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from tests.server_fixture import require_server_program
 from tests.worker_process import running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
+from stoker.cli import main
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.rq_worker.audit import Audit
 from stoker_worker.rq_worker.connect import open_queue
@@ -64,11 +64,6 @@ def url(admin):
 def producer(url):
     with Producer(url("stoker-producer")) as producer:
         yield producer
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
 
 
 def long_job(producer, agent_id):
@@ -277,25 +272,28 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
     assert acl_refusals(admin) == []
 
 
-def test_batches_are_sent_followed_canceled_and_fetched_by_a_producer_without_one_refusal(admin, url, store, tmp_path):
+def test_batches_are_sent_followed_canceled_and_fetched_by_a_producer_without_one_refusal(
+    admin, url, store, tmp_path, capsys
+):
     body = {"model": "scripted", "prompt": "say hello", "user": "a"}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(f"{json.dumps(line)}\nno line\n")
 
     def batch(*arguments):
-        command = [sys.executable, "-c", "from stoker.cli import main; main()", "batch", *map(str, arguments)]
-        environment = {**os.environ, "STOKER_REDIS_URL": url("stoker-producer")}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        with pytest.raises(SystemExit) as left:
+            main(["--redis", url("stoker-producer"), "batch", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return left.value.code, out + err
 
     for name in ("fetched", "canceled"):
-        assert batch("submit", tmp_path / "in.jsonl", "--name", name).returncode == 0
-    assert batch("cancel", "canceled", "--forget").returncode == 0
+        assert batch("submit", tmp_path / "in.jsonl", "--name", name)[0] == 0
+    assert batch("cancel", "canceled", "--forget")[0] == 0
     with running_worker(url("stoker-worker"), store, env=SHORT):
         for arguments in (("fetch", "fetched", "--follow"), ("run", tmp_path / "in.jsonl")):
-            ended = batch(*arguments, "--out", tmp_path / f"{arguments[0]}.jsonl")
-            assert ended.returncode == 3, ended.stderr
-    assert "fetched" in batch("ls").stdout
-    assert batch("status", "fetched").returncode == 0
+            code, text = batch(*arguments, "--out", tmp_path / f"{arguments[0]}.jsonl")
+            assert code == 3, text
+    assert "fetched" in batch("ls")[1]
+    assert batch("status", "fetched")[0] == 0
     assert not list(admin.scan_iter("rq:job:*"))
     assert acl_refusals(admin) == []
 

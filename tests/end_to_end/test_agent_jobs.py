@@ -3,29 +3,16 @@
 import asyncio
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker_process import running_worker
 
-from stoker import AsyncProducer, Producer
+from stoker import AsyncProducer
 from stoker_shared.errors import JobFailed
 from stoker_shared.wire import AGENT_TASK_PATH
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture

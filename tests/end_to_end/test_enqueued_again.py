@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.job import Dependency, Job
 from rq.serializers import JSONSerializer
@@ -14,12 +13,6 @@ from stoker_shared.wire import TASK_PATH
 pytestmark = pytest.mark.server
 
 ENDED = (b"finished", b"failed", b"stopped", b"canceled")
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture

@@ -9,14 +9,12 @@ import time
 import uuid
 
 import pytest
-from redis import Redis
 from rq import Queue, Repeat
 from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from tests.worker_process import running_worker
 
-from stoker import Producer
 from stoker_shared.wire import LEASE_KEY, TASK_PATH
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentStore
@@ -25,23 +23,6 @@ from stoker_worker.settings import read_settings
 from stoker_worker.worker import Worker
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
 
 
 def burst(redis_url, store, *options, log_name="burst.log"):

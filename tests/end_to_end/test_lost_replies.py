@@ -45,12 +45,6 @@ CALLED = {"first": "succeeded", "second": "failed", "stopped": "stopped", "refus
 
 
 @pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
 def proxy(redis_url):
     with LossyProxy(urlsplit(redis_url).port) as proxy:
         yield proxy

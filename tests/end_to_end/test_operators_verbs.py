@@ -6,7 +6,6 @@ import sys
 import time
 
 import pytest
-from redis import Redis
 from rq.command import send_shutdown_command, send_stop_execution_command, send_stop_job_command
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -19,12 +18,6 @@ from stoker import Producer
 pytestmark = pytest.mark.server
 
 N_JOBS = 8
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 def tokens(ticket):

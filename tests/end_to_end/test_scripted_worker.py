@@ -8,7 +8,6 @@ import time
 import uuid
 
 import pytest
-from redis import Redis
 from rq import Callback, Queue
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
@@ -20,22 +19,6 @@ from stoker_shared.errors import JobCanceled, JobFailed
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def producer(redis_url):
-    return Producer(redis_url)
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
 
 
 def registries(connection, queue="generate"):

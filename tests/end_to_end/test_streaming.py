@@ -4,31 +4,13 @@ import asyncio
 import threading
 
 import pytest
-from redis import Redis
 from tests.worker_process import running_worker
 
-from stoker import AsyncProducer, JobCanceled, JobFailed, Producer, Restarted, ResultTimeout, TextChunk
+from stoker import AsyncProducer, JobCanceled, JobFailed, Restarted, ResultTimeout, TextChunk
 
 pytestmark = pytest.mark.server
 
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5"}
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
 
 
 def text_of(events):

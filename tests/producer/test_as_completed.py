@@ -225,13 +225,13 @@ def test_lost_connections_lose_no_end(redis_url, server):
             PlayedWorker(server).finish(tickets[0].job_id)
             coming = producer.as_completed(tickets, timeout_s=60)
             found = [next(coming)]
-            proxy.lose(lambda exchange: exchange.names[0] in {"XREAD", "HMGET"} and next(counter) % 2 == 1, times=25)
+            proxy.lose(lambda exchange: exchange.names[0] in {"XREAD", "HMGET"} and next(counter) % 2 == 1, times=10)
             for n, ticket in enumerate(tickets[1:]):
                 PlayedWorker(server).fail(ticket.job_id, "E: x") if n % 2 else end(server, ticket.job_id)
                 if n % 4 == 3:
                     found += [next(coming) for _ in range(4)]
             found += list(coming)
-        assert len(proxy.lost) == 25
+        assert len(proxy.lost) == 10
         assert len(found) == 200
         assert set(found) == set(tickets)
 

@@ -8,10 +8,10 @@ one kind, because a disk may take seconds for one agent's sync while the others'
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import (
@@ -23,12 +23,10 @@ from stoker_shared.errors import (
     WorkerLostTooOften,
 )
 from stoker_worker.agent_work import carry_out, let_go
-from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.conversation import next_transcript
 from stoker_worker.loader import Ended, Prepared
 from stoker_worker.outage import may_pass
-from stoker_worker.ports import CacheStorePort, ClaimedJob, Completion, LoadedModel, QueuePort, Turn
-from stoker_worker.results import build_result, cache_report
+from stoker_worker.ports import CacheStorePort, ClaimedJob, Completion, LoadedModel, QueuePort
+from stoker_worker.turn_work import save_turn
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +139,7 @@ class Finaliser:
         if not self._when_redis_is_there(lambda: self._queue.owns(job)):
             raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
         try:
-            result = self._save(prepared, completion)
+            result = save_turn(prepared, completion, self._store, self._model)
         except (AgentVersionNotSaved, AgentVersionConflict) as error:
             self._fail(job, error)
             return
@@ -169,56 +167,6 @@ class Finaliser:
         self._when_redis_is_there(lambda: self._queue.finish(job, result))
         let_go(request, job, store)
         log.info("job %s finished: %s of agent %r", job.job_id, request.action, request.agent_id)
-
-    def _save(self, prepared: Prepared, completion: Completion) -> Mapping[str, Any]:
-        """Make the turn durable; returns the result to post.
-
-        Raises:
-            AgentVersionNotSaved: an `append` turn could not be saved.
-            AgentVersionConflict: nor where another job has made the agent meanwhile.
-        """
-        job, agent, request = prepared.job, prepared.agent, prepared.work.request
-
-        def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
-            report = cache_report(prepared, completion, agent_version=version, saved=saved, save_error=save_error)
-            return build_result(job, prepared, completion, self._model, report).model_dump(mode="json")
-
-        if agent is None:
-            self._save_shared(prepared, completion)
-            return result(None, saved=False)
-        if request.cache != "readwrite":
-            return result(agent.number or None, saved=False)
-        turn = Turn(
-            agent_id=agent.agent_id,
-            parent=agent.number,
-            delivery=job.delivery,
-            transcript=next_transcript(prepared.prompt, completion, self._model),
-            model=self._model,
-            cache_salt=prepared.salt,
-            cache=completion.cache,
-            result_of=lambda version: result(version, saved=True),
-        )
-        try:
-            _, saved_result = self._store.save(turn)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            log.error("agent version of job %s not saved: %s", job.job_id, reason)
-            if request.context == "append":
-                raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
-            if not isinstance(error, AgentVersionConflict):  # then a newer version is there, and sound
-                self._store.mark_unsaved(agent.agent_id)
-            return result(agent.number or None, saved=False, save_error=reason)
-        return saved_result
-
-    def _save_shared(self, prepared: Prepared, completion: Completion) -> None:
-        """What other jobs without an agent begin with too. Its loss costs them time only."""
-        cache, n_shared = completion.cache, prepared.restored.shared_blocks * BLOCK_TOKENS
-        if cache is None or not cache.start < n_shared <= cache.stop:
-            return
-        try:
-            self._store.save_blocks(prepared.prompt.ids[:n_shared], cache, model=self._model, salt=prepared.salt)
-        except Exception as error:
-            log.warning("job %s: its blocks are not saved: %s: %s", prepared.job.job_id, type(error).__name__, error)
 
     def _fail(self, job: ClaimedJob, error: Exception, partial_text: str | None = None) -> None:
         log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)

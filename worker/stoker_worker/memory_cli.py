@@ -171,8 +171,8 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str) -> None:
     with hold(store) as access:
         made = fork_agent(access, agent, new_agent)
     words = f"{new_agent!r} goes on from {agent!r}: {made.tokens} tokens, without the results of its jobs"
-    said = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
-    _say(as_json, said, words)
+    values = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
+    _say(as_json, values, words)
 
 
 @_command

@@ -20,7 +20,7 @@ from stoker.batch.collecting import Collector
 from stoker.batch.holding import is_held
 from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.output_file import OutputFile, OutputRefused
-from stoker.batch.planning import plan
+from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
 from stoker.batch.register import BatchRecord, all_batches, forget, read_record, register
 from stoker.batch.status import BatchStatus, status_of
@@ -30,45 +30,18 @@ from stoker.connection import open_connection
 from stoker.driver import run as carry_out
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 SOME_FAILED: Final = 3
 NOT_ALL: Final = 4
 T = TypeVar("T")
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def _options(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    def add(command: _Command) -> _Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 _files = options_under("Answers")
-_line = options_under("Lines")
 _job = options_under("Jobs")
 _input = click.argument("source", metavar="IN.jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _out = _files("--out", required=True, metavar="OUT.jsonl", type=click.Path(dir_okay=False, path_type=Path),
               help="File for the answers; the same one when it goes on.")  # fmt: skip
 _in_order = _files("--in-order", is_flag=True, help="Write answers in the order of the lines, not as they end.")
-_lines = _options(
-    _line("--name", metavar="NAME", help="Begins the batch's id; another name makes another batch of the file."),
-    _line("--model-alias", "model_aliases", metavar="THEIRS=OURS", multiple=True,
-          help="Lines for the model THEIRS run on the model OURS; may be given several times."),
-    _line("--any-model", is_flag=True, help="Lines run on the loaded model, whichever they name."),
-    _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
-          help="For lines without a limit.  [chat 1024, text 16]"),
-    _job("--queue", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
-    _job("--job-timeout-s", type=click.IntRange(min=1), default=DEFAULT_JOB_TIMEOUT_S, show_default=True, metavar="S",
-         help="Longest run of one line."),
-    _job("--keep", "keep", default="7d", show_default=True,
-         help="How long a line may wait, and then its answer: 90m, 12h, 7d."),
-    _job("--max-redis-bytes", metavar="BYTES", type=click.IntRange(min=1),
-         help="Send nothing while Redis holds more.  [1 GiB, or 80 % of its maxmemory]"),
-)  # fmt: skip
 
 
 @click.group(
@@ -102,7 +75,7 @@ def batch() -> None:
     metavar="N",
     help="Lines in Redis at a time.",
 )
-@_lines
+@plan_options
 @json_option
 @redis_option
 @click.pass_context
@@ -126,7 +99,7 @@ def run(
 
 @batch.command(epilog=examples("stoker batch submit IN.jsonl --any-model --keep 12h"))
 @_input
-@_lines
+@plan_options
 @json_option
 @redis_option
 @click.pass_obj
@@ -134,9 +107,8 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
     """Enqueue a file and return; `fetch` gets the answers."""
     with _server(url) as connection, _read(source) as lines:
         planned, feeder = plan(connection, source, lines, options)
-        record = carry_out(connection, register(planned))
-        if record.canceled:
-            raise click.UsageError(f"batch {record.batch} was canceled; `stoker batch cancel --forget` forgets it")
+        carry_out(connection, register(planned))
+        record = _sent_so_far(connection, planned.batch)
         while not record.all_sent:
             if why := feeder.is_held_back():
                 at = f"line {record.next_line:,} of {record.n_lines:,}"
@@ -144,7 +116,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
                 time.sleep(5)
             else:
                 _or_stop(partial(feeder.feed, record, record.n_lines))
-            record = carry_out(connection, read_record(record.batch)) or planned
+            record = _sent_so_far(connection, record.batch)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)
 
 
@@ -208,6 +180,15 @@ def ls(url: str, as_json: bool) -> None:
         found = [(record, carry_out(connection, status_of(record))) for record in records if record is not None]
     lines = "\n".join(f"{record.batch}  {_as_line(record, now)}" for record, now in found)
     show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
+
+
+def _sent_so_far(connection: Redis, name: str) -> BatchRecord:
+    record = carry_out(connection, read_record(name))
+    if record is None:
+        raise BatchGone(f"no batch {name} in Redis any more; the same command begins anew")
+    if record.canceled:
+        raise click.UsageError(f"batch {name} was canceled; `stoker batch cancel --forget` forgets it")
+    return record
 
 
 def _find(connection: Redis, name: str) -> BatchRecord:

@@ -14,7 +14,7 @@ DEFAULT_MAX_TOKENS: Final = {CHAT_URL: 1024, TEXT_URL: 16}
 """For lines that give no limit. OpenAI's chat has none, its completions have 16."""
 
 _OPENAI_TEMPERATURE: Final = 1.0
-_ABSENT: Final = object()
+_NAME_CHARACTERS: Final = 64
 
 
 class FieldRefused(Exception):
@@ -33,7 +33,7 @@ class FieldRefused(Exception):
 
 @dataclass(frozen=True)
 class LineOptions:
-    """What the command line says about all lines.
+    """The options that hold for all lines.
 
     Attributes:
         model_aliases: the name in a line -> the name of the model that the worker has loaded.
@@ -67,7 +67,7 @@ def request_fields(url: str, body: Mapping[str, Any], options: LineOptions) -> d
     fields: dict[str, Any] = {"temperature": _OPENAI_TEMPERATURE}
     for name, value in body.items():
         if name not in rules:
-            raise FieldRefused(name, f"is no field of {url} that stoker knows", "unknown_parameter")
+            raise FieldRefused(name[:_NAME_CHARACTERS], f"is no field of {url} that stoker knows", "unknown_parameter")
         if value is not None:
             rules[name].apply(fields, value, options)
     if body.get("model") is None and not options.any_model:

@@ -1,12 +1,13 @@
-"""Who takes answers out of a batch: one process at a time, or two files would each get half. Operations only.
+"""The hold on a batch: one process at a time takes answers out, or two files would each get half. Operations only.
 
 ``stoker:batch:BATCH:holder`` names the output file and expires. A process that comes back after a crash has the same
 file, and its lock, so it need not wait.
 """
 
+from contextlib import suppress
 from typing import Any, Final
 
-from redis.exceptions import WatchError
+from redis.exceptions import OutOfMemoryError, WatchError
 
 from stoker.operations import Command, Operation, Watched
 from stoker_shared.errors import StokerError
@@ -20,7 +21,8 @@ class BatchHeld(StokerError):
 
 
 def hold(batch: str, identity: str) -> Operation[None]:
-    """Take or keep the batch for `HOLD_S`.
+    """Take or keep the batch for `HOLD_S`. On a server that is full, a batch that nobody has is not taken: answers
+    have to leave it all the same.
 
     Raises:
         BatchHeld: somebody else has it.
@@ -28,15 +30,18 @@ def hold(batch: str, identity: str) -> Operation[None]:
     key = _key(batch)
 
     def write(replies: list[Any]) -> list[Command] | None:
-        if replies[0] is not None and replies[0] != identity.encode():
+        if replies[0] is None:
+            return [("SET", key, identity, "EX", HOLD_S)]
+        if replies[0] != identity.encode():
             holder = replies[0].decode(errors="replace").split(" ", 2)
             raise BatchHeld(f"the answers of {batch} are being written to {holder[-1]} on {holder[0]}")
-        return [("SET", key, identity, "EX", HOLD_S)]
+        return [("EXPIRE", key, HOLD_S)]
 
-    try:
-        yield Watched([key], [("GET", key)], write)
-    except WatchError:
-        raise BatchHeld(f"another process has just begun to take out the answers of {batch}") from None
+    with suppress(OutOfMemoryError):
+        while True:
+            with suppress(WatchError):  # it changed hands, or the connection was lost: look again
+                yield Watched([key], [("GET", key)], write)
+                return
 
 
 def release(batch: str, identity: str) -> Operation[None]:

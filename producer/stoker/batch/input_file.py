@@ -5,6 +5,7 @@ What is kept per line is where it begins, 8 bytes; the lines themselves are read
 
 import hashlib
 import os
+import stat
 from array import array
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +33,13 @@ class InputFile:
         """
         Raises:
             OSError: it cannot be read.
+            ValueError: it is a pipe, or something else that is gone once it was read.
         """
         self._file = path.open("rb")
         self._path = path
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise ValueError(f"{path} is no file that can be read twice; write the lines to one first")
         self._starts = array("Q")
         self._blank, self._repeated = LineSet(), LineSet()
         self._stamp = self._stat()

@@ -76,8 +76,10 @@ def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine
     """A line whose request is not valid, or too large."""
     if isinstance(error, RequestTooLarge):
         return BadLine(number, custom_id, "request_too_large", str(error))
-    name, _, problem = str(error).partition(": ")
-    return BadLine(number, custom_id, "invalid_value", str(error), name.split(".")[0] if problem else None)
+    name = str(error).partition(": ")[0].split(".")[0]
+    return BadLine(
+        number, custom_id, "invalid_value", str(error), name if name in GenerationRequest.model_fields else None
+    )
 
 
 def custom_id_of(number: int, raw: bytes) -> str | None:

@@ -1,12 +1,14 @@
 """The output file: the ledger of which lines are answered. Owns that a line is in it once, whole, and on the disk.
 
 Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave half a
-last line, which is cut off at the next start. The file is locked while a process writes to it.
+last line, which is cut off at the next start. The file is locked while a process writes to it. A file of anything else
+is left as it is.
 """
 
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +16,10 @@ from typing import Any, Final, Self
 
 from stoker.batch.answers import is_success, to_bytes
 from stoker.batch.line_set import LineSet
-from stoker.batch.naming import line_of_answer
+from stoker.batch.naming import answer_id_for, line_of_answer
 from stoker_shared.errors import StokerError
 
-_CHUNK_BYTES: Final = 2**20
+_BEGIN: Final = '{{"id":"{}-'
 
 
 class OutputRefused(StokerError):
@@ -43,8 +45,9 @@ class OutputFile:
         self.written = LineSet()
         self._failed = LineSet()
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise OutputRefused(f"{path} is no file that keeps what is written to it")
             self._lock()
-            self._mend()
             self._read()
             if is_new:
                 _sync_folder(path.parent)
@@ -72,7 +75,8 @@ class OutputFile:
     def identity(self) -> str:
         """Tells this file from others, also of other machines; its last part is the path."""
         found = os.fstat(self._file.fileno())
-        return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {self._path.resolve()}"
+        path = str(self._path.resolve()).encode(errors="replace").decode()
+        return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {path}"
 
     def append(self, answers: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """Write the answers of these lines that are not there yet, and have them on the disk when it returns.
@@ -102,39 +106,58 @@ class OutputFile:
         except OSError:
             raise OutputRefused(f"another process writes to {self._path}") from None
 
-    def _mend(self) -> None:
-        """Cut off what stands behind the last line end."""
-        end = size = self._file.seek(0, os.SEEK_END)
-        while end > 0:
-            begin = max(0, end - _CHUNK_BYTES)
-            found = os.pread(self._file.fileno(), end - begin, begin).rfind(b"\n")
-            if found >= 0:
-                end = begin + found + 1
-                break
-            end = begin
-        if end == 0 and size > 0 and os.pread(self._file.fileno(), 1, 0) != b"{":
-            raise OutputRefused(f"{self._path} holds something else than answers; it is left as it is")
-        if end < size:
-            os.ftruncate(self._file.fileno(), end)
+    def _read(self) -> None:
+        """Note what is answered, mend the end, and have it all on the disk: a process may have died before it synced.
+
+        Raises:
+            OutputRefused: there is something else; nothing was written.
+        """
+        end = 0
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            lines.seek(0)
+            for at, raw in enumerate(lines, start=1):
+                if not raw.endswith(b"\n") and not self._is_whole(raw):
+                    self._require_half_of_ours(raw)
+                    self._file.truncate(end)
+                    break
+                self._note(*self._answer(at, raw))
+                end += len(raw)
+                if not raw.endswith(b"\n"):
+                    self._file.write(b"\n")
+                    break
+        if end:
             os.fsync(self._file.fileno())
 
-    def _read(self) -> None:
-        with self._path.open("rb") as lines:
-            for at, raw in enumerate(lines, start=1):
-                try:
-                    answer = json.loads(raw)
-                    found = line_of_answer(answer["id"])
-                    succeeded = is_success(answer)
-                except (ValueError, TypeError, KeyError, RecursionError):
-                    found, succeeded = None, False
-                if found is None:
-                    raise OutputRefused(f"line {at} of {self._path} is no answer of a batch; it is left as it is")
-                if found[0] != self._batch:
-                    raise OutputRefused(
-                        f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
-                        f"option has changed since, or it is another file's. Give another --out"
-                    )
-                self._note(found[1], succeeded)
+    def _answer(self, at: int, raw: bytes) -> tuple[int, bool]:
+        """The line that this answers, and whether it succeeded."""
+        try:
+            answer = json.loads(raw)
+            found = line_of_answer(answer["id"])
+            succeeded = is_success(answer)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            found, succeeded = None, False
+        if found is None:
+            raise OutputRefused(f"line {at} of {self._path} is no answer of a batch; it is left as it is")
+        if found[0] != self._batch:
+            raise OutputRefused(
+                f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
+                f"option has changed since, or it is another file's. Give another --out"
+            )
+        return found[1], succeeded
+
+    def _is_whole(self, last: bytes) -> bool:
+        """Whether only its line end is missing: editors leave that out, and the answer has left Redis."""
+        try:
+            json.loads(last)
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+    def _require_half_of_ours(self, last: bytes) -> None:
+        begin = _BEGIN.format(answer_id_for(self._batch)).encode()
+        written = last[: len(begin)].rstrip(b"\0")  # a power cut leaves zeros where blocks were not written
+        if not begin.startswith(written):
+            raise OutputRefused(f"{self._path} holds something else than answers; it is left as it is")
 
 
 def _sync_folder(folder: Path) -> None:

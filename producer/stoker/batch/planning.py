@@ -1,29 +1,60 @@
-"""What the command line makes of a file: the record of a new batch, and what sends its lines."""
+"""The options that shape a batch, and what they make of a file: a new batch's record, and what sends its lines."""
 
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from click.decorators import FC
 from redis import Redis
 
 from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
-from stoker.batch.register import BatchRecord, now_s
+from stoker.batch.register import BatchRecord
+from stoker.command_parts import or_usage_error
 from stoker.job_options import JobOptions
 from stoker.queue_name import checked_queue_name
+from stoker_shared.help_layout import options_under
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_MOST_S = 3650 * 86_400
+_line = options_under("Lines")
+_job = options_under("Jobs")
+_OPTIONS = (
+    _line("--name", metavar="NAME", help="Begins the batch's id; another name makes another batch of the file."),
+    _line("--model-alias", "model_aliases", metavar="THEIRS=OURS", multiple=True,
+          help="Lines for the model THEIRS run on the model OURS; may be given several times."),
+    _line("--any-model", is_flag=True, help="Lines run on the loaded model, whichever they name."),
+    _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
+          help="For lines without a limit.  [chat 1024, text 16]"),
+    _job("--queue", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
+    _job("--job-timeout-s", type=click.IntRange(min=1), default=DEFAULT_JOB_TIMEOUT_S, show_default=True, metavar="S",
+         help="Longest run of one line."),
+    _job("--keep", "keep", default="7d", show_default=True,
+         help="How long a line may wait, and then its answer: 90m, 12h, 7d."),
+    _job("--max-redis-bytes", metavar="BYTES", type=click.IntRange(min=1),
+         help="Send nothing while Redis holds more.  [1 GiB, or 80 % of its maxmemory]"),
+)  # fmt: skip
+
+
+def plan_options(command: FC) -> FC:
+    """Give a command the options that `plan` reads."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str, Any]) -> tuple[BatchRecord, Feeder]:
     """The record of the batch that this file is, and what sends its lines.
 
     Args:
-        options: those of the command that shape requests and jobs.
+        options: by name, those of `plan_options`.
 
     Raises:
         click.UsageError: one of them cannot be.
@@ -31,12 +62,11 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     name, keep_s = options["name"], _seconds(options["keep"])
     if name is not None and not is_batch_name(name):
         raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
-    queue = _queue(options["queue"])
+    queue = or_usage_error(lambda: checked_queue_name(options["queue"]))
     line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
-    record = BatchRecord(
-        batch_for(name, fingerprint), queue, source.name, lines.n_requests, lines.n_lines, keep_s, now_s()
-    )
+    shown, created_s = source.name.encode(errors="replace").decode(), int(time.time())
+    record = BatchRecord(batch_for(name, fingerprint), queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
     jobs = JobOptions(options["job_timeout_s"], result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
     return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])
 
@@ -50,13 +80,6 @@ def _aliases(given: tuple[str, ...]) -> dict[str, str]:
 
 def _seconds(duration: str) -> int:
     number, unit = duration[:-1], _UNITS_S.get(duration[-1:])
-    if unit is None or not number.isdecimal() or int(number) == 0:
-        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d")
+    if unit is None or not re.fullmatch("[0-9]{1,9}", number) or not 0 < int(number) * unit <= _MOST_S:
+        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d; 3650d at the most")
     return int(number) * unit
-
-
-def _queue(name: str) -> str:
-    try:
-        return checked_queue_name(name)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None

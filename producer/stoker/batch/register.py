@@ -1,4 +1,4 @@
-"""What Redis knows of a batch: its record, and the lines that are in Redis. Operations only; no files.
+"""What Redis holds of a batch: its record, and the lines that are in Redis. Operations only; no files.
 
 ``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first that was not sent yet; it moves in the
 transaction that enqueues the lines before it, so that nothing is sent twice, whoever sends and whatever gets lost.
@@ -8,11 +8,11 @@ batches. All expire: a job waits `keep_s` at the most, its result is kept for `k
 """
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from redis.exceptions import OutOfMemoryError
 from rq.job import Job
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
@@ -20,7 +20,6 @@ from rq.results import Result
 from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
-from stoker.job_options import JobOptions
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched, ask
 from stoker.rq_keys import registry_key
@@ -109,7 +108,7 @@ def bad_key(batch: str) -> str:
 
 
 def read_record(batch: str) -> Operation[BatchRecord | None]:
-    """``None`` when Redis knows no such batch."""
+    """``None`` when there is no such batch in Redis."""
     fields = yield from ask("HGETALL", record_key(batch))
     return BatchRecord.from_hash(batch, fields) if fields else None
 
@@ -140,17 +139,6 @@ def used_bytes() -> Operation[tuple[int, int]]:
     """What the server uses, and its own limit (0 for none)."""
     memory = yield from ask("INFO", "memory")
     return int(memory["used_memory"]), int(memory.get("maxmemory", 0))
-
-
-def make_jobs(record: BatchRecord, lines: Sequence[Line], options: JobOptions) -> list[NewJob]:
-    """
-    Raises:
-        RequestError: a request is too large, or nested too deeply.
-    """
-    return [
-        NewJob(line.request, options, record.queue, job_id_for(record.batch, line.number, line.custom_id))
-        for line in lines
-    ]
 
 
 def send(
@@ -207,33 +195,37 @@ def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[
 def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[None]:
     """Remove answered lines from Redis, with their jobs and results. Those that are gone already count no more.
 
+    A server that is full refuses to count; then they are removed first, which makes room, and counted after that.
+
     Args:
         lines: with whether each succeeded.
     """
-    batch, taken = record.batch, list(lines)
-    members = [line.member for line in taken]
+    taken, counts = list(lines), list[Command]()
+    removals = _removals(record, taken)
 
     def write(replies: list[Any]) -> list[Command]:
-        there = [line for line, score in zip(taken, replies[0], strict=True) if score is not None]
-        commands: list[Command] = [("ZREM", lines_key(batch), *members)]
-        if jobs := [line.job_id(batch) for line in taken if line.custom_id is not None]:
-            keys = [key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id))]
-            commands.append(("DEL", *keys))
-            commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
-        if bad := [line.number for line in taken if line.custom_id is None]:
-            commands.append(("HDEL", bad_key(batch), *bad))
-        key = record_key(batch)
-        commands.append(("HSET", key, "output", output))
-        commands.append(("HINCRBY", key, "n_taken", len(there)))
-        commands.append(("HINCRBY", key, "n_failed", sum(not lines[line] for line in there)))
-        return [*commands, *_kept(record)]
+        scores, is_there = replies
+        there = [line for line, score in zip(taken, scores, strict=True) if score is not None]
+        if is_there:
+            counts[:] = _counts(record, output, len(there), sum(not lines[line] for line in there))
+        return [*removals, *counts]
 
-    yield Watched([lines_key(batch)], [("ZMSCORE", lines_key(batch), *members)], write)
+    keys = [lines_key(record.batch), record_key(record.batch)]
+    try:
+        yield Watched(keys, [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])], write)
+    except OutOfMemoryError:
+        yield Commands(removals, atomic=True)
+        yield Commands(counts, atomic=True)
 
 
 def mark_canceled(record: BatchRecord) -> Operation[None]:
     """From now on nothing more of it is sent."""
-    yield Commands([("HSET", record_key(record.batch), "canceled", 1), *_kept(record)], atomic=True)
+    key = record_key(record.batch)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        return [("HSET", key, "canceled", 1), *_kept(record)] if replies[0] else None
+
+    yield Watched([key], [("EXISTS", key)], write)
 
 
 def forget(batch: str) -> Operation[None]:
@@ -253,8 +245,22 @@ def all_batches() -> Operation[list[str]]:
     return [name for name, exists in zip(names, exist, strict=True) if exists]
 
 
-def now_s() -> int:
-    return int(time.time())
+def _removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
+    batch = record.batch
+    commands: list[Command] = [("ZREM", lines_key(batch), *(line.member for line in lines))]
+    if jobs := [line.job_id(batch) for line in lines if line.custom_id is not None]:
+        keys = [key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id))]
+        commands.append(("DEL", *keys))
+        commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
+    if bad := [line.number for line in lines if line.custom_id is None]:
+        commands.append(("HDEL", bad_key(batch), *bad))
+    return commands
+
+
+def _counts(record: BatchRecord, output: str, n_taken: int, n_failed: int) -> list[Command]:
+    key = record_key(record.batch)
+    added = (("n_taken", n_taken), ("n_failed", n_failed))
+    return [("HSET", key, "output", output), *(("HINCRBY", key, name, n) for name, n in added), *_kept(record)]
 
 
 def _kept(record: BatchRecord) -> list[Command]:

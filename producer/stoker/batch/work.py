@@ -68,22 +68,22 @@ class BatchWork:
             OutputRefused: answers that left Redis are not in this file.
             BatchGone, BatchHeld, RedisUnavailable.
         """
-        record = self._record()
-        if record.n_taken > len(self._output.written):
-            raise OutputRefused(
-                f"{record.n_taken:,} answers of {self.batch} are out of Redis already, in "
-                f"{record.output.split(' ', 2)[-1]}; give that file as --out, or forget the batch and run all lines "
-                f"anew (`stoker batch cancel --forget {self.batch}`)"
-            )
         end = time.monotonic() + HOLD_S + 1
         while True:
+            self._require_all_that_left()
             try:
-                return self._hold()
+                self._hold()
+                break
             except BatchHeld as held:
                 if time.monotonic() > end:
                     raise
                 self.say(f"{held}; waiting for that to end")
                 time.sleep(1)
+        try:
+            self._require_all_that_left()  # a process that held it may have taken some out since
+        except OutputRefused:
+            self.end()
+            raise
 
     def go(self, *, follow: bool = True) -> None:
         """Until every line is answered; without `follow`, until what has ended by now is taken out.
@@ -117,6 +117,15 @@ class BatchWork:
         with suppress(RedisUnavailable):  # then it expires
             run(self.connection, release(self.batch, self._output.identity))
 
+    def _require_all_that_left(self) -> None:
+        record = self._record()
+        if record.n_taken > len(self._output.written):
+            raise OutputRefused(
+                f"{record.n_taken:,} answers of {self.batch} are out of Redis already, in "
+                f"{record.output.split(' ', 2)[-1]}; give that file as --out, or forget the batch and run all lines "
+                f"anew (`stoker batch cancel --forget {self.batch}`)"
+            )
+
     def _round(self) -> int | None:
         """How many lines moved; ``None`` when all is over."""
         record = self._record()
@@ -125,9 +134,9 @@ class BatchWork:
         if record.all_sent and not n_there:
             self._answer_unsent(record)
             return None
-        sent = self._feed(record, n_there)
+        # First what makes room: a server that is full takes no lines.
         found = self.collector.walk(record)
-        return found + sent
+        return found + self._feed(record, max(0, n_there - found))
 
     def _record(self) -> BatchRecord:
         record = run(self.connection, read_record(self.batch))

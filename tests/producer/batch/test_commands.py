@@ -1,6 +1,7 @@
 """`stoker batch` as a user runs it, beside a worker that somebody plays: what is where after which step."""
 
 import json
+import os
 import threading
 import time
 
@@ -118,24 +119,24 @@ def test_run_again_runs_nothing_again_but_lines_that_were_taken_out_of_the_file(
 
 
 def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, somebody, tmp_path):
-    write(tmp_path, [f"fail {n}" if n % 7 == 3 else f"{n}" for n in range(60)])
+    write(tmp_path, [f"fail {n}" if n % 7 == 3 else f"{n}" for n in range(30)])
     with (tmp_path / "in.jsonl").open("a") as lines:
         lines.write("no line\n")
     ended = somebody.played.finish
     somebody.played.finish = lambda job_id, text: time.sleep(0.1 if text == "2" else 0) or ended(job_id, text=text)
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--in-order", "--window", "8")[0] == 3
-    assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(60)), None]
+    assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(30)), None]
 
 
 def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_path):
-    write(tmp_path, [f"{n}" for n in range(50)])
+    write(tmp_path, [f"{n}" for n in range(25)])
     seen = []
     ended = somebody.played.finish
     somebody.played.finish = lambda *a, **o: (seen.append(len(keys(connection))), ended(*a, **o))
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--window", "5")[0] == 0
-    assert len(texts(tmp_path)) == 50
+    assert len(texts(tmp_path)) == 25
     assert max(seen) <= 2 * 5 + 4
 
 
@@ -316,6 +317,8 @@ def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, 
         (("run", "in.jsonl", "--out", "no/folder/out.jsonl"), "out.jsonl"),
         (("run", "in.jsonl", "--out", "in.jsonl"), "in.jsonl"),
         (("submit", "in.jsonl", "--keep", "soon"), "--keep"),
+        (("submit", "in.jsonl", "--keep", "100000000000d"), "--keep"),
+        (("run", "in.jsonl", "--out", "/dev/null"), "/dev/null"),
         (("submit", "in.jsonl", "--name", "a:b"), "--name"),
         (("submit", "in.jsonl", "--model-alias", "gpt"), "--model-alias"),
         (("submit", "in.jsonl", "--queue", "a,b"), "queue"),
@@ -328,6 +331,12 @@ def test_a_wrong_command_is_refused_before_anything_is_sent(batch, connection, t
     assert (code, word in err) == (2, True), err
     assert keys(connection) == []
     assert (tmp_path / "in.jsonl").read_text() == before
+
+
+def test_a_file_whose_name_is_no_text_is_a_batch_too(batch, tmp_path):
+    write(tmp_path, ["one"], name=os.fsdecode(b"\xff.jsonl"))
+    assert batch("submit", os.fsdecode(b"\xff.jsonl"))[0] == 0
+    assert "(?.jsonl, 1 lines)" in batch("ls")[1]
 
 
 def test_an_unknown_batch_is_named(batch):

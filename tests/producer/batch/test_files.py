@@ -1,11 +1,13 @@
 """The two files of a batch: what is read of the one, and what a crash leaves of the other."""
 
 import json
+import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
-from stoker.batch import answers
+from stoker.batch import answers, output_file
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.lines import MAX_LINE_BYTES, BadLine
@@ -67,6 +69,14 @@ def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_pat
     tracemalloc.stop()
 
 
+def test_an_input_that_cannot_be_read_twice_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
+    with pytest.raises(ValueError, match="no file that can be read twice"):
+        InputFile(tmp_path / "pipe")
+    os.close(writer)
+
+
 def test_an_input_that_is_written_to_meanwhile_is_noticed(tmp_path):
     with opened(tmp_path, f"{line('one')}\n{line('two')}\n") as lines:
         (tmp_path / "in.jsonl").write_text(f"{line('three')}\n{line('four', 'y')}\n")
@@ -99,7 +109,7 @@ def test_what_was_written_is_found_again_and_not_written_twice(out):
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize("kept", [0, 1, 30, -1])
+@pytest.mark.parametrize("kept", [0, 1, 30, -2])
 def test_half_a_last_line_is_cut_off(out, kept):
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1))])
@@ -118,7 +128,43 @@ def test_a_file_of_half_a_first_line_begins_anew(out):
     assert out.read_bytes() == b""
 
 
-@pytest.mark.parametrize("text", ["my notes\n", "my notes", '{"id": "mine"}\n', "[1]\n"])
+def test_a_whole_last_line_is_kept_where_only_its_end_is_missing(out):
+    """An editor may leave it out; the answer has left Redis by then."""
+    with OutputFile(out, BATCH) as output:
+        output.append([(1, answer(1)), (2, answer(2))])
+    whole = out.read_bytes()
+    out.write_bytes(whole.rstrip(b"\n"))
+    with OutputFile(out, BATCH) as output:
+        assert (len(output.written), output.n_failed) == (2, 2)
+        output.append([(3, answer(3))])
+    assert out.read_bytes() == whole + answers.to_bytes(answer(3))
+
+
+def test_what_a_power_cut_left_of_the_last_blocks_is_cut_off(out):
+    with OutputFile(out, BATCH) as output:
+        output.append([(1, answer(1))])
+    whole = out.read_bytes()
+    for left in (b"\0" * 5000, whole[:30] + b"\0" * 5000):
+        out.write_bytes(whole + left)
+        with OutputFile(out, BATCH) as output:
+            assert len(output.written) == 1
+        assert out.read_bytes() == whole
+
+
+def test_answers_of_a_killed_process_are_on_the_disk_before_they_count(out, monkeypatch):
+    """It may have died between its write and its sync."""
+    with OutputFile(out, BATCH) as output:
+        output.append([(1, answer(1))])
+    synced = []
+    monkeypatch.setattr(output_file.os, "fsync", synced.append)
+    with OutputFile(out, BATCH) as output:
+        assert len(output.written) == len(synced) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["my notes\n", "my notes", '{"id": "mine"}\n', "[1]\n", '{"a": 1}', '{\n  "a": 1\n}', '{"a": 1}\n{"b": 2}'],
+)
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(out, text):
     out.write_text(text)
     with pytest.raises(OutputRefused, match=r"out\.jsonl"):
@@ -132,6 +178,17 @@ def test_the_file_of_another_batch_is_refused(out):
         output.append([(1, answer(1, batch=other))])
     with pytest.raises(OutputRefused, match=f"{other}.*{BATCH}"):
         OutputFile(out, BATCH)
+
+
+def test_what_keeps_nothing_is_refused():
+    for path in (Path("/dev/full"), Path("/dev/null")):
+        with pytest.raises(OutputRefused, match=str(path)):
+            OutputFile(path, BATCH)
+
+
+def test_a_path_that_is_no_text_is_shown_as_well_as_can_be(tmp_path):
+    with OutputFile(tmp_path / os.fsdecode(b"out \xff.jsonl"), BATCH) as output:
+        assert output.identity.encode().endswith(b"/out ?.jsonl")
 
 
 def test_two_processes_do_not_write_to_one_file(out):

@@ -44,6 +44,13 @@ BAD = {
     "a field beside": (raw(colour="red"), "one", "unknown_parameter", "colour"),
     "an unknown field": (raw(body={**GOOD["body"], "colour": 1}), "one", "unknown_parameter", "colour"),
     "one not served": (raw(body={**GOOD["body"], "n": 2}), "one", "unsupported_parameter", "n"),
+    "an endless name": (raw(body={**GOOD["body"], "x" * 1000: 1}), "one", "unknown_parameter", "x" * 64),
+    "half a character in it": (
+        raw(body={**GOOD["body"], "messages": [{"role": "user", "content": "\ud800"}]}),
+        "one",
+        "invalid_value",
+        None,
+    ),
     "out of range": (raw(body={**GOOD["body"], "top_p": 3}), "one", "invalid_value", "top_p"),
     "wrong type": (raw(body={**GOOD["body"], "max_tokens": "5"}), "one", "invalid_value", "max_tokens"),
     "no role": (raw(body={**GOOD["body"], "messages": [{"content": "x"}]}), "one", "invalid_value", "messages"),

@@ -1,6 +1,7 @@
 """What two processes do to one batch, and what a reading finds of it."""
 
 import json
+import time
 
 import pytest
 from tests.producer.played_worker import PlayedWorker
@@ -9,7 +10,7 @@ from stoker.batch.ends import ends_of, server_ms
 from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
-from stoker.batch.register import BatchRecord, forget, now_s, read_record, register, sent_lines, take_out
+from stoker.batch.register import BatchRecord, forget, read_record, register, sent_lines, take_out
 from stoker.driver import run
 from stoker.job_options import JobOptions
 
@@ -29,7 +30,7 @@ def lines(tmp_path):
 
 @pytest.fixture
 def record(connection, lines):
-    record = BatchRecord("b-1", "generate", "in.jsonl", lines.n_requests, lines.n_lines, DAY_S, now_s())
+    record = BatchRecord("b-1", "generate", "in.jsonl", lines.n_requests, lines.n_lines, DAY_S, int(time.time()))
     return run(connection, register(record))
 
 

@@ -1,29 +1,16 @@
 """A queue adapter that holds the queue `generate`, on a server of the session's own."""
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.server_fixture import connection, producer  # noqa: F401
 
-from stoker import Producer
 from stoker_worker.rq_worker.connect import open_queue
 from stoker_worker.settings import read_settings
 
 
 @pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
-
-
-@pytest.fixture
-def plain(connection):
+def plain(connection):  # noqa: F811
     """The queue as any RQ producer uses it."""
     return Queue("generate", connection=connection, serializer=JSONSerializer)
 

@@ -25,7 +25,7 @@ class Row:
         n_prefilled: how many have come in since.
         ended_by: how it ended; a row whose last token is not in its cache yet stays until it is.
         breaks: how often it broke a step in which it was alone.
-        said: its text, once somebody has asked for it; a row with stop strings has it in `stops`.
+        growing: its text, once somebody has asked for it; a row with stop strings has it in `stops`.
     """
 
     uid: int
@@ -42,7 +42,7 @@ class Row:
     n_prefilled: int = 0
     ended_by: EndedBy | None = None
     breaks: int = 0
-    said: GrowingText | None = None
+    growing: GrowingText | None = None
     submitted_at: float = field(default_factory=time.perf_counter)
     inserted_at: float = 0.0
     first_token_at: float = 0.0
@@ -107,15 +107,13 @@ class Row:
         """As `GenerationEnginePort.text`."""
         if self.stops is not None:
             return self.stops.text
-        self.said = self.said or GrowingText(codec)
+        self.growing = self.growing or GrowingText(codec)
         ended = bool(self.generated) and self.generated[-1] in codec.eos_ids
-        self.said.add(self.generated[self.said.n_tokens : len(self.generated) - ended])
-        return self.said.text
+        self.growing.add(self.generated[self.growing.n_tokens : len(self.generated) - ended])
+        return self.growing.text
 
     def progress(self, stage: Stage) -> RowProgress:
-        n_tokens = len(self.generated)
-        since_s = time.perf_counter() - self.first_token_at
-        return RowProgress(stage, n_tokens, (n_tokens - 1) / since_s if n_tokens > 1 and since_s > 0 else 0.0)
+        return RowProgress.since(self.first_token_at, stage, len(self.generated))
 
     def timing(self) -> GenerationTiming:
         now = time.perf_counter()

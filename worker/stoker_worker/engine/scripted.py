@@ -37,6 +37,7 @@ from stoker_worker.ports import (
     LoadedModel,
     RestoredPrefix,
     RowProgress,
+    Stage,
 )
 
 END: Final = 256
@@ -73,10 +74,10 @@ class ScriptedCodec:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        said = [(message.role, message.content or "") for message in messages]
-        if any(mark in content for _, content in said for mark in "\x00\x01"):
+        spoken = [(message.role, message.content or "") for message in messages]
+        if any(mark in content for _, content in spoken for mark in "\x00\x01"):
             raise TemplateError("the scripted template takes no characters 0 and 1")
-        turns = "".join(f"\x01{role}\n{content}\x00\n" for role, content in said)
+        turns = "".join(f"\x01{role}\n{content}\x00\n" for role, content in spoken)
         return turns + ("\x01assistant\n" if add_generation_prompt else "")
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
@@ -92,7 +93,7 @@ class _Row:
     work: GenerationWork
     script: list[int]
     stops: StopScanner | None
-    said: GrowingText = field(default_factory=lambda: GrowingText(ScriptedCodec()))
+    growing: GrowingText = field(default_factory=lambda: GrowingText(ScriptedCodec()))
     generated: list[int] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float = 0.0
@@ -120,8 +121,8 @@ class ScriptedEngine:
         row = self._row(uid)
         if row is None or row.stops is not None:
             return row.stops.text if row and row.stops else ""
-        row.said.add(row.generated[row.said.n_tokens :])
-        return row.said.text
+        row.growing.add(row.generated[row.growing.n_tokens :])
+        return row.growing.text
 
     def submit(self, work: GenerationWork) -> int:
         stops = StopScanner(self._codec, work.request.stop) if work.request.stop else None
@@ -249,10 +250,8 @@ def _wrong_prefix(work: GenerationWork) -> EngineFailed | None:
 
 
 def _progress(row: _Row, *, waits: bool) -> RowProgress:
-    n_tokens = len(row.generated)
-    since_s = time.perf_counter() - row.first_token_at
-    rate = (n_tokens - 1) / since_s if n_tokens > 1 and since_s > 0 else 0.0
-    return RowProgress("waiting" if waits else "decode" if n_tokens else "prefill", n_tokens, rate)
+    stage: Stage = "waiting" if waits else "decode" if row.generated else "prefill"
+    return RowProgress.since(row.first_token_at, stage, len(row.generated))
 
 
 def _timing(row: _Row) -> GenerationTiming:

@@ -10,10 +10,10 @@ from stoker_worker.ports import TextCodec
 
 
 class StopScanner:
-    """Feed it token ids; it says when a stop string stands in their text, and where to cut."""
+    """Feed it token ids; it tells when a stop string is in their text, and where to cut."""
 
     def __init__(self, codec: TextCodec, stops: Sequence[str]) -> None:
-        self._said = GrowingText(codec)
+        self._growing = GrowingText(codec)
         self._stops = tuple(stops)
         self._overlap = max(len(stop) for stop in stops) - 1
         self._boundaries: list[tuple[int, int]] = [(0, 0)]  # (tokens, characters) at every whole-character point
@@ -22,7 +22,7 @@ class StopScanner:
     @property
     def text(self) -> str:
         """What the answer holds whatever comes next: without an end that may be the beginning of a stop string."""
-        text = self._said.text
+        text = self._growing.text
         for length in range(min(self._overlap, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return text[:-length]
@@ -30,11 +30,11 @@ class StopScanner:
 
     def add(self, token_id: int) -> bool:
         """Take one more token; ``True`` once a stop string is complete."""
-        search_from = max(0, len(self._said.text) - self._overlap)
-        if not self._said.add([token_id]):
+        search_from = max(0, len(self._growing.text) - self._overlap)
+        if not self._growing.add([token_id]):
             return False
-        self._boundaries.append((self._said.n_tokens, len(self._said.text)))
-        found = [at for stop in self._stops if (at := self._said.text.find(stop, search_from)) >= 0]
+        self._boundaries.append((self._growing.n_tokens, len(self._growing.text)))
+        found = [at for stop in self._stops if (at := self._growing.text.find(stop, search_from)) >= 0]
         self._cut = min(found, default=None)
         return self._cut is not None
 
@@ -47,6 +47,6 @@ class StopScanner:
         """
         if self._cut is None:
             raise ValueError("no stop string has been found")
-        text = self._said.text[: self._cut]
+        text = self._growing.text[: self._cut]
         kept, characters = next(pair for pair in reversed(self._boundaries) if pair[1] <= self._cut)
         return text, kept, text[characters:]

@@ -70,7 +70,7 @@ class AgentJobs:
         Raises:
             AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable: it cannot be done, and nothing
                 has changed.
-            OSError: likewise; or it is done and `answer` says so.
+            OSError: likewise; or it is done, and `answer` gives its result.
         """
         if request.action == "info":
             return self._info(request.agent_id, delivery)

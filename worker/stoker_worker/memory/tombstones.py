@@ -48,7 +48,7 @@ class Tombstones:
             if not tomb.is_dir():
                 return None
             known = {}
-        except (Damaged, ValueError):  # that it happened is certain: its name says it
+        except (Damaged, ValueError):  # that it happened is certain: its folder's name tells
             known = {}
         self._clear(tomb)
         return AgentForgotten(job_id=delivery.job_id, agent_id=agent_id, **{"existed": True, **known})
@@ -88,8 +88,8 @@ class Tombstones:
                 _log.error("what is left of a forgotten agent could not be removed: %s", error)
 
     def path_of(self, agent_id: str, delivery: Delivery) -> Path:
-        said = [agent_id, delivery.job_id, delivery.created_at, delivery.repeats_left, delivery.request]
-        return self._folder / hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        parts = [agent_id, delivery.job_id, delivery.created_at, delivery.repeats_left, delivery.request]
+        return self._folder / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def files_of(self, tomb: Path) -> tuple[Path, ...]:
         """What may be in it once all else has gone."""

@@ -1,5 +1,6 @@
 """The seam of the engine: one sequence's work in, its end out. No I/O, no MLX."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -128,6 +129,15 @@ class RowProgress:
     stage: Stage
     tokens: int = 0
     tokens_per_s: float = 0.0
+
+    @classmethod
+    def since(cls, first_token_at: float, stage: Stage, tokens: int) -> "RowProgress":
+        """
+        Args:
+            first_token_at: by `time.perf_counter`; counts only when there are two tokens.
+        """
+        since_s = time.perf_counter() - first_token_at
+        return cls(stage, tokens, (tokens - 1) / since_s if tokens > 1 and since_s > 0 else 0.0)
 
 
 class GenerationEnginePort(Protocol):

@@ -183,7 +183,7 @@ class AgentJobsPort(Protocol):
 
         Raises:
             AgentMemoryError: it cannot be done, and nothing has changed.
-            OSError: likewise; or it is done, and `answer` says so.
+            OSError: likewise; or it is done, and `answer` gives its result.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Ids that came up in a queue while this worker still runs their job. Inbox thread.
 
-Owns which of them wait for such a run to be over: a worker knows its jobs by their ids, so that the second delivery of
-one cannot start before the first has left.
+Owns which of them wait for such a run to be over: a worker tells its jobs apart by id, so the second delivery of one
+cannot start before the first has left.
 """
 
 from collections.abc import Mapping

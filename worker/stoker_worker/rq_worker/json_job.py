@@ -37,7 +37,7 @@ class JsonJob(Job):
     """A job read without unpickling and without importing anything it names.
 
     What cannot be read does not raise where RQ's bookkeeping would trip over it: the job then looks like a call of
-    nothing with no arguments, and `request` says what is wrong. The stored bytes stay as they are.
+    nothing with no arguments, and `read_request` raises what is wrong. The stored bytes stay as they are.
     """
 
     payload_error: Exception | None = None
@@ -52,7 +52,7 @@ class JsonJob(Job):
     is_listened_to: bool = False
     """Somebody wants to read its text as it is generated."""
     has_progress: bool = False
-    """Its `meta` says how far it is."""
+    """Its `meta` tells how far it is."""
     raw_created_at: str = ""  # RQ fills a missing one with the time of reading, which no delivery could be known by
     raw_repeats_left: bytes = b""
     packs_result: bool = False

@@ -46,10 +46,10 @@ return 1
 
 @dataclass
 class _Stream:
-    """What stands in it. `whole_bytes` is the size of its first entry, the only one with all text up to there.
+    """What it holds. `whole_bytes` is the size of its first entry, the only one with all text up to there.
 
     Attributes:
-        told: characters; -1 while the stream is not begun, or what stands in it is in doubt.
+        told: characters; -1 while the stream is not begun, or what it holds is in doubt.
         is_refused: the server takes nothing for this key; it may be somebody else's.
     """
 
@@ -96,7 +96,7 @@ class JobStreams:
         return frozenset(self._open) if self._open else frozenset()
 
     def open(self, job: ClaimedJob) -> None:
-        """Somebody reads along; may be said again."""
+        """Somebody reads along; may be called again."""
         self._open.setdefault(job.claim_number, _Stream(job.handle))
 
     def tell(self, claim_number: int, text: str) -> None:

@@ -1,0 +1,120 @@
+"""What others do to a batch while a command is at work on it: they empty Redis, fill it, cancel, forget, take over."""
+
+import threading
+
+import pytest
+from redis.exceptions import OutOfMemoryError, WatchError
+from tests.private_server import private_server
+from tests.producer.batch.test_commands import batch, connection, somebody, texts, write
+from tests.producer.played_worker import PlayedWorker
+from tests.server_fixture import require_server_program
+
+from stoker.batch import cli, holding, work
+from stoker.batch.canceling import cancel_batch
+from stoker.batch.holding import hold
+from stoker.batch.register import read_record, take_out
+from stoker.cli import main as cli_main
+from stoker.driver import run
+
+pytestmark = pytest.mark.server
+__all__ = ["batch", "connection", "somebody"]
+
+
+def test_redis_that_was_emptied_while_answers_were_taken_out_does_not_stop_a_batch(
+    batch, connection, somebody, tmp_path, monkeypatch
+):
+    write(tmp_path, ["one", "two"])
+    somebody.begin()
+    emptied = []
+
+    def take_out_of_nothing(*arguments):
+        if not emptied:
+            emptied.append(connection.flushall())
+        return take_out(*arguments)
+
+    monkeypatch.setattr("stoker.batch.collecting.take_out", take_out_of_nothing)
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert texts(tmp_path) == {"c0": "one", "c1": "two"}
+    assert emptied
+
+
+def test_a_cancel_that_comes_after_the_end_leaves_nothing(batch, connection, somebody, tmp_path):
+    write(tmp_path, ["one"])
+    _, name, _ = batch("submit", "in.jsonl")
+    record = run(connection, read_record(name))
+    somebody.begin()
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+    assert run(connection, cancel_batch(record, remove=False)) == 0
+    assert list(connection.scan_iter("stoker:batch:*")) == []
+    assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
+
+
+@pytest.mark.parametrize("and_forget", [False, True])
+def test_a_batch_that_is_canceled_while_it_is_submitted_is_submitted_no_further(
+    batch, connection, tmp_path, monkeypatch, and_forget
+):
+    write(tmp_path, ["one"])
+
+    def cancel_instead(seconds):
+        [name] = connection.zrange("stoker:batch::all", 0, -1)
+        run(connection, cancel_batch(run(connection, read_record(name.decode())), remove=and_forget))
+
+    monkeypatch.setattr(cli.time, "sleep", cancel_instead)
+    code, _, err = batch("submit", "in.jsonl", "--max-redis-bytes", "1")
+    assert (code, "no batch" in err if and_forget else "was canceled" in err) == (1 if and_forget else 2, True), err
+
+
+def test_who_waited_for_another_process_does_not_go_on_without_the_answers_that_it_took(
+    batch, connection, somebody, tmp_path, monkeypatch
+):
+    """It has died meanwhile; its file has the answers."""
+    write(tmp_path, ["one", "two"])
+    _, name, _ = batch("submit", "in.jsonl")
+    connection.set(f"stoker:batch:{name}:holder", "elsewhere 1:2 /there/out.jsonl")
+
+    def other_takes_and_dies(seconds):
+        connection.hset(f"stoker:batch:{name}", mapping={"n_taken": 1, "output": "elsewhere 1:2 /there/out.jsonl"})
+        connection.delete(f"stoker:batch:{name}:holder")
+
+    monkeypatch.setattr(work.time, "sleep", other_takes_and_dies)
+    code, _, err = batch("fetch", name, "--out", "out.jsonl")
+    assert (code, "out of Redis already, in /there/out.jsonl" in err) == (2, True), err
+    assert not connection.exists(f"stoker:batch:{name}:holder")
+
+
+def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_process(connection, monkeypatch):
+    steps = hold("b", "here 1:2 /out.jsonl")
+    watched = next(steps)
+    assert steps.throw(WatchError("a connection error while watching")) == watched
+    with pytest.raises(holding.BatchHeld, match=r"/there/out\.jsonl on elsewhere"):
+        watched.write([b"elsewhere 1:2 /there/out.jsonl"])
+
+
+def test_answers_leave_a_server_that_is_full(tmp_path, monkeypatch):
+    require_server_program()
+    with private_server(tmp_path / "redis") as admin:
+        url = f"unix://{tmp_path / 'redis' / 'admin.sock'}"
+        monkeypatch.chdir(tmp_path)
+        prompts = [f"say {number}" for number in range(20)]
+        write(tmp_path, prompts)
+        assert command("--redis", url, "batch", "submit", "in.jsonl", "--name", "full") == 0
+        played = PlayedWorker(admin)
+        for prompt, job_id in zip(prompts, admin.lrange("rq:queue:generate", 0, -1), strict=True):
+            played.finish(job_id.decode(), text=prompt * 10_000)
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] - 2**17)
+        with pytest.raises(OutOfMemoryError):
+            admin.set("a", "b")
+        done = []
+        fetch = ("--redis", url, "batch", "fetch", "full", "--out", "out.jsonl")
+        thread = threading.Thread(target=lambda: done.append(command(*fetch)), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert done == [0]
+        assert len(texts(tmp_path)) == 20
+        assert admin.hget(next(admin.scan_iter("stoker:batch:full-????????????????")), "n_taken") == b"20"
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as left:
+        cli_main(list(arguments))
+    return left.value.code
