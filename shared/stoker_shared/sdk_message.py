@@ -28,6 +28,8 @@ def plain_message(fields: Any) -> Any:
     for name, instead in _MUST_BE_EMPTY.items():
         if message.pop(name, None):
             raise ValueError(f"'{name}' is not served: {instead}")
+    if message.get("tool_calls") in ([], ()):  # to some templates a list is a call, whatever is in it
+        del message["tool_calls"]
     content = message.get("content")
     if isinstance(content, list | tuple):
         # Nothing between them: so do the templates that take a list, and mlx-lm's own server.

@@ -19,6 +19,12 @@ def test_what_an_assistant_only_called_has_no_content():
         assert message == {"role": "assistant", "tool_calls": [CALL]}
 
 
+def test_a_list_without_calls_is_no_list():
+    assert kept({"role": "assistant", "content": "x", "tool_calls": []}) == [{"role": "assistant", "content": "x"}]
+    with pytest.raises(InvalidRequest, match="'content' must be given"):
+        kept({"role": "assistant", "content": None, "tool_calls": []})
+
+
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]])
 def test_a_worker_of_v_1_is_asked_only_what_it_reads(content):
     message = {"role": "assistant", "content": content, "tool_calls": [CALL]}

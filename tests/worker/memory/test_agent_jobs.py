@@ -20,7 +20,7 @@ from tests.worker.memory.agents import (
     open_store,
     reopen,
 )
-from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
+from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Survivors
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult
@@ -394,3 +394,40 @@ def test_a_power_cut_anywhere_leaves_it_done_or_not_and_the_second_delivery_does
             break
     assert not was_cut
     assert cut_at > 5
+
+
+@pytest.mark.parametrize("n_failures", [1, 2, 3, 4, 1000])
+@pytest.mark.parametrize("action", STORED)
+def test_a_disk_that_was_full_anywhere_leaves_it_done_or_not_and_the_second_delivery_does_it_once(
+    tmp_path: Path, action: str, n_failures: int
+) -> None:
+    base, by = tmp_path / "base", delivery()
+    request = ask(action, **({"target": "fork"} if action == "fork" else {}))
+    store = open_store(base)
+    for say in STORED[action]:
+        say(Agent(store))
+    store.close()
+    store = open_store(shutil.copytree(base, tmp_path / "whole"))
+    answer, after = deliver(store, request, by), seen(store)
+    store.close()
+    failed = True
+    for fail_at in range(1, 200):
+        folder, files = shutil.copytree(base, tmp_path / str(fail_at)), FullFiles()
+        store = AgentStore(folder, files=files)
+        files.arm(fail_at, n_failures)
+        try:
+            deliver(store, request, by)
+            failed = False
+        except OSError:
+            pass
+        files.arm(10_000, 1)
+        if fail_at % 2:
+            store = reopen(store, folder)
+        assert deliver(store, request, by) == answer, fail_at
+        assert seen(store) == after, fail_at
+        store.close()
+        shutil.rmtree(folder)
+        if not failed:
+            break
+    assert not failed
+    assert fail_at > 5

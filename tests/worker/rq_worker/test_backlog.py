@@ -239,6 +239,40 @@ def test_a_job_of_another_producer_is_known_by_its_request(connection, backlog, 
     assert backlog.agents() == {"plain"}
 
 
+def test_an_id_that_comes_again_while_it_waits_is_what_its_hash_says_then(connection, producer, backlog):
+    reads = {"agent_id": "a", "prompt": "x", "cache": "read"}
+    again, beside = (producer.submit(**reads).job_id for _ in range(2))
+    assert claim(backlog, busy=["a"]) == []
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "y"}, job_id=again)
+    assert claim(backlog) == [beside]
+    assert claim(backlog) == [again]
+
+
+def test_an_id_that_came_again_for_another_agent_waits_for_those_before_it(connection, backlog, submit):
+    (again,) = submit("a")
+    (before,) = submit("b")
+    assert claim(backlog, busy=["a", "b"]) == []
+    connection.lrem("rq:queue:generate", 0, again)
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
+    assert claim(backlog) == [before]
+    assert claim(backlog) == [again]
+
+
+def test_so_does_one_that_was_gone_in_between(connection, backlog, submit):
+    (again,) = submit("a")
+    (before,) = submit("b")
+    assert claim(backlog, busy=["a", "b"]) == []
+    connection.delete("rq:queue:generate")
+    assert claim(backlog) == []
+    connection.rpush("rq:queue:generate", before)
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
+    assert claim_soon(backlog) == [before]
+    assert claim(backlog) == [again]
+
+
 def test_a_note_of_an_id_that_was_enqueued_anew_for_another_agent_counts_for_nothing(connection, backlog, submit):
     (job_id,) = submit("a")
     connection.lrem("rq:queue:generate", 0, job_id)

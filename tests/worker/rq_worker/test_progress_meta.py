@@ -72,6 +72,19 @@ def test_progress_comes_and_goes_beside_what_the_producer_keeps_in_meta(connecti
     assert json.loads(connection.hget(job.handle.job.key, "meta")) == kept
 
 
+@pytest.mark.parametrize("by", ["stop", "recovery"])
+def test_a_job_that_goes_back_to_its_queue_shows_no_progress(connection, plain, queue, by):
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": 1})
+    (job,) = claim(queue)
+    queue.withdrawn([job], {job.job_id: RowProgress("decode", 7, 3.0)})
+    if by == "stop":
+        assert queue.give_back([job], counts_as_attempt=False) == 1
+    else:
+        queue._in_flight.clear()  # of a worker before this one
+        assert queue.recover() == 1
+    assert json.loads(connection.hget(job.handle.job.key, "meta")) == {"mine": 1}
+
+
 @pytest.mark.parametrize("meta", [b"\x80pickle", b"[1]", b'{"progress": "50 %"}', b'{"x": "' + b"y" * 20_000 + b'"}'])
 def test_a_meta_that_cannot_hold_progress_is_left_as_it_is(connection, producer, queue, meta):
     job_id = submit(producer)

@@ -242,6 +242,12 @@ class AgentFolder:
         except OSError as error:
             _log.error("agent %r: could not mark its last turn as not saved: %s", self.agent_id, error)
 
+    def mark_saved(self) -> None:
+        """Take back `mark_unsaved`: all that was lost is there after all. Raises `OSError`."""
+        if not self._head.exists():
+            self._files.rename(self._unsaved, self._head)
+        self._files.flush(self.path)
+
 
 @dataclass(frozen=True)
 class _ReadRecord:

@@ -58,11 +58,19 @@ class AgentJobs:
             return None
         if request.action == "forget":
             return self._tombstones.answer(request.agent_id, delivery)
-        state = self._state_of(request.target or request.agent_id)
+        agent_id = request.target or request.agent_id
+        state = self._state_of(agent_id)
         if state.unreadable is not None:
             raise state.unreadable
         known = state.version.answer_to(delivery)
-        return read_agent_result(known) if known is not None else None
+        if known is None:
+            return None
+        if state.problem and state.version.transcript and known["version"] == state.version.number:
+            # It was written, and the disk failed then: it is marked as not saved.
+            self._store.agent(agent_id).mark_saved()
+            self._unsaved.discard(agent_id)
+            self._budget.look_again(agent_id)
+        return read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
         """Do it; once for each delivery, if `answer` was asked before.

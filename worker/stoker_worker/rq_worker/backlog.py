@@ -110,7 +110,9 @@ class Backlog:
         self._read_at = connection.register_script(_READ)
         self._lineup = Lineup()
         self._learned: dict[str, tuple[MemoryUse, bool]] = {}  # outlives the lineup, which is read anew at times
+        self._set_right: dict[str, tuple[MemoryUse, bool]] = {}  # of jobs that go back, until they are seen again
         self._may_start_over = Every(5.0)
+        self._starts_over = False
         self._is_whole = True
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
@@ -166,7 +168,7 @@ class Backlog:
 
     def set_right(self, job_id: str, use: MemoryUse, *, suspect: bool) -> None:
         """A claimed job that goes back is not what was read of it."""
-        self._learned[job_id] = use, suspect
+        self._set_right[job_id] = use, suspect
 
     def _take(self, chosen: list[str], lease_value: str) -> list[str]:
         if not chosen:
@@ -196,15 +198,32 @@ class Backlog:
             args: list[bytes | int] = [*sizes, *map(raw, first), *map(raw, last)]
             length, goes_on, before, behind = self._look_at(keys=[self._key], args=args)
             if not goes_on:
-                self._lineup.clear()
-            self._lineup.prepend(map(text, before))
-            self._lineup.append(map(text, behind))
+                self._start_over()
+            self._lineup.prepend(self._arriving(before))
+            self._lineup.append(self._arriving(behind))
             unknown = length - len(self._lineup)
             self._is_whole = len(behind) < _PAGE
+            if self._is_whole and self._starts_over:
+                self._starts_over = False
+                self._learned = {job_id: use for job_id, use in self._learned.items() if job_id in self._lineup}
             # Somebody removed many, or put some where nobody does: an id that stands there twice looks like that too.
             if not self._is_whole or (unknown >= -_MAX_GONE and not (unknown > 0 and self._may_start_over.is_due())):
                 return
-            self._lineup.clear()
+            self._start_over()
+
+    def _start_over(self) -> None:
+        self._lineup.clear()
+        self._starts_over = True
+
+    def _arriving(self, found: list[bytes]) -> list[str]:
+        """The ids that came in. One that was here before may be another job by now, of which nothing is known."""
+        job_ids = [text(job_id) for job_id in found]
+        for job_id in job_ids:
+            if not self._starts_over or job_id in self._lineup:
+                self._learned.pop(job_id, None)
+            if job_id in self._set_right:
+                self._learned[job_id] = self._set_right.pop(job_id)
+        return job_ids
 
     def _learn(self) -> bool:
         """Find out whose some of the next jobs are; ``False`` when that is known of all."""

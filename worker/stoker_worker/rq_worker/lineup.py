@@ -28,6 +28,9 @@ class Lineup:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._places
+
     def clear(self) -> None:
         """Forget all: whoever is seen next counts as never served."""
         self._places: dict[str, int] = {}

@@ -6,10 +6,12 @@ something else under that key, is left alone.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import ResponseError
 
 from stoker_shared.wire import META_PROGRESS
 from stoker_worker.ports import RowProgress
@@ -60,13 +62,13 @@ class ProgressMeta:
         written = json.dumps({**fields, META_PROGRESS: shown})
         self._note(keys=[handle.job.key, handle.execution.key], args=[meta, written], client=pipeline)
 
-    def clear(self, handle: RqHandle) -> None:
-        """Of a job that somebody canceled while it ran."""
-        if not handle.job.has_progress:
-            return
-        meta = self._connection.hget(handle.job.key, "meta")
+    def clear(self, job_key: str) -> None:
+        """Of a job that does not run any more, and did not end by the ender's hand."""
+        meta = None
+        with suppress(ResponseError):  # its key is no hash any more
+            meta = self._connection.hget(job_key, "meta")
         if meta and (fields := read_meta(meta)) and has_progress(fields):
-            self._clear(keys=[handle.job.key], args=[meta, json.dumps(without_progress(fields))])
+            self._clear(keys=[job_key], args=[meta, json.dumps(without_progress(fields))])
 
 
 def read_meta(meta: bytes | str | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
-from rq.job import JobStatus
+from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
@@ -150,6 +150,7 @@ class RqQueue:
         for lost in orphans:
             if lost.execution is not None:
                 self._identity.executions.pop(lost.execution.id, None)
+                self._progress.clear(Job.key_for(lost.job_id))
         self._recovery.forget_dead_workers()
         self._aftermath.catch_up(leave=self._ending)
         return recovered
@@ -203,7 +204,7 @@ class RqQueue:
         self._ending.add(job.handle.execution.id)
         was_stopped = self._ender.stop(job.handle)
         if not was_stopped:
-            self._progress.clear(job.handle)
+            self._clear_progress(job)
         self._forget(job, ended=True)
         if was_stopped:
             self._callbacks.stopped(job.handle.job)
@@ -224,6 +225,7 @@ class RqQueue:
                     self._ownership.let_go(job.handle)
                 else:
                     given_back += 1
+                    self._clear_progress(job)
             finally:
                 self._forget(job)  # whatever comes: recovery takes up what could not be given back
         return given_back
@@ -232,6 +234,10 @@ class RqQueue:
 
     def _holds_all_queues(self) -> bool:
         return all(self._lease.is_ours(name) for name in self._queues)
+
+    def _clear_progress(self, job: ClaimedJob) -> None:
+        if job.handle.job.has_progress:
+            self._progress.clear(job.handle.job.key)
 
     def _give_back_unstarted(self, job: ClaimedJob) -> None:
         self.give_back([job], counts_as_attempt=False)
