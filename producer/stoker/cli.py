@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             or_usage_error(require_known_variables)
         sys.exit(cli.main(arguments, prog_name="stoker", standalone_mode=False) or 0)
     except click.Abort:
-        error, code = StokerError("interrupted; a job that was submitted goes on"), 130
+        error, code = StokerError("interrupted; what was submitted goes on"), 130
     except click.ClickException as raised:
         if "--json" not in arguments:
             raised.show()
@@ -158,7 +158,7 @@ def _as_object(error: Exception) -> dict[str, Any]:
     if isinstance(error, JobError):
         described["job_id"] = error.job_id
     if isinstance(error, JobFailed):
-        described |= {"reason": error.reason, "partial_text": error.partial_text}
+        described |= {name: getattr(error, name) for name in ("kind", "reason", "retryable", "partial_text")}
     return described
 
 

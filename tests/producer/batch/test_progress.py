@@ -42,7 +42,8 @@ def test_the_bar_moves(as_terminal):
     first, half, last = [line for line in lines_of(terminal) if line]
     assert first.startswith("[--------------------]   0 %  0 done, 0 failed, 200 waiting")
     assert half.startswith("[##########----------]  50 %  90 done, 10 failed, 100 waiting")
-    assert last.startswith("[####################] 100 %") and last.endswith("nobody is there")
+    assert last.startswith("[####################] 100 %")
+    assert last.endswith("nobody is there")
 
 
 def test_a_line_for_people_gets_a_line_of_its_own(as_terminal):
