@@ -1,4 +1,4 @@
-"""The `stoker` command: submit a job, read its result, ask where it stands, cancel it; the dashboard. Words only.
+"""The `stoker` command: submit a job, read its result, ask where it is, cancel it; the dashboard. Words only.
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
 Without, stdout is the text or the id and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was

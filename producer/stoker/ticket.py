@@ -85,7 +85,7 @@ class Ticket:
             yield from run(self._connection, reader.read())
 
     def status(self) -> TicketStatus:
-        """Where the job stands now.
+        """Where the job is now.
 
         Raises:
             JobNotFound: no such job (any more).

@@ -62,10 +62,10 @@ _lines = _options(
     _line("--any-model", is_flag=True, help="Lines run on the loaded model, whichever they name."),
     _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
           help="For lines without a limit.  [chat 1024, text 16]"),
-    _job("--queue", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
+    _job("--queue", metavar="NAME", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
     _job("--job-timeout-s", type=click.IntRange(min=1), default=DEFAULT_JOB_TIMEOUT_S, show_default=True, metavar="S",
          help="Longest run of one line."),
-    _job("--keep", "keep", default="7d", show_default=True,
+    _job("--keep", "keep", default="7d", show_default=True, metavar="TIME",
          help="How long a line may wait, and then its answer: 90m, 12h, 7d."),
     _job("--max-redis-bytes", metavar="BYTES", type=click.IntRange(min=1),
          help="Send nothing while Redis holds more.  [1 GiB, or 80 % of its maxmemory]"),
@@ -272,7 +272,9 @@ def _output(path: Path, name: str) -> OutputFile:
 def _or_usage_error(make: Callable[[], T]) -> T:
     try:
         return make()
-    except (ValueError, OSError, OutputRefused) as error:
+    except OSError as error:
+        raise click.UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+    except (ValueError, OutputRefused) as error:
         raise click.UsageError(str(error)) from None
 
 

@@ -32,8 +32,12 @@ class InputFile:
         """
         Raises:
             OSError: it cannot be read.
+            ValueError: it is no regular file; lines are read a second time when their turn comes.
         """
         self._file = path.open("rb")
+        if not self._file.seekable():
+            self._file.close()
+            raise ValueError(f"{path} can be read only once; a batch goes on from a file")
         self._path = path
         self._starts = array("Q")
         self._blank, self._repeated = LineSet(), LineSet()

@@ -107,7 +107,7 @@ class OutputFile:
             raise OutputRefused(f"another process writes to {self._path}") from None
 
     def _mend(self) -> None:
-        """Cut off what stands behind the last line end."""
+        """Cut off what is behind the last line end."""
         end = size = self._file.seek(0, os.SEEK_END)
         while end > 0:
             begin = max(0, end - _CHUNK_BYTES)

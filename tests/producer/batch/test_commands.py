@@ -1,6 +1,7 @@
 """`stoker batch` as a user runs it, beside a worker that somebody plays: what is where after which step."""
 
 import json
+import os
 import threading
 import time
 
@@ -380,3 +381,16 @@ def test_a_queue_without_a_worker_is_named(batch, tmp_path, monkeypatch):
     code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
     assert code == 130
     assert f"0 done, 0 failed, 1 waiting, {nobody}\nthe same command goes on from here\n" in err
+
+
+def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):
+    write(tmp_path, ["one"])
+    code, _, err = batch("run", "in.jsonl", "--out", "nowhere/out.jsonl")
+    assert code == 2
+    assert err.endswith("Error: nowhere/out.jsonl: No such file or directory\n")
+    reader, writer = os.pipe()
+    os.close(writer)
+    code, _, err = batch("run", f"/dev/fd/{reader}", "--out", "out.jsonl")
+    os.close(reader)
+    assert code == 2
+    assert "can be read only once" in err
