@@ -197,7 +197,9 @@ def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
         if and_forget and carry_out(connection, is_held(record.batch)):
             raise StokerError(f"a process takes the answers of {record.batch} out; end it first, or leave out --forget")
         n_canceled = carry_out(connection, cancel_batch(record, remove=and_forget))
-    line = f"{n_canceled:,} lines canceled" + (f", and {record.batch} forgotten" if and_forget else "")
+    line = f"{n_canceled:,} {'line' if n_canceled == 1 else 'lines'} canceled" + (
+        f", and {record.batch} forgotten" if and_forget else ""
+    )
     show(as_json, {"batch": record.batch, "canceled": n_canceled}, line)
 
 
@@ -220,7 +222,7 @@ def _find(connection: Redis, name: str) -> BatchRecord:
     if record is None:
         fitting = [batch for batch in carry_out(connection, all_batches()) if batch.startswith(name)]
         if len(fitting) > 1:
-            raise click.UsageError(f"{name} begins the ids of several batches: {', '.join(fitting)}")
+            raise click.UsageError(f"{name!r} begins the ids of several batches: {', '.join(fitting)}")
         record = carry_out(connection, read_record(fitting[0])) if fitting else None
     if record is None:
         raise BatchGone(f"no batch {name} in Redis; `stoker batch ls` shows which there are")
