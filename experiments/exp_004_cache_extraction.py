@@ -77,7 +77,7 @@ def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
                 "end_step": step,
                 "a_token_in_every_step": step - first_step[completion.uid] + 1 == len(completion.generated_ids),
                 "rows_going_on": len(after),
-                "others_advanced": all(after[uid] == before[uid] + 1 for uid in decoding),
+                "others_advanced": all(after[uid].tokens == before[uid].tokens + 1 for uid in decoding),
                 "cache_tokens": cache.stop,
                 "cache_tokens_right": cache.start == 0 and cache.stop == len(turn.prompt.ids) + completion.kept,
                 "saved_ms": round(1000 * bench.save(store, turn, completion), 1),
