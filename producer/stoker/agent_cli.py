@@ -32,7 +32,7 @@ def _job_options(function: FC) -> FC:
         redis_option,
         json_option,
         timeout_option,
-        _job("--queue", help="RQ queue: the one of the agent's other jobs.  [generate]"),
+        _job("--queue", metavar="NAME", help="RQ queue: the one of the agent's other jobs.  [generate]"),
         _job("--job-id", metavar="ID", help="Your own id: the same command again makes no second job."),
     ):
         function = option(function)
@@ -79,14 +79,23 @@ def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: boo
 @_job("--yes", is_flag=True, help="Do not ask.")
 @_expecting
 @_job_options
-@click.pass_obj
-def forget(redis_url: str, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def forget(context: click.Context, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
     """Remove AGENT: its conversation, and every block that only it used."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
-    if not yes:
-        click.confirm(f"Remove agent {agent_id!r} and its conversation for good?", abort=True, err=True)
-    _run(redis_url, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
+    if not (yes or _agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
+        click.echo("nothing was removed", err=True)
+        context.exit(1)
+    _run(context.obj, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:  # nobody can answer, or ^C
+        click.echo(err=True)
+        return False
 
 
 def _run(

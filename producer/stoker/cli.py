@@ -1,4 +1,4 @@
-"""The `stoker` command: submit a job, read its result, ask where it stands, cancel it; the dashboard. Words only.
+"""The `stoker` command: submit a job, read its result, ask where it is, cancel it; the dashboard. Words only.
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
 Without, stdout is the text or the id and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
             or_usage_error(require_known_variables)
         sys.exit(cli.main(arguments, prog_name="stoker", standalone_mode=False) or 0)
     except click.Abort:
-        error, code = StokerError("interrupted; a job that was submitted goes on"), 130
+        error, code = StokerError("interrupted; what was submitted goes on"), 130
     except click.ClickException as raised:
         if "--json" not in arguments:
             raised.show()
@@ -156,7 +156,7 @@ def _as_object(error: Exception) -> dict[str, Any]:
     if isinstance(error, JobError):
         described["job_id"] = error.job_id
     if isinstance(error, JobFailed):
-        described |= {"reason": error.reason, "partial_text": error.partial_text}
+        described |= {name: getattr(error, name) for name in ("kind", "reason", "retryable", "partial_text")}
     return described
 
 

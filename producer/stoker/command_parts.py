@@ -23,7 +23,7 @@ def _use_server(context: click.Context, parameter: click.Parameter, url: str | N
 _output = options_under("Output")
 json_option = _output("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 timeout_option = _output(
-    "--timeout-s", type=click.FloatRange(min=0), help="Longest wait, in seconds; without it, until the job ends."
+    "--timeout-s", type=click.FloatRange(min=0), metavar="S", help="Longest wait; without it, until the job ends."
 )
 redis_option = options_under("Server")(
     "--redis",

@@ -1,4 +1,4 @@
-"""A job as it stands in Redis, read without unpickling and without importing anything it names. Reads only.
+"""A job as it is in Redis, read without unpickling and without importing anything it names. Reads only.
 
 Owns what each of RQ's keys means. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
 the request (up to megabytes) where it is, and works on jobs any client in any language has enqueued.

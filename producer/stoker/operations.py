@@ -35,7 +35,7 @@ class Commands:
 
     Attributes:
         atomic: as one transaction.
-        errors_as_replies: an error of one command stands in its place, instead of being raised.
+        errors_as_replies: an error of one command is its reply, instead of being raised.
     """
 
     commands: Sequence[Command]

@@ -101,7 +101,7 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
 )
 @_job("--model", metavar="NAME", help="Fail unless this is the model that the worker has loaded.")
 @_job("--metadata", multiple=True, metavar="K=V", callback=_as_map, help="Comes back with the result; several times.")
-@_job("--queue", help="RQ queue.  [generate]")
+@_job("--queue", metavar="NAME", help="RQ queue.  [generate]")
 @_job("--job-id", metavar="ID", help="Your own id: the same command again makes no second job.")
 @_job("--job-timeout-s", type=int, metavar="S", help="Longest run.  [3600]")
 @_job("--result-ttl-s", type=int, metavar="S", help="How long the result is kept; -1: for ever.  [86400]")

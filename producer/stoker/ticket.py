@@ -71,7 +71,7 @@ class Ticket(AnyTicket):
             yield from run(self._connection, reader.read())
 
     def status(self) -> TicketStatus:
-        """Where the job stands now.
+        """Where the job is now.
 
         Raises:
             JobNotFound: no such job (any more).

@@ -1,4 +1,4 @@
-"""Where a job stands, as a small value."""
+"""Where a job is, as a small value."""
 
 from dataclasses import asdict, dataclass
 

@@ -12,6 +12,8 @@ SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 """`context_settings` of both commands."""
 
 _LAST: Final = "Other"
+_WHOLE_SENTENCE: Final = 500
+"""Characters; click would cut a command's first sentence off at the end of the line."""
 
 
 class _Option(click.Option):
@@ -53,7 +55,7 @@ class LaidOutGroup(_WithExamples, click.Group):
         width = max(map(len, left), default=0)
         for heading, names in (*self.sections.items(), (_LAST, tuple(left))):
             rows = [
-                (name.ljust(width), self.commands[name].get_short_help_str(formatter.width - width - 6))
+                (name.ljust(width), self.commands[name].get_short_help_str(_WHOLE_SENTENCE))
                 for name in names
                 if name in left
             ]

@@ -199,7 +199,8 @@ def problems_of(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(_shown(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
+        unknown = problem["type"] == "extra_forbidden"
+        message = "there is no such field" if unknown else problem["msg"].removeprefix("Value error, ")
         problems.append(f"{field}: {message}" if field else message)
     if len(problems) > _MAX_PROBLEMS_SHOWN:
         problems[_MAX_PROBLEMS_SHOWN:] = [f"and {len(problems) - _MAX_PROBLEMS_SHOWN} more"]

@@ -89,9 +89,11 @@ def test_what_cannot_be_done_is_exit_code_1_with_the_reason(stoker, requests):
 
 
 def test_forget_asks_first(stoker):
-    code, out, err = stoker("agent", "forget", "a", stdin=b"n\n")
-    assert code != 0
-    assert "Remove agent 'a'" in err
+    for answer in (b"n\n", b""):
+        code, out, err = stoker("agent", "forget", "a", stdin=answer)
+        assert (code, out) == (1, "")
+        assert "Remove agent 'a'" in err
+        assert err.endswith("nothing was removed\n")
     code, out, err = stoker("agent", "forget", "a", "--json")
     assert code == 2
     assert "--yes" in json.loads(out)["error"]["message"]

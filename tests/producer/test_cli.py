@@ -83,7 +83,9 @@ def test_a_failed_job_is_exit_code_1_with_one_line_or_one_object(stoker, worker)
         "type": "JobFailed",
         "message": f"job {job_id}: failed: GenerationTimedOut: after 5 s",
         "job_id": job_id,
+        "kind": "GenerationTimedOut",
         "reason": "GenerationTimedOut: after 5 s",
+        "retryable": False,
         "partial_text": "so far",
     }
 

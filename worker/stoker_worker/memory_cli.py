@@ -16,6 +16,7 @@ import click
 
 from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import AgentNotFound, StokerError
+from stoker_shared.help_layout import LaidOutGroup
 
 if TYPE_CHECKING:
     from stoker_worker.memory.access import StoreAccess
@@ -52,9 +53,15 @@ def _command(run: Callable[..., None]) -> click.Command:
     return memory.command(name=name)(reporting)
 
 
-@click.group()
+@click.group(
+    cls=LaidOutGroup,
+    sections={
+        "Look, also beside a running worker": ("ls", "show", "verify"),
+        "Change, with the worker stopped": ("fork", "rollback", "rm", "export", "import", "gc"),
+    },
+)
 def memory() -> None:
-    """Look at the agents' memory, and tidy it. `ls`, `show` and `verify` work beside a running worker."""
+    """Look at the agents' memory, and tidy it."""
 
 
 @_command
@@ -118,7 +125,7 @@ def verify(store: Path, as_json: bool) -> None:
 
 
 @_command
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only name what would be removed.")
 def gc(store: Path, as_json: bool, dry_run: bool) -> None:
     """Remove blocks that no agent uses, and files that a crash left."""
     from stoker_worker.memory.access import hold
@@ -161,7 +168,7 @@ def rm(store: Path, as_json: bool, agent: str, yes: bool) -> None:
 @click.argument("agent")
 @click.argument("new_agent")
 def fork(store: Path, as_json: bool, agent: str, new_agent: str) -> None:
-    """Make NEW_AGENT, which goes on from where AGENT stands.
+    """Make NEW_AGENT, which goes on from where AGENT is.
 
     It has AGENT's conversation and its cache. It has none of the jobs' results: those jobs were AGENT's.
     """
@@ -179,7 +186,7 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str) -> None:
 @click.argument("agent")
 @click.option("--to", "version", type=click.IntRange(1), help="Which version, else the one before the newest.")
 def rollback(store: Path, as_json: bool, agent: str, version: int | None) -> None:
-    """Take AGENT back to an earlier version: its conversation then is the newest version's again.
+    """Take AGENT back to an earlier version: that becomes its newest one.
 
     Nothing is lost: this is a version of its own, and the one it leaves can be gone back to likewise.
     """

@@ -28,6 +28,7 @@ from stoker.batch.work import BatchGone, BatchWork
 from stoker.command_parts import json_option, redis_option, show
 from stoker.connection import open_connection
 from stoker.driver import run as carry_out
+from stoker.presence import unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 
@@ -88,10 +89,8 @@ def run(
         with _output(out, planned.batch) as output:
             collector = Collector(connection, output, in_order)
             with Progress(planned.n_requests, collector.tally, quiet=as_json) as progress:
-                _say(as_json, f"batch {planned.batch}: {planned.n_requests:,} lines, {len(output.written):,} answered")
-                work = BatchWork(
-                    connection, planned.batch, collector, progress, _sayer(as_json), feeder, planned, window
-                )
+                progress.say(f"batch {planned.batch}: {planned.n_requests:,} lines, {len(output.written):,} answered")
+                work = BatchWork(connection, planned.batch, collector, progress, feeder, planned, window)
                 _do(work, follow=True)
             carry_out(connection, forget(planned.batch))
             _finish(context, as_json, planned, output)
@@ -117,6 +116,8 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
             else:
                 _or_stop(partial(feeder.feed, record, record.n_lines))
             record = _sent_so_far(connection, record.batch)
+        if warning := carry_out(connection, unattended(record.queue)):
+            _say(as_json, warning)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)
 
 
@@ -130,7 +131,9 @@ def status(url: str, name: str, as_json: bool) -> None:
     with _server(url) as connection:
         record = _find(connection, name)
         now = carry_out(connection, status_of(record))
-    show(as_json, _as_object(record, now), _as_line(record, now))
+        warning = carry_out(connection, unattended(record.queue)) if now.waiting else None
+    line = _as_line(record, now) + (f"; {warning}" if warning else "")
+    show(as_json, {**_as_object(record, now), "warning": warning}, line)
 
 
 @batch.command(epilog=examples("stoker batch fetch BATCH --out OUT.jsonl --follow"))
@@ -148,7 +151,7 @@ def fetch(context: click.Context, /, *, name: str, out: Path, in_order: bool, fo
         with _output(out, record.batch) as output:
             collector = Collector(connection, output, in_order)
             with Progress(record.n_requests, collector.tally, quiet=as_json) as progress:
-                work = BatchWork(connection, record.batch, collector, progress, _sayer(as_json))
+                work = BatchWork(connection, record.batch, collector, progress)
                 _do(work, follow=follow)
             _finish(context, as_json, _find(connection, record.batch), output)
 
@@ -166,7 +169,10 @@ def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
         if and_forget and carry_out(connection, is_held(record.batch)):
             raise StokerError(f"a process takes the answers of {record.batch} out; end it first, or leave out --forget")
         n_canceled = carry_out(connection, cancel_batch(record, remove=and_forget))
-    show(as_json, {"batch": record.batch, "canceled": n_canceled}, f"{n_canceled:,} lines canceled")
+    line = f"{n_canceled:,} {'line' if n_canceled == 1 else 'lines'} canceled" + (
+        f", and {record.batch} forgotten" if and_forget else ""
+    )
+    show(as_json, {"batch": record.batch, "canceled": n_canceled}, line)
 
 
 @batch.command(epilog=examples("stoker batch ls"))
@@ -197,7 +203,7 @@ def _find(connection: Redis, name: str) -> BatchRecord:
     if record is None:
         fitting = [batch for batch in carry_out(connection, all_batches()) if batch.startswith(name)]
         if len(fitting) > 1:
-            raise click.UsageError(f"{name} begins the ids of several batches: {', '.join(fitting)}")
+            raise click.UsageError(f"{name!r} begins the ids of several batches: {', '.join(fitting)}")
         record = carry_out(connection, read_record(fitting[0])) if fitting else None
     if record is None:
         raise BatchGone(f"no batch {name} in Redis; `stoker batch ls` shows which there are")
@@ -208,11 +214,11 @@ def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: 
     n_answered, n_failed = len(output.written), output.n_failed
     counts = {"batch": record.batch, "lines": record.n_requests, "succeeded": n_answered - n_failed, "failed": n_failed}
     left = record.n_requests - n_answered
-    text = f"{n_answered - n_failed:,} succeeded, {n_failed:,} failed" + (
-        f", {left:,} not answered yet" if left else ""
-    )
+    text = f"{n_answered - n_failed:,} succeeded, {n_failed:,} failed"
+    text += f" ({output.causes})" if n_failed else ""
+    text += f", {left:,} not answered yet" if left else ""
     if as_json:
-        click.echo(json.dumps({**counts, "left": left}))
+        click.echo(json.dumps({**counts, "left": left, "causes": output.causes.counts}))
     else:
         click.echo(text, err=True)
     context.exit(NOT_ALL if left else SOME_FAILED if n_failed else 0)
@@ -249,7 +255,9 @@ def _output(path: Path, name: str) -> OutputFile:
 def _or_usage_error(make: Callable[[], T]) -> T:
     try:
         return make()
-    except (ValueError, OSError, OutputRefused) as error:
+    except OSError as error:
+        raise click.UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+    except (ValueError, OutputRefused) as error:
         raise click.UsageError(str(error)) from None
 
 
@@ -257,6 +265,9 @@ def _do(work: BatchWork, *, follow: bool) -> None:
     _or_usage_error(work.begin)
     try:
         _or_stop(partial(work.go, follow=follow))
+    except KeyboardInterrupt:
+        work.progress.say("the same command goes on from here")
+        raise
     finally:
         work.end()
 
@@ -270,10 +281,6 @@ def _or_stop(work: Callable[[], Any]) -> None:
         work()
     except (InputChanged, OSError) as error:
         raise StokerError(str(error)) from None
-
-
-def _sayer(as_json: bool) -> Callable[[str], None]:
-    return lambda line: _say(as_json, line)
 
 
 def _say(as_json: bool, line: str) -> None:

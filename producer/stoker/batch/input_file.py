@@ -33,7 +33,7 @@ class InputFile:
         """
         Raises:
             OSError: it cannot be read.
-            ValueError: it is a pipe, or something else that is gone once it was read.
+            ValueError: it is no regular file; lines are read a second time when their turn comes.
         """
         self._file = path.open("rb")
         self._path = path

@@ -16,6 +16,7 @@ MAX_LINE_BYTES: Final = 64 * 2**20
 """Longest line that is read: the largest request, however its JSON is escaped, and no more than memory has room for."""
 
 MAX_CUSTOM_ID_CHARACTERS: Final = 512
+_NEEDS_CUSTOM_ID: Final = f"'custom_id' must be a text of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters"
 
 
 class BadLine(Exception):
@@ -52,7 +53,7 @@ def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
     """
     fields, custom_id = _object_of(number, raw)
     if custom_id is None:
-        raise BadLine(number, None, "missing_required_parameter", "no usable 'custom_id'", "custom_id")
+        raise BadLine(number, None, "missing_required_parameter", _NEEDS_CUSTOM_ID, "custom_id")
     unknown = sorted(set(fields) - {"custom_id", "method", "url", "body"})
     if unknown:
         name = ascii(unknown[0])[:64]

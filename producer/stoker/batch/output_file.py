@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from stoker.batch.answers import is_success, to_bytes
+from stoker.batch.causes import Causes
 from stoker.batch.line_set import LineSet
 from stoker.batch.naming import answer_id_for, line_of_answer
 from stoker_shared.errors import StokerError
@@ -30,6 +31,7 @@ class OutputFile:
     """
     Attributes:
         written: the lines that are answered in it.
+        causes: why those that failed did.
     """
 
     def __init__(self, path: Path, batch: str) -> None:
@@ -43,6 +45,7 @@ class OutputFile:
         is_new = not path.exists()
         self._file = path.open("a+b", buffering=0)
         self.written = LineSet()
+        self.causes = Causes()
         self._failed = LineSet()
         try:
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
@@ -92,13 +95,14 @@ class OutputFile:
             data = data[self._file.write(data) :]
         os.fsync(self._file.fileno())
         for number, answer in new:
-            self._note(number, is_success(answer))
+            self._note(number, answer)
 
-    def _note(self, number: int, succeeded: bool) -> None:
+    def _note(self, number: int, answer: Mapping[str, Any]) -> None:
         if number not in self.written:
-            self.written.add(number)
-            if not succeeded:
+            if not is_success(answer):
+                self.causes.note(number, answer)
                 self._failed.add(number)
+            self.written.add(number)
 
     def _lock(self) -> None:
         try:
@@ -120,22 +124,23 @@ class OutputFile:
                     self._require_half_of_ours(raw)
                     self._file.truncate(end)
                     break
-                self._note(*self._answer(at, raw))
+                self._note_answer(at, raw)
                 end += len(raw)
                 if not raw.endswith(b"\n"):
                     self._file.write(b"\n")
                     break
         if end:
             os.fsync(self._file.fileno())
+        self.causes.take_news()
 
-    def _answer(self, at: int, raw: bytes) -> tuple[int, bool]:
-        """The line that this answers, and whether it succeeded."""
+    def _note_answer(self, at: int, raw: bytes) -> None:
         try:
             answer = json.loads(raw)
             found = line_of_answer(answer["id"])
-            succeeded = is_success(answer)
+            if found is not None and found[0] == self._batch:
+                self._note(found[1], answer)
         except (ValueError, TypeError, KeyError, RecursionError):
-            found, succeeded = None, False
+            found = None
         if found is None:
             raise OutputRefused(f"line {at} of {self._path} is no answer of a batch; it is left as it is")
         if found[0] != self._batch:
@@ -143,7 +148,6 @@ class OutputFile:
                 f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
                 f"option has changed since, or it is another file's. Give another --out"
             )
-        return found[1], succeeded
 
     def _is_whole(self, last: bytes) -> bool:
         """Whether only its line end is missing: editors leave that out, and the answer has left Redis."""

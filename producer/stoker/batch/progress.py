@@ -1,13 +1,14 @@
 """How far a batch is, for people: a bar on a terminal, else a line every few seconds. Writes to stderr.
 
-click's bar and not rich's: click is here already, and the producer side stays light.
+Owns the last line of the terminal while a batch runs: other lines for people go through `say`, which moves the bar on.
 """
 
+import shutil
 import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import click
 
@@ -16,6 +17,8 @@ from stoker.batch.collecting import Tally
 _LINE_EVERY_S: Final = 5.0
 _DRAW_EVERY_S: Final = 0.2
 _RATE_OVER_S: Final = 30.0
+_BAR_CHARACTERS: Final = 20
+_ERASE_LINE: Final = "\r\x1b[2K"
 
 
 class Progress:
@@ -29,24 +32,23 @@ class Progress:
         self._total = total
         self._tally = tally
         self._quiet = quiet
-        self._bar: Any = None
+        self._draws = not quiet and sys.stderr.isatty()
         self._shown_at = float("-inf")
         self._samples: deque[tuple[float, int, int]] = deque()
-        if not quiet and sys.stderr.isatty():
-            self._bar = click.progressbar(
-                length=total, file=sys.stderr, show_eta=False, show_percent=True, item_show_func=lambda text: text
-            )
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.__enter__()
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(error_type, error, traceback)
+        self._erase()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if not self._quiet:
+            self._erase()
+            click.echo(line, err=True)
 
     def show(self, n_succeeded: int, n_failed: int, note: str | None = None) -> None:
         """Where it is now; drawn at most a few times a second.
@@ -55,15 +57,26 @@ class Progress:
             note: why nothing goes on, if so.
         """
         now = time.monotonic()
-        if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._bar is not None else _LINE_EVERY_S):
+        if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._draws else _LINE_EVERY_S):
             return
         self._shown_at = now
         text = self._text(now, n_succeeded, n_failed, note)
-        if self._bar is None:
-            click.echo(text, err=True)
+        if self._draws:
+            self._draw((n_succeeded + n_failed) / max(1, self._total), text)
         else:
-            self._bar.pos = min(n_succeeded + n_failed, self._total)
-            self._bar.update(0, text)
+            click.echo(text, err=True)
+
+    def _draw(self, part: float, text: str) -> None:
+        """The bar goes where the terminal is too narrow for it, then the end of the text: a longer line would wrap."""
+        room = shutil.get_terminal_size().columns - 1
+        n_done = int(part * _BAR_CHARACTERS)
+        bar = f"[{'#' * n_done}{'-' * (_BAR_CHARACTERS - n_done)}] {100 * part:3.0f} %  "
+        line = (bar if len(bar) + len(text) <= room else "") + text
+        click.echo(_ERASE_LINE + line[:room], nl=False, err=True)
+
+    def _erase(self) -> None:
+        if self._draws:
+            click.echo(_ERASE_LINE, nl=False, err=True)
 
     def _text(self, now: float, n_succeeded: int, n_failed: int, note: str | None) -> str:
         tally, waiting = self._tally, self._total - n_succeeded - n_failed

@@ -4,7 +4,6 @@ All that counts is in Redis and in the output file, so a round that was cut shor
 """
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,11 +19,13 @@ from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
 from stoker.batch.register import BatchRecord, n_in_redis, read_record, register
 from stoker.driver import run
+from stoker.presence import unattended
 from stoker_shared.errors import RedisUnavailable, StokerError
 
 GIVE_UP_S: Final = 600.0
 """Seconds without Redis after which a batch stops; the same command goes on with it later."""
 
+_LOOK_FOR_WORKERS_S: Final = 5.0
 _IDLE_S: Final = (0.2, 0.3)
 _GROUP: Final = 100
 _CANCELED: Final = "the batch was canceled before this line was sent"
@@ -42,20 +43,20 @@ class BatchWork:
         feeder: sends the lines; ``None`` to take out what others send.
         planned: the record to begin with where Redis has none; ``None`` if it must have one.
         window: lines in Redis at the most, of those this process sends.
-        say: a line for people.
     """
 
     connection: Redis
     batch: str
     collector: Collector
     progress: Progress
-    say: Callable[[str], None]
     feeder: Feeder | None = None
     planned: BatchRecord | None = None
     window: int = 1000
     _held_at: float = field(default=float("-inf"), init=False)
     _looked_back_at: float = field(default=float("-inf"), init=False)
     _held_back: str | None = field(default=None, init=False)
+    _looked_for_workers_at: float = field(default=float("-inf"), init=False)
+    _unattended: str | None = field(default=None, init=False)
 
     @property
     def _output(self) -> OutputFile:
@@ -77,7 +78,7 @@ class BatchWork:
             except BatchHeld as held:
                 if time.monotonic() > end:
                     raise
-                self.say(f"{held}; waiting for that to end")
+                self.progress.say(f"{held}; waiting for that to end")
                 time.sleep(1)
         try:
             self._require_all_that_left()  # a process that held it may have taken some out since
@@ -107,7 +108,7 @@ class BatchWork:
                 continue
             if found is None or not follow:
                 break
-            self._show(self._held_back)
+            self._show(self._held_back or self._unattended)
             pause_s = _IDLE_S[0] if found else min(_IDLE_S[1], 1.5 * pause_s)
             if found < _GROUP:
                 time.sleep(pause_s)
@@ -136,7 +137,15 @@ class BatchWork:
             return None
         # First what makes room: a server that is full takes no lines.
         found = self.collector.walk(record)
+        for line in self._output.causes.take_news():
+            self.progress.say(line)
+        self._look_for_workers(record.queue)
         return found + self._feed(record, max(0, n_there - found))
+
+    def _look_for_workers(self, queue: str) -> None:
+        now = time.monotonic()
+        if now > self._looked_for_workers_at + _LOOK_FOR_WORKERS_S:
+            self._looked_for_workers_at, self._unattended = now, run(self.connection, unattended(queue))
 
     def _record(self) -> BatchRecord:
         record = run(self.connection, read_record(self.batch))

@@ -349,3 +349,56 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < end, "gave up waiting"
         time.sleep(0.01)
+
+
+def test_the_first_failure_of_each_kind_is_shown_and_all_are_counted(batch, somebody, tmp_path):
+    write(tmp_path, ["one", "fail", "fail again"])
+    with (tmp_path / "in.jsonl").open("a") as lines:
+        lines.write("no line\n")
+    somebody.begin()
+    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert code == 3
+    assert "line 2 failed: EngineFailed: it says so\n" in err
+    assert "line 4 failed: not JSON\n" in err
+    assert "line 3 failed" not in err
+    assert "1 succeeded, 3 failed (2 EngineFailed, 1 invalid_json_line)\n" in err
+    _, counts, _ = batch("run", "in.jsonl", "--out", "out.jsonl", "--json")
+    assert counts["causes"] == {"EngineFailed": 2, "invalid_json_line": 1}
+
+
+def test_a_model_that_is_not_the_loaded_one_comes_with_the_options_that_help(batch, somebody, tmp_path):
+    write(tmp_path, ["one"])
+    somebody.played.finish = lambda job_id, text: somebody.played.fail(job_id, "ModelMismatch: not 'm'")
+    somebody.begin()
+    _, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert "line 1 failed: ModelMismatch: not 'm' (--any-model, or --model-alias THEIRS=OURS, runs such lines)" in err
+
+
+def test_a_queue_without_a_worker_is_named(batch, tmp_path, monkeypatch):
+    write(tmp_path, ["one"])
+    nobody = "no worker listens to 'generate', nor to any queue"
+    _, name, err = batch("submit", "in.jsonl")
+    assert nobody in err
+    assert batch("status", name)[1].endswith(nobody)
+    assert batch("status", name, "--json")[1]["warning"] == nobody
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stoker.batch.work.time.sleep", interrupt)
+    code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
+    assert code == 130
+    assert f"0 done, 0 failed, 1 waiting, {nobody}\nthe same command goes on from here\n" in err
+
+
+def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):
+    write(tmp_path, ["one"])
+    code, _, err = batch("run", "in.jsonl", "--out", "nowhere/out.jsonl")
+    assert code == 2
+    assert err.endswith("Error: nowhere/out.jsonl: No such file or directory\n")
+    reader, writer = os.pipe()
+    os.close(writer)
+    code, _, err = batch("run", f"/dev/fd/{reader}", "--out", "out.jsonl")
+    os.close(reader)
+    assert code == 2
+    assert "no file that can be read twice" in err

@@ -1,0 +1,83 @@
+"""How far a batch is, as a terminal and as a log get it."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from stoker.batch import progress
+from stoker.batch.collecting import Tally
+from stoker.batch.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def as_terminal(monkeypatch):
+    """Makes stderr a terminal of so many columns, and gives what is written to it."""
+
+    def make(columns=100):
+        monkeypatch.setattr("sys.stderr", Terminal())
+        monkeypatch.setattr(progress, "_DRAW_EVERY_S", 0.0)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return sys.stderr
+
+    return make
+
+
+def lines_of(terminal):
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.getvalue())]
+
+
+def test_the_bar_moves(as_terminal):
+    terminal = as_terminal()
+    with Progress(200, Tally()) as bar:
+        bar.show(0, 0)
+        bar.show(90, 10)
+        bar.show(190, 10, "nobody is there")
+    first, half, last = [line for line in lines_of(terminal) if line]
+    assert first.startswith("[--------------------]   0 %  0 done, 0 failed, 200 waiting")
+    assert half.startswith("[##########----------]  50 %  90 done, 10 failed, 100 waiting")
+    assert last.startswith("[####################] 100 %")
+    assert last.endswith("nobody is there")
+
+
+def test_a_line_for_people_gets_a_line_of_its_own(as_terminal):
+    terminal = as_terminal()
+    with Progress(200, Tally()) as bar:
+        bar.say("batch b: 200 lines")
+        bar.show(1, 0)
+        bar.say("line 7 failed")
+        bar.show(2, 0)
+    assert "batch b: 200 lines" in lines_of(terminal)
+    assert "line 7 failed" in lines_of(terminal)
+    assert lines_of(terminal)[-1] == ""  # nothing is left for the next line to begin behind
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_a_narrow_terminal_wraps_no_line(as_terminal, columns):
+    terminal = as_terminal(columns)
+    with Progress(200_000, Tally()) as bar:
+        bar.show(100_000, 50_000, "a note that is longer than it should be")
+    assert max(map(len, lines_of(terminal))) < columns
+    assert "100,000 done" in terminal.getvalue()
+
+
+def test_a_log_gets_a_line_every_few_seconds(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    tally = Tally()
+    with Progress(200, tally) as lines:
+        lines.show(0, 0)
+        lines.show(10, 0)
+        now, tally.n_answers, tally.completion_tokens = 110.0, 50, 1000
+        tally.prompt_tokens, tally.cached_tokens = 400, 100
+        lines.show(50, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "0 done, 0 failed, 200 waiting",
+        "50 done, 0 failed, 150 waiting, 100 tokens/s, 25 % cached, 30 s left",
+    ]
