@@ -28,8 +28,7 @@ with Producer(sys.argv[1]) as producer:
     lines = [json.loads(text)["body"] for text in open(sys.argv[2])]
     requests = [{"agent_id": line.get("user"), "prompt": line["prompt"], "max_tokens": 8} for line in lines]
     tickets = producer.submit_many(requests)
-    results = producer.results(tickets) if hasattr(producer, "results") else (t.result() for t in tickets)
-    print(sum(1 for _ in results))
+    print(len(producer.results(tickets)))
 """
 
 
