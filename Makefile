@@ -30,8 +30,10 @@ deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/end_to_end/test_random_kills.py
 
 # 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
+# Then a batch of 5,000 lines through kills, and turns mixed with jobs about agents; the suite has small ones of both.
 chaos: .venv/dev
-	CHAOS=long $(BIN)/pytest -s tests/chaos
+	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
+		tests/end_to_end/test_mixed_agent_jobs.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .
