@@ -19,10 +19,14 @@ some milliseconds of work an operation yields `Pause(0)`: others may wait for th
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
+
+from redis.exceptions import WatchError
 
 T = TypeVar("T")
+_TRIES: Final = 100
 Command: TypeAlias = Sequence[Any]
 """A command's name and arguments, as `execute_command` takes them."""
 Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes]]]
@@ -68,6 +72,18 @@ class Pause:
 
 Step: TypeAlias = Commands | Watched | Pause
 Operation: TypeAlias = Generator[Step, Any, T]
+
+
+def undisturbed(step: Watched) -> Operation[Any]:
+    """The answer to a transaction that is tried again while others write to its keys; `write` finds out what was done.
+
+    Raises:
+        redis.exceptions.WatchError: they do so all the time.
+    """
+    for _ in range(_TRIES):
+        with suppress(WatchError):
+            return (yield step)
+    return (yield step)
 
 
 def ask(*command: Any) -> Operation[Any]:

@@ -7,9 +7,9 @@ file, and its lock, so it need not wait.
 from contextlib import suppress
 from typing import Any, Final
 
-from redis.exceptions import OutOfMemoryError, WatchError
+from redis.exceptions import OutOfMemoryError
 
-from stoker.operations import Command, Operation, Watched
+from stoker.operations import Command, Operation, Watched, ask, undisturbed
 from stoker_shared.errors import StokerError
 
 HOLD_S: Final = 15
@@ -38,21 +38,18 @@ def hold(batch: str, identity: str) -> Operation[None]:
         return [("EXPIRE", key, HOLD_S)]
 
     with suppress(OutOfMemoryError):
-        while True:
-            with suppress(WatchError):  # it changed hands, or the connection was lost: look again
-                yield Watched([key], [("GET", key)], write)
-                return
+        yield from undisturbed(Watched([key], [("GET", key)], write))
 
 
 def release(batch: str, identity: str) -> Operation[None]:
     """Nothing when somebody else has it."""
     key = _key(batch)
-    yield Watched([key], [("GET", key)], lambda replies: [("DEL", key)] if replies[0] == identity.encode() else None)
+    mine = identity.encode()
+    yield from undisturbed(Watched([key], [("GET", key)], lambda found: [("DEL", key)] if found[0] == mine else None))
 
 
 def is_held(batch: str) -> Operation[bool]:
-    [found] = yield Watched([_key(batch)], [], lambda replies: [("EXISTS", _key(batch))])
-    return bool(found)
+    return bool((yield from ask("EXISTS", _key(batch))))
 
 
 def _key(batch: str) -> str:

@@ -21,7 +21,7 @@ from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
 from stoker.new_job import NewJob, make_queue_known, push
-from stoker.operations import Command, Commands, Operation, Watched, ask
+from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker.rq_keys import registry_key
 from stoker_shared.wire import FIELD_PACKED, PACKED_WITH_ZLIB
 
@@ -127,7 +127,7 @@ def register(record: BatchRecord) -> Operation[BatchRecord]:
             *_kept(record),
         ]
 
-    yield Watched([record_key(record.batch)], [("EXISTS", record_key(record.batch))], write)
+    yield from undisturbed(Watched([record_key(record.batch)], [("EXISTS", record_key(record.batch))], write))
     return (yield from read_record(record.batch)) or record
 
 
@@ -174,7 +174,7 @@ def send(
             commands.append(("ZADD", lines_key(batch), *members))
         return [*commands, *_kept(record)]
 
-    replies = yield Watched([key], [("HMGET", key, "next_line", "canceled")], write)
+    replies = yield from undisturbed(Watched([key], [("HMGET", key, "next_line", "canceled")], write))
     return replies is not None
 
 
@@ -212,7 +212,8 @@ def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -
 
     keys = [lines_key(record.batch), record_key(record.batch)]
     try:
-        yield Watched(keys, [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])], write)
+        reads = [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])]
+        yield from undisturbed(Watched(keys, reads, write))
     except OutOfMemoryError:
         yield Commands(removals, atomic=True)
         yield Commands(counts, atomic=True)
@@ -225,7 +226,7 @@ def mark_canceled(record: BatchRecord) -> Operation[None]:
     def write(replies: list[Any]) -> list[Command] | None:
         return [("HSET", key, "canceled", 1), *_kept(record)] if replies[0] else None
 
-    yield Watched([key], [("EXISTS", key)], write)
+    yield from undisturbed(Watched([key], [("EXISTS", key)], write))
 
 
 def forget(batch: str) -> Operation[None]:

@@ -10,9 +10,10 @@ from stoker.batch.ends import ends_of, server_ms
 from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
-from stoker.batch.register import BatchRecord, forget, read_record, register, sent_lines, take_out
-from stoker.driver import run
+from stoker.batch.register import BatchRecord, forget, mark_canceled, read_record, register, sent_lines, take_out
+from stoker.driver import carry_out, run
 from stoker.job_options import JobOptions
+from stoker.operations import Watched
 
 LINES = 4
 DAY_S = 86_400
@@ -92,3 +93,36 @@ def test_everything_expires_and_a_batch_outlives_its_jobs(connection, record, fe
         assert connection.ttl(key) > 2 * DAY_S
     run(connection, forget("b-1"))
     assert not list(connection.scan_iter("stoker:batch:*"))
+
+
+def test_what_one_process_does_to_a_batch_bears_that_others_write_to_it_meanwhile(
+    connection, record, feeder, monkeypatch
+):
+    """Each watched transaction meets another write three times before it gets through."""
+    feeder.feed(record, 2)
+    interfered = []
+
+    def interfering(client, step):
+        if isinstance(step, Watched) and len(interfered) % 4 < 3:
+            write = step.write
+
+            def written_to(replies):
+                connection.hset(step.keys[-1], "touched", len(interfered))
+                return write(replies)
+
+            step = Watched(step.keys, step.reads, written_to)
+        if isinstance(step, Watched):
+            interfered.append(step)
+        return carry_out(client, step)
+
+    monkeypatch.setattr("stoker.driver.carry_out", interfering)
+    now = run(connection, read_record("b-1"))
+    assert feeder.feed(now, 2)
+    assert len(interfered) == 4
+    now = run(connection, read_record("b-1"))
+    [first, *_] = run(connection, sent_lines("b-1", 0, 100))
+    run(connection, take_out(now, {first: True}, "out"))
+    run(connection, mark_canceled(now))
+    assert len(interfered) == 12
+    after = run(connection, read_record("b-1"))
+    assert (after.canceled, after.n_taken, after.n_sent) == (True, 1, 4)
