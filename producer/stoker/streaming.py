@@ -7,18 +7,16 @@ and all chunks together, since the last `Restarted`, are exactly the result's te
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from redis.exceptions import WatchError
 from rq.job import Job
 
 from stoker.connection import LOST, REFUSED
 from stoker.job_record import ENDED, JobRecord
-from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries
+from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries, undisturbed
 from stoker.patience import Patience
 from stoker.waiting import timed_out
 from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
-_TRIES: Final = 100  # a job that runs is written to twice a second
 _MOST_ENTRIES: Final = 1000
 
 
@@ -110,13 +108,8 @@ class StreamReader:
                 return None
             return [("HSET", key, FIELD_STREAM, 1)]
 
-        for tries_left in range(_TRIES, 0, -1):
-            try:
-                yield Watched([key], [("HMGET", key, "status", FIELD_STREAM)], write)
-                break
-            except WatchError:
-                if tries_left == 1:
-                    raise
+        # A job that runs is written to twice a second.
+        yield from undisturbed(Watched([key], [("HMGET", key, "status", FIELD_STREAM)], write))
         state = states[-1]
         if state is None:
             raise JobNotFound(self._job_id)

@@ -158,7 +158,7 @@ def fetch(context: click.Context, /, *, name: str, out: Path, in_order: bool, fo
 
 @batch.command(epilog=examples("stoker batch cancel BATCH", "stoker batch cancel BATCH --forget"))
 @click.argument("name", metavar="BATCH")
-@_job("--forget", "and_forget", is_flag=True, help="Also remove all that Redis knows of it.")
+@_job("--forget", "and_forget", is_flag=True, help="Also remove it, and its answers, from Redis.")
 @json_option
 @redis_option
 @click.pass_obj

@@ -206,8 +206,7 @@ def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -
     def write(replies: list[Any]) -> list[Command]:
         scores, is_there = replies
         there = [line for line, score in zip(taken, scores, strict=True) if score is not None]
-        if is_there:
-            counts[:] = _counts(record, output, len(there), sum(not lines[line] for line in there))
+        counts[:] = _counts(record, output, len(there), sum(not lines[line] for line in there)) if is_there else []
         return [*removals, *counts]
 
     keys = [lines_key(record.batch), record_key(record.batch)]

@@ -32,7 +32,7 @@ _CANCELED: Final = "the batch was canceled before this line was sent"
 
 
 class BatchGone(StokerError):
-    """Redis knows no such batch (any more)."""
+    """There is no such batch in Redis (any more)."""
 
 
 @dataclass

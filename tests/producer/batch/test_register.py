@@ -126,3 +126,26 @@ def test_what_one_process_does_to_a_batch_bears_that_others_write_to_it_meanwhil
     assert len(interfered) == 12
     after = run(connection, read_record("b-1"))
     assert (after.canceled, after.n_taken, after.n_sent) == (True, 1, 4)
+
+
+def test_a_batch_that_goes_while_its_answers_are_taken_out_leaves_no_half_record(
+    connection, record, feeder, monkeypatch
+):
+    feeder.feed(record, 2)
+    [first, *_] = run(connection, sent_lines("b-1", 0, 100))
+
+    def losing_all(client, step):
+        if isinstance(step, Watched) and connection.exists("stoker:batch:b-1"):
+            write = step.write
+
+            def too_late(replies):
+                commands = write(replies)
+                run(connection, forget("b-1"))
+                return commands
+
+            step = Watched(step.keys, step.reads, too_late)
+        return carry_out(client, step)
+
+    monkeypatch.setattr("stoker.driver.carry_out", losing_all)
+    run(connection, take_out(record, {first: True}, "out"))
+    assert connection.keys("stoker:batch:*") == []
