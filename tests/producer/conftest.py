@@ -1,4 +1,5 @@
-"""A producer on fakeredis, which keeps RQ's keys faithfully, and somebody who plays the worker."""
+"""A producer on fakeredis, which keeps RQ's keys faithfully, or on a real server in tests marked `server`; and somebody
+who plays the worker."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -13,15 +14,21 @@ from stoker.cli import main
 
 
 @pytest.fixture
-def connection() -> Iterator[Redis]:
-    with FakeRedis() as connection:
-        yield connection
-        connection.flushall()
+def connection(request: pytest.FixtureRequest) -> Iterator[Redis]:
+    if request.node.get_closest_marker("server"):
+        with Redis.from_url(request.getfixturevalue("redis_url")) as connection:
+            yield connection
+    else:
+        with FakeRedis() as connection:
+            yield connection
+            connection.flushall()
 
 
 @pytest.fixture
-def producer(connection: Redis) -> Producer:
-    return Producer(connection)
+def producer(request: pytest.FixtureRequest, connection: Redis) -> Iterator[Producer]:
+    is_real = request.node.get_closest_marker("server")
+    with Producer(request.getfixturevalue("redis_url") if is_real else connection) as producer:
+        yield producer
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from redis import Redis
 from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -11,23 +10,11 @@ from tests.producer.played_worker import PlayedWorker
 from tests.worker_process import running_worker
 
 import stoker.driver
-from stoker import JobFailed, Producer
+from stoker import JobFailed
 from stoker.operations import Watched
 
 pytestmark = pytest.mark.server
 FIELDS = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
 
 
 def times(connection, ticket):

@@ -6,29 +6,16 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 from rq.utils import utcformat
 from tests.producer.played_worker import PlayedWorker
 
-from stoker import AsyncProducer, Producer, QueueStatus
+from stoker import AsyncProducer, QueueStatus
 from stoker.queue_commands import duration
 from stoker_shared.wire import TASK_PATH, WORKER_KEY
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
 
 
 def status_of(producer, name="generate"):

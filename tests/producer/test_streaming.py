@@ -1,29 +1,10 @@
 """Reading along: what a reader makes of the entries of a stream, and of a job that ends without them."""
 
 import pytest
-from redis import Redis
-from tests.producer.played_worker import PlayedWorker
 
-from stoker import JobFailed, JobNotFound, Producer, Restarted, ResultTimeout, TextChunk
+from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
-
-
-@pytest.fixture
-def worker(connection):
-    return PlayedWorker(connection)
 
 
 @pytest.fixture

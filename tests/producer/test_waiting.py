@@ -24,18 +24,6 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
-
-
-@pytest.fixture
-def producer(redis_url):
-    with Producer(redis_url) as producer:
-        yield producer
-
-
-@pytest.fixture
 def blocked(monkeypatch):
     """Set each time a waiter goes to sleep in the server."""
     event = threading.Event()

@@ -4,7 +4,8 @@ from typing import Final
 
 from rq.job import Job
 
-from stoker.batch.register import BatchRecord, SentLine, forget, mark_canceled, sent_lines, take_out
+from stoker.batch.record import BatchRecord, forget, mark_canceled
+from stoker.batch.sent_lines import SentLine, sent_lines, take_out
 from stoker.canceling import cancel_job
 from stoker.job_record import ENDED
 from stoker.operations import Commands, Operation

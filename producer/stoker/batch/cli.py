@@ -22,9 +22,9 @@ from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
-from stoker.batch.register import BatchRecord, all_batches, forget, read_record, register
+from stoker.batch.record import BatchGone, BatchRecord, all_batches, forget, read_record, register
 from stoker.batch.status import BatchStatus, status_of
-from stoker.batch.work import BatchGone, BatchWork
+from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, redis_option, show
 from stoker.connection import open_connection
 from stoker.driver import run as carry_out

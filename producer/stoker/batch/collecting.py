@@ -12,7 +12,8 @@ from redis import Redis
 
 from stoker.batch.ends import End, ends_of, server_ms
 from stoker.batch.output_file import OutputFile
-from stoker.batch.register import BatchRecord, SentLine, sent_lines, take_out
+from stoker.batch.record import BatchRecord
+from stoker.batch.sent_lines import SentLine, sent_lines, take_out
 from stoker.driver import run
 
 _MAX_PAGE: Final = 500

@@ -9,7 +9,7 @@ from rq.results import Result
 from stoker.batch import answers
 from stoker.batch.lines import BadLine
 from stoker.batch.naming import answer_id_for
-from stoker.batch.register import SentLine, bad_answers
+from stoker.batch.sent_lines import SentLine, bad_answers
 from stoker.job_record import KEPT_RESULTS, JobRecord
 from stoker.operations import Commands, Entries, Operation, ask, stream_entries
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound

@@ -11,10 +11,12 @@ from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.lines import BadLine, Line, refused_request
 from stoker.batch.naming import answer_id_for, job_id_for
-from stoker.batch.register import BatchRecord, send, used_bytes
+from stoker.batch.record import BatchRecord
+from stoker.batch.sent_lines import send
 from stoker.driver import run
 from stoker.job_options import JobOptions
 from stoker.new_job import NewJob
+from stoker.operations import Operation, ask
 from stoker_shared.errors import RequestError
 
 CHUNK_LINES: Final = 250
@@ -75,7 +77,7 @@ class Feeder:
         Raises:
             RedisUnavailable: no server answers.
         """
-        used, limit = run(self.connection, used_bytes())
+        used, limit = run(self.connection, _used_bytes())
         allowed = self.max_redis_bytes
         if allowed is None:
             allowed = min(_DEFAULT_MAX_BYTES, int(_PART_OF_MAXMEMORY * limit) if limit else _DEFAULT_MAX_BYTES)
@@ -90,3 +92,9 @@ class Feeder:
             return line, NewJob(line.request, self.job_options, record.queue, job_id)
         except RequestError as error:
             raise refused_request(number, line.custom_id, error) from None
+
+
+def _used_bytes() -> Operation[tuple[int, int]]:
+    """What the server uses, and its own limit (0 for none)."""
+    memory = yield from ask("INFO", "memory")
+    return int(memory["used_memory"]), int(memory.get("maxmemory", 0))

@@ -15,7 +15,7 @@ from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
-from stoker.batch.register import BatchRecord
+from stoker.batch.record import BatchRecord
 from stoker.command_parts import or_usage_error
 from stoker.job_options import JobOptions
 from stoker.queue_name import checked_queue_name

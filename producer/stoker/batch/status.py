@@ -7,7 +7,8 @@ from typing import Final
 
 from rq.job import Job, JobStatus
 
-from stoker.batch.register import BatchRecord, SentLine, sent_lines
+from stoker.batch.record import BatchRecord
+from stoker.batch.sent_lines import SentLine, sent_lines
 from stoker.operations import Commands, Operation
 
 _PAGE: Final = 500

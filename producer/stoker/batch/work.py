@@ -17,10 +17,11 @@ from stoker.batch.holding import HOLD_S, RENEW_S, BatchHeld, hold, release
 from stoker.batch.naming import job_id_for
 from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
-from stoker.batch.register import BatchRecord, n_in_redis, read_record, register
+from stoker.batch.record import BatchGone, BatchRecord, read_record, register
+from stoker.batch.sent_lines import n_in_redis
 from stoker.driver import run
 from stoker.presence import unattended
-from stoker_shared.errors import RedisUnavailable, StokerError
+from stoker_shared.errors import RedisUnavailable
 
 GIVE_UP_S: Final = 600.0
 """Seconds without Redis after which a batch stops; the same command goes on with it later."""
@@ -29,10 +30,6 @@ _LOOK_FOR_WORKERS_S: Final = 5.0
 _IDLE_S: Final = (0.2, 0.3)
 _GROUP: Final = 100
 _CANCELED: Final = "the batch was canceled before this line was sent"
-
-
-class BatchGone(StokerError):
-    """There is no such batch in Redis (any more)."""
 
 
 @dataclass

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from redis import Redis
 from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker
 
@@ -15,12 +14,6 @@ from stoker.batch.output_file import OutputFile
 from stoker.cli import main
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -223,7 +216,7 @@ def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, conne
     wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text())
     [name] = [key.decode() for key in connection.zrange("stoker:batch::all", 0, -1)]
     from stoker.batch.canceling import cancel_batch
-    from stoker.batch.register import read_record
+    from stoker.batch.record import read_record
     from stoker.driver import run
 
     assert run(connection, cancel_batch(run(connection, read_record(name)), remove=False)) >= 2

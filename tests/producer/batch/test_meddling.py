@@ -5,19 +5,20 @@ import threading
 import pytest
 from redis.exceptions import OutOfMemoryError, WatchError
 from tests.private_server import private_server
-from tests.producer.batch.test_commands import batch, connection, somebody, texts, write
+from tests.producer.batch.test_commands import batch, somebody, texts, write
 from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
 from stoker.batch import cli, holding, work
 from stoker.batch.canceling import cancel_batch
 from stoker.batch.holding import hold
-from stoker.batch.register import read_record, take_out
+from stoker.batch.record import read_record
+from stoker.batch.sent_lines import take_out
 from stoker.cli import main as cli_main
 from stoker.driver import run
 
 pytestmark = pytest.mark.server
-__all__ = ["batch", "connection", "somebody"]
+__all__ = ["batch", "somebody"]
 
 
 def test_redis_that_was_emptied_while_answers_were_taken_out_does_not_stop_a_batch(

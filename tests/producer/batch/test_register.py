@@ -10,7 +10,8 @@ from stoker.batch.ends import ends_of, server_ms
 from stoker.batch.feeding import Feeder
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
-from stoker.batch.register import BatchRecord, forget, mark_canceled, read_record, register, sent_lines, take_out
+from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register
+from stoker.batch.sent_lines import sent_lines, take_out
 from stoker.driver import carry_out, run
 from stoker.job_options import JobOptions
 from stoker.operations import Watched

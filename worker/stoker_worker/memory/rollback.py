@@ -39,11 +39,7 @@ def roll_back(
     if state.unreadable is not None:
         raise state.unreadable
     newest = state.version.number
-    if not newest:
-        raise AgentNotFound(f"there is no agent {agent_id!r}")
-    to = newest - 1 if version is None else version
-    if not 1 <= to <= newest:
-        raise AgentNotFound(f"agent {agent_id!r} has no version {to}: it is at version {newest}")
+    to = _goal(agent_id, newest, version)
     try:
         transcript, cache = folder.read_version(to)
     except Damaged as damage:
@@ -68,6 +64,16 @@ def roll_back(
     )
     folder.commit(state, newest + 1, record.encode(), {})
     return back
+
+
+def _goal(agent_id: str, newest: int, version: int | None) -> int:
+    """Raises `AgentNotFound` when there is no such agent or version."""
+    if not newest:
+        raise AgentNotFound(f"there is no agent {agent_id!r}")
+    to = newest - 1 if version is None else version
+    if not 1 <= to <= newest:
+        raise AgentNotFound(f"agent {agent_id!r} has no version {to}: it is at version {newest}")
+    return to
 
 
 def _in_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...]) -> CachedPrefix | None:

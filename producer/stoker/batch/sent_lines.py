@@ -1,16 +1,13 @@
-"""What Redis holds of a batch: its record, and the lines that are in Redis. Operations only; no files.
+"""The lines of a batch that are in Redis: how they get there, once, and out again. Operations only; no files.
 
-``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first that was not sent yet; it moves in the
-transaction that enqueues the lines before it, so that nothing is sent twice, whoever sends and whatever gets lost.
 ``stoker:batch:BATCH:lines`` (sorted set, by line number) holds every line that was sent and not taken out again: a job,
-or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash). ``stoker:batch::all`` (sorted set) names the
-batches. All expire: a job waits `keep_s` at the most, its result is kept for `keep_s`, and the rest outlives both.
+or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 from rq.job import Job
@@ -20,62 +17,16 @@ from rq.results import Result
 from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
+from stoker.batch.record import BatchRecord, bad_key, kept, lines_key, record_key
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker.rq_keys import registry_key
 from stoker_shared.wire import FIELD_PACKED, PACKED_WITH_ZLIB
 
-INDEX_KEY: Final = "stoker:batch::all"
 _MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}
 _URLS: Final = {mark: url for url, mark in _MARKS.items()}
 _BAD: Final = "bad"
-_OUTLIVES_S: Final = 86_400
 _REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
-
-
-@dataclass(frozen=True)
-class BatchRecord:
-    """
-    Attributes:
-        source: name of the input file, for people.
-        n_requests, n_lines: of the input file, without and with blank lines.
-        next_line: the first line that was not sent.
-        n_sent: requests before it.
-        n_taken, n_failed: answers that were taken out, and those of them that did not succeed.
-        output: the file they were written to.
-        canceled: nothing more is sent.
-    """
-
-    batch: str
-    queue: str
-    source: str
-    n_requests: int
-    n_lines: int
-    keep_s: int
-    created_s: int
-    next_line: int = 1
-    n_sent: int = 0
-    n_taken: int = 0
-    n_failed: int = 0
-    output: str = ""
-    canceled: bool = False
-
-    @classmethod
-    def from_hash(cls, batch: str, fields: Mapping[bytes, bytes]) -> Self:
-        text = {name.decode(): value.decode() for name, value in fields.items()}
-        numbers = ("n_requests", "n_lines", "keep_s", "created_s", "next_line", "n_sent", "n_taken", "n_failed")
-        return cls(
-            batch=batch, queue=text["queue"], source=text["source"], output=text.get("output", ""),
-            canceled="canceled" in text, **{name: int(text.get(name, 0)) for name in numbers},
-        )  # fmt: skip
-
-    @property
-    def all_sent(self) -> bool:
-        return self.canceled or self.next_line > self.n_lines
-
-    @property
-    def lives_s(self) -> int:
-        return 2 * self.keep_s + _OUTLIVES_S
 
 
 @dataclass(frozen=True)
@@ -95,50 +46,8 @@ class SentLine:
         return job_id_for(batch, self.number, self.custom_id)
 
 
-def record_key(batch: str) -> str:
-    return f"stoker:batch:{batch}"
-
-
-def lines_key(batch: str) -> str:
-    return f"stoker:batch:{batch}:lines"
-
-
-def bad_key(batch: str) -> str:
-    return f"stoker:batch:{batch}:bad"
-
-
-def read_record(batch: str) -> Operation[BatchRecord | None]:
-    """``None`` when there is no such batch in Redis."""
-    fields = yield from ask("HGETALL", record_key(batch))
-    return BatchRecord.from_hash(batch, fields) if fields else None
-
-
-def register(record: BatchRecord) -> Operation[BatchRecord]:
-    """The record of this batch as it is, or this one."""
-
-    def write(replies: list[Any]) -> list[Command] | None:
-        if replies[0]:
-            return None
-        fields = ("queue", "source", "n_requests", "n_lines", "keep_s", "created_s", "next_line")
-        pairs = [part for name in fields for part in (name, getattr(record, name))]
-        return [
-            ("HSET", record_key(record.batch), *pairs),
-            ("ZADD", INDEX_KEY, record.created_s, record.batch),
-            *_kept(record),
-        ]
-
-    yield from undisturbed(Watched([record_key(record.batch)], [("EXISTS", record_key(record.batch))], write))
-    return (yield from read_record(record.batch)) or record
-
-
 def n_in_redis(batch: str) -> Operation[int]:
     return int((yield from ask("ZCARD", lines_key(batch))))
-
-
-def used_bytes() -> Operation[tuple[int, int]]:
-    """What the server uses, and its own limit (0 for none)."""
-    memory = yield from ask("INFO", "memory")
-    return int(memory["used_memory"]), int(memory.get("maxmemory", 0))
 
 
 def send(
@@ -172,7 +81,7 @@ def send(
             members += [number, f"{_BAD}:{number}"]
         if members:
             commands.append(("ZADD", lines_key(batch), *members))
-        return [*commands, *_kept(record)]
+        return [*commands, *kept(record)]
 
     replies = yield from undisturbed(Watched([key], [("HMGET", key, "next_line", "canceled")], write))
     return replies is not None
@@ -218,33 +127,6 @@ def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -
         yield Commands(counts, atomic=True)
 
 
-def mark_canceled(record: BatchRecord) -> Operation[None]:
-    """From now on nothing more of it is sent."""
-    key = record_key(record.batch)
-
-    def write(replies: list[Any]) -> list[Command] | None:
-        return [("HSET", key, "canceled", 1), *_kept(record)] if replies[0] else None
-
-    yield from undisturbed(Watched([key], [("EXISTS", key)], write))
-
-
-def forget(batch: str) -> Operation[None]:
-    """The batch, not its jobs."""
-    keys = (record_key(batch), lines_key(batch), bad_key(batch))
-    yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)], atomic=True)
-
-
-def all_batches() -> Operation[list[str]]:
-    """The oldest first. Those whose record has expired are removed from the index."""
-    names = [name.decode() for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
-    if not names:
-        return []
-    exist = yield Commands([("EXISTS", record_key(name)) for name in names])
-    if gone := [name for name, exists in zip(names, exist, strict=True) if not exists]:
-        yield from ask("ZREM", INDEX_KEY, *gone)
-    return [name for name, exists in zip(names, exist, strict=True) if exists]
-
-
 def _removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
     batch = record.batch
     commands: list[Command] = [("ZREM", lines_key(batch), *(line.member for line in lines))]
@@ -260,12 +142,7 @@ def _removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
 def _counts(record: BatchRecord, output: str, n_taken: int, n_failed: int) -> list[Command]:
     key = record_key(record.batch)
     added = (("n_taken", n_taken), ("n_failed", n_failed))
-    return [("HSET", key, "output", output), *(("HINCRBY", key, name, n) for name, n in added), *_kept(record)]
-
-
-def _kept(record: BatchRecord) -> list[Command]:
-    keys = (record_key(record.batch), lines_key(record.batch), bad_key(record.batch))
-    return [("EXPIRE", key, record.lives_s) for key in keys]
+    return [("HSET", key, "output", output), *(("HINCRBY", key, name, n) for name, n in added), *kept(record)]
 
 
 def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
