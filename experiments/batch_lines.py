@@ -1,6 +1,6 @@
-"""What `stoker batch run` needs for a large file, beside `submit_many` and waiting for the results: rates and memory.
+"""Rates and memory of `stoker batch run` for a large file, beside `submit_many` and waiting for the results.
 
-Prints; has no report. Scripted engine, a server of its own, each side a process of its own.
+Prints its results; it has no report. It uses the scripted engine, a private server, and a process for each side.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from stoker_worker.redis_server import EmbeddedServer
+from stoker_worker.embedded_redis.server import EmbeddedServer
 
 PROMPT = "Name the capital of the country in this line, and nothing else. " * 4
 COMMAND = "from stoker.cli import main; main()"
@@ -43,7 +43,7 @@ def write_lines(path: Path, count: int, agents: int) -> None:
 
 
 def peak_mib(pid: int) -> float:
-    """The largest resident size a process has had."""
+    """The largest resident size of a process so far."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -63,7 +63,7 @@ def worker(url: str, store: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def timed(command: list[str], connection: Redis) -> tuple[float, float, list[float]]:
-    """Seconds, peak MiB of the process, and what Redis used while it ran, in MiB."""
+    """Seconds, peak MiB of the process, and samples of Redis' memory in MiB."""
     used: list[float] = []
     peaks: list[float] = []
     begin = time.perf_counter()

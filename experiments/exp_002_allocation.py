@@ -1,8 +1,9 @@
 """EXP-002, allocation: what does the block pool cost, does its size matter, and does anything leak?
 
-The pool alone (1,000 times: a row's blocks taken, grown by one and given back), then the roster around it (a row let in
-beside 15 others and dropped again; the bookkeeping of a step of 16 rows), each on pools of 100 and of 10,000 blocks in
-turn; then 1,000 jobs of random length through the engine with a tiny model. Run: ``python experiments/exp_002_*.py``.
+It measures the pool alone (1,000 times: a sequence's blocks are taken, grown by one and freed), then the scheduler
+around it (a sequence is admitted beside 15 others and removed; the bookkeeping of a step of 16), each on pools of 100
+and of 10,000 blocks in turn. Then 1,000 jobs of random length go through the engine with a tiny model. Run:
+``python experiments/exp_002_*.py``.
 """
 
 import random
@@ -18,8 +19,8 @@ from common import Json, arguments, finish, machine, note, spread
 from exp_002_report import render
 from random_models import RandomModel, random_ids, work
 
-from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 REPORT = "EXP-002-allocation.md"
 SIZES = (100, 10_000)
@@ -31,7 +32,7 @@ SPEC = ModelCacheSpec((LayerSpec(LayerKind.FULL, 8, 128, 128),) * 32, "bfloat16"
 
 
 def pool_cycle(total: int) -> Callable[[int], None]:
-    """A pool nine tenths full with rows of three blocks; a cycle takes two blocks, one more, and gives all back."""
+    """A pool nine tenths full with sequences of three blocks; a cycle takes two blocks and one more, and frees them."""
     pool = BlockPool(total)
     for uid in range(total * 9 // 10 // 3):
         assert pool.resize(uid, 3)
@@ -45,67 +46,69 @@ def pool_cycle(total: int) -> Callable[[int], None]:
     return cycle
 
 
-def roster_with_rows(total: int, rows: int) -> tuple[Any, Any]:
-    """A roster with that many rows in the batch, and a generator that does nothing but count."""
+def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
+    """A scheduler with that many sequences in the batch, and a generator that only counts."""
     from stoker_worker.engine.batch_width import BatchWidth
-    from stoker_worker.engine.pace import PrefillPace
-    from stoker_worker.engine.pricing import BatchPricing
-    from stoker_worker.engine.roster import Roster
+    from stoker_worker.engine.kv_cost import KVCost
+    from stoker_worker.engine.prefill_budget import PrefillBudget
+    from stoker_worker.engine.scheduler import ConcurrentScheduler
 
-    pool, pricing = BlockPool(total), BatchPricing(SPEC, 256)
-    pace, width = PrefillPace(0.5, 256), BatchWidth(ROWS)
-    roster = Roster(None, SPEC, pool=pool, pricing=pricing, pace=pace, width=width, prefill_rows=8)
+    pool, kv_cost = BlockPool(total), KVCost(SPEC, 256)
+    budget, width = PrefillBudget(0.5, 256), BatchWidth(ROWS)
+    scheduler = ConcurrentScheduler(
+        None, SPEC, pool=pool, kv_cost=kv_cost, budget=budget, width=width, max_prefilling=8
+    )
     uids = iter(range(10**9))
-    generator = SimpleNamespace(insert=lambda row: next(uids))
+    generator = SimpleNamespace(insert=lambda start: next(uids))
     for number in range(rows):
-        roster.waiting.add(new_row(number))
-        roster.let_in(generator)
-        roster.decoding |= roster.prefilling
-        roster.prefilling.clear()
-    if len(roster.decoding) != rows:
-        raise RuntimeError("not every row was let in")
-    return roster, generator
+        scheduler.waiting.add(new_sequence(number))
+        scheduler.let_in(generator)
+        scheduler.decoding |= scheduler.prefilling
+        scheduler.prefilling.clear()
+    if len(scheduler.decoding) != rows:
+        raise RuntimeError("not every sequence was admitted")
+    return scheduler, generator
 
 
-def new_row(uid: int) -> Any:
-    from stoker_worker.engine.row import Row
-    from stoker_worker.engine.sampling import RowSampling
+def new_sequence(uid: int) -> Any:
+    from stoker_worker.engine.sampling import SequenceSampling
+    from stoker_worker.engine.sequence import Sequence
 
     one = work(range(200 + 7 * (uid % ROWS)), 256)
-    return Row(uid=uid, work=one, sampling=RowSampling(one.request), stops=None)
+    return Sequence(uid=uid, work=one, sampling=SequenceSampling(one.request), stops=None)
 
 
-def roster_join(total: int) -> Callable[[int], None]:
-    """A row waits, is priced with 15 others, let in and dropped: what allocating and freeing is in the engine."""
-    roster, generator = roster_with_rows(total, ROWS - 1)
-    rows = [new_row(ROWS + number) for number in range(CYCLES)]
+def join_cycle(total: int) -> Callable[[int], None]:
+    """A sequence waits, its cost with 15 others is computed, it is admitted and removed: allocation in the engine."""
+    scheduler, generator = scheduler_with(total, ROWS - 1)
+    rows = [new_sequence(ROWS + number) for number in range(CYCLES)]
 
     def cycle(number: int) -> None:
-        row = rows[number]
-        row.generator_uid = None
-        roster.waiting.add(row)
-        roster.let_in(generator)
-        if row.generator_uid is None:
-            raise RuntimeError("the row was not let in")
-        roster.drop(row)
+        sequence = rows[number]
+        sequence.generator_uid = None
+        scheduler.waiting.add(sequence)
+        scheduler.let_in(generator)
+        if sequence.generator_uid is None:
+            raise RuntimeError("the sequence was not admitted")
+        scheduler.drop(sequence)
 
     return cycle
 
 
-def roster_step(total: int) -> Callable[[int], None]:
-    """What every step of 16 rows asks: does the next step fit, and does every row hold what it needs?"""
-    roster, generator = roster_with_rows(total, ROWS)
+def step_cycle(total: int) -> Callable[[int], None]:
+    """The checks of a step with 16 sequences: does the next step fit, and does each hold the blocks it needs?"""
+    scheduler, generator = scheduler_with(total, ROWS)
 
     def cycle(number: int) -> None:
-        if roster.surplus() is not None:
-            raise RuntimeError("the rows do not fit")
-        roster.let_in(generator)
+        if scheduler.victim() is not None:
+            raise RuntimeError("the sequences do not fit")
+        scheduler.let_in(generator)
 
     return cycle
 
 
 def one_kind(make: Callable[[int], Callable[[int], None]], rounds: int) -> Json:
-    """Each size `rounds` times `CYCLES` cycles, in turn; every cycle timed by itself, ratios of a round's medians."""
+    """Time `rounds` x `CYCLES` cycles of each size, in turn, each by itself; ratios are of a round's medians."""
     taken: dict[int, list[list[float]]] = {size: [] for size in SIZES}
     for number in range(rounds + 1):
         for size in SIZES if number % 2 else SIZES[::-1]:
@@ -133,7 +136,7 @@ def _percentiles(samples: Any) -> Json:
 
 
 def leaks(jobs: int) -> Json:
-    """Jobs of random length through the engine, with a pool small enough that rows have to be set aside."""
+    """Jobs of random length through the engine, with a pool small enough to preempt sequences."""
     note(f"{jobs} jobs")
     model, dice = RandomModel.make("tiny"), random.Random(2)
     engine = model.engine(max_batch=8, blocks=12, prefill_tokens=64)
@@ -148,7 +151,7 @@ def leaks(jobs: int) -> Json:
         ended += len(engine.step())
         most = max(most, pool.used)
     found = {"jobs": jobs, "ended": ended, "total": pool.total, "most_used": most, "used_at_the_end": pool.used,
-             "free_at_the_end": pool.free, "cache_bytes_at_the_end": engine.cache_bytes,
+             "free_at_the_end": pool.free, "cache_bytes_at_the_end": engine._generator._generator.prompt_cache_nbytes,
              "rows_at_the_end": engine.in_flight}  # fmt: skip
     engine.close()
     return found
@@ -157,7 +160,7 @@ def leaks(jobs: int) -> Json:
 def run(folder: Path, *, quick: bool) -> Json:
     facts = machine()
     kinds = {}
-    for name, make in (("pool", pool_cycle), ("join", roster_join), ("step", roster_step)):
+    for name, make in (("pool", pool_cycle), ("join", join_cycle), ("step", step_cycle)):
         note(name)
         kinds[name] = one_kind(make, 1 if quick else ROUNDS)
     leak = leaks(40 if quick else 1000)

@@ -6,8 +6,8 @@ from common import Json, machine_lines, table, verdict_title
 
 NAMES = {
     "pool": "pool alone: take two blocks, one more, give back",
-    "join": "a row let in beside 15 others, and dropped",
-    "step": "a step's bookkeeping for 16 rows",
+    "join": "a sequence admitted beside 15 others, and removed",
+    "step": "a step's bookkeeping for 16 sequences",
 }
 
 
@@ -36,7 +36,7 @@ def _leak(leak: Json) -> str:
     return (
         f"{leak['ended']} of {leak['jobs']} jobs ended. Of {leak['total']} blocks at most {leak['most_used']} were "
         f"held at once; at the end {leak['used_at_the_end']} were held, {leak['cache_bytes_at_the_end']} bytes were in "
-        f"the generator's caches, and {leak['rows_at_the_end']} rows were in the engine."
+        f"the generator's caches, and {leak['rows_at_the_end']} sequences were in the engine."
     )
 
 

@@ -17,7 +17,7 @@ from common import LOADING_LIMIT_MS, Json, difference, machine, note, spread
 from exp_003_report import render
 from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
 
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 
 REPORT = "EXP-003-cache-injection.md"
 LITERAL_UP_TO_TOKENS = 130
@@ -40,17 +40,17 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "loading_under_500_ms": all(row["loading_ms"]["max"] < LOADING_LIMIT_MS for row in timing),
     }
     verdict = {"passed": all(criteria.values()), **criteria}
-    return {"machine": machine(bench), "verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
+    return {"machine": machine(bench.facts), "verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
 
 
 def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:
     """Three runs of each prompt through the product, each against its reference."""
     asked = [{"agent_id": p.name, "prompt": p.text, "max_tokens": max_tokens} for p in prompts]
     note(f"{len(prompts)} prompts, three runs each")
-    store = AgentStore(folder)
+    store = AgentCacheStore(folder)
     first = bench.serve(store, asked)
     store.close()
-    store = AgentStore(folder)
+    store = AgentCacheStore(folder)
     again = bench.serve(store, [{**fields, "cache": "read"} for fields in asked])
     deltas = [DELTAS[n % len(DELTAS)] for n in range(len(prompts))]
     continued = bench.serve(
@@ -76,10 +76,10 @@ def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_to
 
 
 def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: int) -> list[Json]:
-    """First token of the same prompt, alone: cold, from the store, and from the store with its files out of memory."""
-    from stoker_worker.engine.arrays import prefix_to_caches
+    """Time to the first token of one prompt: cold, from the store, and from the store with its files not in memory."""
+    from stoker_worker.engine.cache_transfer import prefix_to_caches
 
-    store, engine = AgentStore(folder), bench.engine()
+    store, engine = AgentCacheStore(folder), bench.engine()
     asked = [
         {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1, "cache": "read"}
         for n in lengths
@@ -118,7 +118,7 @@ def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: i
 
 
 def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Json:
-    """`insert([prompt], caches=[cache])` with the whole extracted cache and the whole prompt, as the seed writes it."""
+    """`insert([prompt], caches=[cache])` with the whole extracted cache and the whole prompt, as in the seed."""
     from mlx_lm.generate import BatchGenerator
 
     note("the seed's call, taken literally")
@@ -126,7 +126,7 @@ def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Js
     for prompt in prompts:
         ids, outputs, cache = bench.encode(prompt.text), [], None
         for _ in range(2):
-            generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in bench.model.codec.eos_ids])
+            generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in bench.model.tokenizer.eos_ids])
             generator.insert([list(ids)], max_tokens=[10], caches=[cache])
             output: list[int] = []
             while responses := generator.next_generated():
@@ -134,7 +134,7 @@ def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Js
                 cache = responses[-1].prompt_cache
             generator.close()
             outputs.append(output)
-        texts = [bench.model.codec.decode(output) for output in outputs]
+        texts = [bench.model.tokenizer.decode(output) for output in outputs]
         equal.append({"name": prompt.name, "equal": outputs[0] == outputs[1], "texts": texts})
     return {"prompts": len(equal), "equal": sum(row["equal"] for row in equal), "rows": equal}
 
@@ -147,7 +147,7 @@ def _drain(engine: Any) -> list[Any]:
 
 
 def _drop_from_memory(folder: Path) -> None:
-    """Ask the system to forget the files' pages; where it cannot be asked (macOS), nothing happens."""
+    """Ask the system to drop the files' pages from memory. On macOS, which has no such call, nothing happens."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.rglob("*"):

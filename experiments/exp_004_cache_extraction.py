@@ -1,8 +1,9 @@
-"""EXP-004, per-sequence cache extraction: does each row's cache come out when that row ends, and is it right?
+"""EXP-004, per-sequence cache extraction: is each sequence's cache handed over when it ends, and is it right?
 
-Batches of unequal rows: each row's cache is handed over in the step in which it ends and saved while the others go on.
-Then the store is closed and opened again, and all rows are continued in a new batch from their restored caches. Every
-output is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python experiments/exp_004_*.py``.
+In batches of unequal sequences, each cache is handed over in the step in which its sequence ends, and saved while the
+others continue. Then the store is closed and opened again, and all sequences are continued in a new batch from their
+restored caches. Every output is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python
+experiments/exp_004_*.py``.
 """
 
 import hashlib
@@ -19,20 +20,20 @@ from common import Json, difference, machine, note, spread
 from exp_004_report import render
 from prompts import DELTAS, text_of
 
-from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import CacheSlice, Completion
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import CacheSlice, CompletedGeneration
 
 REPORT = "EXP-004-cache-extraction.md"
 CHAT = "chat, ended by EOS"
 
 
 def batches(bench: Bench) -> dict[str, list[Json]]:
-    """The rows of each batch, as fields of a request; `max_tokens` makes them end at different steps."""
+    """The sequences of each batch, as fields of a request; `max_tokens` makes them end at different steps."""
     report = ("The capital of France is", 10), ("Machine learning is", 7), ("Python programming language", 13)
     plan = ("Hello world", 9), ("The quick brown fox", 14), ("Once upon a time", 6)
     texts = (("English", 5, 22), ("French", 16, 5), ("Python", 243, 12), ("German", 245, 4), ("English", 500, 12),
              ("Python", 600, 8))  # fmt: skip
-    capital = bench.model.codec.decode(bench.uncached(bench.encode(report[0][0]), 24))
+    capital = bench.model.tokenizer.decode(bench.uncached(bench.encode(report[0][0]), 24))
     question = [{"role": "user", "content": "What is the capital of France?"}]
     return {
         "seed report": [{"agent_id": text, "prompt": text, "max_tokens": n} for text, n in report],
@@ -49,13 +50,13 @@ def batches(bench: Bench) -> dict[str, list[Json]]:
 
 
 def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
-    """Run a batch and continue every row of it after reopening the store; one line per row, in the order of ending."""
+    """Run a batch and continue every sequence after reopening the store; one line for each, in order of ending."""
     note(f"a batch of {len(asked)}")
-    store, engine = AgentStore(folder), bench.engine()
+    store, engine = AgentCacheStore(folder), bench.engine()
     running = {engine.submit(turn.work): turn for turn in [bench.prepare(store, fields) for fields in asked]}
     first_step: dict[int, int] = {}
     rows: dict[str, Json] = {}
-    handed: list[tuple[Prepared, Completion, str]] = []
+    handed: list[tuple[Prepared, CompletedGeneration, str]] = []
     step = 0
     while engine.in_flight:
         before, step = engine.progress(), step + 1
@@ -90,7 +91,7 @@ def one_batch(bench: Bench, folder: Path, asked: Sequence[Json]) -> list[Json]:
         wanted = wanted[: row["generated"]] if completion.ended_by == "stop" else wanted
         row["differs_at"] = difference(completion.generated_ids, wanted)
     store.close()
-    store = AgentStore(folder)
+    store = AgentCacheStore(folder)
     for name, (turn, completion) in bench.serve(
         store, [_continued(fields, n) for n, fields in enumerate(asked)]
     ).items():
@@ -113,22 +114,22 @@ def _continued(fields: Json, n: int) -> Json:
 
 
 def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
-    """`rows` rows of one length, all from cache; each ends at a step of its own. Lengths and kinds alternate.
+    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths and kinds alternate.
 
-    The model's forward pass of the next step is under way when a row is handed over. What is measured as `wait` would
-    be waited for in the next step anyway; `copy` is what handing over adds: mlx-lm's lazy copy of the row, and the cut.
+    The model's forward pass of the next step is running when a sequence is handed over. The next step would spend the
+    measured `wait` anyway; `copy` is the cost of the hand-over: mlx-lm's lazy copy of the sequence, and the cut.
     """
-    from stoker_worker.engine import batch_engine
+    from stoker_worker.engine import cache_transfer
 
     times: list[tuple[float, float]] = []
     timed = timing(times)
-    store = AgentStore(folder)
+    store = AgentCacheStore(folder)
     bench.serve(
         store, [{"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths]
     )
     kinds = [(n, kind) for n in lengths for kind in ("whole", "new part")]
     samples: dict[tuple[int, str], dict[str, list[float]]] = {key: {} for key in kinds}
-    with patch.object(batch_engine, "slice_caches", timed):
+    with patch.object(cache_transfer, "slice_caches", timed):
         for repetition in range(rounds):
             note(f"cost of handing over, round {repetition + 1} of {rounds}")
             for n, kind in kinds:
@@ -152,7 +153,7 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
                         sample.setdefault("share_of_step", []).append(copy / quiet)
                         sample.setdefault("mb", []).append(_bytes(completion.cache) / 1e6)
                         if completion.uid % 3 == 0 and kind == "whole":
-                            # A new agent of its own salt: nothing of it is in the store, so all of it is written.
+                            # A new agent with its own salt: none of its blocks is in the store, so all are written.
                             name = f"{n} {repetition} {completion.uid}"
                             fields = {"agent_id": name, "prompt": text, "cache_salt": name}
                             fresh = bench.prepare(store, fields)
@@ -164,17 +165,17 @@ def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: 
 
 
 def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
-    """`slice_caches`, noting how many seconds it waited for the model's stream, and how many it then took."""
+    """`slice_caches`, recording the seconds it waited for the model's stream, and the seconds it then took."""
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
-    from stoker_worker.engine import arrays
+    from stoker_worker.engine.cache_transfer import slice_caches  # before it is replaced
 
     def timed(*piece_of: Any) -> CacheSlice:
         begin = time.perf_counter()
         mx.synchronize(generation_stream)
         waited = time.perf_counter()
-        piece = arrays.slice_caches(*piece_of)
+        piece = slice_caches(*piece_of)
         times.append((waited - begin, time.perf_counter() - waited))
         return piece
 
@@ -182,12 +183,12 @@ def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
 
 
 def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int) -> Json:
-    """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: what handing
-    over takes of the time in which nothing but decoding happens."""
-    from stoker_worker.engine import batch_engine
+    """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: the share of the
+    hand-over in the time in which all sequences decode."""
+    from stoker_worker.engine import cache_transfer
 
     note(f"a busy batch: {turns} turns")
-    store, engine = AgentStore(folder), bench.engine()
+    store, engine = AgentCacheStore(folder), bench.engine()
     fields = {"agent_id": "a", "prompt": text_of(bench.encode, "English", history)}
     bench.serve(store, [{**fields, "max_tokens": 1}])
     waiting = [
@@ -196,7 +197,7 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
     ]
     times: list[tuple[float, float]] = []
     decoding, tokens, in_flight = 0.0, 0, 0
-    with patch.object(batch_engine, "slice_caches", timing(times)):
+    with patch.object(cache_transfer, "slice_caches", timing(times)):
         while waiting or engine.in_flight:
             while waiting and engine.in_flight < MAX_BATCH:
                 engine.submit(waiting.pop(0).work)
@@ -206,7 +207,7 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
             seconds = time.perf_counter() - begin
             tokens += sum(len(completion.generated_ids) for completion in completions)
             started = {uid for uid, row in engine.progress().items() if row.tokens} | {x.uid for x in completions}
-            if ready <= started:  # every row had its token: nobody was on its way in
+            if ready <= started:  # every sequence had its token: none was joining
                 decoding += seconds - sum(copy for _, copy in times[n_handed:])
                 in_flight = max(in_flight, len(ready))
     engine.close()
@@ -249,7 +250,8 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
         "handing_over_under_5_percent_of_decode_time": busy["share"] < 0.05,
     }
-    return {"machine": machine(bench), "verdict": {"passed": all(criteria.values()), **criteria}, "batches": found,
+    facts = machine(bench.facts)
+    return {"machine": facts, "verdict": {"passed": all(criteria.values()), **criteria}, "batches": found,
             "costs": costs, "busy": busy, "seed_claims": seed_claims.check(bench)}  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from common import Json, machine_lines, table, verdict_title
 def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
     plot(content, results / "exp_004_steps.png")
     yes = {True: "yes", False: "NO"}
-    head = ("batch", "row", "prompt", "tokens", "ended by", "steps", "rows going on", "save, ms", "equals solo run",
-            "cached after reopening", "continued equals uncached")  # fmt: skip
+    head = ("batch", "sequence", "prompt", "tokens", "ended by", "steps", "still running", "save, ms",
+            "equals solo run", "cached after reopening", "continued equals uncached")  # fmt: skip
     lines = [
         (name, r["name"], r["prompt_tokens"], r["generated"], r["ended_by"], f"{r['first_step']} to {r['end_step']}",
          r["rows_going_on"], r["saved_ms"], yes[r["differs_at"] is None],
@@ -44,15 +44,15 @@ def _summary(content: Json) -> str:
     busy = content["busy"]
     most = max(whole, key=lambda cost: cost["tokens"])
     return "\n".join((
-        f"{len(rows)} rows in {len(content['batches'])} batches: {sum(r['differs_at'] is None for r in rows)} gave "
-        f"exactly what they give alone, {sum(r['rows_going_on'] > 0 for r in rows)} were handed over and saved while "
-        f"others went on, {sum(r['continued_ok'] for r in rows)} came back whole from the reopened store, and "
-        f"{sum(r['continued_differs_at'] is None for r in rows)} went on exactly like an uncached run.",
+        f"{len(rows)} sequences in {len(content['batches'])} batches: {sum(r['differs_at'] is None for r in rows)} "
+        f"gave exactly the tokens they give alone, {sum(r['rows_going_on'] > 0 for r in rows)} were handed over and "
+        f"saved while others continued, {sum(r['continued_ok'] for r in rows)} were complete in the reopened store, "
+        f"and {sum(r['continued_differs_at'] is None for r in rows)} continued exactly like an uncached run.",
         f"Handing over the whole cache of about {most['tokens']} tokens ({most['mb']['median']:.0f} MB) took "
         f"{most['copy_ms']['median']:.1f} ms, {100 * most['share_of_step']['median']:.1f}% of the decode step before "
         f"it (medians of {most['copy_ms']['n']}); saving it durably took {most['save_ms']['median']:.0f} ms "
         f"(median of {most['save_ms']['n']}).",
-        f"In a batch of {busy['in_the_batch']} that never ran dry, {busy['turns']} turns of agents with "
+        f"In a batch of {busy['in_the_batch']} that was kept full, {busy['turns']} turns of agents with "
         f"{busy['history']} tokens, {busy['tokens'] // busy['turns']} tokens each: handing over took "
         f"{busy['copy_ms']:.0f} ms beside {busy['decode_ms'] / 1000:.3g} s of decoding, "
         f"{100 * busy['share']:.2g}% of it.",

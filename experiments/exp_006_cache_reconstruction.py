@@ -1,9 +1,9 @@
-"""EXP-006, cache reconstruction: how long do saved blocks take to become caches again, and what is the least it can be?
+"""EXP-006, cache reconstruction: how long do saved blocks take to become caches again, and what is the minimum?
 
 Synthetic caches of 1 to 32 blocks and 12 to 48 layers go through the product's own store and back. Beside every cell,
-in the same rounds, the same bytes are copied once, into fresh and into used memory: less than that no restore can take.
-Then: the padded layout, 200 reconstructions in a row, and SmolLM2 with and without its cache. Run:
-``python experiments/exp_006_*.py``.
+in the same rounds, the same bytes are copied once, into fresh and into used memory: no restore can be faster than that.
+Then come the padded layout, 200 reconstructions in a row, and SmolLM2 with and without its cache. Run: ``python
+experiments/exp_006_*.py``.
 """
 
 import gc
@@ -25,9 +25,8 @@ from common import Json, machine, note, spread
 from exp_006_report import render
 from prompts import text_of
 
-from stoker_worker.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.cache_layout import empty_layers
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,
     CacheSlice,
@@ -38,6 +37,7 @@ from stoker_worker.ports import (
     Transcript,
     Turn,
 )
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
 
 REPORT = "EXP-006-cache-reconstruction.md"
 BLOCKS, LAYERS = (1, 2, 4, 8, 16, 32), (12, 24, 30, 48)
@@ -52,7 +52,7 @@ GIVEN_GB_S = (100, 273, 400, 800)
 
 @dataclass(frozen=True)
 class Limits:
-    """How long one cell is measured: as often as wanted, unless that takes longer than it may."""
+    """How long one cell is measured: a number of rounds, within a time limit."""
 
     most: int
     least: int
@@ -65,14 +65,14 @@ class Limits:
 
 @dataclass
 class Saved:
-    """One agent's synthetic cache in a store, and how it is read back.
+    """One agent's synthetic cache in a store, and the calls that read it back.
 
     Attributes:
-        network: stands for the model: it only makes empty caches.
+        network: in the model's place; it only makes empty caches.
     """
 
     network: Any
-    store: AgentStore
+    store: AgentCacheStore
     model: LoadedModel
     agent: AgentVersion
     ids: tuple[int, ...]
@@ -87,14 +87,16 @@ class Saved:
         return restored.prefix
 
     def caches(self, prefix: RestoredPrefix) -> list[Any]:
-        from stoker_worker.engine.arrays import prefix_to_caches
+        from stoker_worker.engine.cache_transfer import prefix_to_caches
 
         return prefix_to_caches(self.network, prefix, self.model.spec)
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     limits = Limits(most=3, least=2, warm_up=1, seconds=0.2) if quick else Limits(100, 100, 10, 4.0)
-    leak = leaks(bench, folder / "leak", rounds=20 if quick else 200)  # first, while little is held that could hide one
+    leak = leaks(
+        bench, folder / "leak", rounds=20 if quick else 200
+    )  # first, while the process holds little that could hide a leak
     cells = []
     for n_layers in (12, 24) if quick else LAYERS:
         saved = save(bench, folder / f"{n_layers}", n_layers, (2 if quick else max(BLOCKS)) * BLOCK_TOKENS)
@@ -120,7 +122,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "at_most_1_5_copies_at_32_blocks_30_layers": (32, 30) in by and by[32, 30]["copies"]["median"] <= PROJECT_RATIO,
     }
     return {
-        "machine": machine(bench),
+        "machine": machine(bench.facts),
         "verdict": {"passed": all(criteria.values()), **criteria},
         "cells": cells,
         "targets": targets,
@@ -147,7 +149,7 @@ def save(bench: Bench, folder: Path, n_layers: int, n_tokens: int) -> Saved:
         for array in pair:
             random.random(out=array, dtype=np.float32)
     ids = tuple(random.integers(2, 40_000, n_tokens).tolist())
-    store = AgentStore(folder)
+    store = AgentCacheStore(folder)
     transcript = Transcript(ids, model.tokenizer_fingerprint, None, "synthetic", "length")
     store.save(
         Turn(
@@ -166,8 +168,8 @@ def save(bench: Bench, folder: Path, n_layers: int, n_tokens: int) -> Saved:
 
 
 def one_cell(saved: Saved, n_blocks: int, limits: Limits) -> Json:
-    """Reconstruct, copy, extract and go round, in turn."""
-    from stoker_worker.engine.arrays import slice_caches
+    """Reconstruct, copy, extract and round trip, in turn."""
+    from stoker_worker.engine.cache_transfer import slice_caches
 
     n_tokens, spec = n_blocks * BLOCK_TOKENS, saved.model.spec
     n_bytes = n_tokens * spec.bytes_per_token
@@ -228,7 +230,7 @@ def one_cell(saved: Saved, n_blocks: int, limits: Limits) -> Json:
 
 
 def fresh_copy(source: Any) -> Any:
-    """A copy into pages just asked of the system; in huge pages where they can be had, as NumPy's own large arrays."""
+    """A copy into pages newly allocated by the system: huge pages where available, as for NumPy's own large arrays."""
     pages = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -242,7 +244,7 @@ def page_faults() -> int:
 
 
 def joined(rows: Sequence[Any]) -> list[Any]:
-    """Rows put into one batch that has taken one token more: `BatchGenerator`'s own caches after a step."""
+    """Sequences put into one batch that has taken one more token: `BatchGenerator`'s own caches after a step."""
     import mlx.core as mx
     from mlx_lm.models.cache import BatchKVCache
 
@@ -264,7 +266,7 @@ def same(got: CacheSlice, wanted: Sequence[LayerKV], n_tokens: int) -> bool:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Milliseconds of one call; what it made is let go of afterwards."""
+    """Milliseconds of one call; its result is dropped afterwards."""
     start = time.perf_counter()
     made = action()
     took = 1000 * (time.perf_counter() - start)
@@ -332,7 +334,7 @@ def against_padded(bench: Bench, folder: Path, limits: Limits) -> Json:
 
 def against_generation(bench: Bench, folder: Path, lengths: Sequence[int], *, quick: bool) -> list[Json]:
     """First token of a prompt, cold and from its restored cache; the longest are prefilled once."""
-    store, engine, rows = AgentStore(folder), bench.engine(), []
+    store, engine, rows = AgentCacheStore(folder), bench.engine(), []
 
     def first_token_s(agent: str, text: str, cache: str) -> tuple[float, float, tuple[int, ...]]:
         begin = time.perf_counter()

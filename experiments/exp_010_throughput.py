@@ -1,8 +1,8 @@
-"""EXP-010, throughput: how much of mlx-lm's own speed is left with the engine around it, and with the whole pipeline?
+"""EXP-010, throughput: how much of mlx-lm's own speed remains in the engine, and in the whole pipeline?
 
-The same rows go through `mlx_lm.batch_generate` (every row inserted at once), through the product's engine, and as jobs
-through a worker process of its own with a private server. They take turns, in an order that changes every round, so
-that what else the machine does falls on all of them. Run: ``python experiments/exp_010_throughput.py``.
+The same prompts go through `mlx_lm.batch_generate` (all inserted at once), through the product's engine, and as jobs
+through a separate worker process with a private server. They take turns, in an order that changes every round, so that
+the machine's other work affects all of them. Run: ``python experiments/exp_010_throughput.py``.
 """
 
 import os
@@ -24,8 +24,8 @@ from prompts import text_of
 
 from stoker import Producer
 from stoker_shared import build_request
+from stoker_worker.embedded_redis.server import EmbeddedServer
 from stoker_worker.ports import GenerationWork
-from stoker_worker.redis_server import EmbeddedServer
 
 REPORT = "EXP-010-throughput.md"
 ENGINE_TARGET, PIPELINE_TARGET = 0.97, 0.95
@@ -34,7 +34,7 @@ KINDS = ("English", "German", "French", "Spanish", "Python", "Portuguese")
 
 @dataclass(frozen=True)
 class Job:
-    """A row of a load: the text, its token ids, and how many tokens to generate."""
+    """A sequence of a load: the text, its token ids, and how many tokens to generate."""
 
     text: str
     ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass
 class Load:
-    """Rows for a number of places, and what was measured of them.
+    """Sequences for a number of places, and their measurements.
 
     Attributes:
         seconds: of every round, by contestant.
@@ -58,7 +58,7 @@ class Load:
 
 
 def loads(bench: Bench, *, quick: bool) -> tuple[list[Load], list[Load]]:
-    """Those for all three contestants, by batch size, and those of many tokens for the engine alone."""
+    """The loads for all three contestants, by batch size, and the longer loads for the engine alone."""
     dice = random.Random(10)
 
     def jobs(lengths: Sequence[int]) -> list[Job]:
@@ -106,7 +106,7 @@ class Engines:
         engine = self._by_places.get(load.places) or self._make(load.places)
         rows = [engine.submit(self._work(job)) for job in load.jobs]
         ids: dict[int, list[int]] = {}
-        eos = self._bench.model.codec.eos_ids
+        eos = self._bench.model.tokenizer.eos_ids
         while engine.in_flight:
             for completion in engine.step():
                 ids[completion.uid] = [i for i in completion.generated_ids if i not in eos]
@@ -117,7 +117,7 @@ class Engines:
             engine.close()
 
     def _make(self, places: int) -> Any:
-        from stoker_worker.engine.build import assemble
+        from stoker_worker.engine.assembly import assemble
 
         spec = self._bench.model.spec
         engine = assemble(
@@ -132,13 +132,13 @@ class Engines:
         return engine
 
     def _work(self, job: Job) -> GenerationWork:
-        """The caches of its rows are handed over, as for a job whose agent is to be remembered."""
+        """The caches of its sequences are handed over, as for a job with an agent."""
         request = build_request({"agent_id": "a", "prompt": job.text, "max_tokens": job.max_tokens})
         return GenerationWork(request, job.ids, prefix=None, save_from=0)
 
 
 class Pipeline:
-    """Jobs through Redis and a worker process; agents are new every time, and remembered."""
+    """Jobs through Redis and a worker process; agents are new every time, and saved."""
 
     def __init__(self, url: str) -> None:
         self._producer = Producer(url)
@@ -160,7 +160,7 @@ class Pipeline:
 
 @contextmanager
 def worker(bench: Bench, folder: Path, places: int, dtype: str) -> Iterator[str]:
-    """A server and a worker of our own; yields the server's URL."""
+    """A private server and worker; yields the server's URL."""
     with EmbeddedServer(folder / "redis") as server:
         options = ["--redis", server.url, "--store", str(folder / "store"), "--max-batch", str(places)]
         command = [sys.executable, "-m", "stoker_worker", "run", *options, "--model", bench.source, "--dtype", dtype]
@@ -180,7 +180,7 @@ def worker(bench: Bench, folder: Path, places: int, dtype: str) -> Iterator[str]
 
 
 def take_turns(load: Load, contestants: dict[str, Callable[[Load], Any]], texts: Any, rounds: int) -> None:
-    """Every contestant once a round, after a few tokens of each row to warm up."""
+    """Run every contestant once a round, after a few tokens of each sequence as a warm-up."""
     names = list(contestants)
     for name in names:
         contestants[name](replace(load, jobs=[replace(job, max_tokens=2) for job in load.jobs]))
@@ -209,11 +209,11 @@ def measured(load: Load) -> Json:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts = machine(bench)
+    facts = machine(bench.facts)
     rounds = 1 if quick else 5
     by_size, long = loads(bench, quick=quick)
     engines = Engines(bench)
-    texts = bench.model.codec.decode
+    texts = bench.model.tokenizer.decode
     alone: dict[str, Callable[[Load], Any]] = {"bare": lambda load: bare(bench, load), "engine": engines.run}
     with worker(bench, folder, max(load.places for load in by_size), bench.dtype) as url:
         everybody = {**alone, "pipeline": Pipeline(url).run}

@@ -17,7 +17,7 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         ("a GB of fresh memory after a restart", _span(found["first_touch_s_per_gb"], " s")),
         ("the same GB for the next process", _span(found["second_touch_s_per_gb"], " s")),
         ("stored tokens prefilled again, at most", found["stored_tokens_prefilled_again"]),
-        ("every result names that source", "yes" if found["sources_are_true"] else "NO"),
+        ("every result names the right source", "yes" if found["sources_are_true"] else "NO"),
     ]
     lines = [
         (name, _span(taken, " ms"), taken["n"], steps["p95_over_quiet"][name], steps["longest_over_quiet"][name])
@@ -38,11 +38,11 @@ def _summary(content: Json) -> str:
     return (
         f"A round of {found['agents']} agents, {found['tokens_at_first']} to {found['tokens_at_last']} tokens each, "
         f"took {found['ratio']['median']} times as long after a restart as from RAM (median of {found['ratio']['n']} "
-        f"pairs, {found['ratio']['min']} to {found['ratio']['max']}; at most 1.15 was asked for), and "
+        f"pairs, {found['ratio']['min']} to {found['ratio']['max']}; target: at most 1.15), and "
         f"{found['ratio_touched']['median']} times where other processes had touched the memory before. Of the stored "
-        f"tokens at most {found['stored_tokens_prefilled_again']} was computed again. While {steps['mb']} MB were read "
-        f"and verified ({steps['read_s']['median']} s), {steps['rows']} rows went on; their longest step took "
-        f"{steps['longest_over_quiet']['reading']} times a quiet one (at most 2 was asked for)."
+        f"tokens at most {found['stored_tokens_prefilled_again']} was prefilled again. While {steps['mb']} MB were "
+        f"read and verified ({steps['read_s']['median']} s), {steps['rows']} other sequences decoded; their longest "
+        f"step took {steps['longest_over_quiet']['reading']} times a quiet one (target: at most 2)."
     )
 
 

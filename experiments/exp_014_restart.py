@@ -1,9 +1,9 @@
-"""EXP-014: does a restart cost agents anything, and do other rows notice while a long memory comes back?
+"""EXP-014: does a restart cost agents time, and does restoring a long memory slow other sequences?
 
 A: eight agents take turn after turn, through Redis and a worker process. Before some turns the worker is stopped and
-started again, so that its agents' caches come from disk; before the others it stays, and they come from RAM. Before
-some of the former, other processes fill and free memory first: the machine then has pages to give at once.
-B: rows decode while another agent's 32 blocks are read and verified, then moved in.
+started again, so that its agents' caches come from disk; before the others it keeps running, and they come from RAM.
+Before some restarts, other processes fill and free memory first: the machine then has free pages at once.
+B: sequences decode while another agent's 32 blocks are read and verified, then moved in.
 """
 
 import signal
@@ -24,10 +24,10 @@ from prompts import text_of
 
 from stoker import Producer
 from stoker_shared import GenerationRequest, build_request
-from stoker_worker.engine.build import assemble
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.engine.assembly import assemble
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, GenerationWork, Restored, Transcript, Turn
-from stoker_worker.redis_server import EmbeddedServer
 
 REPORT = "EXP-014-restart.md"
 AGENTS = 8
@@ -48,7 +48,7 @@ def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens:
         worker = _Worker([*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model], folder)
         note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
         _turn(producer, prompts, max_tokens, stored)
-        for n in range(pairs + 1):  # the first of each warms up
+        for n in range(pairs + 1):  # the first of each is a warm-up
             for kind in order if n % 2 else reversed(order):
                 note(f"round {n + 1} of {pairs + 1}: {kind}")
                 if kind != "memory":
@@ -60,7 +60,7 @@ def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens:
     seconds = {kind: [one["s"] for one in ones[1:]] for kind, ones in taken.items()}
 
     def ratio(kind: str) -> Json:
-        """Round by round to the one from RAM of the same minute."""
+        """The ratio of each round to the round from RAM in the same cycle."""
         return spread([a / b for a, b in zip(seconds[kind], seconds["memory"], strict=True)], digits=2)
 
     return {
@@ -81,9 +81,9 @@ def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens:
 
 
 def touch_memory(n_gb: int = 4) -> tuple[float, float]:
-    """Fill fresh memory twice, in processes of their own, and give it back: seconds per GB of the first and the second.
+    """Fill fresh memory twice, in processes of their own, and free it: seconds per GB of the first and the second.
 
-    Where a host takes a virtual machine's free memory away, the first use of a page is far dearer than the second.
+    If a host takes a virtual machine's free memory away, the first use of a page costs far more than the second.
     """
     code = (
         "import numpy, time; begin = time.perf_counter(); "
@@ -141,17 +141,17 @@ class _Worker:
         self._process = self._started()
 
 
-# --- B: steps of rows that decode, while a long memory comes back ---
+# --- B: steps of decoding sequences while a long memory is restored ---
 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
-    """Seconds from step to step, by what went on beside them."""
+    """Seconds from step to step, by the work beside them."""
     taken: dict[str, list[float]] = {"quiet": [], "reading": [], "moving": [], "joining": []}
     reads: list[float] = []
-    with closing(AgentStore(folder)) as store:
+    with closing(AgentCacheStore(folder)) as store:
         prompt, agent = _save_long_agent(bench, store, blocks)
         tokens = 1024 if bench.on_gpu else 256
-        engine = assemble(  # room for all rows at the length of the longest, as mlx-lm pads them
+        engine = assemble(  # room for all sequences at the length of the longest, as mlx-lm pads them
             bench.network, bench.model, max_bytes=8 << 30, max_batch=16, prefill_tokens=tokens, max_step_s=0.5
         )
         for n in range(rows):
@@ -175,7 +175,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
             del work
             while True:
                 seconds = _timed(engine.step)
-                is_in = any(row.uid == uid for row in engine._roster.in_batch())
+                is_in = any(row.uid == uid for row in engine._scheduler.in_batch())
                 taken["joining" if is_in else "moving"].append(seconds)
                 if is_in:
                     break
@@ -198,7 +198,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
 
 
 class _Reader(threading.Thread):
-    """Restores on a thread of its own, as the loader does."""
+    """Restores on another thread, as the loader does."""
 
     def __init__(self, restore: Callable[[], Restored]) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ class _Reader(threading.Thread):
         self.seconds = time.perf_counter() - begin
 
 
-def _save_long_agent(bench: Bench, store: AgentStore, blocks: int) -> tuple[tuple[int, ...], AgentVersion]:
-    """An agent with `blocks` full blocks of random cache: what is in it makes no difference here."""
+def _save_long_agent(bench: Bench, store: AgentCacheStore, blocks: int) -> tuple[tuple[int, ...], AgentVersion]:
+    """An agent with `blocks` full blocks of random cache: its contents make no difference here."""
     rng, n_tokens = np.random.default_rng(1), 256 * blocks
     ids = tuple(int(x) for x in rng.integers(1000, 9000, n_tokens))
     layers = tuple(
@@ -255,7 +255,7 @@ def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
         "no_step_takes_twice_its_time_while_a_memory_is_read": step["longest_over_quiet"]["reading"] <= MOST_STEP,
     }
     verdict = {"passed": all(checks.values()), **checks}
-    return {"machine": machine(bench), "verdict": verdict, "rounds": found, "steps": step}
+    return {"machine": machine(bench.facts), "verdict": verdict, "rounds": found, "steps": step}
 
 
 def main() -> None:

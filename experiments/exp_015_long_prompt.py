@@ -1,7 +1,7 @@
-"""EXP-015: what seven rows that decode notice of a 4,000-token prompt that arrives among them, and how soon it can go.
+"""EXP-015: how a 4,000-token prompt affects seven decoding sequences, and how soon it can be cancelled.
 
-The product's engine at its own settings. Seven rows decode; then a long prompt is submitted, and their speed while it
-is prefilled is compared with their speed before. A second long prompt is cancelled in the middle of its prefill.
+The product's engine at its own settings. Seven sequences decode; then a long prompt is submitted, and their speed while
+it is prefilled is compared with their speed before. A second long prompt is cancelled in the middle of its prefill.
 """
 
 import time
@@ -16,7 +16,7 @@ from exp_015_report import render
 from prompts import text_of
 
 from stoker_shared import build_request
-from stoker_worker.engine.build import assemble
+from stoker_worker.engine.assembly import assemble
 from stoker_worker.ports import GenerationWork
 
 REPORT = "EXP-015-long-prompt.md"
@@ -26,7 +26,7 @@ MOST_CANCEL_S = 2.0
 
 
 def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
-    engine = assemble(bench.network, replace(bench.model, codec=_Endless(bench.model.codec)), max_bytes=6 << 30,
+    engine = assemble(bench.network, replace(bench.model, tokenizer=_Endless(bench.model.tokenizer)), max_bytes=6 << 30,
                       max_batch=16, prefill_tokens=1024 if bench.on_gpu else 256, max_step_s=MAX_STEP_S)  # fmt: skip
     decoding = [engine.submit(_work(bench.encode(f"Tell me about the number {n}."), 3000)) for n in range(rows)]
     while min(_tokens(engine).values()) < 8:
@@ -58,7 +58,7 @@ def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
 
 
 def _watch(engine: Any, uids: list[int], go_on: Callable[[float], bool]) -> Json:
-    """Step while `go_on(seconds so far)`, and see how many tokens the rows say."""
+    """Step while `go_on(seconds so far)`, and count the tokens the sequences generate."""
     before, begin, longest = _tokens(engine), time.perf_counter(), 0.0
     while go_on(time.perf_counter() - begin):
         started = time.perf_counter()
@@ -80,17 +80,17 @@ def _work(ids: list[int], max_tokens: int) -> GenerationWork:
 
 
 class _Endless:
-    """The model's codec without an end of sequence: rows must not leave while they are watched."""
+    """The model's tokenizer without an end of sequence: no sequence may leave during the measurement."""
 
-    def __init__(self, codec: Any) -> None:
-        self._codec = codec
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self.eos_ids: frozenset[int] = frozenset()
 
     def fork(self) -> "_Endless":
-        return _Endless(self._codec.fork())
+        return _Endless(self._tokenizer.fork())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._codec, name)
+        return getattr(self._tokenizer, name)
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
@@ -108,7 +108,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "a_cancel_takes_effect_within_2_s": found["cancel_s"]["max"] <= MOST_CANCEL_S,
     }
     verdict = {"passed": all(checks.values()), **checks}
-    return {"machine": machine(bench), "verdict": verdict, "max_step_s": MAX_STEP_S, "found": found}
+    return {"machine": machine(bench.facts), "verdict": verdict, "max_step_s": MAX_STEP_S, "found": found}
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from pathlib import Path
 from common import Json, machine_lines, table, verdict_title
 
 _NAMES = {
-    "quiet_tokens_per_s": "tokens/s of the decoding rows, before",
-    "speed": "their speed while the prompt is prefilled, of that",
-    "speed_afterwards": "their speed beside it once it decodes, of that",
+    "quiet_tokens_per_s": "tokens/s of the decoding sequences, before",
+    "speed": "their speed while the prompt is prefilled, as a share",
+    "speed_afterwards": "their speed once the long prompt decodes, as a share",
     "prefill_s": "seconds until the long prompt's first token",
-    "longest_step_s": "longest step meanwhile, s",
-    "cancel_s": "a cancel in mid-prefill took effect after, s",
+    "longest_step_s": "longest step in that time, s",
+    "cancel_s": "seconds until a cancel in mid-prefill took effect",
     "long_prompt": "tokens of the long prompt",
 }
 
@@ -21,17 +21,17 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
     rows = [(title, f"{found[name]['median']} ({found[name]['min']} to {found[name]['max']})") for name, title in
             _NAMES.items()]  # fmt: skip
     summary = (
-        f"While a prompt of {found['long_prompt']['median']:.0f} tokens was prefilled, the rows beside it went on at "
-        f"{found['speed']['median']} of their speed (median of {found['speed']['n']} runs, {found['speed']['min']} to "
-        f"{found['speed']['max']}; at least 0.5 was asked for). A cancel in the middle of a prefill took effect within "
-        f"{found['cancel_s']['max']} s (at most 2 was asked for)."
+        f"While a prompt of {found['long_prompt']['median']:.0f} tokens was prefilled, the sequences beside it decoded "
+        f"at {found['speed']['median']} of their speed (median of {found['speed']['n']} runs, {found['speed']['min']} "
+        f"to {found['speed']['max']}; target: at least 0.5). A cancel in the middle of a prefill took effect within "
+        f"{found['cancel_s']['max']} s (target: at most 2)."
     )
     parts = {
         "summary": summary,
         "machine": machine_lines(content),
         "found": table(("", "median (least to most)"), rows),
     }
-    return verdict_title(content, "a long prompt among rows that decode"), parts
+    return verdict_title(content, "a long prompt beside decoding sequences"), parts
 
 
 def plot(content: Json, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The prompts of EXP-003 and EXP-004: the seed documents' own and twenty others. Owns texts and their lengths; no MLX.
 
-Texts beyond their first sentences go on with their own words in a shuffled order (seeded): text that repeats itself is
-continued by copying, and two wrong caches would then agree by chance.
+After their first sentences, texts continue with their own words in a shuffled order (seeded): a model continues
+repeated text by copying, and two wrong caches would then agree by chance.
 """
 
 import json
@@ -64,7 +64,7 @@ def other_prompts(encode: Callable[[str], list[int]]) -> list[NamedPrompt]:
 def text_of(encode: Callable[[str], list[int]], kind: str, n_tokens: int, *, seed: int | None = None) -> str:
     """The longest beginning of a text with at most `n_tokens` tokens; exact where no character is two tokens.
 
-    Each length is a text of its own; with the `seed` of a shorter one it goes on as that one would.
+    Each length is a text of its own; with the `seed` of a shorter text, it is that text's continuation.
     """
     base = _TEXTS[kind]
     text, shuffled = base, random.Random(n_tokens if seed is None else seed)

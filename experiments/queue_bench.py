@@ -1,4 +1,4 @@
-"""The worker with the scripted engine, in this process, and RQ's SimpleWorker beside it. Experiments only; no MLX."""
+"""Runs jobs under our worker with the scripted engine, and under RQ's SimpleWorker, in this process. No MLX."""
 
 import json
 import logging
@@ -18,17 +18,17 @@ from rq.serializers import JSONSerializer
 
 from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedEngine, ScriptedProvider
-from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import Completion, GenerationWork, LoadedModel, RowProgress
-from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.pipeline.worker import Worker
+from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceProgress
+from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
-from stoker_worker.worker import Worker
 
 RESULT = {"text": "hello"}
 
 
 def no_op(request: dict[str, Any]) -> dict[str, Any]:
-    """What RQ's worker runs: nothing."""
+    """The task that RQ's worker runs. It does nothing."""
     return RESULT
 
 
@@ -43,7 +43,7 @@ class TimedEngine:
     def in_flight(self) -> int:
         return self.engine.in_flight
 
-    def progress(self) -> dict[int, RowProgress]:
+    def progress(self) -> dict[int, SequenceProgress]:
         return self.engine.progress()
 
     def text(self, uid: int) -> str:
@@ -52,12 +52,12 @@ class TimedEngine:
     def submit(self, work: GenerationWork) -> int:
         return self.engine.submit(work)
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[CompletedGeneration]:
         ended = self.engine.step()
         self.ends.append(time.perf_counter())
         return ended
 
-    def cancel(self, uid: int) -> Completion | None:
+    def cancel(self, uid: int) -> CompletedGeneration | None:
         return self.engine.cancel(uid)
 
     def close(self) -> None:
@@ -80,10 +80,10 @@ class TimedProvider:
 
 @contextmanager
 def our_worker(url: str, folder: Path, provider: Any, *, max_batch: int, burst: bool) -> Iterator[threading.Thread]:
-    """The worker's thread, running; told to stop at once when the context is left."""
+    """The thread of a running worker, which stops at once when the context is left."""
     settings = read_settings({"redis_url": url, "max_batch": max_batch, "grace_s": 0.0})
     with open_queue(settings, url) as opened:
-        store = AgentStore(folder)
+        store = AgentCacheStore(folder)
         worker = Worker(settings, opened.rq_queue, store, provider, burst=burst)
         thread = threading.Thread(target=worker.run, name="worker")
         thread.start()
@@ -98,7 +98,7 @@ def our_worker(url: str, folder: Path, provider: Any, *, max_batch: int, burst: 
 
 
 def jobs_per_s(connection: Redis, job_ids: list[str]) -> float:
-    """From the start of the first to the end of the last, by the jobs' own times."""
+    """The rate from the start of the first job to the end of the last, by the jobs' own times."""
     from rq.job import Job
 
     jobs = Job.fetch_many(job_ids, connection, JSONSerializer)
@@ -110,6 +110,7 @@ def jobs_per_s(connection: Redis, job_ids: list[str]) -> float:
 
 
 def ours(url: str, folder: Path, count: int) -> float:
+    """Jobs per second under our worker."""
     with Redis.from_url(url) as connection, Producer(connection) as producer:
         request = {"prompt": "say ", "max_tokens": 1, "cache": "off"}
         tickets = producer.submit_many([{"agent_id": f"agent {n}", **request} for n in range(count)])
@@ -120,7 +121,7 @@ def ours(url: str, folder: Path, count: int) -> float:
 
 
 def stock(url: str, count: int) -> float:
-    """RQ's SimpleWorker without its log lines; it has to run on the main thread."""
+    """Jobs per second under RQ's SimpleWorker without its log lines. Call it on the main thread."""
     with Redis.from_url(url) as connection:
         queue = Queue("stock", connection=connection, serializer=JSONSerializer)
         request = {"agent_id": "agent", "prompt": "say ", "max_tokens": 1, "cache": "off"}
@@ -137,7 +138,7 @@ def stock(url: str, count: int) -> float:
 
 
 class Feeder:
-    """Another process that submits jobs at a steady rate, so that enqueueing takes nothing from the worker."""
+    """Another process that submits jobs at a steady rate, so that enqueueing costs the worker's process nothing."""
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), url]

@@ -1,7 +1,7 @@
 """Models of mlx-lm's own classes with random weights, and turns through the product's engine and store. No tokenizer.
 
-Owns the four real configurations of EXP-001 in narrow: what the cache depends on (layers, their pattern, K/V
-heads, head dim, window) is true to the model's config.json; hidden size, vocabulary, experts and feed-forward are not.
+Owns the four configurations of EXP-001 in a narrow form. All that the cache depends on (layers, their pattern, K/V
+heads, head dim, window) is as in the model's config.json; hidden size, vocabulary, experts and feed-forward are not.
 """
 
 import random
@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Any
 
 from stoker_shared import build_request
-from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
-from stoker_worker.memory.store import AgentStore
-from stoker_worker.ports import Completion, Delivery, GenerationWork, LoadedModel, Transcript, Turn
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import CompletedGeneration, Delivery, GenerationWork, LoadedModel, Transcript, Turn
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 VOCABULARY = 128
 _NARROW = {"vocab_size": VOCABULARY, "intermediate_size": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -60,13 +60,13 @@ def random_network(name: str) -> Any:
     return network
 
 
-class NumberCodec:
-    """Stands for a tokenizer: a token's text is its number, and none of them ends a text."""
+class NumberTokenizer:
+    """Takes a tokenizer's place: a token's text is its number, and no token ends a text."""
 
     eos_ids = frozenset({10**9})
     max_token_bytes = 4
 
-    def fork(self) -> "NumberCodec":
+    def fork(self) -> "NumberTokenizer":
         return self
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -75,40 +75,43 @@ class NumberCodec:
 
 @dataclass
 class RandomModel:
-    """A network with what the engine and the store want to know of it."""
+    """A network with the facts that engine and store need."""
 
     network: Any
     loaded: LoadedModel
 
     @classmethod
     def make(cls, name: str) -> "RandomModel":
+        from stoker_worker.models.cache_probe import read_cache_spec
+
         network = random_network(name)
-        spec = ModelCacheSpec.from_model(network)
-        codec: Any = NumberCodec()
-        return cls(network, LoadedModel(name, f"{name} {spec.describe()}".encode().hex()[:64], "t", 10**6, spec, codec))
+        spec = read_cache_spec(network)
+        tokenizer: Any = NumberTokenizer()
+        fingerprint = f"{name} {spec.describe()}".encode().hex()[:64]
+        return cls(network, LoadedModel(name, fingerprint, "t", 10**6, spec, tokenizer))
 
     def engine(self, *, max_batch: int, blocks: int, prefill_tokens: int = 256) -> Any:
-        from stoker_worker.engine.build import assemble
-        from stoker_worker.engine.pricing import BatchPricing
+        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.kv_cost import KVCost
 
         return assemble(
             self.network,
             self.loaded,
-            max_bytes=blocks * BatchPricing(self.loaded.spec, prefill_tokens).block_bytes,
+            max_bytes=blocks * KVCost(self.loaded.spec, prefill_tokens).block_bytes,
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
             max_step_s=60.0,
         )
 
     def uncached(self, ids: Sequence[int], max_tokens: int) -> list[int]:
-        """mlx-lm's own run of one sequence from nothing, greedy."""
+        """mlx-lm's own uncached run of one sequence, greedy."""
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
         return [token for token, _ in generate_step(mx.array(list(ids)), self.network, max_tokens=max_tokens)]
 
-    def turn(self, store: AgentStore, ids: Sequence[int], max_tokens: int) -> tuple[Completion, int]:
-        """A turn of the one agent, restored from the store and saved to it; also how many tokens were cached."""
+    def turn(self, store: AgentCacheStore, ids: Sequence[int], max_tokens: int) -> tuple[CompletedGeneration, int]:
+        """One turn of the agent, restored from the store and saved to it, and the number of cached tokens."""
         agent = store.open_agent("agent")
         restored = store.restore(ids, agent=agent, model=self.loaded, salt=None)
         engine = self.engine(max_batch=2, blocks=64)
@@ -128,8 +131,8 @@ def work(ids: Sequence[int], max_tokens: int, *, prefix: Any = None, save_from: 
     return GenerationWork(request, tuple(ids), prefix=prefix, save_from=save_from)
 
 
-def drain(engine: Any) -> list[Completion]:
-    done: list[Completion] = []
+def drain(engine: Any) -> list[CompletedGeneration]:
+    done: list[CompletedGeneration] = []
     while engine.in_flight:
         done += engine.step()
     return done

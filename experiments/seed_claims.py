@@ -1,4 +1,4 @@
-"""What the seed documents say about mlx-lm 0.30.4, asked of the mlx-lm that is installed. EXP-004's last part."""
+"""Tests statements of the seed documents about mlx-lm 0.30.4 with the installed mlx-lm. The last part of EXP-004."""
 
 import tempfile
 import time
@@ -10,19 +10,19 @@ from common import Json, spread
 
 
 def check(bench: Bench) -> Json:
-    """Each claim of the seeds that a few lines can test, and what was found."""
+    """Each statement of the seed documents that a few lines can test, and the finding."""
     from mlx_lm.generate import BatchGenerator
 
     ids = bench.encode("The capital of France is")
     wanted = bench.uncached(ids, 5)
-    generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in sorted(bench.model.codec.eos_ids)])
+    generator = BatchGenerator(bench.network, stop_tokens=[[i] for i in sorted(bench.model.tokenizer.eos_ids)])
     found: Json = {"insert_takes_one_max_tokens_for_all": True}
     try:
         generator.insert([list(ids)], max_tokens=5)
     except TypeError:
         found["insert_takes_one_max_tokens_for_all"] = False
     generator.insert([list(ids)], max_tokens=[5])
-    accumulated: list[int] = []  # as the seed's loop does it: only from responses that are not the last one
+    accumulated: list[int] = []  # as in the seed's loop: from all responses but the last
     last: Any = None
     while last is None:
         for response in generator.next_generated():
@@ -37,7 +37,7 @@ def check(bench: Bench) -> Json:
         "list attribute" if isinstance(last.prompt_cache, list) else type(last.prompt_cache).__name__
     )
     found["tokens_in_extracted_cache_beyond_the_prompt"] = last.prompt_cache[0].offset - len(ids)
-    # `while responses := gen.next()` ends when next() is falsy; nothing is left to generate here.
+    # `while responses := gen.next()` ends when next() is falsy. Here nothing is left to generate.
     found["next_of_an_exhausted_generator_is_falsy"] = not generator.next()
     found["next_generated_of_an_exhausted_generator_is_falsy"] = not generator.next_generated()
     generator.close()
@@ -45,17 +45,17 @@ def check(bench: Bench) -> Json:
 
 
 def _gemma_layers() -> Json:
-    """A narrow Gemma 3 of 48 layers with random weights: its kinds of cache, and whether stoker takes it."""
+    """The kinds of cache of a narrow Gemma 3 with 48 layers and random weights, and whether stoker serves it."""
     from mlx_lm.models.gemma3_text import Model, ModelArgs
 
     from stoker_shared.errors import ModelNotLoadable
-    from stoker_worker.cache_spec import ModelCacheSpec
+    from stoker_worker.models.cache_probe import read_cache_spec
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "vocab_size": 64}
     network = Model(ModelArgs(model_type="gemma3_text", num_hidden_layers=48, **sizes))
     kinds = [type(cache).__name__ for cache in network.make_cache()]
     try:
-        ModelCacheSpec.from_model(network)
+        read_cache_spec(network)
         served = True
     except ModelNotLoadable:
         served = False
@@ -63,7 +63,7 @@ def _gemma_layers() -> Json:
 
 
 def _lazy_loading(bench: Bench, tokens: int = 512) -> Json:
-    """What the seeds timed as reloading: until mlx-lm's loader returns, and until the arrays are there."""
+    """How long mlx-lm's loader takes to return, which the seeds took for reloading, and to have the arrays."""
     import mlx.core as mx
     from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 

@@ -1,10 +1,30 @@
-"""Fixtures for every test. OpenBLAS is preloaded here, because it must come before the first import of MLX."""
+"""Fixtures for every test. A BLAS library is preloaded here, because it must come before the first import of MLX."""
 
-from stoker_worker.engine.blas import preload_openblas
+import os
+import sys
 
-preload_openblas()
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores, and OpenBLAS's threads would spin for them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from stoker_worker.models.blas import preload_blas
+
+BLAS = preload_blas()
+HAS_FAST_BLAS = BLAS is not None or sys.platform != "linux"
 
 from tests.model_fixture import smollm2  # noqa: E402, F401
 from tests.node_fixture import node_folder  # noqa: E402, F401
 from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
 from tests.small_disk import small_disk  # noqa: E402, F401
+
+
+def pytest_report_header() -> str:
+    if HAS_FAST_BLAS:
+        return f"BLAS: {BLAS or 'Accelerate'}"
+    return "BLAS: only MLX's own, which is slow: tests marked `fast_blas` are skipped"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not HAS_FAST_BLAS and item.get_closest_marker("fast_blas"):
+        pytest.skip("no OpenBLAS or MKL here: would take many minutes")

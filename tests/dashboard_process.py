@@ -1,4 +1,4 @@
-"""`stoker dashboard` as its operator starts it, and a headless Chromium to look at its pages."""
+"""`stoker dashboard` as its operator starts it, and a headless Chromium that reads its pages."""
 
 import os
 import re
@@ -18,7 +18,7 @@ STOKER = [sys.executable, "-c", "from stoker.cli import main; main()"]
 
 @contextmanager
 def running_dashboard(redis_url: str, log: Path, *arguments: str) -> Iterator[str]:
-    """Yields its address, without a slash at the end."""
+    """Yields the dashboard's address, without a slash at the end."""
     command = [*STOKER, "--redis", redis_url, "dashboard", "--port", "0", *arguments]
     with log.open("w") as output:
         process = subprocess.Popen(command, stderr=output)
@@ -42,7 +42,7 @@ class Browser:
         self._command += [f"--user-data-dir={profile}", "--window-size=1200,1000", "--virtual-time-budget=6000"]
 
     def text(self, url: str) -> str:
-        """What stands in the page's tables and paragraphs once its scripts have run, tags and templates left out."""
+        """The text of the page after its scripts have run, without tags and templates."""
         page = re.sub(r"(?s)<script.*?</script>", "", self.dom(url))
         return " ".join(re.sub(r"(?s)<[^>]*>", " ", page).split())
 
@@ -60,7 +60,7 @@ class Browser:
 def browser(tmp_path: Path) -> Browser:
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
-        pytest.skip("no Chromium to look at the dashboard with")
+        pytest.skip("no Chromium to read the dashboard with")
     return Browser(program, tmp_path / "chromium")
 
 

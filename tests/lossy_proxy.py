@@ -1,8 +1,8 @@
 """A proxy before a Redis server that loses chosen replies, or holds them back. Loopback only; threads of its own.
 
-Owns the bytes between one client and one server. What is lost is a reply: the server has carried the command out, and
-the client sees its connection close. A command is named by `Exchange`: a script or a plain command alone, or all that
-stands between MULTI and EXEC.
+Owns the bytes between one client and one server. Only replies are lost: the server has carried the command out, and
+the client sees its connection close. An `Exchange` identifies a command: a script or a plain command alone, or all
+commands between MULTI and EXEC.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ Command = list[bytes]
 
 @dataclass(frozen=True)
 class Exchange:
-    """One command with its reply; of a transaction the EXEC, with all that was queued before it.
+    """One command with its reply; for a transaction the EXEC, with all commands queued before it.
 
     Attributes:
         commands: the command itself, or the commands inside the transaction.
-        is_transaction: whether they stood between MULTI and EXEC.
+        is_transaction: whether they were between MULTI and EXEC.
     """
 
     commands: tuple[tuple[bytes, ...], ...]
@@ -35,11 +35,11 @@ class Exchange:
 
     @property
     def is_write(self) -> bool:
-        """A transaction or a script: what a client must not simply send again."""
+        """A transaction or a script: a client must not simply repeat it."""
         return self.is_transaction or self.names[0] in {"EVALSHA", "EVAL"}
 
     def holds(self, *words: str) -> bool:
-        """Whether each word stands in one of the commands' arguments, or is one's name."""
+        """Whether each word is in an argument, or is the name, of one of the commands."""
         text = b" ".join(part for command in self.commands for part in command)
         return all(word.encode() in text for word in words)
 
@@ -49,10 +49,10 @@ Chooses = Callable[[Exchange], bool]
 
 @dataclass
 class LossyProxy:
-    """Listens on `port` from entering to leaving it as a context.
+    """Listens on `port` while its context is open.
 
     Attributes:
-        seen: every exchange so far, in the order in which the server was asked.
+        seen: every exchange so far, in the order of the requests.
     """
 
     server_port: int
@@ -73,34 +73,34 @@ class LossyProxy:
         return f"redis://127.0.0.1:{self.port}"
 
     def lose(self, chooses: Chooses, times: int = 1) -> None:
-        """Lose the reply of the next `times` exchanges that `chooses` takes."""
+        """Lose the reply of the next `times` exchanges for which `chooses` is true."""
         with self._lock:
             self._lose.append((chooses, times))
 
     def lose_nth_write(self, n: int) -> None:
-        """Lose the reply of the transaction or script number `n`, counted from 0 and from now on."""
+        """Lose the reply of transaction or script number `n` from now on, counted from 0."""
         counter = iter(range(n + 1))
         self.lose(lambda exchange: exchange.is_write and next(counter, n) == n)
 
     def hold_back(self, chooses: Chooses, seconds: float) -> None:
-        """Give the reply of the next exchange that `chooses` takes only after `seconds`."""
+        """Delay the reply of the next exchange for which `chooses` is true by `seconds`."""
         with self._lock:
             self._hold.append((chooses, seconds))
 
     def spare_all(self) -> None:
-        """Lose and hold back nothing more of what was asked for so far."""
+        """Forget all losses and delays asked for so far."""
         with self._lock:
             self._lose.clear()
             self._hold.clear()
 
     def take_seen(self) -> list[Exchange]:
-        """What was seen since the last call; it is forgotten, for runs that see very much."""
+        """Return the exchanges since the last call and forget them, for runs with very many."""
         with self._lock:
             seen, self.seen = self.seen, []
             return seen
 
     def cut_all(self) -> None:
-        """Close every connection there is."""
+        """Close every open connection."""
         with self._lock:
             ends, self._open = self._open, []
         for end in ends:
@@ -154,18 +154,20 @@ class LossyProxy:
                         self.seen.append(exchange)
                 asked.append(exchange)
                 server.sendall(raw)
-        _close(client), _close(server)
+        _close(client)
+        _close(server)
 
     def _replies(self, client: socket.socket, server: socket.socket, asked: "deque[Exchange | None]") -> None:
         with contextlib.suppress(OSError, EOFError):
             for raw in _frames(server):
-                exchange = asked.popleft() if asked else None  # none was asked for what a channel says
+                exchange = asked.popleft() if asked else None  # messages of a channel answer no request
                 if exchange is not None:
                     if self._is_chosen_for_loss(exchange):
                         break
                     time.sleep(self._held_back_s(exchange))
                 client.sendall(raw)
-        _close(client), _close(server)
+        _close(client)
+        _close(server)
 
     def _is_chosen_for_loss(self, exchange: Exchange) -> bool:
         with self._lock:
@@ -207,7 +209,7 @@ def _frames(end: socket.socket) -> Iterator[bytes]:
 
 
 def _size(buffer: bytearray, at: int) -> int | None:
-    """Where the value that begins at `at` ends; ``None`` while it is not all there."""
+    """The end of the value that begins at `at`; ``None`` while it is incomplete."""
     line = buffer.find(b"\r\n", at)
     if line < 0:
         return None
@@ -217,7 +219,7 @@ def _size(buffer: bytearray, at: int) -> int | None:
         return end if end <= len(buffer) else None
     if kind in b"*~>%|":
         parts = max(0, int(head)) * (2 if kind in b"%|" else 1)
-        for _ in range(parts + (kind == b"|")):  # an attribute comes before the value it belongs to
+        for _ in range(parts + (kind == b"|")):  # an attribute comes before its value
             found = _size(buffer, end)
             if found is None:
                 return None

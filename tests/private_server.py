@@ -1,4 +1,4 @@
-"""A server of one test's own, started with the options that test is about. Loopback only; stopped with the test."""
+"""A private server for one test, started with the options under test. Loopback only; stopped with the test."""
 
 import socket
 import subprocess
@@ -10,11 +10,11 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
-from stoker_worker.server_program import find_program
+from stoker_worker.embedded_redis.server_files import find_program
 
 
 class ServerDidNotStart(RuntimeError):
-    """The server's own last words."""
+    """Carries the server's last output."""
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def free_port() -> int:
 
 
 def acl_refusals(admin: Redis) -> Sequence[str]:
-    """Who was refused what, for people. Without CLIENT SETINFO, which redis-py sends to newer servers and does not
-    miss: a rule that grants it would not be loaded by older ones."""
+    """Each user with the refused command, readable. Without CLIENT SETINFO, which redis-py sends to newer servers and
+    does not need: older servers would not load a rule that grants it."""
     entries = [entry for entry in admin.acl_log() if entry["object"] != "client|setinfo"]
     return [f"{entry['username']}: {entry['reason']} {entry['object']}" for entry in entries]
 

@@ -8,8 +8,8 @@ from redis import Redis
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.redis_server import EmbeddedServer
-from stoker_worker.server_program import find_program
+from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis.server_files import find_program
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS
 @pytest.fixture
 def redis_url(redis_server: EmbeddedServer) -> str:
     with Redis.from_url(redis_server.url) as connection:
-        connection.flushall()  # only ever our own: the URL is the one we started
+        connection.flushall()  # only ever our own server: the URL is that of the one we started
     return redis_server.url
 
 
@@ -39,7 +39,7 @@ def producer(redis_url: str) -> Iterator[Producer]:
 
 
 def require_server_program() -> None:
-    """Skip on a laptop without a server, fail where CI is set: there a missing server would hide half the tests."""
+    """Skip on a laptop without a server, fail if CI is set: there a missing server would hide half the tests."""
     try:
         find_program()
     except RedisUnavailable as error:

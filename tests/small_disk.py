@@ -19,7 +19,7 @@ class SmallDisk:
         return self.path / "ballast"
 
     def fill(self) -> None:
-        """Until not one byte more can be written."""
+        """Write until not one byte more fits."""
         with self.ballast.open("ab", buffering=0) as file:
             for size in (1 << 16, 1 << 10, 1):
                 while _has_written(file.fileno(), size):
@@ -31,7 +31,7 @@ class SmallDisk:
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallDisk]:
-    """4 MB, or what the test's parameter says."""
+    """4 MB, or the size in the test's parameter."""
     folder = tmp_path / "disk"
     folder.mkdir()
     size = getattr(request, "param", 4 << 20)
@@ -45,7 +45,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Small
         pytest.skip("may not mount a file system")
     try:
         yield SmallDisk(folder)
-    finally:  # lazily: a test that failed may still have a file open
+    finally:  # lazily: a failed test may still have a file open
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 

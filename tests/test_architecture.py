@@ -1,35 +1,60 @@
-"""Who may import what. A forbidden import fails here by name, before it becomes a habit."""
+"""The structure of the product: the allowed imports, the order of the packages, the length of a file.
+
+A change that breaks one of these rules fails here by name. The rules have no exceptions: a rule that is in the way is
+changed here, with the reason.
+"""
 
 import ast
-from pathlib import Path
+import re
+from graphlib import CycleError, TopologicalSorter
+from statistics import median
 
 import pytest
+from tests.import_graph import ROOT, ImportGraph, Module, experiment_modules, product_modules
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"stoker_shared": ROOT / "shared", "stoker": ROOT / "producer", "stoker_worker": ROOT / "worker"}
+MAX_FILE_LINES = 250
+MAX_FUNCTION_LINES = 50
+MAX_MEDIAN_LINES = 120
+MAX_ENTRIES = 16
+"""Most modules and packages in an opened folder."""
 
-# Where operations meet a connection; the producer's other modules never do I/O.
+# The producer's operations meet a connection here; its other modules do no I/O.
 EDGES = (
     *("stoker.producer.", "stoker.ticket.", "stoker.async_producer.", "stoker.async_ticket.", "stoker.agent_jobs."),
-    *("stoker.shared_connection.", "stoker.batch.cli.", "stoker.batch.work.", "stoker.batch.feeding."),
+    *(
+        "stoker.shared_connection.",
+        "stoker.batch.cli.",
+        "stoker.batch.state_commands.",
+        "stoker.batch.work.",
+        "stoker.batch.feeding.",
+    ),
     "stoker.batch.collecting.",
 )
 COMMANDS = (
     *("stoker.cli.", "stoker.agent_cli.", "stoker.queue_commands.", "stoker.submit_", "stoker.command_parts."),
-    *("stoker.batch.cli.", "stoker.batch.planning.", "stoker.batch.progress.", "stoker_shared.help_layout."),
-    *("stoker_worker.cli.", "stoker_worker.memory_cli."),
+    *(
+        "stoker.dashboard.command.",
+        "stoker.batch.cli.",
+        "stoker.batch.state_commands.",
+        "stoker.batch.planning.",
+        "stoker.batch.progress.",
+        "stoker_shared.help_layout.",
+    ),
+    "stoker_worker.cli.",
 )
 
-# module imported -> prefixes of the modules that may import it
 ALLOWED_IMPORTERS = {
-    "rq": ("stoker.", "stoker_worker.rq_worker."),
-    "mlx": ("stoker_worker.engine.",),
-    "mlx_lm": ("stoker_worker.engine.",),
-    "transformers": ("stoker_worker.engine.",),
-    "tokenizers": ("stoker_worker.engine.",),
+    "rq": ("stoker.", "stoker_worker.queue."),
+    "mlx": ("stoker_worker.engine.", "stoker_worker.models."),
+    "mlx_lm": ("stoker_worker.engine.", "stoker_worker.models."),
+    "transformers": ("stoker_worker.models.",),
+    "tokenizers": ("stoker_worker.models.",),
     "numpy": ("stoker_worker.",),
-    "redis": ("stoker.", "stoker_worker."),
-    "stoker": ("stoker.", "stoker_worker.demo"),
+    "redis": (
+        *("stoker.", "stoker_worker.queue.", "stoker_worker.pipeline.", "stoker_worker.cli."),
+        "stoker_worker.embedded_redis.",
+    ),
+    "stoker": ("stoker.", "stoker_worker.cli.demo."),
     "stoker_worker": ("stoker_worker.",),
     "stoker.driver": EDGES,
     "stoker.async_driver": EDGES,
@@ -37,54 +62,109 @@ ALLOWED_IMPORTERS = {
     "click": COMMANDS,
     "pickle": (),
 }
+"""Module imported: prefixes of the modules that may import it."""
 
-# One module turns bytes into arrays and back; these need no MLX at all, so that policy is tested without it.
-WITHOUT_MLX = (
-    "stoker_worker.engine.block_pool",
-    "stoker_worker.engine.scripted",
-    "stoker_worker.engine.stop_scanner",
-    "stoker_worker.engine.codec",
-)
+BASE = {"periodic", "process_identity"}
+VALUES = {"ports", *BASE}
+CONFIGURED = {"settings", *VALUES}
+LAYERS = {
+    "__main__": {"cli"},
+    "cli": {"pipeline", "engine", "queue", "memory", "models", "embedded_redis", *CONFIGURED},
+    "pipeline": CONFIGURED,
+    "engine": {"models", *CONFIGURED},
+    "queue": {"embedded_redis", *CONFIGURED},
+    "memory": CONFIGURED,
+    "models": CONFIGURED,
+    "embedded_redis": CONFIGURED,
+    "settings": VALUES,
+    "ports": set(),
+    "periodic": set(),
+    "process_identity": set(),
+}
+"""Each part of the worker, from the top, and the parts it may import besides itself and `stoker_shared`."""
 
+NEED_NO_MLX = {
+    *("stoker_worker.engine.block_pool", "stoker_worker.engine.scripted", "stoker_worker.engine.stop_scanner"),
+    "stoker_worker.models.tokenizer",
+}
+"""These are tested without MLX, though their docstrings do not call them pure."""
 
-def modules():
-    for package, root in PACKAGES.items():
-        for path in sorted((root / package).rglob("*.py")):
-            yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), path
-
-
-MODULES = list(modules())
-
-
-def imports_of(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_import_is_allowed(module, path):
-    for imported in imports_of(path):
-        for name, importers in ALLOWED_IMPORTERS.items():
-            allowed = not f"{imported}.".startswith(f"{name}.") or f"{module}.".startswith(importers)
-            assert allowed, f"{module} must not import {imported}"
+PRODUCT = product_modules()
 
 
-@pytest.mark.parametrize("module", WITHOUT_MLX)
-def test_modules_that_need_no_mlx_do_not_import_it(module):
-    path = ROOT / "worker" / Path(*module.split(".")).with_suffix(".py")
-    assert not {name.split(".")[0] for name in imports_of(path)} & {"mlx", "mlx_lm"}
+def test_every_import_is_allowed() -> None:
+    forbidden = {
+        f"{module.name} imports {imported}"
+        for module in PRODUCT
+        for imported in module.imports
+        for name, importers in ALLOWED_IMPORTERS.items()
+        if f"{imported}.".startswith(f"{name}.") and not f"{module.name}.".startswith(importers)
+    }
+    assert not forbidden
 
 
-def test_the_memory_package_knows_neither_redis_nor_rq_nor_mlx():
-    for path in (ROOT / "worker/stoker_worker/memory").rglob("*.py"):
-        assert not {name.split(".")[0] for name in imports_of(path)} & {"redis", "rq", "mlx", "mlx_lm"}, path
+@pytest.mark.parametrize("modules", [PRODUCT, experiment_modules()], ids=["product", "experiments"])
+def test_no_file_imports_itself_through_others(modules: list[Module]) -> None:
+    try:
+        TopologicalSorter(ImportGraph(modules).edges()).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize(("module", "path"), MODULES, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_file_opens_with_what_it_owns(module, path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+def test_no_lower_layer_of_the_worker_imports_a_higher_one() -> None:
+    inside = {module: _worker_part(module.name) for module in PRODUCT if _worker_part(module.name)}
+    assert set(inside.values()) == set(LAYERS), "each part of the worker has its place in LAYERS"
+    wrong = {
+        f"{module.name} imports {imported}"
+        for module, part in inside.items()
+        for imported in module.imports
+        if (other := _worker_part(imported)) and other not in {part, *LAYERS[part]}
+    }
+    assert not wrong
+
+
+def test_the_layers_have_an_order() -> None:
+    assert list(TopologicalSorter(LAYERS).static_order())
+
+
+def test_pure_modules_load_no_mlx() -> None:
+    graph = ImportGraph(PRODUCT)
+    pure = NEED_NO_MLX | {module.name for module in PRODUCT if re.search(r"\bPure\b", module.docstring)}
+    chains = [chain for name in sorted(pure) if (chain := graph.chain(name, ("mlx", "mlx_lm")))]
+    assert not [" loads ".join(chain) for chain in chains]
+
+
+def test_every_file_opens_with_a_docstring() -> None:
+    assert not [module.name for module in PRODUCT if not module.docstring]
+
+
+def test_files_and_functions_are_short() -> None:
+    long = {str(module.path.relative_to(ROOT)): module.lines for module in PRODUCT if module.lines > MAX_FILE_LINES}
+    assert not long
+    functions = {
+        f"{module.name}.{node.name}": node.end_lineno - node.lineno + 1
+        for module in PRODUCT
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > MAX_FUNCTION_LINES}
+    assert median(module.lines for module in PRODUCT if module.path.name != "__init__.py") < MAX_MEDIAN_LINES
+
+
+def test_an_opened_folder_of_the_worker_shows_few_entries() -> None:
+    for folder in (ROOT / "worker", ROOT / "worker" / "stoker_worker"):
+        entries = {path.name for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert 0 < len(entries - {"__init__.py"}) <= MAX_ENTRIES, folder
+
+
+def test_tests_lie_where_the_product_does() -> None:
+    folders = {module.path.parent.relative_to(ROOT).parts for module in PRODUCT}
+    mirrored = {(side, *inner) for side, _, *inner in folders}
+    tests = {path.parent.relative_to(ROOT / "tests").parts for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {parts for parts in tests if parts and parts[0] in {"shared", "producer", "worker"}} <= mirrored
+
+
+def _worker_part(name: str) -> str:
+    """``queue`` for ``stoker_worker.queue.claimer``; empty for the package itself and for anything else."""
+    package, _, rest = name.partition(".")
+    return rest.partition(".")[0] if package == "stoker_worker" else ""

@@ -1,4 +1,4 @@
-"""The compose file: nothing listens beyond loopback, nothing is forgotten or dropped."""
+"""The compose file: everything listens on loopback only, and the queue forgets and drops nothing."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_images_and_packages_are_pinned(services):
     assert all("==" in package for package in packages)
 
 
-def test_the_dashboard_image_copies_what_is_there_and_starts_a_command_that_is_valid(services):
+def test_the_dashboard_image_copies_existing_files_and_starts_a_valid_command(services):
     lines = dockerfile(services).splitlines()
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY")]
     context = DOCKER / services["dashboard"]["build"]["context"]
@@ -51,7 +51,7 @@ def test_the_dashboard_image_copies_what_is_there_and_starts_a_command_that_is_v
     assert command[0] == "stoker"
     run = CliRunner().invoke(cli, [*command[1:], "--help"])
     assert run.exit_code == 0, run.output
-    assert "--allow-remote" in command  # in a container, the published port is what is bound to loopback
+    assert "--allow-remote" in command  # in a container, the published port is the one bound to loopback
     assert services["dashboard"]["ports"] == ["127.0.0.1:9181:9181"]
 
 

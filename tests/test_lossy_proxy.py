@@ -1,4 +1,4 @@
-"""The proxy loses what it is told to lose, after the server has carried it out, and nothing else."""
+"""The proxy loses the replies it was asked to lose, after the server carried the command out, and no others."""
 
 import time
 from urllib.parse import urlsplit
@@ -61,7 +61,7 @@ def test_a_reply_is_held_back(client, proxy):
     assert time.monotonic() - began >= 0.3
 
 
-def test_it_stays_while_its_server_is_away(tmp_path):
+def test_the_proxy_outlives_an_outage_of_its_server(tmp_path):
     server = RestartingServer(tmp_path / "redis")
     try:
         with LossyProxy(server.port) as proxy, Redis.from_url(proxy.url, retry=Retry(NoBackoff(), 0)) as client:
@@ -75,7 +75,7 @@ def test_it_stays_while_its_server_is_away(tmp_path):
         server.stop()
 
 
-def test_what_was_asked_for_is_taken_back(client, proxy):
+def test_losses_and_delays_that_were_asked_for_are_taken_back(client, proxy):
     proxy.lose(lambda exchange: True, times=100)
     with pytest.raises(RedisConnectionError):
         client.get("n")

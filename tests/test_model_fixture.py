@@ -21,7 +21,7 @@ def test_a_missing_wheel_skips_on_a_laptop_and_fails_in_ci(monkeypatch: pytest.M
 
 
 @pytest.mark.model
-def test_a_second_process_that_comes_late_takes_the_first_ones_folder(
+def test_a_process_that_converts_too_late_uses_the_first_ones_folder(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_one_wins(source: Path, folder: Path) -> None:
@@ -29,5 +29,5 @@ def test_a_second_process_that_comes_late_takes_the_first_ones_folder(
         raise ModelNotLoadable("folder exists and is not empty")
 
     monkeypatch.setattr(model_fixture, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(model_fixture.gguf, "import_gguf", first_one_wins)
+    monkeypatch.setattr(model_fixture.importer, "import_gguf", first_one_wins)
     assert (model_fixture.smollm2_folder() / "config.json").is_file()

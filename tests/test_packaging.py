@@ -1,9 +1,17 @@
-"""What `pip install stoker` pulls, and what `from stoker import Producer` loads: never the worker's heavy side."""
+"""The published files; and `pip install stoker` and `from stoker import Producer` never load the heavy side."""
 
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {"shared": "stoker_shared", "producer": "stoker", "worker": "stoker_worker"}
 
 HEAVY = {
     "mlx",
@@ -22,7 +30,7 @@ HEAVY = {
 
 
 def core_dependencies(distribution: str, seen: set[str]) -> set[str]:
-    """The names `distribution` needs without extras, through all levels. Other platforms' markers count too."""
+    """The names that `distribution` needs without extras, at all levels. Other platforms' markers count too."""
     for requirement in requires(distribution) or []:
         spec, _, marker = requirement.partition(";")
         name = re.sub(r"[-_.]+", "-", re.split(r"[\s<>=!~\[(@]", spec.strip())[0]).lower()
@@ -42,7 +50,7 @@ def test_the_core_install_needs_nothing_heavy():
     assert not names & HEAVY
 
 
-def test_the_worker_extra_is_what_brings_mlx():
+def test_only_the_worker_extra_brings_mlx():
     worker = [line for line in requires("stoker") or [] if "worker" in line.partition(";")[2]]
     assert any(line.startswith("mlx-lm") for line in worker)
 
@@ -61,3 +69,52 @@ def test_importing_the_library_loads_nothing_of_the_commands():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
     assert not loaded & {"click", "flask", "stoker.batch", "stoker.cli"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(built: Path) -> set[str]:
+    """The files of the sdist, relative to its one folder."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        return {member.name.partition("/")[2] for member in archive if member.isfile()}
+
+
+def modules_of_the_checkout(folder: str, package: str) -> set[str]:
+    return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder / package).rglob("*.py")}
+
+
+def test_the_wheel_has_the_modules_and_nothing_else(built: Path):
+    (wheel,) = built.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = set().union(*(modules_of_the_checkout(*source) for source in SOURCES.items()))
+    assert names == modules | {f"{package}/py.typed" for package in SOURCES.values()}
+
+
+def test_the_sdist_has_the_sources_the_pages_and_no_tests(packed: set[str]):
+    folders = {name.partition("/")[0] for name in packed if "/" in name}
+    assert folders == {*SOURCES, "docs", "docker", "experiments"}
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= packed
+    for folder, package in SOURCES.items():
+        assert {f"{folder}/{module}" for module in modules_of_the_checkout(folder, package)} <= packed
+
+
+def test_every_relative_link_of_the_readme_and_the_pages_leads_to_a_packed_file(packed: set[str]):
+    folders = {str(parent) for name in packed for parent in PurePosixPath(name).parents}
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+    broken = []
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if not link.startswith(("https://", "http://")):
+                target = (page.parent / link).resolve().relative_to(ROOT).as_posix()
+                broken += [f"{page.name}: {link}"] if target not in packed | folders else []
+    assert not broken

@@ -3,7 +3,7 @@
 import pytest
 from tests.server_fixture import require_server_program
 
-from stoker_worker import server_program
+from stoker_worker.embedded_redis import server_files as server_program
 
 
 def test_a_missing_server_skips_on_a_laptop_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:

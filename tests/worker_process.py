@@ -1,4 +1,4 @@
-"""A worker as its operator starts it: a process of its own, its log read back when something goes wrong."""
+"""A worker as its operator starts it: a process of its own; its log is shown when something goes wrong."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ class WorkerProcess:
     ) -> None:
         """
         Args:
-            program: the module that is run, and its own arguments.
+            program: the module to run, and its own arguments.
         """
         self.log_path = log_path
         with log_path.open("ab") as log:
@@ -59,7 +59,7 @@ class WorkerProcess:
         self._process.send_signal(signum)
 
     def kill(self) -> None:
-        """As the kernel would: nothing is flushed, released or signed off."""
+        """Like a kill by the kernel: nothing is flushed, released or unregistered."""
         self._process.kill()
         self._process.wait()
 
@@ -71,7 +71,7 @@ class WorkerProcess:
 def running_worker(
     redis_url: str, store: Path, *arguments: str, log_name: str = "worker.log", env: dict[str, str] | None = None
 ) -> Iterator[WorkerProcess]:
-    """A worker on `redis_url`; ended when the context is left, whatever the test did to it."""
+    """A worker on `redis_url`, ended with the context in any case."""
     base = ["--redis", redis_url, "--store", str(store)]
     if "--model" not in arguments:
         base += ["--engine", "scripted"]

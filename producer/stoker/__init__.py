@@ -1,4 +1,4 @@
-"""What other services import to enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
+"""The library with which services enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket

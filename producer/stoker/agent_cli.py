@@ -1,6 +1,6 @@
-"""`stoker agent`: an agent's memory, looked at and changed by jobs, from any machine. Words only.
+"""`stoker agent`: reads and changes an agent's memory by jobs, from any machine. Only command-line texts.
 
-`stoker-worker memory` does the same at the store itself, and needs the worker stopped for changes.
+`stoker-worker memory` does the same at the store itself; its changes need the worker stopped.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, A
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 
 _job = options_under("Job")
+_expecting = _job("--expect-version", type=int, metavar="N", help="Fail unless the agent is at this version.")
 
 
 @click.group(
@@ -24,7 +25,7 @@ _job = options_under("Job")
     epilog=examples("stoker agent info reviewer", "stoker agent rollback reviewer --to 7"),
 )
 def agent() -> None:
-    """Look at an agent's memory, or change it: a job in order with the agent's others."""
+    """Show or change an agent's memory, by a job that runs in order with the agent's others."""
 
 
 def _job_options(function: FC) -> FC:
@@ -32,15 +33,11 @@ def _job_options(function: FC) -> FC:
         redis_option,
         json_option,
         timeout_option,
-        _job("--queue", metavar="NAME", help="RQ queue: the one of the agent's other jobs.  [generate]"),
-        _job("--job-id", metavar="ID", help="Your own id: the same command again makes no second job."),
+        _job("--queue", metavar="NAME", help="RQ queue: that of the agent's other jobs.  [generate]"),
+        _job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job."),
     ):
         function = option(function)
     return function
-
-
-def _expecting(function: FC) -> FC:
-    return _job("--expect-version", type=int, metavar="N", help="Fail unless the agent is at this version.")(function)
 
 
 @agent.command(epilog=examples("stoker agent info reviewer", "stoker agent info reviewer --json | jq .tokens"))
@@ -48,7 +45,7 @@ def _expecting(function: FC) -> FC:
 @_job_options
 @click.pass_obj
 def info(redis_url: str, /, agent_id: str, as_json: bool, **options: Any) -> None:
-    """Show AGENT: its version, its size, and the versions it can go back to."""
+    """Show AGENT: its version, its size, and the versions to which it can return."""
     _run(redis_url, as_json, options, lambda agents, given: agents.info(agent_id, **given))
 
 
@@ -59,29 +56,29 @@ def info(redis_url: str, /, agent_id: str, as_json: bool, **options: Any) -> Non
 @_job_options
 @click.pass_obj
 def fork(redis_url: str, /, agent_id: str, target: str, as_json: bool, **options: Any) -> None:
-    """Make NEW_AGENT, which goes on from where AGENT is."""
+    """Make NEW_AGENT, which continues from where AGENT is."""
     _run(redis_url, as_json, options, lambda agents, given: agents.fork(agent_id, target, **given))
 
 
 @agent.command(epilog=examples("stoker agent rollback reviewer", "stoker agent rollback reviewer --to 7"))
 @click.argument("agent_id", metavar="AGENT")
-@_job("--to", "version", type=click.IntRange(1), metavar="N", help="Which version, else the one before the newest.")
+@_job("--to", "version", type=click.IntRange(1), metavar="N", help="That version; else the one before the newest.")
 @_expecting
 @_job_options
 @click.pass_obj
 def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: bool, **options: Any) -> None:
-    """Take AGENT back to an earlier version, as a new one: a second rollback undoes it."""
+    """Return AGENT to an earlier version. This makes a new version, so a second rollback undoes it."""
     _run(redis_url, as_json, options, lambda agents, given: agents.rollback(agent_id, version, **given))
 
 
 @agent.command(epilog=examples("stoker agent forget reviewer --yes"))
 @click.argument("agent_id", metavar="AGENT")
-@_job("--yes", is_flag=True, help="Do not ask.")
+@_job("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_expecting
 @_job_options
 @click.pass_context
 def forget(context: click.Context, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
-    """Remove AGENT: its conversation, and every block that only it used."""
+    """Remove AGENT: its conversation, its results, and every block that only it used."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
     if not (yes or _agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
@@ -93,7 +90,7 @@ def forget(context: click.Context, /, agent_id: str, yes: bool, as_json: bool, *
 def _agrees(question: str) -> bool:
     try:
         return click.confirm(question, err=True)
-    except click.Abort:  # nobody can answer, or ^C
+    except click.Abort:  # stdin is closed, or ^C
         click.echo(err=True)
         return False
 
@@ -114,10 +111,10 @@ def _words(done: AgentResult) -> str:
         case AgentForgotten(existed=False) | AgentInfo(exists=False):
             return f"there is no agent {name}"
         case AgentForgotten():
-            shared = f"; {done.shared_blocks} more are in use by others" if done.shared_blocks else ""
+            shared = f"; {done.shared_blocks} more are in use by other agents" if done.shared_blocks else ""
             return f"forgot {name} and {done.blocks} blocks ({done.block_bytes} bytes){shared}"
         case AgentForked():
-            return f"{done.target!r} goes on from {name} at version {done.from_version}: {done.tokens} tokens"
+            return f"{done.target!r} continues from {name} at version {done.from_version}: {done.tokens} tokens"
         case AgentRolledBack():
             return f"{name} is at version {done.version}, as it was at version {done.to_version}: {done.tokens} tokens"
         case AgentInfo():

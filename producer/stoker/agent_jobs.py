@@ -1,4 +1,4 @@
-"""Looks at agents' memory and changes it, from any service: each a job of its own, in order with the agent's others.
+"""Jobs that read or change an agent's memory; each runs in order with the agent's other jobs.
 
 Owns the operation, and the two thin classes behind `Producer.agents` and `AsyncProducer.agents`.
 """
@@ -9,13 +9,13 @@ from typing import Any, Final, TypedDict, TypeVar, Unpack
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from stoker import async_driver, driver
+from stoker.async_driver import run as run_async
 from stoker.connection import blocking_slice_s
+from stoker.driver import run
 from stoker.enqueueing import enqueue
-from stoker.job_options import JobOptions, require_job_id
+from stoker.job_options import JobOptions, checked_queue_name, require_job_id
 from stoker.new_job import NewJob
 from stoker.operations import Operation
-from stoker.queue_name import checked_queue_name
 from stoker.waiting import wait_for_end
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
@@ -23,16 +23,16 @@ from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, A
 R = TypeVar("R", bound=AgentResult)
 
 PATIENCE_S: Final = 600.0
-"""Longest wait for the result unless the caller gives another: the agent's earlier jobs run first."""
+"""Default limit of the wait for the result, in seconds: the agent's earlier jobs run first."""
 
 
 class LookOptions(TypedDict, total=False):
     """Keyword arguments of `info`.
 
     Attributes:
-        queue: another queue than the producer's own.
-        job_id: the caller's own: the same call again is the same job.
-        timeout_s: how long to wait for the result; ``None`` for as long as it takes.
+        queue: a queue other than the producer's own.
+        job_id: an id of the caller's: the same call again is then the same job.
+        timeout_s: how long to wait for the result, in seconds, 600 by default; ``None`` for no limit.
     """
 
     queue: str
@@ -41,10 +41,10 @@ class LookOptions(TypedDict, total=False):
 
 
 class ChangeOptions(LookOptions, total=False):
-    """Keyword arguments of what changes an agent.
+    """Keyword arguments of `fork`, `rollback` and `forget`.
 
     Attributes:
-        expect_version: only if the agent is at this version.
+        expect_version: fail unless the agent is at this version.
     """
 
     expect_version: int | None
@@ -53,14 +53,14 @@ class ChangeOptions(LookOptions, total=False):
 class Agents:
     """Agents' memory; safe to use from any thread.
 
-    Every method enqueues a job and waits for it, and raises:
-        JobFailed: it could not be done; `reason` begins with the error's name, such as ``AgentNotFound``.
+    Every method enqueues a job, waits for its end, and raises:
+        JobFailed: the job failed; `reason` begins with the error's name, such as ``AgentNotFound``.
         JobCanceled, JobNotFound: as `Ticket.result`.
-        ResultTimeout: it has not ended within `timeout_s`; it goes on.
+        ResultTimeout: the job has not ended within `timeout_s`; it continues.
         InvalidRequest: an argument is wrong; the message names it.
         DuplicateJob: `job_id` names another job.
-        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` of the
-            caller's the same call may be made again, and finds the job that is there.
+        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` the same
+            call can be repeated, and finds the job if it was enqueued.
     """
 
     def __init__(self, connection: Redis, queue: str) -> None:
@@ -68,7 +68,7 @@ class Agents:
         self._queue = queue
 
     def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
-        """What the worker has of the agent, after the jobs before this one. An unknown agent does not `exist`."""
+        """The agent's memory after all jobs enqueued before this one. For an unknown agent, `exists` is false."""
         return self._run(AgentInfo, options, agent_id=agent_id)
 
     def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
@@ -76,21 +76,21 @@ class Agents:
         return self._run(AgentForgotten, options, agent_id=agent_id)
 
     def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
-        """Make agent `target`, which goes on from where this one is, with the cache they share."""
+        """Make agent `target`, which continues from where this one is; both share the cache of their common past."""
         return self._run(AgentForked, options, agent_id=agent_id, target=target)
 
     def rollback(self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]) -> AgentRolledBack:
-        """Take the agent back to what it was at `version`, by default the one before the newest. This makes a version
-        of its own, so it can be undone likewise."""
+        """Return the agent to the conversation of `version`, by default the one before the newest. This makes a new
+        version, so another rollback undoes it."""
         return self._run(AgentRolledBack, options, agent_id=agent_id, version=version)
 
     def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
         operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
-        return driver.run(self._connection, operation)
+        return run(self._connection, operation)
 
 
 class AsyncAgents:
-    """As `Agents`, for tasks of one event loop."""
+    """As `Agents`, for the tasks of one event loop."""
 
     def __init__(self, connection: AsyncRedis, queue: str) -> None:
         self._connection = connection
@@ -116,7 +116,7 @@ class AsyncAgents:
 
     async def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
         operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
-        return await async_driver.run(self._connection, operation)
+        return await run_async(self._connection, operation)
 
 
 def agent_job(
@@ -130,7 +130,7 @@ def agent_job(
     timeout_s: float | None = PATIENCE_S,
     expect_version: int | None = None,
 ) -> Operation[R]:
-    """Enqueues the job about an agent's memory that has results of this kind, and waits for its result.
+    """Enqueue the job whose result is of this kind, and wait for its result.
 
     Raises:
         StokerError: as `Agents`.

@@ -1,16 +1,17 @@
-"""What the tickets of both producers are: the id of a job, and its end once that has been found. No I/O."""
+"""The common part of both producers' tickets: a job's id, and its end once it is known. No I/O."""
 
 from typing import NoReturn
 
-from stoker.job_record import require_readable_id
-from stoker.waiter import Ended
+from stoker.job_record import Ended
 
 
 class AnyTicket:
-    """One job by its id. `_ended` is its end, once it has been found by a wait for many tickets."""
+    """One job by its id. `_ended` is the job's end, once a wait for many tickets has found it."""
 
     def __init__(self, job_id: str, queue_if_new: str | None) -> None:
-        self._job_id = require_readable_id(job_id)
+        if not job_id or not job_id.isprintable():
+            raise ValueError("a job id is a non-empty printable string")
+        self._job_id = job_id
         self._queue_if_new = queue_if_new
         self._ended: Ended | None = None
 
@@ -23,5 +24,5 @@ class AnyTicket:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a ticket holds a connection and cannot be pickled; send its job_id, and call `ticket` of a producer there"
+            "a ticket holds a connection and cannot be pickled; send its job_id, and call a producer's `ticket` there"
         )

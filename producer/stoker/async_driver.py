@@ -1,4 +1,4 @@
-"""Carries operations out on redis.asyncio, in the caller's event loop. Owns no keys and no connection."""
+"""Carries out operations on redis.asyncio, in the caller's event loop. Owns no keys and no connection."""
 
 import asyncio
 from typing import Any
@@ -12,22 +12,20 @@ from stoker.operations import Command, Commands, Operation, Pause, Step, T, Watc
 async def run(connection: Redis, operation: Operation[T]) -> T:
     """
     Raises:
-        RedisUnavailable: no server, or it refused, and the operation did not make up for it.
+        RedisUnavailable: no server answered, or it refused a command, and the operation did not handle that.
     """
-    reply: Any = None
-    error: Exception | None = None
+    answer: Any = None
     with redis_errors(connection):
         while True:
             try:
-                step = operation.send(reply) if error is None else operation.throw(error)
+                step = operation.throw(answer) if isinstance(answer, Exception) else operation.send(answer)
             except StopIteration as returned:
                 result: T = returned.value
                 return result
-            reply = error = None
             try:
-                reply = await carry_out(connection, step)
+                answer = await carry_out(connection, step)
             except Exception as raised:
-                error = raised
+                answer = raised
 
 
 async def carry_out(connection: Redis, step: Step) -> Any:

@@ -1,9 +1,8 @@
-"""The producer for asyncio: as `Producer`, on redis.asyncio. Thin: the work is in operations, which both share."""
+"""The producer for asyncio, as `Producer` but on redis.asyncio. Thin: both share the operations, which do the work."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from redis.asyncio import Redis
@@ -12,17 +11,14 @@ from stoker.agent_jobs import AsyncAgents
 from stoker.async_driver import run
 from stoker.async_ticket import AsyncTicket
 from stoker.connection import address, blocking_slice_s, open_async_connection
-from stoker.job_options import JobOptions
+from stoker.job_options import JobOptions, checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
-from stoker.patience import Patience
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
-from stoker.queue_name import checked_queue_name
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.shared_connection import SharedConnection
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket_status import TicketStatus
-from stoker.waiting import wait_for_some
 from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import GenerationResult
@@ -30,19 +26,22 @@ from stoker_shared.wire import DEFAULT_QUEUE
 
 
 class AsyncProducer:
-    """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never used across a fork.
+    """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never use it across a fork.
 
-    However many tasks use it, it opens some twenty connections at most, one of them for all that wait for results. It
-    can be pickled if it was made from a URL; the pickle holds the URL with its password.
+    For any number of tasks, it opens at most some twenty connections; all tasks that wait for results share one of
+    them. It can be pickled if it was made from a URL; the pickle then contains the URL with its password.
 
-    Nothing is sent before the first call. Every method raises what the same one of `Producer` raises.
+    Nothing is sent before the first call. Every method raises the errors of the same method of `Producer`.
+
+    Attributes:
+        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
 
     def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
-            redis: a URL, or a connection of redis.asyncio, used as it is and never closed.
-            queue: RQ queue for jobs that name none.
+            redis: a URL, or a connection of redis.asyncio, which is used as it is and never closed.
+            queue: RQ queue of jobs that name none.
 
         Raises:
             InvalidRequest, ValueError: as `Producer`.
@@ -59,19 +58,17 @@ class AsyncProducer:
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         if self._url is None:
-            raise TypeError("an AsyncProducer with a connection of yours cannot be pickled; make it from a URL")
+            raise TypeError("an AsyncProducer made from a connection cannot be pickled; make it from a URL")
         return partial(type(self), self._url, queue=self._queue), ()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End what waits for results, and close the connection if it was opened here from a URL."""
+        """End all waits for results, and close the connection if it was made from a URL."""
         await self._shared.aclose()
         if self._url is not None:
             await self._connection.aclose()
@@ -85,7 +82,8 @@ class AsyncProducer:
     ) -> AsyncTicket:
         """As `Producer.submit`."""
         name = self._queue_for(queue)
-        submitted = await self._shared.run(self._attendance.after(name, submit(name, fields, job_id)))
+        submitted = await self._shared.run(submit(name, fields, job_id))
+        await self._shared.run(self._attendance.check(name))
         return AsyncTicket(self._shared, submitted, queue_if_new=name if job_id is None else None)
 
     async def submit_many(
@@ -96,10 +94,10 @@ class AsyncProducer:
         job_ids: Sequence[str] | None = None,
         **options: Unpack[ManyFields],
     ) -> list[AsyncTicket]:
-        """As `Producer.submit_many`; other tasks go on meanwhile."""
+        """As `Producer.submit_many`; other tasks run meanwhile."""
         name = self._queue_for(queue)
-        many = submit_many(name, requests, JobOptions(**options), job_ids)
-        submitted = await self._shared.run(self._attendance.after(name, many))
+        submitted = await self._shared.run(submit_many(name, requests, JobOptions(**options), job_ids))
+        await self._shared.run(self._attendance.check(name))
         queue_if_new = name if job_ids is None else None
         return [AsyncTicket(self._shared, job_id, queue_if_new=queue_if_new) for job_id in submitted]
 
@@ -123,13 +121,11 @@ class AsyncProducer:
         self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None
     ) -> AsyncIterator[AsyncTicket]:
         """As `Producer.as_completed`: ``async for ticket in producer.as_completed(tickets)``."""
-        outstanding = Outstanding(tickets)
+        outstanding = Outstanding(tickets, timeout_s, blocking_slice_s(self._connection))
         for ticket in outstanding.ended_before:
             yield ticket
-        patience, slice_s = Patience(timeout_s), blocking_slice_s(self._connection)
         while outstanding:
-            ended = await run(self._connection, wait_for_some(outstanding.waiter, patience, slice_s))
-            for ticket in outstanding.settle(ended, timeout_s):
+            for ticket in await run(self._connection, outstanding.next()):
                 yield ticket
             await asyncio.sleep(0)
 
@@ -152,8 +148,9 @@ class AsyncProducer:
         try:
             async for ticket in self.as_completed(wanted, timeout_s):
                 outcomes.add(ticket)
-        except ResultTimeout as error:
-            outcomes.end_early(error)
+        except ResultTimeout:
+            if not return_errors:
+                raise
         return outcomes.of(wanted)
 
     async def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:

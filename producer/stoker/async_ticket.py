@@ -1,4 +1,4 @@
-"""A ticket for asyncio: as `Ticket`, on redis.asyncio. Owns nothing but the id and a connection."""
+"""A ticket for asyncio, as `Ticket` but on redis.asyncio. Owns the id; shares its producer's connection."""
 
 from collections.abc import AsyncIterator
 
@@ -13,26 +13,26 @@ from stoker_shared.result import GenerationResult
 
 
 class AsyncTicket(AnyTicket):
-    """One job by its id, whoever enqueued it. For tasks of one event loop.
+    """One job by its id, from any producer. For the tasks of one event loop.
 
-    It cannot be pickled: send its `job_id`. Every method raises what the same one of `Ticket` raises.
+    It cannot be pickled: send its `job_id`. Every method raises the errors of the same method of `Ticket`.
     """
 
     def __init__(self, shared: SharedConnection, job_id: str, *, queue_if_new: str | None = None) -> None:
         """
         Args:
-            queue_if_new: where the job was enqueued just now, under an id that was made up for it.
+            queue_if_new: the queue into which the job was enqueued just now, under a generated id.
 
         Raises:
-            ValueError: `job_id` is empty or holds characters no job id has.
+            ValueError: `job_id` is empty or has characters that no job id has.
         """
         super().__init__(job_id, queue_if_new)
         self._shared = shared
 
     async def result(self, timeout_s: float | None = None) -> GenerationResult:
-        """As `Ticket.result`, but thousands of tasks may wait at a time: they share one connection and one wait.
+        """As `Ticket.result`, but thousands of tasks can wait at the same time: they share one connection and one wait.
 
-        A server that is away for a minute ends it, also when `timeout_s` is longer.
+        The wait ends with `RedisUnavailable` when the server has been away for a minute, even if `timeout_s` is longer.
         """
         ended = self._ended or await self._shared.end_of(self._job_id, timeout_s, self._queue_if_new)
         return ended.outcome()

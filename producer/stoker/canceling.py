@@ -1,7 +1,7 @@
-"""Cancels one job: out of its queue while it waits, by RQ's stop command while it runs. Keeps no state.
+"""Cancels one job: removes a waiting job from its queue, sends RQ's stop command for a running one. Keeps no state.
 
-Writes what `rq.job.Job.cancel` writes, but only over the state we saw: else a job that has just ended would be marked
-canceled.
+It writes the same as `rq.job.Job.cancel`, but only if the job's state has not changed since it was read: otherwise a
+job that has just ended would be marked as canceled.
 """
 
 import json
@@ -37,16 +37,16 @@ _FIELDS = ("status", "origin", "worker_name", "failure_ttl", "rate_limit_key")
 
 
 def cancel_job(job_id: str) -> Operation[bool]:
-    """Whether the job was canceled, or the worker that runs it was told to stop it; ``False`` when it had ended.
+    """Whether the job was canceled, or its worker was told to stop it; ``False`` when it had already ended.
 
     Raises:
-        JobNotFound: there is no such job, or RQ allows no such id (then it fails when a worker comes to it).
-        redis.exceptions.RedisError: no server, or it refused.
+        JobNotFound: there is no such job, or RQ does not allow such an id (a worker then fails the job).
+        redis.exceptions.RedisError: no server answers, or it refused a command.
     """
     try:
         validate_job_id(job_id)
     except ValueError as error:
-        raise JobNotFound(job_id, f"RQ reads no such id: {error}") from None
+        raise JobNotFound(job_id, f"RQ does not allow such an id: {error}") from None
     while True:
         values = yield from ask("HMGET", Job.key_for(job_id), *_FIELDS)
         if values[0] is None:
@@ -54,19 +54,19 @@ def cancel_job(job_id: str) -> Operation[bool]:
         state, queue, worker, failure_ttl_s, limit = ((value or b"").decode(errors="replace") for value in values)
         if state in ENDED:
             return False
-        if state == JobStatus.STARTED.value and worker and (yield from _somebody_listens(worker)):
+        if state == JobStatus.STARTED.value and worker and (yield from _is_listening(worker)):
             stop = json.dumps({"command": "stop-job", "job_id": job_id})
             yield from ask("PUBLISH", PUBSUB_CHANNEL_TEMPLATE % worker, stop)
             return True
-        # A job whose worker is gone is canceled in Redis: a stop command to nobody would be lost.
+        # A job whose worker is gone is canceled in Redis, because nothing would receive a stop command.
         ttl_s = int(failure_ttl_s) if failure_ttl_s else DEFAULT_FAILURE_TTL_S
         if (yield from _cancel_unless_changed(job_id, state, queue, ttl_s)):
             if limit:
-                yield from _pass_on_place(job_id, limit)
+                yield from _release_rate_limit(job_id, limit)
             return True
 
 
-def _somebody_listens(worker: str) -> Operation[bool]:
+def _is_listening(worker: str) -> Operation[bool]:
     [(_, listeners)] = yield from ask("PUBSUB NUMSUB", PUBSUB_CHANNEL_TEMPLATE % worker)
     return bool(listeners)
 
@@ -89,28 +89,24 @@ def _cancel_unless_changed(job_id: str, state: str, queue: str, ttl_s: int) -> O
         if executions:
             members = [f"{job_id}:{execution.decode()}" for execution in executions]
             commands.append(("ZREM", registry_key(StartedJobRegistry, queue), *members))
-        if ttl_s > 0:  # RQ keeps canceled jobs for ever, and a prompt is private
+        if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private
             commands.append(("EXPIRE", Job.key_for(job_id), ttl_s))
         return commands
 
     try:
         replies = yield Watched([Job.key_for(job_id)], [("HGET", Job.key_for(job_id), "status")], write)
-    except WatchError:  # it moved on or vanished under us: look again
+    except WatchError:  # its state has just changed: read it again
         return False
     return replies is not None
 
 
-def _pass_on_place(job_id: str, rate_limit_key: str) -> Operation[None]:
-    """As RQ's `RateLimitRegistry.cancel`: jobs under a rate limit come from other producers than ours."""
+def _release_rate_limit(job_id: str, rate_limit_key: str) -> Operation[None]:
+    """As RQ's `RateLimitRegistry.cancel`. Only producers other than stoker's enqueue jobs with a rate limit."""
     limit = RateLimitRegistry(rate_limit_key, NO_CONNECTION)
     yield from ask("ZREM", limit.rate_limited_key, job_id)
     concurrency = yield from ask("HGET", limit.config_key, "concurrency")
-    keys = [
-        limit.allowed_key,
-        limit.rate_limited_key,
-        Job.key_for(job_id),
-        ExecutionRegistry(job_id, NO_CONNECTION).key,
-    ]
+    job_keys = (Job.key_for(job_id), ExecutionRegistry(job_id, NO_CONNECTION).key)
+    keys = [limit.allowed_key, limit.rate_limited_key, *job_keys]
     prefixes = (Queue.redis_queue_namespace_prefix, Job.redis_job_namespace_prefix)
     values = (int(concurrency or 0), current_timestamp(), utcformat(now()), *prefixes, job_id)
     yield from ask("EVAL", RELEASE_STALE_AND_ENQUEUE_SCRIPT, len(keys), *keys, *values)

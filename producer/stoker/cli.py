@@ -1,7 +1,7 @@
-"""The `stoker` command: submit a job, read its result, ask where it is, cancel it; the dashboard. Words only.
+"""The `stoker` command: jobs, files of jobs, agents' memory, queues and workers. Only command-line texts.
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
-Without, stdout is the text or the id and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
+Without it, stdout is the text or the id, and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
 canceled, not found or not finished in time, or Redis is away, 2 the command or the request is wrong, 130 interrupted.
 """
 
@@ -24,17 +24,16 @@ from stoker.command_parts import (
     ticket_of,
     timeout_option,
 )
+from stoker.dashboard.command import dashboard
 from stoker.queue_commands import ls, workers
 from stoker.submit_command import submit
 from stoker.ticket_status import TicketStatus
 from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variables
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
-from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
+from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379"
 HELP = {"-h", "--help"}
-
-_serving = options_under("Serving")
 
 
 @click.group(
@@ -53,7 +52,7 @@ _serving = options_under("Serving")
     ),
 )
 @click.option("--redis", "redis_url", metavar="URL", default=DEFAULT_REDIS_URL, envvar=REDIS_URL_VARIABLE,
-              show_default=True, show_envvar=True, help="Server that holds the queue.")  # fmt: skip
+              show_default=True, show_envvar=True, help="Server with the queue.")  # fmt: skip
 @click.version_option(package_name="stoker")
 @click.pass_context
 def cli(context: click.Context, redis_url: str) -> None:
@@ -66,6 +65,7 @@ cli.add_command(agent)
 cli.add_command(batch)
 cli.add_command(ls)
 cli.add_command(workers)
+cli.add_command(dashboard)
 
 
 @cli.command(epilog=examples("stoker result JOB_ID --timeout-s 600", "stoker result JOB_ID --json"))
@@ -75,7 +75,7 @@ cli.add_command(workers)
 @redis_option
 @click.pass_obj
 def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) -> None:
-    """Wait for a job and print what it generated."""
+    """Wait for a job and print the text it generated."""
     with open_producer(redis_url) as producer:
         show_result(ticket_of(producer, job_id), timeout_s, as_json)
 
@@ -86,7 +86,7 @@ def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) 
 @redis_option
 @click.pass_obj
 def status(redis_url: str, job_id: str, as_json: bool) -> None:
-    """Print where a job is: waiting, running or ended."""
+    """Print whether a job is waiting, running or ended."""
     with open_producer(redis_url) as producer:
         now = ticket_of(producer, job_id).status()
     show(as_json, {"job_id": job_id, **asdict(now)}, _status_line(now))
@@ -104,25 +104,6 @@ def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
     show(as_json, {"job_id": job_id, "canceled": canceled}, "canceled" if canceled else "it had already ended")
 
 
-@cli.command(epilog=examples("stoker dashboard", "ssh -L 9181:127.0.0.1:9181 HOST    # from another machine"))
-@_serving("--bind", default="127.0.0.1", show_default=True, metavar="HOST", help="Where to listen.")
-@_serving("--port", type=click.IntRange(0, 65535), default=9181, show_default=True, help="0 for any free one.")
-@_serving("--allow-remote", is_flag=True, help="Let --bind be reached from other machines. There is no password.")
-@_serving("--name", "names", multiple=True, help="Host name or address it may be reached by; several are possible.")
-@redis_option
-@click.pass_obj
-def dashboard(redis_url: str, /, **options: Any) -> None:
-    """Serve rq-dashboard: queues, jobs and results in a browser."""
-    from stoker.dashboard import serve_dashboard
-
-    try:
-        or_usage_error(lambda: serve_dashboard(redis_url, say=lambda line: click.echo(line, err=True), **options))
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the dashboard's packages are missing ({error.name}); install them with: pip install 'stoker[dashboard]'"
-        ) from None
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: runs the command and ends the process with its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -132,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
             or_usage_error(require_known_variables)
         sys.exit(cli.main(arguments, prog_name="stoker", standalone_mode=False) or 0)
     except click.Abort:
-        error, code = StokerError("interrupted; what was submitted goes on"), 130
+        error, code = StokerError("interrupted; jobs that were submitted continue"), 130
     except click.ClickException as raised:
         if "--json" not in arguments:
             raised.show()
@@ -140,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         error, code = raised, raised.exit_code
     except StokerError as raised:
         error, code = raised, 2 if isinstance(raised, RequestError) else 1
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the process that reads our output has ended
         sys.stderr.close()
         sys.exit(1)
     if "--json" in arguments:

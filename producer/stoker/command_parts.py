@@ -1,4 +1,4 @@
-"""Shared by the commands of `stoker`: their common options, how they reach the server, how they print. Words only."""
+"""Parts that the commands of `stoker` share: options, opening the server, printing. Only command-line texts."""
 
 import json
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def _use_server(context: click.Context, parameter: click.Parameter, url: str | N
 _output = options_under("Output")
 json_option = _output("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 timeout_option = _output(
-    "--timeout-s", type=click.FloatRange(min=0), metavar="S", help="Longest wait; without it, until the job ends."
+    "--timeout-s", type=click.FloatRange(min=0), metavar="S", help="Longest wait, in seconds; by default no limit."
 )
 redis_option = options_under("Server")(
     "--redis",
     metavar="URL",
     callback=_use_server,
     expose_value=False,
-    help="Server that holds the queue, here or before the command.  [STOKER_REDIS_URL]",
+    help="Server with the queue; may also be given before the command.  [STOKER_REDIS_URL]",
 )
 
 
@@ -43,8 +43,15 @@ def ticket_of(producer: Producer, job_id: str) -> Ticket:
 
 
 def or_usage_error(make: Callable[[], T]) -> T:
+    """The value that `make` returns.
+
+    Raises:
+        click.UsageError: it raised a `ValueError`, or an `OSError` about a file.
+    """
     try:
         return make()
+    except OSError as error:
+        raise click.UsageError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -61,14 +68,14 @@ def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
 
 
 def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
-    """Text to stdout as it comes; what begins anew begins on a line of its own."""
+    """Print the text to stdout as it comes; a text that begins again begins on a new line."""
     try:
         for event in ticket.stream(timeout_s):
             if isinstance(event, TextChunk):
                 click.echo(event.text, nl=False)
             else:
                 click.echo()
-                click.echo("[the job begins anew: its worker was lost, or it is retried]", err=True)
+                click.echo("[the text begins again: the job's worker was lost, or the job is retried]", err=True)
     finally:
         click.echo()
     click.echo(_summary(ticket.result(timeout_s=0)), err=True)

@@ -1,6 +1,6 @@
-"""The connection to Redis: opened from a URL or taken over, and its errors said in our words without the password.
+"""Opens the connection to Redis, and describes its errors in one line without the password.
 
-Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here may be used from any thread.
+Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here can be used from any thread.
 """
 
 from collections.abc import Iterator
@@ -16,23 +16,25 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from stoker_shared.error_line import message_line
 from stoker_shared.errors import RedisUnavailable
+from stoker_shared.password_mask import mask_text
 
-# redis-py 5 waits for ever by default and redis-py 8 five seconds, so that nothing here is left to the default.
+# Set explicitly, because the default is no limit in redis-py 5 and five seconds in redis-py 8.
 _SOCKET_TIMEOUT_S = 5.0
-_RETRIES = 4  # 1.5 s in all when nobody listens: long enough for a hiccup, short enough for a typing error
-REFUSED = (AuthenticationError, AuthorizationError)  # redis-py calls them connection errors; waiting does not help
+_RETRIES = 4  # 1.5 s in all if no server listens: enough for a short outage, bearable after a mistyped address
+REFUSED = (AuthenticationError, AuthorizationError)  # connection errors to redis-py, but waiting does not help
 AnyRedis: TypeAlias = Redis | AsyncRedis
 _Client = TypeVar("_Client", Redis, AsyncRedis)
 LOST: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError)
 
 
 def open_connection(redis: "str | Redis") -> Redis:
-    """A client for the URL (nothing is sent yet), or the given one as it is.
+    """A client for the URL (nothing is sent yet), or the given client unchanged.
 
     Raises:
-        ValueError: the URL is not one, or the connection decodes responses, which RQ cannot work with.
-        TypeError: it is neither.
+        ValueError: not a Redis URL, or a client that decodes responses, with which RQ cannot work.
+        TypeError: neither a string nor a client.
     """
     return _opened(redis, Redis, Retry(_backoff(), _RETRIES))
 
@@ -56,7 +58,7 @@ def _opened(redis: Any, client: type[_Client], retry: Any) -> _Client:
         wanted = f"{client.__module__.removesuffix('.client')}.{client.__name__}"
         raise TypeError(f"expected a Redis URL or a {wanted} connection, not {type(redis).__name__}")
     if _kwargs(connection).get("decode_responses"):
-        raise ValueError("the Redis connection has decode_responses=True; RQ needs one that leaves bytes alone")
+        raise ValueError("the Redis connection has decode_responses=True, but RQ needs responses as bytes")
     return connection
 
 
@@ -71,12 +73,12 @@ def _from_url(url: str, client: type[_Client], retry: Any) -> _Client:
             retry_on_error=list(LOST),
         )
     except (ValueError, TypeError):
-        # The parser's own text can quote a piece of the password.
+        # The parser's message can quote a piece of the password.
         raise ValueError("not a Redis URL; expected redis://[[user]:password@]host[:port][/db]") from None
 
 
 def address(connection: AnyRedis) -> str:
-    """Where the server is, for people: never the user or the password."""
+    """The server's address as people read it, without user and password."""
     kwargs = _kwargs(connection)
     if path := kwargs.get("path"):
         return f"unix:{path}"
@@ -84,7 +86,7 @@ def address(connection: AnyRedis) -> str:
 
 
 def blocking_slice_s(connection: AnyRedis) -> float:
-    """How long one blocking read may last, in seconds, so that the client's own socket timeout never cuts it off."""
+    """How long one blocking read may last, in seconds: less than the client's own socket timeout."""
     timeout_s = _kwargs(connection).get("socket_timeout", _SOCKET_TIMEOUT_S)
     return 1.0 if timeout_s is None else min(1.0, timeout_s / 2)
 
@@ -94,27 +96,21 @@ def redis_errors(connection: AnyRedis) -> Iterator[None]:
     """Turn every error of redis-py into `RedisUnavailable`.
 
     Raises:
-        RedisUnavailable: no server, or it refused the command.
+        RedisUnavailable: no server answers, or it refused the command.
     """
     try:
         yield
     except RedisError as error:
-        # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show that.
-        raise RedisUnavailable(in_our_words(connection, error)) from None
+        # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show it.
+        raise RedisUnavailable(described(connection, error)) from None
 
 
-def in_our_words(connection: AnyRedis, error: RedisError) -> str:
-    """What went wrong and where, in one line without the password."""
+def described(connection: AnyRedis, error: RedisError) -> str:
+    """The error and the server's address, in one line without the password."""
     lost = isinstance(error, LOST) and not isinstance(error, REFUSED)
-    what = "no Redis server answers at" if lost else "refused by the Redis server at"
-    return f"{what} {address(connection)}: {_without_password(connection, error)}"
-
-
-def _without_password(connection: AnyRedis, error: RedisError) -> str:
-    text = str(error)
-    for password in filter(None, [_kwargs(connection).get("password")]):
-        text = text.replace(str(password), "***")
-    return text
+    problem = "no Redis server answers at" if lost else "refused by the Redis server at"
+    reason = mask_text(message_line(error), _kwargs(connection).get("password"))
+    return f"{problem} {address(connection)}: {reason}"
 
 
 def _kwargs(connection: AnyRedis) -> dict[str, Any]:

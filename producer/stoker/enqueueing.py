@@ -1,9 +1,9 @@
-"""Enqueues jobs once: a lost reply, or a producer that asks again, makes no second job. Owns that; keeps no state.
+"""Enqueues each job once: neither a lost reply nor a producer that repeats its call makes a second job. Keeps no state.
 
-redis-py sends a transaction again when its reply is lost, and a packet may arrive long after its sender gave it up. So
-the job's key is watched first: a transaction that comes after another one that made the job is refused by the server.
-After any doubt we look whether the job is there, and whether it is ours. The jobs it depends on are watched too: of a
-job that ends just then, the new one would never hear.
+redis-py sends a transaction again when its reply is lost, and a packet can arrive long after its sender gave up. So the
+transaction watches the job's key, and the server refuses it if the job has been made since. If in doubt, we check
+whether the job is there and has the same request. The transaction also watches the jobs that the new one depends on: if
+one of them ended unnoticed, the new job would wait for ever.
 """
 
 import json
@@ -21,20 +21,20 @@ from stoker_shared.job_data import unpacked
 from stoker_shared.request import build_request, request_digest
 from stoker_shared.wire import REQUEST_KWARG, TASK_PATH
 
-_TRIES: Final = 5  # each with redis-py's own tries in it
-_TRIES_OF_A_RACE: Final = 100  # a job that it depends on changes twice a second while it runs
+_TRIES: Final = 5  # in each of them, redis-py tries several times too
+_TRIES_OF_A_RACE: Final = 100  # a job that runs is written to twice a second, and this one may depend on it
 
 
 def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool) -> Operation[None]:
-    """All of `jobs` that are not there yet, in one transaction.
+    """Enqueue those of `jobs` that do not exist yet, in one transaction.
 
     Args:
-        ids_are_new: they were made up just now, so that nobody can have used them.
+        ids_are_new: the ids were generated just now, so that no other job can have them.
 
     Raises:
         DuplicateJob: an id names another job; none of `jobs` was enqueued.
-        JobNotFound: a job that one of `jobs` depends on is not there; none was enqueued.
-        redis.exceptions.RedisError: whether they were enqueued is unknown; the same call again is safe.
+        JobNotFound: a job that one of `jobs` depends on does not exist; none was enqueued.
+        redis.exceptions.RedisError: whether the jobs were enqueued is unknown; it is safe to repeat the call.
     """
     left, look_first = jobs, not ids_are_new
     losses = races = 0
@@ -52,13 +52,13 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
             races += 1
             if races == (_TRIES_OF_A_RACE if left[0].dependency_ids else _TRIES):
                 raise
-        look_first, left = True, (yield from _without_those_there(queue, left))
+        look_first, left = True, (yield from _without_existing(queue, left))
         if not left:
             return
 
 
 def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: bool) -> Operation[bool]:
-    """Whether the transaction was carried out; not when there is a job of one of these ids."""
+    """Whether the transaction was carried out; it is not if a job with one of these ids exists."""
     keys = [job.key for job in jobs]
     dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.dependency_ids))
     reads: list[Command] = [("EXISTS", *keys)] if look_first else []
@@ -84,27 +84,27 @@ def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: boo
 def _has_to_wait(job: NewJob, states: dict[str, bytes | None]) -> bool:
     """
     Raises:
-        JobNotFound: RQ would take a job that is not there for one that has finished.
+        JobNotFound: a dependency does not exist; RQ would take it for a job that has finished.
     """
     met = {JobStatus.FINISHED.value, JobStatus.FAILED.value if job.runs_after_failures else JobStatus.FINISHED.value}
     waits = False
     for dependency_id in job.dependency_ids:
         state = states[dependency_id]
         if state is None:
-            raise JobNotFound(dependency_id, f"job {job.job_id} cannot wait for it: it never was, or has expired")
+            raise JobNotFound(dependency_id, f"job {job.job_id} cannot wait for it: it never existed, or has expired")
         waits |= state.decode(errors="replace") not in met
     return waits
 
 
-def _without_those_there(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]:
+def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]:
     """
     Raises:
-        DuplicateJob: what is there is not the same request in the same queue.
+        DuplicateJob: an existing job has another request or is in another queue.
     """
     looks: list[Command] = []
     for job in jobs:
         looks += [("HMGET", job.key, "data", "origin"), ("EXISTS", job.key)]
-    replies = yield Commands(looks, errors_as_replies=True)  # a key that is no hash is one id that is taken
+    replies = yield Commands(looks, errors_as_replies=True)  # a key that is not a hash means: this id is taken
     left = []
     for job, found, exists in zip(jobs, replies[::2], replies[1::2], strict=True):
         if isinstance(exists, RedisError):
@@ -117,14 +117,14 @@ def _without_those_there(queue: str, jobs: list[NewJob]) -> Operation[list[NewJo
 
 
 def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
-    """By request and queue: times and place may have changed since, and are not what runs."""
+    """Whether request and queue are the same; the job's times and its place in the queue do not matter."""
     try:
         function, _, _, kwargs = json.loads(unpacked(data or b""))
         theirs = kwargs[REQUEST_KWARG]
         if function != job.task or origin != queue.encode():
             return False
-        # Another language may have written out what is a default.
+        # A client in another language may have written out defaults.
         build = build_request if function == TASK_PATH else build_agent_request
         return request_digest(theirs) == request_digest(job.payload) or build(theirs).as_payload() == job.payload
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # a pickle, or another's
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # not a job of stoker's
         return False

@@ -1,4 +1,4 @@
-"""How RQ keeps a job: its place, times, retries and what it waits for. Owns their validation; does no I/O."""
+"""A job's options in RQ: queue, place, times, retries and dependencies. Owns their validation; does no I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from stoker_shared.errors import InvalidRequest
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, DEFAULT_JOB_TIMEOUT_S, DEFAULT_RESULT_TTL_S
 
 FOREVER = -1
-_MOST_S = 10**10  # more than that no server counts in milliseconds from now
+_MOST_S = 10**10  # servers count in milliseconds from now, and cannot count further
 
 
 DependsOn: TypeAlias = str | AnyTicket | Iterable[str | AnyTicket]
@@ -19,24 +19,24 @@ DependsOn: TypeAlias = str | AnyTicket | Iterable[str | AnyTicket]
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Whole seconds; -1 is for ever where it is allowed.
+    """Times are whole seconds; -1 means for ever, where it is allowed.
 
     Attributes:
         job_timeout_s: how long the job may run.
         result_ttl_s: how long its result is kept.
-        failure_ttl_s: how long it is kept when it failed.
-        ttl_s: how long it may wait in the queue before it is dropped; ``None`` for as long as it takes.
-        at_front: before all that waits in the queue; with `depends_on`, when its turn has come.
-        retry: how often a job that fails is tried again, at once; or an `rq.Retry`, which may have intervals. What can
-            never succeed is not tried again.
+        failure_ttl_s: how long the job is kept if it failed.
+        ttl_s: how long it may wait in the queue before it is dropped; ``None`` for no limit.
+        at_front: put it before all waiting jobs; with `depends_on`, as soon as these have finished.
+        retry: how often the job is tried again, at once, after it failed; or an `rq.Retry`, which can have intervals. A
+            job that can never succeed is not tried again.
         depends_on: tickets or ids of jobs that have to finish first. Until then the job is in RQ's deferred registry;
             if one of them fails, is canceled or is deleted, it stays there.
-        allow_dependency_failures: let it run also when one of them has failed.
-        stream: let the worker publish the text from the first token on, for `Ticket.stream`, which asks for it at any
-            later time too.
+        allow_dependency_failures: run the job even if one of them has failed.
+        stream: let the worker publish the text from the first token on. Without it, the worker publishes the text from
+            the first call of `Ticket.stream` on.
 
     Raises:
-        InvalidRequest: a value that RQ does not take; the message names the option.
+        InvalidRequest: RQ does not accept a value; the message names the option.
     """
 
     job_timeout_s: int = DEFAULT_JOB_TIMEOUT_S
@@ -69,7 +69,7 @@ class JobOptions:
 def require_job_id(name: str, job_id: object) -> str:
     """
     Raises:
-        InvalidRequest: RQ allows no such id; the message begins with `name`.
+        InvalidRequest: RQ does not allow such an id; the message begins with `name`.
     """
     try:
         validate_job_id(job_id)  # type: ignore[arg-type]
@@ -80,8 +80,18 @@ def require_job_id(name: str, job_id: object) -> str:
     return str(job_id)
 
 
+def checked_queue_name(name: str) -> str:
+    """
+    Raises:
+        InvalidRequest: no worker could listen to a queue of this name.
+    """
+    if not name or not name.isprintable() or "," in name or name != name.strip():
+        raise InvalidRequest("queue: a queue name is a non-empty printable string without commas or surrounding spaces")
+    return name
+
+
 def _require_seconds(name: str, value: object, also: str = "") -> None:
-    # RQ would take a float or "1h" and cut it to whole seconds, and a result_ttl of 0 deletes the result at once.
+    # RQ would accept a float or "1h" and cut it to whole seconds, and would delete a result with a ttl of 0 at once.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_S:
         raise InvalidRequest(f"{name}: must be a whole number of seconds, from 1 to {_MOST_S}{also}")
 

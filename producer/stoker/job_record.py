@@ -1,7 +1,7 @@
-"""A job as it is in Redis, read without unpickling and without importing anything it names. Reads only.
+"""A job as it is in Redis, read without unpickling and without importing anything that it names. Reads only.
 
-Owns what each of RQ's keys means. Reading them directly, instead of through `rq.job.Job`, takes one round trip, leaves
-the request (up to megabytes) where it is, and works on jobs any client in any language has enqueued.
+Owns the meaning of RQ's keys. Reading them directly, instead of through `rq.job.Job`, takes one round trip, does not
+transfer the request (up to megabytes), and works for jobs of any client in any language.
 """
 
 import json
@@ -31,11 +31,12 @@ KEPT_RESULTS = 10  # RQ trims the stream to this many
 _MAX_REASON_CHARACTERS = 2000
 _SUCCESS = (Result.Type.SUCCESSFUL,)
 _FAILURE = (Result.Type.FAILED, Result.Type.MAX_RETRIES_EXCEEDED)
+_TYPES_OF_END = {JobStatus.FINISHED.value: _SUCCESS, JobStatus.FAILED.value: _FAILURE}
 
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How far a running job is, as its worker wrote it."""
+    """A running job's progress, as its worker wrote it."""
 
     stage: str
     tokens: int
@@ -44,7 +45,7 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One consistent reading of a job's hash and result stream; `last_entry_id` is where to wait for the next."""
+    """A job's hash and the newest entries of its result stream, of which `last_entry_id` is the newest, if any."""
 
     job_id: str
     state: str
@@ -52,7 +53,7 @@ class JobRecord:
     worker: str | None
     progress: JobProgress | None
     partial_text: str | None
-    last_entry_id: str
+    last_entry_id: str | None
     _exc_info: bytes
     _results: tuple[dict[bytes, bytes], ...]
 
@@ -65,7 +66,7 @@ class JobRecord:
 
     @staticmethod
     def hash_command(job_id: str) -> Command:
-        """Reads of the job's hash what `from_replies` takes."""
+        """The command whose reply `from_replies` takes."""
         return ("HMGET", Job.key_for(job_id), *_FIELDS)
 
     @classmethod
@@ -73,7 +74,7 @@ class JobRecord:
         """
         Args:
             values: the reply to `hash_command`.
-            entries: of the job's result stream, the newest first.
+            entries: entries of the job's result stream, the newest first.
         """
         if values[0] is None:
             return None
@@ -86,16 +87,24 @@ class JobRecord:
             worker=worker.decode(errors="replace") or None,
             progress=progress_in(fields),
             partial_text=partial if isinstance(partial := fields.get(META_PARTIAL), str) else None,
-            last_entry_id=entries[0][0].decode() if entries else NO_ENTRY,
+            last_entry_id=entries[0][0].decode() if entries else None,
             _exc_info=exc_info,
             _results=tuple(fields for _, fields in entries),
         )
 
     @classmethod
-    def finished(cls, job_id: str, queue: str | None, entries: Entries) -> Self | None:
-        """Of a job that has finished, from its entries alone; ``None`` when the newest does not tell that.
+    def whole(cls, job_id: str, values: Sequence[bytes | None], entries: Entries) -> Operation[Self | None]:
+        """As `from_replies`; reads again if the job has ended and the entry of its end, older or new, is missing."""
+        record = cls.from_replies(job_id, values, entries)
+        if record is None or record.state not in _TYPES_OF_END or record._newest(*_TYPES_OF_END[record.state]):
+            return record
+        return (yield from cls.read(job_id))
 
-        Only for a job that is not repeated and was waited for when the entry was written.
+    @classmethod
+    def finished(cls, job_id: str, queue: str | None, entries: Entries) -> Self | None:
+        """The record of a finished job, from its entries alone; ``None`` if the newest one is not that of a success.
+
+        Only for a job that is not repeated, and with entries that were written after the wait for it began.
         """
         newest = entries[0][1]
         if newest.get(b"type") != str(Result.Type.SUCCESSFUL.value).encode():
@@ -105,31 +114,24 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        # The hash decides, not the stream: retries, requeues and stops leave entries there that are not the job's end.
+        # The hash decides: retries, requeues and stops leave entries in the stream that are not the job's end.
         return self.state in ENDED
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the entry of its end is here, of a job that has ended so that there is one."""
-        if self.state == JobStatus.FINISHED.value:
-            return self._newest(*_SUCCESS) is not None
-        return self.state != JobStatus.FAILED.value or self._newest(*_FAILURE) is not None
-
     def outcome(self) -> GenerationResult:
-        """What the job, which has ended, returned.
+        """The result of the job, which has ended.
 
         Raises:
-            JobFailed: with the worker's reason; also when it returned something that is not a generation result.
+            JobFailed: the job failed, or its return value is not a generation result.
             JobCanceled: it was canceled, or stopped while it ran.
-            JobNotFound: it finished, and its result has expired.
+            JobNotFound: it finished, but its result has expired.
         """
         return self._returned(GenerationResult.model_validate, "a generation result")
 
     def agent_outcome(self, kind: type[AgentT]) -> AgentT:
-        """The same of a job about an agent's memory, whose result is of this kind."""
+        """As `outcome`, for a job about an agent's memory whose result is of this kind."""
         return self._returned(kind.model_validate, "a result of this kind about an agent")
 
-    def _returned(self, read: Callable[[Any], T], what: str) -> T:
+    def _returned(self, read: Callable[[Any], T], expected: str) -> T:
         if self.state == JobStatus.FAILED.value:
             raise JobFailed(self.job_id, self.reason(), self.partial_text)
         if self.state != JobStatus.FINISHED.value:
@@ -141,10 +143,10 @@ class JobRecord:
         try:
             return read(json.loads(without_packing(b64decode(fields[b"return_value"]))))
         except (KeyError, ValueError, RecursionError, ValidationError):
-            raise JobFailed(self.job_id, f"UnreadableResult: it did not return {what}") from None
+            raise JobFailed(self.job_id, f"UnreadableResult: it did not return {expected}") from None
 
     def reason(self) -> str:
-        """The last line of what the worker wrote: ours is the only one, and a traceback's reason is there."""
+        """The last line of the failure: stoker's workers write only one, and RQ's end a traceback with the reason."""
         fields = self._newest(*_FAILURE)
         text = _failure_text(b64decode(fields[b"exc_string"])) if fields and b"exc_string" in fields else ""
         lines = [line.strip() for line in (text or _failure_text(self._exc_info)).splitlines() if line.strip()]
@@ -155,27 +157,35 @@ class JobRecord:
         return next((fields for fields in self._results if fields.get(b"type") in wanted), None)
 
 
-def require_readable_id(job_id: str) -> str:
-    """
-    Raises:
-        ValueError: it is empty or holds characters no job id has.
-    """
-    if not job_id or not job_id.isprintable():
-        raise ValueError("a job id is a non-empty printable string")
-    return job_id
+@dataclass(frozen=True)
+class Ended:
+    """A job's end; `record` is ``None`` if the job does not exist (any more)."""
+
+    job_id: str
+    record: JobRecord | None
+
+    def outcome(self) -> GenerationResult:
+        """As `JobRecord.outcome`.
+
+        Raises:
+            JobFailed, JobCanceled, JobNotFound: as there; `JobNotFound` also if the job does not exist.
+        """
+        if self.record is None:
+            raise JobNotFound(self.job_id)
+        return self.record.outcome()
 
 
 def fields_of(meta: bytes) -> dict[str, Any]:
-    """A job's `meta`; empty where it is something else than a JSON object."""
+    """A job's `meta`; empty if it is not a JSON object."""
     try:
         fields = json.loads(meta)
-    except (ValueError, RecursionError):  # none, or a pickle
+    except (ValueError, RecursionError):  # empty, or a pickle
         return {}
     return fields if isinstance(fields, dict) else {}
 
 
 def progress_in(fields: dict[str, Any]) -> JobProgress | None:
-    """``None`` where `meta` does not tell, yet or any more."""
+    """The progress in a job's `meta`; ``None`` before the job runs and after its end."""
     try:
         shown = fields[META_PROGRESS]
         return JobProgress(str(shown["stage"]), int(shown["tokens"]), float(shown["tokens_per_s"]))
@@ -188,7 +198,7 @@ def _failure_text(data: bytes) -> str:
 
 
 def without_packing(data: bytes) -> bytes:
-    """Results are compressed where their producer asked for it (`FIELD_PACKED`); other languages need not compress."""
+    """The data of a result, uncompressed: some producers let the worker compress it (`FIELD_PACKED`)."""
     with suppress(zlib.error):
         return zlib.decompress(data)
     return data

@@ -1,9 +1,10 @@
-"""One new job as RQ writes it: its hash, and the commands that put it into a queue or behind other jobs. No I/O.
+"""A new job as RQ writes it: its hash, and the commands that put it into a queue or behind other jobs. No I/O.
 
-RQ's own enqueueing asks Redis in between and is not made for asyncio, so the keys are written here, from RQ's `Job` and
-by RQ's names. The tests compare them with those that RQ's enqueueing leaves.
+RQ's own enqueueing makes several round trips and does not support asyncio, so the keys are written here, from RQ's
+`Job` and with RQ's names. The tests compare them with the keys that RQ's enqueueing writes.
 """
 
+import json
 from typing import Any
 from uuid import uuid4
 
@@ -15,10 +16,21 @@ from rq.utils import current_timestamp, now, utcformat
 from stoker.job_options import JobOptions
 from stoker.operations import Command
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
-from stoker.wire_json import WireJson
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
+
+
+class WireJson:
+    """Text stays UTF-8: escaped to ASCII, a request within the size limit could become larger than workers accept."""
+
+    @staticmethod
+    def dumps(value: Any) -> bytes:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        return json.loads(data)
 
 
 class NewJob:
@@ -27,8 +39,9 @@ class NewJob:
     Attributes:
         task: path of its function.
         payload: the request as it goes on the wire.
-        dependency_ids, runs_after_failures: what has to end first, and whether it may fail.
-        size_bytes: of the request on the wire, before it is compressed.
+        dependency_ids: jobs that have to end first.
+        runs_after_failures: whether these may fail.
+        size_bytes: size of the request on the wire, before it is compressed.
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class NewJob:
         Raises:
             RequestTooLarge, InvalidRequest: as `GenerationRequest.as_payload`.
         """
-        self.task, what = (
+        self.task, action = (
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
         self.payload = request.as_payload()
@@ -48,8 +61,8 @@ class NewJob:
         self._job = Job.create(
             self.task,
             kwargs={REQUEST_KWARG: self.payload},
-            # RQ's own description is the whole call, prompt included, and every dashboard shows it.
-            description=what + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
+            # RQ's own description would be the whole call with its prompt, which every dashboard shows.
+            description=action + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
             timeout=options.job_timeout_s,
             result_ttl=options.result_ttl_s,
             failure_ttl=options.failure_ttl_s,
@@ -78,10 +91,10 @@ class NewJob:
         return Job.key_for(self.job_id)
 
     def commands(self, *, deferred: bool) -> list[Command]:
-        """All but the push to the queue, which is one command for many jobs (`push`).
+        """All commands except the push to the queue, which is one command for many jobs (`push`).
 
         Args:
-            deferred: what it depends on has not ended.
+            deferred: jobs that it depends on have not ended yet.
         """
         commands: list[Command] = []
         if deferred:
@@ -102,14 +115,14 @@ class NewJob:
 
 
 def push(queue: str, jobs: list[NewJob], *, at_front: bool) -> list[Command]:
-    """Commands that put the jobs into the queue, in their order; at its front, the last of them first."""
+    """The commands that put the jobs into the queue, in their order; at its front in reverse order."""
     if not jobs:
         return []
     return [("LPUSH" if at_front else "RPUSH", queue_key(queue), *(job.job_id for job in jobs))]
 
 
 def make_queue_known(queue: str) -> Command:
-    """Dashboards and `rq info` list the queues from there."""
+    """The command that adds the queue to RQ's set of queues, from which `rq info` and dashboards list them."""
     return ("SADD", Queue.redis_queues_keys, queue_key(queue))
 
 

@@ -1,21 +1,21 @@
-"""Operations: what is asked of Redis, in which order, and what follows from the answers. No I/O in here.
+"""Operations: work on Redis as a sequence of steps, independent of how a client carries them out. No I/O.
 
-An operation is a generator. It yields steps, is sent the answer to each, and returns its result; an error of redis-py
-is raised at the `yield` whose step met it. `driver.run` carries operations out on redis-py and `async_driver.run` on
-redis.asyncio, so that each is written once::
+An operation is a generator. It yields steps, receives the answer to each, and returns its result; an error of redis-py
+is raised at the `yield` of the step that failed. `driver.run` carries operations out on redis-py and `async_driver.run`
+on redis.asyncio, so that each operation is written once::
 
     def tokens_of(job_id: str) -> Operation[int]:
         status, tokens = yield from ask("HMGET", Job.key_for(job_id), "status", FIELD_TOKENS)
         if status is None:
-            raise JobNotFound(job_id, "not found")
+            raise JobNotFound(job_id)
         return int(tokens or 0)
 
 
     run(connection, tokens_of("j"))  # or: await async_driver.run(connection, tokens_of("j"))
 
 `yield from` runs one operation inside another. Replies are bytes, as redis-py parses them; `stream_entries` reads those
-of XREAD. redis-py sends a step again when its reply is lost, so a write that must happen once is a `Watched`. After
-some milliseconds of work an operation yields `Pause(0)`: others may wait for the event loop it runs in.
+of XREAD. redis-py sends a step again when its reply is lost, so a write that must happen once has to be a `Watched`.
+After some milliseconds of work an operation yields `Pause(0)`, because other tasks may wait for its event loop.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -35,11 +35,11 @@ Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes]]]
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands sent together; the answer is the list of their replies.
+    """Commands that are sent together; the answer is the list of their replies.
 
     Attributes:
-        atomic: as one transaction.
-        errors_as_replies: an error of one command is its reply, instead of being raised.
+        atomic: send them as one transaction.
+        errors_as_replies: make a command's error its reply instead of raising it.
     """
 
     commands: Sequence[Command]
@@ -49,13 +49,13 @@ class Commands:
 
 @dataclass(frozen=True)
 class Watched:
-    """A transaction that the server refuses with `WatchError` if one of `keys` changed since it was looked at.
+    """A transaction that the server refuses with `WatchError` if one of `keys` changed after `reads` began.
 
     Attributes:
-        reads: commands run one by one once the keys are watched.
-        write: makes the transaction's commands out of the replies to `reads`; ``None`` for no transaction. No I/O.
+        reads: commands that run one by one once the keys are watched.
+        write: makes the transaction's commands from the replies to `reads`; ``None`` for no transaction. No I/O.
 
-    The answer is the list of the transaction's replies; ``None`` without one.
+    The answer is the list of the transaction's replies, or ``None`` without a transaction.
     """
 
     keys: Sequence[str]
@@ -65,7 +65,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Pause:
-    """Nothing for so long; 0 lets others have the event loop where there is one."""
+    """Waits; 0 seconds lets other tasks of the event loop run, if there is one."""
 
     seconds: float
 
@@ -75,10 +75,11 @@ Operation: TypeAlias = Generator[Step, Any, T]
 
 
 def undisturbed(step: Watched) -> Operation[Any]:
-    """The answer to a transaction that is tried again while others write to its keys; `write` finds out what was done.
+    """The answer to a transaction, which is tried again as long as other clients write to its keys; `write` is called
+    each time.
 
     Raises:
-        redis.exceptions.WatchError: they do so all the time.
+        redis.exceptions.WatchError: none of 100 tries came through.
     """
     for _ in range(_TRIES):
         with suppress(WatchError):
@@ -87,12 +88,12 @@ def undisturbed(step: Watched) -> Operation[Any]:
 
 
 def ask(*command: Any) -> Operation[Any]:
-    """One command; returns its reply."""
+    """Sends one command; returns its reply."""
     [reply] = yield Commands([command])
     return reply
 
 
 def stream_entries(reply: Any) -> dict[str, Entries]:
-    """The reply of XREAD by key, whichever of its forms redis-py gives (it depends on the protocol); empty for none."""
+    """The reply of XREAD by key, empty if there is none. redis-py's form of the reply depends on the protocol."""
     found = reply.items() if isinstance(reply, Mapping) else reply or ()
     return {key.decode(): [entry for entry in entries if entry] for key, entries in found}

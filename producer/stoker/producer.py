@@ -1,8 +1,7 @@
-"""The producer: enqueues generation requests as RQ jobs. Thin: the work is in operations, as for `AsyncProducer`."""
+"""The producer: enqueues generation requests as RQ jobs. Thin: operations, shared with `AsyncProducer`, do the work."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from redis import Redis
@@ -10,17 +9,14 @@ from redis import Redis
 from stoker.agent_jobs import Agents
 from stoker.connection import address, blocking_slice_s, open_connection
 from stoker.driver import run
-from stoker.job_options import JobOptions
+from stoker.job_options import JobOptions, checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
-from stoker.patience import Patience
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
-from stoker.queue_name import checked_queue_name
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
-from stoker.waiting import wait_for_some
 from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import GenerationResult
@@ -30,11 +26,11 @@ from stoker_shared.wire import DEFAULT_QUEUE
 class Producer:
     """Enqueues generation jobs. Safe to use from any thread; share one per process.
 
-    A forked child may go on using it: redis-py opens connections of its own there. It can be pickled if it was made
-    from a URL; the pickle holds the URL with its password.
+    A forked child can continue to use it, because redis-py opens new connections there. It can be pickled if it was
+    made from a URL; the pickle then contains the URL with its password.
 
-    Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers at the URL or
-    it refuses us; no message and no repr holds the password.
+    Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers or it refuses
+    us; neither its message nor any repr contains the password.
 
     Attributes:
         agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
@@ -43,12 +39,14 @@ class Producer:
     def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
-            redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, used as it is and never closed.
-            queue: RQ queue for jobs that name none.
+            redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, which is used as it is and never
+                closed.
+            queue: RQ queue of jobs that name none.
 
         Raises:
             InvalidRequest: no worker could listen to a queue of this name.
             ValueError: not a Redis URL, or a connection that decodes responses.
+            TypeError: neither a string nor a connection.
         """
         self._queue = checked_queue_name(queue)
         self._connection = open_connection(redis)
@@ -61,19 +59,17 @@ class Producer:
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         if self._url is None:
-            raise TypeError("a Producer with a connection of yours cannot be pickled; make it from a URL")
+            raise TypeError("a Producer made from a connection cannot be pickled; make it from a URL")
         return partial(type(self), self._url, queue=self._queue), ()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connection if it was opened here from a URL; its tickets open it again when used."""
+        """Close the connection if it was made from a URL; its tickets open it again when they are used."""
         if self._url is not None:
             self._connection.close()
 
@@ -87,26 +83,26 @@ class Producer:
     def submit(self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]) -> Ticket:
         """Enqueue one generation job.
 
-        A reply that is lost on the way makes no second job. With a `job_id` of the caller's the whole call may be
-        made again: the same id, request and queue are the job that is there, in whatever state, as long as Redis
-        keeps it.
+        A reply that is lost on the way makes no second job. With a `job_id`, the whole call can be repeated: as long as
+        Redis keeps the job, in any state, the same id, request and queue give its ticket again.
 
         Args:
-            queue: another queue than the producer's own.
-            job_id: letters, digits, ``-`` and ``_``; made up where it is not given.
-            fields: the request's fields, as in `GenerationRequest`, and how RQ keeps the job, as in `JobOptions`
+            queue: a queue other than the producer's own.
+            job_id: letters, digits, ``-`` and ``_``; generated if not given.
+            fields: the request's fields, as in `GenerationRequest`, and the job's options, as in `JobOptions`
                 (`job_timeout_s`, `result_ttl_s`, `failure_ttl_s`, `ttl_s`: whole seconds; `at_front`, `retry`,
-                `depends_on`, `allow_dependency_failures`).
+                `depends_on`, `allow_dependency_failures`, `stream`).
 
         Raises:
             InvalidRequest: a field is missing, unknown, of the wrong type or out of range; the message names it.
-            RequestTooLarge: over ``MAX_REQUEST_BYTES``.
+            RequestTooLarge: the request is over ``MAX_REQUEST_BYTES``.
             DuplicateJob: `job_id` names a job with another request or queue.
-            JobNotFound: a job in `depends_on` is not there (any more).
+            JobNotFound: a job in `depends_on` does not exist (any more).
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
         name = self._queue_for(queue)
-        submitted = run(self._connection, self._attendance.after(name, submit(name, fields, job_id)))
+        submitted = run(self._connection, submit(name, fields, job_id))
+        run(self._connection, self._attendance.check(name))
         return Ticket(self._connection, submitted, queue_if_new=name if job_id is None else None)
 
     def submit_many(
@@ -117,30 +113,31 @@ class Producer:
         job_ids: Sequence[str] | None = None,
         **options: Unpack[ManyFields],
     ) -> list[Ticket]:
-        """Enqueue many jobs, hundreds in one transaction; tickets come in the order of `requests`.
+        """Enqueue many jobs, in chunks of up to a hundred; the tickets are in the order of `requests`.
 
-        Requests in a list are all validated before the first is enqueued. Those of another iterable, such as a
-        generator, are taken as they come and never held all at once; those before a bad one may be enqueued then.
-        Each chunk is one transaction: when the server goes away in the middle, earlier chunks are enqueued and later
-        ones are not. With `job_ids` the same call may then be made again, and enqueues what is missing.
+        The requests of a sequence are all validated before the first is enqueued. Those of another iterable, such as a
+        generator, are never all held at once; the requests before an invalid one may then have been enqueued. Each
+        chunk is one transaction: if the server goes away in the middle, only the earlier chunks are enqueued. With
+        `job_ids`, the same call can be repeated, and enqueues the jobs that are missing.
 
         Args:
-            job_ids: one for each request, as `job_id` of `submit`; the requests are then held all at once.
-            options: for all jobs: those of `submit`, without `at_front`.
+            queue: a queue other than the producer's own.
+            job_ids: one for each request, as `job_id` of `submit`; the requests are then all held at once.
+            options: options of all jobs, those of `submit` without `at_front`.
 
         Raises:
-            InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message says which request.
-            DuplicateJob, JobNotFound: as for `submit`; nothing of the chunk it is in was enqueued.
+            InvalidRequest, RequestTooLarge, RequestVersionTooNew: as for `submit`; the message has the request's index.
+            DuplicateJob, JobNotFound: as for `submit`; no job of this chunk was enqueued.
             RedisUnavailable: no server answers.
         """
         name = self._queue_for(queue)
-        many = submit_many(name, requests, JobOptions(**options), job_ids)
-        submitted = run(self._connection, self._attendance.after(name, many))
+        submitted = run(self._connection, submit_many(name, requests, JobOptions(**options), job_ids))
+        run(self._connection, self._attendance.check(name))
         queue_if_new = name if job_ids is None else None
         return [Ticket(self._connection, job_id, queue_if_new=queue_if_new) for job_id in submitted]
 
     def queues(self) -> list[QueueStatus]:
-        """Every queue that anything was enqueued into or that a worker listens to, by name.
+        """All queues that have had a job or that a worker listens to, sorted by name.
 
         Raises:
             RedisUnavailable: no server answers.
@@ -148,7 +145,7 @@ class Producer:
         return run(self._connection, queues_now())
 
     def workers(self) -> list[LiveWorker]:
-        """Stoker's workers that live, by name; one that was killed is gone when its lease has run out (4 s).
+        """Stoker's live workers, sorted by name. A worker that was killed is listed until its lease runs out (4 s).
 
         Raises:
             RedisUnavailable: no server answers.
@@ -156,12 +153,12 @@ class Producer:
         return run(self._connection, live_workers())
 
     def unattended(self, queue: str | None = None) -> str | None:
-        """That no worker listens to a queue, and which queues have one, in words; ``None`` when one does.
+        """A warning that no worker listens to a queue, with the queues that have one; ``None`` if a worker listens.
 
-        A job may be enqueued before there is a worker for it: `submit` only logs this, as a warning and once a queue.
+        A job may be enqueued before there is a worker for it, so `submit` only logs this warning, once for each queue.
 
         Args:
-            queue: another queue than the producer's own.
+            queue: a queue other than the producer's own.
 
         Raises:
             RedisUnavailable: no server answers.
@@ -169,33 +166,31 @@ class Producer:
         return run(self._connection, unattended(self._queue_for(queue)))
 
     def ticket(self, job_id: str) -> Ticket:
-        """The ticket of a job that was enqueued elsewhere; asks the server nothing.
+        """The ticket of a job that was enqueued elsewhere. Sends nothing to the server.
 
         Raises:
-            ValueError: `job_id` is empty or holds characters no job id has.
+            ValueError: `job_id` is empty or has characters that no job id has.
         """
         return Ticket(self._connection, job_id)
 
     def as_completed(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> Iterator[Ticket]:
-        """The tickets, each as soon as its job has ended, however it ended; `Ticket.result` then asks nothing.
+        """The tickets, each as soon as its job has ended in any way; `Ticket.result` then needs no round trip.
 
-        All jobs are waited for together, at one or two Redis commands a job. Of more than a thousand, ends out of
-        their order may be seen some seconds late; so may cancels and deletes.
+        All jobs are waited for together, with one or two Redis commands for each. A cancel or a delete may be seen some
+        seconds late; so may any end that is out of order, among more than a thousand jobs.
 
         Args:
-            tickets: of any queues of this producer's server; one job may have several.
-            timeout_s: for all of them together; ``None`` for as long as it takes, 0 to look once.
+            tickets: of any queues of this producer's server; several may have the same job.
+            timeout_s: limit for all of them together, in seconds; ``None`` for no limit, 0 to check once.
 
         Raises:
-            ResultTimeout: some have not ended by then; they go on.
-            RedisUnavailable: no server answers; one that goes away is waited for until `timeout_s`, or for a minute.
+            ResultTimeout: some jobs have not ended by then; they continue.
+            RedisUnavailable: no server answers. The wait endures an outage until `timeout_s`; without one, a minute.
         """
-        outstanding = Outstanding(tickets)
+        outstanding = Outstanding(tickets, timeout_s, blocking_slice_s(self._connection))
         yield from outstanding.ended_before
-        patience, slice_s = Patience(timeout_s), blocking_slice_s(self._connection)
         while outstanding:
-            ended = run(self._connection, wait_for_some(outstanding.waiter, patience, slice_s))
-            yield from outstanding.settle(ended, timeout_s)
+            yield from run(self._connection, outstanding.next())
 
     @overload
     def results(
@@ -213,8 +208,9 @@ class Producer:
         """The results, in the order of `tickets`. All jobs are waited for together, as by `as_completed`.
 
         Args:
-            return_errors: put the error of a job that did not finish in its place, also `ResultTimeout`; without, the
-                first one found is raised, without waiting for the other jobs.
+            tickets, timeout_s: as for `as_completed`.
+            return_errors: put the error of a job without a result in its place, `ResultTimeout` too. Otherwise the
+                first error is raised, without waiting for the other jobs.
 
         Raises:
             JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`, unless `return_errors`.
@@ -225,8 +221,9 @@ class Producer:
         try:
             for ticket in self.as_completed(wanted, timeout_s):
                 outcomes.add(ticket)
-        except ResultTimeout as error:
-            outcomes.end_early(error)
+        except ResultTimeout:
+            if not return_errors:
+                raise
         return outcomes.of(wanted)
 
     def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:

@@ -1,4 +1,4 @@
-"""`stoker ls` and `stoker workers`: the queues and those who serve them, as tables. Words only."""
+"""`stoker ls` and `stoker workers`: the queues and the workers, as tables. Only command-line texts."""
 
 import time
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def ls(redis_url: str, as_json: bool) -> None:
         for queue in queues
     ]
     text = table(["queue", *_COUNTS, "oldest", "workers"], rows, numbers=range(1, 8))
-    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues, and no worker")
+    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues and no workers")
 
 
 @click.command(cls=LaidOutCommand, epilog=examples("stoker workers", "stoker workers --json | jq '.workers[].model'"))
@@ -41,9 +41,9 @@ def ls(redis_url: str, as_json: bool) -> None:
 @redis_option
 @click.pass_obj
 def workers(redis_url: str, as_json: bool) -> None:
-    """List the workers that live: queues, model, context.
+    """List the live workers: queues, model, context.
 
-    A worker that was killed is shown until its lease has run out, for a few seconds.
+    A worker that was killed is listed until its lease has run out, for a few seconds.
     """
     with open_producer(redis_url) as producer:
         living = producer.workers()
@@ -67,7 +67,7 @@ def workers(redis_url: str, as_json: bool) -> None:
 
 
 def duration(seconds: float | None) -> str:
-    """A short text, `-` for ``None``: ``42 s``, ``3 min``, ``5 h``, ``12 d``."""
+    """A short text: ``42 s``, ``3 min``, ``5 h`` or ``12 d``; ``-`` for ``None``."""
     if seconds is None:
         return "-"
     for unit, size, until in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
@@ -77,7 +77,7 @@ def duration(seconds: float | None) -> str:
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], numbers: range) -> str:
-    """Columns two spaces apart; those in `numbers` end flush right."""
+    """A table with columns two spaces apart; the columns in `numbers` are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = []
     for row in ([name.upper() for name in heading], *rows):

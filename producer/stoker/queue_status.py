@@ -1,4 +1,4 @@
-"""Every queue as it is now: how many jobs in which state, the oldest wait, the workers that listen. Reads only."""
+"""The state of every queue: its jobs by state, the longest wait, its workers. Reads only."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from stoker.presence import live_workers
 from stoker.rq_keys import queue_key, registry_key
 
 _LOOKED_AT: Final = 100
-"""Jobs from the front of a queue that are looked at for the oldest: those that jumped it are in front of older ones."""
+"""How many jobs at the front of a queue are searched for the oldest; newer jobs may have been put before it."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class QueueStatus:
     """A snapshot of one queue.
 
     Attributes:
-        waiting, running, finished, failed, deferred, scheduled: how many jobs; ended ones until they expire.
-        oldest_wait_s: how long the job has waited that was enqueued first; ``None`` if none waits.
+        waiting, running, finished, failed, deferred, scheduled: how many jobs; ended jobs count until they expire.
+        oldest_wait_s: how long the oldest job has waited, in seconds; ``None`` if none waits.
         workers: names of the workers that listen to it.
     """
 
@@ -47,7 +47,7 @@ class QueueStatus:
 
 
 def queues_now() -> Operation[list[QueueStatus]]:
-    """All queues into which something was enqueued or to which a worker listens, by name. Five round trips at most."""
+    """All queues that have had a job or that a worker listens to, sorted by name, in at most five round trips."""
     workers = yield from live_workers()
     keys = yield from ask("SMEMBERS", Queue.redis_queues_keys)
     known = {key.decode(errors="replace").removeprefix(Queue.redis_queue_namespace_prefix) for key in keys}
@@ -65,7 +65,7 @@ def queues_now() -> Operation[list[QueueStatus]]:
 
 
 def _looks_at(queue: str, now: datetime) -> list[Command]:
-    unexpired = (int(now.timestamp()), "+inf")  # RQ removes what has expired when somebody cleans up
+    unexpired = (int(now.timestamp()), "+inf")  # RQ removes expired jobs only when it cleans its registries
     return [
         ("LLEN", queue_key(queue)),
         ("ZCARD", registry_key(StartedJobRegistry, queue)),
@@ -87,6 +87,6 @@ def _enqueued_at(job_id: bytes) -> Command:
 def _oldest_wait_s(stamps: Sequence[Sequence[bytes | None]], now: datetime) -> float | None:
     waits = []
     for enqueued_at, created_at in stamps:
-        with suppress(ValueError):  # somebody else's idea of a time; or the job is gone
+        with suppress(ValueError):  # another client wrote it in another form, or the job is gone
             waits.append((now - utcparse((enqueued_at or created_at or b"").decode())).total_seconds())
     return max(0.0, *waits) if waits else None

@@ -1,6 +1,6 @@
-"""An `AsyncProducer`'s way to the server: few connections for many tasks, and one wait for all its tickets.
+"""An `AsyncProducer`'s access to the server: few connections for many tasks, and one wait for all its tickets.
 
-Owns how many operations run at a time and the task that waits. For one event loop.
+Owns the limit of concurrent operations, and the task that waits. For one event loop.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from redis.asyncio import Redis
 
 from stoker.async_driver import run
 from stoker.connection import blocking_slice_s
+from stoker.job_record import Ended
 from stoker.operations import Operation, T
-from stoker.patience import Patience
-from stoker.waiter import Ended, Waiter
-from stoker.waiting import wait_for_end, wait_for_some
+from stoker.waiter import Waiter
+from stoker.waiting import Patience, wait_for_end
 from stoker_shared.errors import RedisUnavailable
 
-_AT_A_TIME: Final = 16  # each has a connection of its own meanwhile
-_SLICE_S: Final = 0.2  # a job that is added while the others are waited for is seen after so long
-_SETTLED_AT_ONCE: Final = 50  # each wakes a task, which then reads its result
+_AT_A_TIME: Final = 16  # each operation uses a connection
+_SLICE_S: Final = 0.2  # a job that is added during a blocking read is waited for after this time at most
+_SETTLED_AT_ONCE: Final = 50  # each end wakes a task, which then reads its result
 
 
 class SharedConnection:
-    """Made by an `AsyncProducer`, and used by it and its tickets.
+    """The connection of an `AsyncProducer` and its tickets.
 
     Attributes:
-        connection: never closed here.
+        connection: owned and closed by the producer.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -43,10 +43,10 @@ class SharedConnection:
             return await run(self.connection, operation)
 
     async def end_of(self, job_id: str, timeout_s: float | None, queue_if_new: str | None) -> Ended:
-        """The job's end, waited for together with all others of this producer.
+        """The job's end. One wait serves all jobs of this producer.
 
         Raises:
-            JobNotFound: there is no such job, when `timeout_s` has passed.
+            JobNotFound: `timeout_s` has passed, and there is no such job.
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers, or the producer was closed meanwhile.
         """
@@ -71,14 +71,15 @@ class SharedConnection:
             wait.cancel()
             with suppress(asyncio.CancelledError):
                 await wait
-        self._fail_all(RedisUnavailable("the producer was closed while its results were waited for"))
+        self._fail_all(RedisUnavailable("the producer was closed during a wait for its results"))
 
     def _begin_wait(self) -> None:
         self._wait = asyncio.create_task(self._wait_for_all())
         self._wait.add_done_callback(self._when_wait_ends)
 
     def _when_wait_ends(self, wait: "asyncio.Task[None]") -> None:
-        """A program that ends cancels all tasks, this one too; a task that goes on to its result needs it again."""
+        """Begin the wait again if a task still needs it: a program that ends cancels all tasks, this one too, but some
+        of them may still wait for a result."""
         waited_for = (future for futures in self._futures.values() for future in futures)
         if wait is self._wait and not all(future.done() for future in waited_for):
             self._begin_wait()
@@ -88,7 +89,7 @@ class SharedConnection:
         patience = Patience(None)
         try:
             while len(self._waiter):
-                ended = await run(self.connection, wait_for_some(self._waiter, patience, slice_s))
+                ended = await run(self.connection, self._waiter.wait(patience, slice_s))
                 for count, end in enumerate(ended):
                     for future in self._futures.pop(end.job_id, ()):
                         if not future.done():

@@ -1,4 +1,4 @@
-"""Finds jobs that are gone or canceled, of which no result entry tells: hundreds with one command. Keeps no state."""
+"""Finds jobs that ended without a result entry, because they are gone or canceled. Keeps no state."""
 
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ _KEYS_PER_COMMAND: Final = 500
 
 
 def gone_of(job_ids: list[str]) -> Operation[list[str]]:
-    """Those that are not there. EXISTS counts; a part in which some are missing is asked for again in smaller ones."""
+    """The ids of jobs that do not exist. EXISTS only counts, so a group with missing jobs is split and asked again."""
     gone: list[str] = []
     parts = parts_of(job_ids, _KEYS_PER_COMMAND)
     while parts:
@@ -28,7 +28,7 @@ def gone_of(job_ids: list[str]) -> Operation[list[str]]:
 
 
 def canceled_of(queue: str, job_ids: list[str]) -> Operation[list[str]]:
-    """Those that are in the queue's registry of canceled jobs."""
+    """The ids that are in the queue's registry of canceled jobs."""
     key = registry_key(CanceledJobRegistry, queue)
     parts = parts_of(job_ids, _KEYS_PER_COMMAND)
     scores = yield Commands([("ZMSCORE", key, *part) for part in parts])
@@ -41,5 +41,5 @@ def canceled_of(queue: str, job_ids: list[str]) -> Operation[list[str]]:
 
 
 def parts_of(items: list[str], size: int) -> list[list[str]]:
-    """The items, so many at a time."""
+    """The items in lists of at most `size`."""
     return [items[at : at + size] for at in range(0, len(items), size)]

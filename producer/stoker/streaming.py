@@ -1,7 +1,7 @@
-"""Reads a job's text as it is generated. Owns where the reader is; asks for the text, and follows it to the job's end.
+"""Reads a job's text as it is generated: requests the stream, and follows it to the job's end. Owns the reader's place.
 
-The worker's stream is only a faster way to a text that the result holds as well: the job's hash tells that it is over,
-and all chunks together, since the last `Restarted`, are exactly the result's text.
+The stream is only a faster way to a text that the result has as well: the job's hash decides when it is over, and all
+chunks since the last `Restarted` are together exactly the result's text.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,9 @@ from typing import Final, TypeAlias
 
 from rq.job import Job
 
-from stoker.connection import LOST, REFUSED
 from stoker.job_record import ENDED, JobRecord
-from stoker.operations import Command, Entries, Operation, Pause, Watched, ask, stream_entries, undisturbed
-from stoker.patience import Patience
-from stoker.waiting import timed_out
+from stoker.operations import Command, Entries, Operation, Watched, ask, stream_entries, undisturbed
+from stoker.waiting import Patience, timed_out
 from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
@@ -22,26 +20,26 @@ _MOST_ENTRIES: Final = 1000
 
 @dataclass(frozen=True)
 class TextChunk:
-    """The text goes on."""
+    """The next piece of the text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Restarted:
-    """The text begins anew, and what was read so far counts for nothing: its worker was lost, or it is retried."""
+    """The text begins again, because the worker was lost or the job is retried; the text so far is no longer valid."""
 
 
 StreamEvent: TypeAlias = TextChunk | Restarted
 
 
 class StreamReader:
-    """One reader of one job. `is_over` once all text was read."""
+    """One reader of one job. `is_over` is true once all text has been read."""
 
     def __init__(self, job_id: str, timeout_s: float | None, slice_s: float) -> None:
         """
         Args:
-            timeout_s: how long to read; ``None`` until the job ends, 0 for what there is now.
+            timeout_s: how long to read, in seconds; ``None`` until the job ends, 0 for the text so far.
             slice_s: longest blocking read, as `blocking_slice_s` of the connection.
         """
         self.is_over = False
@@ -54,24 +52,13 @@ class StreamReader:
         self._shown = ""
 
     def read(self) -> Operation[list[StreamEvent]]:
-        """What comes next, after waiting for it; may be nothing.
+        """Waits for the next events; may return none.
 
         Raises:
             JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`.
-            redis.exceptions.RedisError: no server at the start, or for `GIVE_UP_S`.
+            redis.exceptions.RedisError: no server answers at the start, or none for `GIVE_UP_S`.
         """
-        try:
-            events = yield from self._next()
-            self._patience.was_answered()
-            return events
-        except REFUSED:
-            raise
-        except LOST:
-            pause_s = self._patience.pause_after_loss_s()
-            if pause_s is None:
-                raise
-            yield Pause(pause_s)
-            return []
+        return (yield from self._patience.enduring(self._next())) or []
 
     def _next(self) -> Operation[list[StreamEvent]]:
         if not self._asked:
@@ -93,10 +80,10 @@ class StreamReader:
         return []
 
     def _ask(self) -> Operation[bool]:
-        """Let the worker publish the text; whether the job is over already.
+        """Request the stream; returns whether the job is over already.
 
         Raises:
-            JobNotFound: there is no such job: nothing is written that would make one.
+            JobNotFound: there is no such job; then nothing is written, because that would make one.
         """
         key = Job.key_for(self._job_id)
         states: list[bytes | None] = []
@@ -108,7 +95,7 @@ class StreamReader:
                 return None
             return [("HSET", key, FIELD_STREAM, 1)]
 
-        # A job that runs is written to twice a second.
+        # The worker writes to a running job twice a second, so the transaction may need several tries.
         yield from undisturbed(Watched([key], [("HMGET", key, "status", FIELD_STREAM)], write))
         state = states[-1]
         if state is None:
@@ -116,7 +103,7 @@ class StreamReader:
         return state.decode(errors="replace") in ENDED
 
     def _follow(self) -> Operation[list[StreamEvent]]:
-        """The stream's next entries, or nothing after a while."""
+        """The events of the stream's next entries; none if no entry comes within a blocking read."""
         key = STREAM_KEY.format(job_id=self._job_id)
         block_ms = max(1, int(1000 * min(self._slice_s, self._patience.left_s)))  # 0 would block for ever
         options = ("COUNT", _MOST_ENTRIES, "BLOCK", block_ms)
@@ -135,7 +122,7 @@ class StreamReader:
         return self._whole(text if kind == b"whole" else self._shown + text)
 
     def _whole(self, text: str) -> list[StreamEvent]:
-        """All text so far: what of it was not shown yet."""
+        """The events that bring a reader from the text shown so far to this one."""
         goes_on = text.startswith(self._shown)
         new = text[len(self._shown) :] if goes_on else text
         self._shown = text
@@ -144,7 +131,7 @@ class StreamReader:
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
-    """Chunks that came together as one."""
+    """The events, with chunks that follow each other joined into one."""
     joined: list[StreamEvent] = []
     for event in events:
         if joined and isinstance(event, TextChunk) and isinstance(joined[-1], TextChunk):

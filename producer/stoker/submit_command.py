@@ -1,4 +1,4 @@
-"""`stoker submit`: an option for every field of a request, and for how RQ keeps the job. Words only."""
+"""`stoker submit`: an option for every field of a request and for the job's options in RQ. Only command-line texts."""
 
 import json
 from typing import Any
@@ -63,55 +63,45 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
 )
 @_input("--message", metavar="TEXT", help="One chat message from the user.")
 @_input("--messages-file", type=_text_file, metavar="FILE", help="A JSON list of chat messages; - reads stdin.")
-@_input("--prompt", metavar="TEXT", help="The prompt itself, read by the model as it is.")
-@_input("--prompt-file", type=_text_file, metavar="FILE", help="The prompt, taken as it is; - reads stdin.")
-@_input(
-    "--json-file",
-    type=_text_file,
-    metavar="FILE",
-    help="A whole request as a JSON object; - reads stdin. Each option beside it replaces that field.",
-)
-@_memory("--agent", "agent_id", metavar="ID", help="Whose memory the job uses and extends.  [none: no memory]")
-@_memory(
-    "--context",
-    type=click.Choice(["full", "append"]),
-    help="full: the input is the whole conversation; append: it continues the agent's.  [full]",
-)
+@_input("--prompt", metavar="TEXT", help="A raw prompt, without a chat template.")
+@_input("--prompt-file", type=_text_file, metavar="FILE", help="A file with a raw prompt; - reads stdin.")
+@_input("--json-file", type=_text_file, metavar="FILE",
+        help="A whole request as a JSON object; - reads stdin. Other options replace its fields.")  # fmt: skip
+@_memory("--agent", "agent_id", metavar="ID", help="The agent whose memory is used and extended.  [none: no memory]")
+@_memory("--context", type=click.Choice(["full", "append"]),
+         help="full: the input is the whole conversation; append: it continues the agent's.  [full]")  # fmt: skip
 @_memory("--expect-version", type=int, metavar="N", help="With append: fail unless the agent is at this version.")
 @_memory("--must-exist", is_flag=True, default=None, help="With append: fail if there is no such agent.")
-@_memory(
-    "--cache",
-    type=click.Choice(["readwrite", "read", "off"]),
-    help="read: use the memory, leave it as it is; off: neither.  [readwrite]",
-)
+@_memory("--cache", type=click.Choice(["readwrite", "read", "off"]),
+         help="read: use the memory without changing it; off: do not use it.  [readwrite]")  # fmt: skip
 @_memory("--cache-salt", metavar="TEXT", help="Share cached prefixes only with jobs of this salt.")
 @_sampling("--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [256]")
-@_sampling("--temperature", type=float, metavar="X", help="0: always the likeliest token.  [0.0]")
+@_sampling("--temperature", type=float, metavar="X", help="0: always take the likeliest token.  [0.0]")
 @_sampling("--top-p", type=float, metavar="X", help="Sample from the likeliest tokens of this total probability.")
-@_sampling("--top-k", type=int, metavar="N", help="Sample from so many of the likeliest tokens.")
-@_sampling("--min-p", type=float, metavar="X", help="Leave out tokens below this share of the likeliest one's.")
-@_sampling("--seed", type=int, metavar="N", help="The same seed samples the same text, as far as the batch allows.")
-@_sampling("--stop", multiple=True, metavar="TEXT", help="Text that ends the generation; may be given several times.")
-@_sampling("--repetition-penalty", type=float, metavar="X", help="Above 1: tokens that were used are less likely.")
-@_sampling("--logprobs", is_flag=True, default=None, help="The result holds each token's log-probability.")
-@_sampling("--top-logprobs", type=int, metavar="N", help="And those of so many others at each place.")
+@_sampling("--top-k", type=int, metavar="N", help="Sample from the N likeliest tokens.")
+@_sampling("--min-p", type=float, metavar="X", help="Skip tokens less likely than X times the likeliest one.")
+@_sampling("--seed", type=int, metavar="N", help="The same seed samples the same text, as far as batching allows.")
+@_sampling("--stop", multiple=True, metavar="TEXT", help="Text that ends the generation; repeatable.")
+@_sampling("--repetition-penalty", type=float, metavar="X", help="Above 1: tokens used before become less likely.")
+@_sampling("--logprobs", is_flag=True, default=None, help="Put each token's log-probability into the result.")
+@_sampling("--top-logprobs", type=int, metavar="N", help="With --logprobs: also those of the N likeliest tokens.")
 @_template("--tools-file", type=_text_file, metavar="FILE", help="A JSON list of tools; - reads stdin.")
 @_template(
-    "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""Such as '{"enable_thinking": false}'."""
+    "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
 )
-@_job("--model", metavar="NAME", help="Fail unless this is the model that the worker has loaded.")
-@_job("--metadata", multiple=True, metavar="K=V", callback=_as_map, help="Comes back with the result; several times.")
+@_job("--model", metavar="NAME", help="Fail unless the worker has loaded this model.")
+@_job("--metadata", multiple=True, metavar="K=V", callback=_as_map, help="Returned with the result; repeatable.")
 @_job("--queue", metavar="NAME", help="RQ queue.  [generate]")
-@_job("--job-id", metavar="ID", help="Your own id: the same command again makes no second job.")
-@_job("--job-timeout-s", type=int, metavar="S", help="Longest run.  [3600]")
+@_job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job.")
+@_job("--job-timeout-s", type=int, metavar="S", help="Longest run, in seconds.  [3600]")
 @_job("--result-ttl-s", type=int, metavar="S", help="How long the result is kept; -1: for ever.  [86400]")
 @_job("--failure-ttl-s", type=int, metavar="S", help="How long a failed job is kept; -1: for ever.  [604800]")
 @_job("--ttl-s", type=int, metavar="S", help="Longest wait in the queue; then the job is dropped.")
-@_job("--at-front", is_flag=True, default=None, help="Before all that waits.")
-@_job("--retry", type=int, metavar="N", help="How often a job that fails is tried again.")
-@_job("--depends-on", multiple=True, metavar="ID", help="A job that has to finish first; may be given several times.")
-@_job("--allow-dependency-failures", is_flag=True, default=None, help="Run also when one of these has failed.")
-@_output("--wait", is_flag=True, help="Wait for the job and print what it generated.")
+@_job("--at-front", is_flag=True, default=None, help="Put the job before all waiting ones.")
+@_job("--retry", type=int, metavar="N", help="How often to try again if the job fails.")
+@_job("--depends-on", multiple=True, metavar="ID", help="A job that has to finish first; repeatable.")
+@_job("--allow-dependency-failures", is_flag=True, default=None, help="Run even if one of these has failed.")
+@_output("--wait", is_flag=True, help="Wait for the job and print the text it generated.")
 @_output("--stream", is_flag=True, help="Print the text as it is generated.")
 @timeout_option
 @json_option
@@ -128,7 +118,7 @@ def submit(redis_url: str, /, wait: bool, stream: bool, timeout_s: float | None,
         raise click.UsageError("--stream prints text and --json one JSON object; give one of them")
     job_options = {name: options.pop(name) for name in JOB_OPTIONS}
     fields = request_fields(options)
-    build_request(fields)  # there may be anything in a file
+    build_request(fields)  # before `submit`, to which a file could otherwise give job options
     with open_producer(redis_url) as producer:
         given = {name: value for name, value in job_options.items() if value is not None}
         ticket = producer.submit(**fields, **given, stream=stream)  # logs to stderr when no worker listens

@@ -1,4 +1,4 @@
-"""Where `stoker submit` takes a request from: options over a JSON file over stdin. Owns the reading, not the rules."""
+"""The input of `stoker submit`: options over a JSON file over stdin. Reads it, but does not validate the request."""
 
 import json
 import sys
@@ -10,13 +10,13 @@ _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
 
 
 def request_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """The request's fields: those of the file that no option gives, and every option that was given.
+    """The request's fields: those that were given as options, and the others from the file.
 
     Args:
-        options: by name, ``None`` where not given; `json_file`, `tools_file` and the four inputs are read.
+        options: by name, ``None`` if not given; `json_file`, `tools_file` and the four inputs are read.
 
     Raises:
-        click.UsageError: two inputs or none, or a file that is not what it should be.
+        click.UsageError: two inputs or none, or a file with the wrong content.
     """
     given = {name: value for name, value in options.items() if value is not None and value != ()}
     files = [given[name] for name in ("json_file", "prompt_file", "messages_file", "tools_file") if name in given]
@@ -54,7 +54,7 @@ def _message(text: str) -> dict[str, Any]:
 
 
 def _piped() -> str:
-    """What was piped in, without the line end that `echo` puts behind it."""
+    """The text on stdin, without the line end that `echo` appends."""
     text = "" if sys.stdin is None or sys.stdin.isatty() else _read(sys.stdin).removesuffix("\n").removesuffix("\r")
     if not text:
         raise click.UsageError(

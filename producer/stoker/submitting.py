@@ -1,6 +1,6 @@
-"""Submits requests: validates them, makes jobs of them and enqueues these in chunks. Owns that order, not the keys.
+"""Submits requests: validates them, makes jobs of them and enqueues these in chunks. Owns the order, not the keys.
 
-Pauses between a few milliseconds of work each, so that other tasks of an event loop get their turn.
+It pauses after every few milliseconds of work, so that other tasks of an event loop can run.
 """
 
 import time
@@ -18,13 +18,13 @@ from stoker_shared.errors import InvalidRequest, RequestError
 from stoker_shared.request import GenerationRequest, Message, build_request
 
 CHUNK_JOBS: Final = 100
-CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction: held whole here, and by the server while it runs
+CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction, which both this process and the server hold in memory
 _BUSY_S = 0.005
 _OPTIONS: Final = frozenset(field.name for field in dataclass_fields(JobOptions) if field.init)
 
 
 class ManyFields(TypedDict, total=False):
-    """Keyword arguments of `submit_many` beside its own: `JobOptions`, which has their meanings and defaults."""
+    """Further keyword arguments of `submit_many`; `JobOptions` has their meanings and defaults."""
 
     job_timeout_s: int
     result_ttl_s: int
@@ -37,7 +37,7 @@ class ManyFields(TypedDict, total=False):
 
 
 class SubmitFields(ManyFields, total=False):
-    """Keyword arguments of `submit` beside its own: those of `GenerationRequest` and of `JobOptions`."""
+    """Further keyword arguments of `submit`: those of `GenerationRequest` and of `JobOptions`."""
 
     agent_id: str | None
     prompt: str | None
@@ -65,7 +65,7 @@ class SubmitFields(ManyFields, total=False):
 
 
 def submit(queue: str, fields: Mapping[str, Any], job_id: str | None) -> Operation[str]:
-    """Enqueues one job; returns its id.
+    """Enqueue one job; returns its id.
 
     Raises:
         RequestError, JobNotFound: as `Producer.submit`.
@@ -85,7 +85,7 @@ def submit_many(
     options: JobOptions,
     job_ids: Sequence[str] | None,
 ) -> Operation[list[str]]:
-    """Enqueues many jobs; returns their ids in the order of `requests`.
+    """Enqueue many jobs; returns their ids in the order of `requests`.
 
     Raises:
         RequestError, JobNotFound: as `Producer.submit_many`.
@@ -142,9 +142,9 @@ def _require_ids_for(requests: Sequence[Any], job_ids: Sequence[str]) -> None:
     for job_id in job_ids:
         require_job_id("job_id", job_id)
     if len(set(job_ids)) != len(job_ids):
-        raise InvalidRequest("job_ids: an id comes twice")
+        raise InvalidRequest("job_ids: an id occurs twice")
     if len(job_ids) != len(requests):
-        raise InvalidRequest(f"job_ids: {len(job_ids)} for {len(requests)} requests")
+        raise InvalidRequest(f"job_ids: {len(job_ids)} ids for {len(requests)} requests")
 
 
 def _request(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -155,7 +155,7 @@ def _request(fields: Mapping[str, Any]) -> GenerationRequest:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences as the dicts and lists that strict validation takes; anything else as it is."""
+    """Mappings and sequences as dicts and lists, which strict validation requires; other values unchanged."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -164,7 +164,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Busy:
-    """Tells when this thread has worked long enough without a pause."""
+    """Measures how long this thread has worked without a pause."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()

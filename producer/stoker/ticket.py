@@ -1,4 +1,4 @@
-"""A ticket: one enqueued job, to be waited for, asked about or canceled. Owns nothing but the id and a connection."""
+"""A ticket: waits for one job, reads its status or cancels it. Owns the id; shares its producer's connection."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from stoker_shared.result import GenerationResult
 
 
 class Ticket(AnyTicket):
-    """One job by its id, whoever enqueued it. Cheap to make; safe to use from any thread, and in a forked child.
+    """One job by its id, from any producer. Cheap to make; safe to use from any thread, and in a forked child.
 
     It cannot be pickled: send its `job_id`, and call `Producer.ticket` there. Every method raises `RedisUnavailable`
     when no server answers or it refuses us.
@@ -24,26 +24,27 @@ class Ticket(AnyTicket):
     def __init__(self, connection: Redis, job_id: str, *, queue_if_new: str | None = None) -> None:
         """
         Args:
-            queue_if_new: where the job was enqueued just now, under an id that was made up for it.
+            queue_if_new: the queue into which the job was enqueued just now, under a generated id.
 
         Raises:
-            ValueError: `job_id` is empty or holds characters no job id has.
+            ValueError: `job_id` is empty or has characters that no job id has.
         """
         super().__init__(job_id, queue_if_new)
         self._connection = connection
 
     def result(self, timeout_s: float | None = None) -> GenerationResult:
-        """Wait for the job's end and return what it generated.
+        """Wait for the job's end and return its result.
 
-        A connection that is lost while waiting is waited for too, until `timeout_s` (a minute when that is ``None``).
-        For many jobs, `Producer.results` and `Producer.as_completed` ask the server much less; a ticket that these have
-        given back has its job's end, and asks nothing.
+        The wait endures a lost connection until `timeout_s` (for a minute if that is ``None``). For many jobs,
+        `Producer.results` and `Producer.as_completed` send far fewer commands; a ticket that they have returned has its
+        job's end already.
 
         Args:
-            timeout_s: how long to wait; ``None`` for as long as it takes, 0 to look once. The job goes on regardless.
+            timeout_s: how long to wait, in seconds; ``None`` for no limit, 0 to check once. The job continues
+            regardless.
 
         Raises:
-            JobFailed: with the worker's reason, and the text so far if it timed out.
+            JobFailed: the worker failed it; the error has the reason, and the text so far if the job timed out.
             JobCanceled: it was canceled, or stopped while it ran.
             JobNotFound: no such job, or its result has expired.
             ResultTimeout: it has not ended within `timeout_s`.
@@ -55,23 +56,23 @@ class Ticket(AnyTicket):
         return run(self._connection, wait_for_end(self._job_id, timeout_s, slice_s)).outcome()
 
     def stream(self, timeout_s: float | None = None) -> Iterator[StreamEvent]:
-        """The text as it is generated: what there is already, then more until the job has ended.
+        """The text as it is generated: first the text so far, then each new piece until the job has ended.
 
-        The chunks since the last `Restarted` are together exactly `result().text`. A lost connection is waited for, as
-        in `result`.
+        The chunks since the last `Restarted` are together exactly `result().text`. A lost connection is endured, as by
+        `result`.
 
         Args:
-            timeout_s: how long to read in all; ``None`` until the job ends.
+            timeout_s: how long to read in all, in seconds; ``None`` until the job ends.
 
         Raises:
-            JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, where the text ends.
+            JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, after the last event.
         """
         reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(self._connection))
         while not reader.is_over:
             yield from run(self._connection, reader.read())
 
     def status(self) -> TicketStatus:
-        """Where the job is now.
+        """The job's state, and its place in the queue or its progress.
 
         Raises:
             JobNotFound: no such job (any more).
@@ -80,11 +81,11 @@ class Ticket(AnyTicket):
         return run(self._connection, status_of(self._job_id))
 
     def cancel(self) -> bool:
-        """Cancel the job if it waits, ask its worker to stop it if it runs.
+        """Cancel the job if it waits; tell its worker to stop it if it runs.
 
         Returns:
-            ``True`` when it was canceled or the worker was asked (which takes a moment: `result` then raises
-            `JobCanceled`, unless the job ends first), ``False`` when it had already ended.
+            ``True`` if it was canceled or its worker was told, ``False`` if it had already ended. The worker needs a
+            moment; `result` then raises `JobCanceled`, unless the job ends first.
 
         Raises:
             JobNotFound: no such job (any more).

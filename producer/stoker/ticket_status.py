@@ -1,4 +1,4 @@
-"""Where a job is, as a small value."""
+"""A job's state, read from Redis. Reads only."""
 
 from dataclasses import asdict, dataclass
 
@@ -14,15 +14,14 @@ class TicketStatus:
     """A snapshot of one job.
 
     Attributes:
-        state: RQ's own word: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ``stopped``,
+        state: RQ's own name: ``queued``, ``started``, ``finished``, ``failed``, ``canceled``, ``stopped``,
             ``deferred``, ``scheduled`` and rarer ones.
-        position: jobs ahead of it in its queue, 0 when it is next; ``None`` unless it waits there.
+        position: how many jobs are before it in its queue, 0 when it is next; ``None`` unless it waits there.
         worker: name of the worker that runs it; ``None`` unless it runs.
-        stage: ``loading``: its agent's memory is read; ``waiting`` for a place in the batch; ``prefill``: its prompt
-            is read; ``decode``. This and the next two are about a second old, and ``None`` unless it runs.
-        tokens: tokens generated so far.
-        tokens_per_s: the mean since the first token.
-        warning: that no worker listens to the queue it waits in, and which queues have one; else ``None``.
+        stage: ``loading`` its agent's memory, ``waiting`` for a place in the batch, ``prefill`` or ``decode``. Like the
+            next two about a second old, and ``None`` unless the job runs.
+        tokens: tokens generated so far. tokens_per_s: mean rate since the first token. warning: that no worker listens
+        to its queue, with the queues that have one; ``None`` unless the job waits there.
     """
 
     state: str
@@ -43,7 +42,7 @@ def status_of(job_id: str) -> Operation[TicketStatus]:
     if record is None:
         raise JobNotFound(job_id)
     if record.state == "queued":
-        # ``None`` in the moment between a worker's claim and its start.
+        # The position is ``None`` in the moment between a worker's claim and the job's start.
         position = yield from ask("LPOS", queue_key(record.queue), job_id)
         warning = yield from unattended(record.queue)
         return TicketStatus("queued", position=position if isinstance(position, int) else None, warning=warning)

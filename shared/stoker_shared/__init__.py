@@ -1,4 +1,4 @@
-"""The contract between producers and the worker: models, names on the wire, errors. Imports neither rq nor mlx."""
+"""The contract between producers and the worker: models, wire names and errors. Imports neither rq nor mlx."""
 
 from stoker_shared.request import GenerationRequest, Message, build_request
 from stoker_shared.result import CacheReport, GenerationResult, Logprobs, Timing, Usage

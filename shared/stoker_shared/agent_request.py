@@ -1,28 +1,27 @@
-"""What a job about an agent's memory asks for: it generates nothing. Owns validation; does no I/O.
+"""The request of a job that reads or changes an agent's memory and generates nothing. Owns validation; does no I/O.
 
-Such a job is in order with the agent's other jobs: `info` reads beside others that read, the rest writes.
+Such a job keeps its place among the agent's other jobs: `info` runs beside other readers, all other actions write.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stoker_shared.errors import InvalidRequest, RequestVersionTooNew
-from stoker_shared.request import Access, AgentId, problems_of
+from stoker_shared.request import Access, AgentId, validated
 from stoker_shared.wire import AGENT_REQUEST_VERSION
 
 AgentAction = Literal["info", "forget", "fork", "rollback"]
 
 
 class AgentRequest(BaseModel):
-    """One look at an agent's memory, or one change of it.
+    """One reading or change of an agent's memory.
 
     Attributes:
-        action: ``info``; ``forget``: remove the agent; ``fork``: make `target`, which goes on from here; ``rollback``:
-            go back to what the agent was at `version`.
+        action: ``info``; ``forget``: remove the agent; ``fork``: make `target`, which continues from here;
+            ``rollback``: return to the conversation of `version`.
         target: id of the agent that `fork` makes.
-        version: which one `rollback` goes back to; ``None``: the one before the newest.
+        version: the version to which `rollback` returns; ``None`` for the one before the newest.
         expect_version: fail unless the agent is at this version.
     """
 
@@ -38,16 +37,16 @@ class AgentRequest(BaseModel):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if (self.target is None) == (self.action == "fork"):
-            raise ValueError("'target' is the agent that 'fork' makes: it needs one, and nothing else takes one")
+            raise ValueError("'fork' needs a 'target', the agent it makes; no other action takes one")
         if self.version is not None and self.action != "rollback":
-            raise ValueError("'version' is where 'rollback' goes back to; nothing else takes one")
+            raise ValueError("'version' is the version to which 'rollback' returns; no other action takes one")
         if self.expect_version is not None and self.action == "info":
             raise ValueError("'info' changes nothing, so it takes no 'expect_version'")
         return self
 
     @property
     def access(self) -> Access:
-        """For which of the agent's other jobs it waits; as `GenerationRequest.access`."""
+        """As `GenerationRequest.access`."""
         return "read" if self.action == "info" else "write"
 
     def as_payload(self) -> dict[str, Any]:
@@ -62,12 +61,4 @@ def build_agent_request(fields: Mapping[str, Any]) -> AgentRequest:
         RequestVersionTooNew: `v` is above ``AGENT_REQUEST_VERSION``.
         InvalidRequest: anything else; the message names each bad field.
     """
-    version = fields.get("v", 1)
-    if isinstance(version, int) and version > AGENT_REQUEST_VERSION:
-        raise RequestVersionTooNew(
-            f"the request has v {version}, this side reads up to v {AGENT_REQUEST_VERSION}: update it"
-        )
-    try:
-        return AgentRequest.model_validate(dict(fields))
-    except ValidationError as error:
-        raise InvalidRequest(problems_of(error)) from None
+    return validated(AgentRequest, fields, newest_version=AGENT_REQUEST_VERSION)

@@ -1,27 +1,24 @@
-"""What a job about an agent's memory returns. Plain data; written by the worker, read by producers."""
+"""The results of jobs about an agent's memory. Plain data; written by the worker, read by producers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from stoker_shared.result import Record
 
 
-class _Record(BaseModel):
-    # As with generation results: a producer may be older than the worker, so unknown fields are ignored.
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _AgentResult(_Record):
+class _AgentResult(Record):
     job_id: str
     agent_id: str
 
 
-class PastVersion(_Record):
+class PastVersion(Record):
     """A version that `rollback` can go back to.
 
     Attributes:
-        tokens: in its conversation.
-        job_id: whose job made it; ``None`` for one that a command at the store made.
+        tokens: length of its conversation.
+        job_id: the job that made it; ``None`` if a command at the store made it.
         saved_at: ISO 8601, UTC.
     """
 
@@ -32,19 +29,20 @@ class PastVersion(_Record):
 
 
 class AgentInfo(_AgentResult):
-    """What the worker has of an agent.
+    """An agent's memory as the worker has it.
 
     Attributes:
-        exists: whether there is such an agent; nothing else is known of one that does not.
-        version: the newest.
-        tokens, messages, text_chars: of the conversation; ``None`` is what does not apply, or cannot be read.
+        exists: whether there is such an agent; if not, all other fields have their defaults.
+        version: the newest version.
+        tokens, messages, text_chars: length of the conversation; ``None`` where the count does not apply or cannot be
+            read.
         cached_tokens: how many of `tokens` have a cache.
-        own_bytes: of records, tail and snapshots on disk.
-        block_bytes: of its cached blocks on disk; `shared_bytes` of them other agents use too.
+        own_bytes: size of its records, tail and snapshots on disk.
+        block_bytes: size of its cached blocks on disk; other agents use `shared_bytes` of these too.
         last_used: when its newest version was saved, ISO 8601, UTC.
         state: ``ok``; ``unsaved``: its last turn is not in its conversation, so `append` is refused; ``unreadable``.
-        problem: `state` in words, unless it is ``ok``.
-        versions: the newest of those that `rollback` can go back to, at most 100, oldest first.
+        problem: explains a `state` that is not ``ok``.
+        versions: the newest versions to which `rollback` can return, at most 100, oldest first.
     """
 
     action: Literal["info"] = "info"
@@ -64,12 +62,12 @@ class AgentInfo(_AgentResult):
 
 
 class AgentForgotten(_AgentResult):
-    """An agent is gone: its conversation, its results, and the blocks that only it used.
+    """An agent was removed: its conversation, its results, and the blocks that only it used.
 
     Attributes:
-        existed: whether there was one.
-        version: the last it had.
-        blocks: how many went with it, `block_bytes` large; `shared_blocks` more are in use by others.
+        existed: whether there was such an agent.
+        version: its last version.
+        blocks: how many blocks were removed, of `block_bytes` in all; `shared_blocks` more are in use by other agents.
     """
 
     action: Literal["forget"] = "forget"
@@ -81,7 +79,7 @@ class AgentForgotten(_AgentResult):
 
 
 class AgentForked(_AgentResult):
-    """`target` is there, at `version`, with the conversation that the agent had at `from_version`."""
+    """`target` now exists, at `version`, with the conversation that the agent had at `from_version`."""
 
     action: Literal["fork"] = "fork"
     target: str
@@ -91,7 +89,7 @@ class AgentForked(_AgentResult):
 
 
 class AgentRolledBack(_AgentResult):
-    """The agent's `version` has the conversation that its version `to_version` had; it was at `from_version`."""
+    """The agent went from `from_version` to `version`, which has the conversation of `to_version`."""
 
     action: Literal["rollback"] = "rollback"
     version: int
@@ -106,5 +104,9 @@ _ANY: TypeAdapter[AgentResult] = TypeAdapter(Annotated[AgentResult, Field(discri
 
 
 def read_agent_result(fields: Mapping[str, Any]) -> AgentResult:
-    """The result in a finished job's return value. Raises pydantic's `ValidationError`."""
+    """The result in a finished job's return value.
+
+    Raises:
+        pydantic.ValidationError: it is not the result of such a job.
+    """
     return _ANY.validate_python(fields)

@@ -1,7 +1,7 @@
-"""The `STOKER_*` variables, so that a misspelt one is refused instead of passed over. Owns their names, reads no value.
+"""The names of the `STOKER_*` variables, so that a misspelt one is refused, not ignored. Reads no values.
 
-`stoker` and `stoker-worker` run in one shell, so each of the two knows the names of both. Only the commands ask: a
-library does not look at its process's environment.
+`stoker` and `stoker-worker` run in the same shell, so each accepts the names of both. Only the commands check: a
+library must not depend on the environment of its process.
 """
 
 import os
@@ -11,11 +11,12 @@ from typing import Final
 
 ENV_PREFIX: Final = "STOKER_"
 REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
-"""The one both commands read."""
+"""Read by both commands; the others only by `stoker-worker`."""
 
 VARIABLES: Final = frozenset(
     {
         "STOKER_ALLOW_CALLBACKS",
+        "STOKER_BURST",
         "STOKER_DTYPE",
         "STOKER_ENGINE",
         "STOKER_GRACE_S",
@@ -34,18 +35,20 @@ VARIABLES: Final = frozenset(
         "STOKER_SCRIPTED_STEPS_PER_S",
         "STOKER_SHARE_PREFIXES",
         "STOKER_SKIP_PROOF",
+        "STOKER_STANDBY",
         "STOKER_STORE",
         "STOKER_STORE_DTYPE",
         "STOKER_STORE_MAX_BYTES",
+        "STOKER_VERBOSE",
     }
 )
-"""Each is a field of the worker's settings, under the same name."""
+"""Each has the name of a field of the worker's settings."""
 
 
 def require_known_variables(environment: Mapping[str, str] = os.environ) -> None:
     """
     Raises:
-        ValueError: a name begins with ``STOKER_`` and is none of ours; the message has it, and the nearest one of ours.
+        ValueError: a name begins with ``STOKER_`` and is not in `VARIABLES`; the message has it and the nearest name.
     """
     unknown = sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in VARIABLES)
     if unknown:

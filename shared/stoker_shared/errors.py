@@ -7,14 +7,13 @@
     │   ├── InvalidRequest              a field is missing, unknown, of the wrong type or out of range
     │   ├── RequestVersionTooNew        written by a newer producer than this worker
     │   ├── RequestTooLarge             over MAX_REQUEST_BYTES, or longer than the context could ever hold
-    │   ├── RequestNotServed            a valid field that this worker does not serve
     │   ├── ContextLimitExceeded        prompt + max_tokens over the model's context
     │   ├── BlockPoolTooSmall           prompt + max_tokens over the worker's whole KV memory
     │   ├── ModelMismatch               the job names another model than the loaded one
     │   ├── TemplateError               the model has no chat template, or it refused the messages
     │   ├── DuplicateJob                the id a producer chose names a job with another request already
     │   ├── TranscriptMismatch          `append` of a prompt to messages, or the other way round
-    │   └── PayloadRefused              a pickle, an unknown function, callbacks: not a generation job of ours
+    │   └── PayloadRefused              not a job of stoker's: a pickle, an unknown function, callbacks
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
     │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
@@ -25,19 +24,19 @@
     ├── EngineError
     │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
     │   ├── GenerationTimedOut          the job's own timeout passed while it ran
-    │   ├── WorkerLostTooOften          the job was in flight when its worker died, too many times
+    │   ├── WorkerLostTooOften          too many workers were lost while they ran this job alone
     │   └── EngineFailed                the engine broke while the job was in it
     ├── QueueError
-    │   ├── RedisUnavailable            no server at the URL, or it refused us
+    │   ├── RedisUnavailable            no server at the URL, or it refused this client
     │   ├── QueueHeld                   another live worker holds this queue
     │   ├── CallbacksNotLoadable        a module of `--allow-callbacks` cannot be imported
-    │   └── OwnershipLost               the execution is no longer ours: the result is dropped
-    ├── JobError                        what a waiting producer gets
+    │   └── OwnershipLost               another process has the execution: the result is dropped
+    ├── JobError                        raised in a producer that waits for the job
     │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
     │   ├── JobCanceled                 canceled before it ran, or stopped while it ran
     │   ├── JobNotFound                 no such id, or its result has expired
-    │   └── ResultTimeout               not finished within `timeout_s`; the job goes on
-    └── WrongWorker                     a stock RQ worker tried to run a job of ours
+    │   └── ResultTimeout               not finished within `timeout_s`; the job continues
+    └── WrongWorker                     a stock RQ worker tried to run a job of stoker's
 """
 
 from typing import Any
@@ -47,7 +46,7 @@ class StokerError(Exception):
     """Base of everything below.
 
     Attributes:
-        retryable: whether the very same call or job may well succeed later: the cause lies outside it, and passes.
+        retryable: whether the same call or job may well succeed later, because the cause lies outside it and passes.
     """
 
     retryable: bool = False
@@ -62,23 +61,19 @@ class InvalidRequest(RequestError):
 
 
 class RequestVersionTooNew(RequestError):
-    """The request's `v` is newer than this side's; the message says both."""
+    """The request's `v` is newer than this side's; the message has both."""
 
 
 class RequestTooLarge(RequestError):
     """The request is larger than `MAX_REQUEST_BYTES`, or than the model's context could ever hold."""
 
 
-class RequestNotServed(RequestError):
-    """The request is valid, but this worker does not serve the field the message names."""
-
-
 class ContextLimitExceeded(RequestError):
-    """prompt + max_tokens exceeds the model's context; the message says the numbers."""
+    """prompt + max_tokens exceeds the model's context; the message has the numbers."""
 
 
 class BlockPoolTooSmall(RequestError):
-    """prompt + max_tokens needs more KV memory than the worker has in all; the message says the numbers."""
+    """prompt + max_tokens needs more KV memory than the worker has in all; the message has the numbers."""
 
 
 class ModelMismatch(RequestError):
@@ -98,18 +93,18 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """Not a JSON generation job of ours: a pickle, another function, or it has webhooks or callbacks not allowed."""
+    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks or with callbacks not allowed."""
 
 
 class AgentMemoryError(StokerError):
-    """Something about an agent's memory that a producer has to know."""
+    """A problem of an agent's memory."""
 
 
 class AgentTranscriptUnreadable(AgentMemoryError):
     """`append` cannot be sure of the conversation it would continue, so it does not continue it.
 
     Attributes:
-        usable: the version of the agent that ``context="full"`` may go on from (the worker's `AgentVersion`).
+        usable: the agent's version that ``context="full"`` may continue from (the worker's `AgentVersion`).
     """
 
     def __init__(self, message: str, *, usable: Any = None) -> None:
@@ -118,52 +113,52 @@ class AgentTranscriptUnreadable(AgentMemoryError):
 
 
 class AgentVersionNotSaved(AgentMemoryError):
-    """An `append` turn was generated, or a job was to change an agent, and the disk did not take it. A turn did not
-    happen then; neither did a change, unless only what is left of a forgotten agent could not be removed."""
+    """An `append` turn, or a change of an agent, could not be written to disk, so it did not happen. One exception: the
+    agent is forgotten, but some of its files could not be removed."""
 
     retryable = True  # a full disk
 
 
 class AgentVersionConflict(AgentMemoryError):
-    """The agent is not at the version that the job expects or continues: somebody else went on."""
+    """The agent is not at the version that the job expects or continues: another job changed it."""
 
 
 class AgentNotFound(AgentMemoryError):
-    """There is no such agent, or it has no such version; nothing was started in its place."""
+    """There is no such agent, or it has no such version; no new agent was made instead."""
 
 
 class AgentExists(AgentMemoryError):
-    """There is an agent already where a new one was to be made."""
+    """There already is an agent with the new agent's id."""
 
 
 class StoreUnusable(AgentMemoryError):
-    """The store folder cannot be used; the message says why (rights, another process, unknown format)."""
+    """The store folder cannot be used; the message has the reason (rights, another process, unknown format)."""
 
 
 class EngineError(StokerError):
-    """Something about the model or the engine."""
+    """A problem of the model or the engine."""
 
 
 class ModelNotLoadable(EngineError):
-    """The model cannot be loaded or served; the message says why."""
+    """The model cannot be loaded or served; the message has the reason."""
 
 
 class GenerationTimedOut(EngineError):
-    """The job's own timeout passed; the text so far is in `job.meta["partial"]`. Another try needs a longer one."""
+    """The job's own timeout passed; the text so far is in `job.meta["partial"]`. A retry needs a longer timeout."""
 
 
 class WorkerLostTooOften(EngineError):
-    """The job was in flight each time a worker died, too many times to try it again."""
+    """Too many workers were lost while they ran this job alone; it is not tried again."""
 
 
 class EngineFailed(EngineError):
     """The engine broke while this job was in it."""
 
-    retryable = True  # memory that others needed
+    retryable = True  # other jobs may have needed the memory
 
 
 class QueueError(StokerError):
-    """Something between this process and Redis."""
+    """A problem between this process and Redis."""
 
 
 class RedisUnavailable(QueueError):
@@ -179,11 +174,11 @@ class QueueHeld(QueueError):
 
 
 class CallbacksNotLoadable(QueueError):
-    """A module of `--allow-callbacks` cannot be imported; the message says which, and why."""
+    """A module of `--allow-callbacks` cannot be imported; the message has its name and the reason."""
 
 
 class OwnershipLost(QueueError):
-    """The execution is no longer this worker's: somebody recovered, canceled or deleted the job."""
+    """The execution is no longer this worker's: the job was recovered by another worker, canceled or deleted."""
 
 
 class JobError(StokerError):
@@ -202,17 +197,17 @@ class JobFailed(JobError):
     """The worker failed the job.
 
     Attributes:
-        reason: the worker's own line, ``ErrorName: message``.
-        kind: the error's name, one of this module's classes; ``Other`` when the line begins with none.
-        retryable: whether the same request may well succeed when it is submitted again: that of the error's class.
-        partial_text: what a job that timed out had generated, else ``None``.
+        reason: the worker's line, ``ErrorName: message``.
+        kind: the error's name, one of this module's classes; ``Other`` if the line begins with another name.
+        retryable: `retryable` of the error's class: whether the request may well succeed when it is submitted again.
+        partial_text: the text that a job generated before it timed out, else ``None``.
     """
 
     def __init__(self, job_id: str, reason: str, partial_text: str | None = None) -> None:
         super().__init__(job_id, f"failed: {reason}")
         self.args = (job_id, reason, partial_text)  # a pickle is made from these
         self.reason = reason
-        error = _class_named(reason.partition(":")[0])
+        error = class_named(reason.partition(":")[0])
         self.kind = error.__name__ if error else "Other"
         self.retryable = error.retryable if error else False
         self.partial_text = partial_text
@@ -223,22 +218,23 @@ class JobCanceled(JobError):
 
 
 class JobNotFound(JobError):
-    """No job of this id: it never was, was deleted, or its result has expired."""
+    """No job of this id: it never existed, was deleted, or its result has expired."""
 
-    def __init__(self, job_id: str, message: str = "not found (it never was, was deleted, or has expired)") -> None:
+    def __init__(self, job_id: str, message: str = "not found (it never existed, was deleted, or has expired)") -> None:
         super().__init__(job_id, message)
 
 
 class ResultTimeout(JobError, TimeoutError):
-    """The job has not ended within `timeout_s`; it goes on, and may be waited for again."""
+    """The job has not ended within `timeout_s`; it continues, and can be waited for again."""
 
     retryable = True
 
 
 class WrongWorker(StokerError):
-    """A stock RQ worker tried to run a job of ours: only `stoker-worker` can."""
+    """A stock RQ worker tried to run a job of stoker's; only `stoker-worker` can."""
 
 
-def _class_named(name: str) -> type[StokerError] | None:
+def class_named(name: str) -> type[StokerError] | None:
+    """The class of this name in this module, if there is one."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, StokerError) else None

@@ -1,4 +1,4 @@
-"""How both commands lay out their ``--help``: options and commands under headings, examples below. Parses nothing."""
+"""The layout of ``--help`` in both commands: options and commands under headings, examples below. Parses nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 1
 
 _LAST: Final = "Other"
 _WHOLE_SENTENCE: Final = 500
-"""Characters; click would cut a command's first sentence off at the end of the line."""
+"""Characters; click would cut off a command's first sentence at the end of the line."""
 
 
 class _Option(click.Option):
@@ -24,16 +24,16 @@ class _Option(click.Option):
 
 class _WithExamples(click.Command):
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.epilog:  # as it is: click would fill its lines like a paragraph's
+        if self.epilog:  # unchanged: click would rewrap its lines
             formatter.write(f"\n{self.epilog}\n")
 
 
 class LaidOutCommand(_WithExamples):
-    """Its options are under their headings, in the order in which these come first."""
+    """A command whose help lists its options under headings, in the order in which these first occur."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(context):  # arguments are in the line of usage
+        for parameter in self.get_params(context):  # the usage line has the arguments
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(context)):
                 records.setdefault(getattr(parameter, "heading", _LAST), []).append(record)
         for heading, rows in records.items():
@@ -42,7 +42,7 @@ class LaidOutCommand(_WithExamples):
 
 
 class LaidOutGroup(_WithExamples, click.Group):
-    """Its commands are under the headings of `sections`, those that it does not name at the end."""
+    """A group whose help lists its commands under the headings of `sections`, all others at the end."""
 
     command_class = LaidOutCommand
 
@@ -66,16 +66,16 @@ class LaidOutGroup(_WithExamples, click.Group):
 
 
 class OptionMaker(Protocol):
-    """`click.option`, as far as commands here use it."""
+    """`click.option`, as far as the commands use it."""
 
     def __call__(self, *names: str, **attributes: Any) -> Callable[[Function], Function]: ...
 
 
 def options_under(heading: str) -> OptionMaker:
-    """`click.option` for the options below one heading of a `LaidOutCommand`."""
+    """`click.option` for the options under one heading of a `LaidOutCommand`."""
     return partial(click.option, cls=_Option, heading=heading)
 
 
 def examples(*lines: str) -> str:
-    """An `epilog` of command lines, each as it is typed."""
+    """An `epilog` with these command lines."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

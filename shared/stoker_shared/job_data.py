@@ -1,4 +1,4 @@
-"""A job's `data` as RQ stores it. Owns its limit and its compression; no I/O."""
+"""A job's `data` as RQ stores it. Owns its size limit and its compression; no I/O."""
 
 import zlib
 from typing import Final
@@ -10,7 +10,7 @@ MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
 
 
 def unpacked(data: bytes) -> bytes:
-    """RQ compresses; other languages need not. Never more than one byte over the limit, whatever it would unpack to."""
+    """The data uncompressed, cut off one byte over the limit. RQ compresses it; clients in other languages need not."""
     try:
         return zlib.decompressobj().decompress(data, MAX_DATA_BYTES + 1)
     except zlib.error:

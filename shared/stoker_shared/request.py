@@ -1,14 +1,14 @@
-"""The request: what a producer may ask for. Owns validation and the version rule; does no I/O.
+"""A generation request. Owns validation and the version rule; does no I/O.
 
-Both sides use this one model: the producer refuses a bad request before it is enqueued, the worker refuses one that
-came past the producer (a plain RQ client, redis-cli, another language) with the same words.
+Both sides use this model: the producer refuses a bad request before it is enqueued; the worker refuses, with the same
+message, a bad request from any other client (plain RQ, redis-cli, another language).
 """
 
 import hashlib
 import json
 import unicodedata
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,6 +16,7 @@ from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersion
 from stoker_shared.sdk_message import plain_message
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
+RequestT = TypeVar("RequestT", bound=BaseModel)
 _FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata")
 _MAX_PROBLEMS_SHOWN = 8
 _JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
@@ -29,22 +30,23 @@ def _printable(value: str) -> str:
 
 
 def _as_tuple(value: object) -> object:
-    """JSON has lists only, and OpenAI's `stop` may be one bare string."""
+    """JSON has only lists, and OpenAI's `stop` may be a single string."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 Access = Literal["write", "read", "none"]
-"""`write`: one at a time, in order. `read`: beside others that read, between the writes before it and those behind it.
-`none`: a job without an agent, or one that does not touch the memory: it waits for nobody, and nobody for it."""
+"""How a job uses its agent's memory. `write`: the agent's writing jobs run one at a time, in order. `read`: beside
+other readers, after the writes enqueued before it and before those enqueued after it. `none`: no order: the job has no
+agent, or does not touch the memory."""
 
 AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
-"""1 to 200 printable characters, any of them (also ``../``, emoji, spaces); never used raw as a path."""
+"""1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
 class Message(BaseModel):
-    """One chat message, as SDKs write it: `sdk_message` holds what becomes of their forms.
+    """One chat message; `sdk_message` brings the forms that SDKs send into this one.
 
     Attributes:
         content: ``None`` only beside `tool_calls`.
@@ -70,7 +72,7 @@ class Message(BaseModel):
         return self
 
     def is_exactly(self, other: "Message") -> bool:
-        """By JSON, not by ==: to Python, tool calls with 1, 1.0 and True are equal; to a chat template they are not."""
+        """Whether both have the same JSON; ``==`` equates 1, 1.0 and True in tool calls, but chat templates do not."""
         return self is other or self.model_dump_json() == other.model_dump_json()
 
     def as_template_input(self) -> dict[str, Any]:
@@ -81,8 +83,8 @@ class Message(BaseModel):
 class GenerationRequest(BaseModel):
     """One generation job.
 
-    Frozen; unknown fields are refused, so a new field means ``v + 1``. Names and ranges are OpenAI's and mlx-lm's.
-    See ``docs/lifecycle.md`` for what happens to it, and the README for each field's meaning.
+    Frozen; unknown fields are refused, so a new field needs a new `v`. Names and ranges are OpenAI's and mlx-lm's. The
+    README explains each field, ``docs/lifecycle.md`` the job's life.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -138,13 +140,14 @@ class GenerationRequest(BaseModel):
 
     @property
     def access(self) -> "Access":
-        """What the job does to its agent's memory, and so for which of the agent's other jobs it waits."""
+        """How the job uses its agent's memory, which decides for which of the agent's other jobs it waits."""
         if self.agent_id is None or self.cache == "off":
             return "none"
         return "read" if self.cache == "read" else "write"
 
     def as_payload(self) -> dict[str, Any]:
-        """The JSON object that goes on the wire: only what differs from the defaults, and the lowest `v` that has it.
+        """The JSON object that goes on the wire: the fields that differ from their defaults, and the lowest `v` that
+        has all of them.
 
         Raises:
             RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
@@ -152,7 +155,7 @@ class GenerationRequest(BaseModel):
         """
         try:
             fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"v"})
-        except ValueError:  # pydantic's own text could quote the value
+        except ValueError:  # pydantic's message could quote the value
             raise InvalidRequest("the request cannot be written as JSON: a value is nested too deeply") from None
         payload = {"v": self._lowest_version(), **fields}
         size = len(json.dumps(payload, ensure_ascii=False).encode())
@@ -173,29 +176,37 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
         RequestVersionTooNew: `v` is above ``REQUEST_VERSION``.
         InvalidRequest: anything else; the message names each bad field.
     """
+    return validated(GenerationRequest, fields, newest_version=REQUEST_VERSION)
+
+
+def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_version: int) -> RequestT:
+    """A request of this model; `newest_version` is the largest `v` that this code reads.
+
+    Raises:
+        RequestVersionTooNew, InvalidRequest: as `build_request`.
+    """
     version = fields.get("v", 1)
-    if isinstance(version, int) and version > REQUEST_VERSION:
-        raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {REQUEST_VERSION}: update it")
+    if isinstance(version, int) and version > newest_version:
+        raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {newest_version}: update it")
     try:
-        return GenerationRequest.model_validate(dict(fields))
+        return model.model_validate(dict(fields))
     except ValidationError as error:
-        raise InvalidRequest(problems_of(error)) from None
+        raise InvalidRequest(_problems_of(error)) from None
 
 
 def request_digest(payload: Any) -> str:
-    """SHA-256 of a request as it stands on the wire, in hex: a field left out differs from one given as its default.
-
-    Of the JSON and not of the model, so that no later version of the model changes it.
+    """SHA-256, in hex, of a request as it is on the wire. It depends on the JSON alone, so that no later version of the
+    model changes it; a field that is omitted therefore differs from one that is given its default.
 
     Raises:
-        ValueError, RecursionError: it is no JSON, or nested too deeply.
+        ValueError, RecursionError: it is not JSON, or nested too deeply.
     """
     canonical = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def problems_of(error: ValidationError) -> str:
-    """One line: each problem as `field: what`, without the input: prompts do not belong into errors."""
+def _problems_of(error: ValidationError) -> str:
+    """One line with each problem as `field: message`, without the input: errors must not quote prompts."""
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(_shown(part) for part in problem["loc"])
@@ -208,13 +219,13 @@ def problems_of(error: ValidationError) -> str:
 
 
 def _shown(name: int | str) -> str:
-    """A field's name; an unknown one may be anything, and the message must stay one short line."""
+    """A field's name, fit for one short line: an unknown field may have any name."""
     text = str(name)
     return (text if text.isprintable() else ascii(text))[:64]
 
 
 def _is_plain_json(value: object) -> bool:
-    """Whether the value survives UTF-8 JSON: pydantic looks neither into `Any` nor for surrogates in plain `str`."""
+    """Whether the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=_message_fields).encode()
     except (TypeError, ValueError, RecursionError):

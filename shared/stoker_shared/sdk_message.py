@@ -1,14 +1,14 @@
-"""Chat messages as SDKs send them, brought into the one form that stoker keeps. Pure; the same for all models.
+"""Converts chat messages as SDKs send them into the one form that stoker keeps. Pure; the same for all models.
 
-SDKs write text as a list of parts, and give back what an API answered, with output fields (``refusal``,
-``annotations``, ``audio``, ``function_call``, ``parsed``). What cannot be kept as text is refused by name.
+SDKs write text as a list of parts, and send an API's answers back with their output fields (``refusal``,
+``annotations``, ``audio``, ``function_call``, ``parsed``). Content that is not text is refused by name.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 _REPEATS_THE_TEXT: Final = ("annotations", "parsed")
-"""Marks on the answer's text, and that text parsed: the text is there."""
+"""Fields that only annotate or parse the answer's text, which the message has anyway."""
 
 _MUST_BE_EMPTY: Final = {
     "audio": "this worker takes text only",
@@ -17,10 +17,10 @@ _MUST_BE_EMPTY: Final = {
 
 
 def plain_message(fields: Any) -> Any:
-    """`fields` of a message with text in one string, and without fields that repeat it; anything else as it is.
+    """The fields of a message, with its text in one string and without fields that repeat it; other values unchanged.
 
     Raises:
-        ValueError: a part is no text, or a field would be lost.
+        ValueError: a part is not text, or a field would be lost.
     """
     if not isinstance(fields, Mapping):
         return fields
@@ -28,17 +28,17 @@ def plain_message(fields: Any) -> Any:
     for name, instead in _MUST_BE_EMPTY.items():
         if message.pop(name, None):
             raise ValueError(f"'{name}' is not served: {instead}")
-    if message.get("tool_calls") in ([], ()):  # to some templates a list is a call, whatever is in it
+    if message.get("tool_calls") in ([], ()):  # some templates take even an empty list for a call
         del message["tool_calls"]
     content = message.get("content")
     if isinstance(content, list | tuple):
-        # Nothing between them: so do the templates that take a list, and mlx-lm's own server.
+        # Joined without separators, as mlx-lm's server does, and templates that take a list.
         content = message["content"] = "".join(_text_of(part) for part in content)
     refusal = message.pop("refusal", None)
     if refusal:
         if content or not isinstance(refusal, str):
             raise ValueError("'refusal' must be text, and not beside 'content'")
-        message["content"] = refusal  # it is what the assistant answered
+        message["content"] = refusal  # the assistant's answer
     return message
 
 

@@ -1,4 +1,4 @@
-"""The task functions that jobs name. They exist so that a stock RQ worker fails with a clear line."""
+"""The task functions that jobs name. They exist so that a stock RQ worker fails with a clear message."""
 
 from typing import Any, NoReturn
 
@@ -6,7 +6,7 @@ from stoker_shared.errors import WrongWorker
 
 
 def generate(request: dict[str, Any]) -> NoReturn:
-    """Stand-in for the generation that only ``stoker-worker`` can do.
+    """Takes the place of the generation, which only ``stoker-worker`` can do.
 
     Raises:
         WrongWorker: always. ``stoker-worker`` never calls this: it dispatches on the path.
@@ -15,7 +15,7 @@ def generate(request: dict[str, Any]) -> NoReturn:
 
 
 def agent(request: dict[str, Any]) -> NoReturn:
-    """Stand-in for what only ``stoker-worker`` can do with an agent's memory.
+    """Takes the place of work on an agent's memory, which only ``stoker-worker`` can do.
 
     Raises:
         WrongWorker: always, as :func:`generate`.

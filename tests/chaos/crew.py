@@ -1,4 +1,4 @@
-"""The workers of a chaos run, one after the other: started, watched, buried. Owns their processes and who died when."""
+"""The workers of a chaos run, one after the other. Owns their processes and the count of worker losses."""
 
 import re
 import signal
@@ -32,11 +32,11 @@ AnyWorker = ForkedWorker | WorkerProcess
 
 @dataclass(frozen=True)
 class Breed:
-    """The kind of worker that a storm is about.
+    """The kind of worker that a storm hits.
 
     Attributes:
-        start: a worker of these arguments, this log and these hooks.
-        start_s: what it may take until its code begins to run.
+        start: starts a worker with these arguments, this log and these hooks.
+        start_s: the longest time until its code begins to run.
         pause_s: shortest and longest time between two episodes.
     """
 
@@ -47,17 +47,17 @@ class Breed:
 
 class Crew:
     """Attributes:
-    worker: the one that works, or stands by to.
-    deaths: how many workers died for certain with a job in flight, by job id.
-    loud_exits: workers that left by themselves because their engine broke; what was in it has used up a try.
-    crashes: workers that a job has killed; `kills`: those that we have.
-    problems: what must not be, a line for each.
+    worker: the worker that holds the queue, or stands by for it.
+    worker_losses: how many workers were certainly lost with the job in flight, by job id.
+    loud_exits: workers that left by themselves because their engine broke; the jobs in the engine used up a try.
+    crashes: workers that a job killed; `kills`: workers that the storm killed.
+    problems: broken rules, one line each.
     """
 
     def __init__(self, breed: Breed, redis_url: str, view: RedisView, folder: Path, hooks: dict[str, Any]) -> None:
         self._breed, self._url, self._view, self._folder, self._hooks = breed, redis_url, view, folder, hooks
         self.store = folder / "store-0"
-        self.deaths: Counter[str] = Counter()
+        self.worker_losses: Counter[str] = Counter()
         self.loud_exits = self.crashes = self.kills = 0
         self.problems: list[str] = []
         self._workers: list[AnyWorker] = []
@@ -72,33 +72,33 @@ class Crew:
         return worker
 
     def end(self) -> None:
-        """No process outlives the run, whatever became of it."""
+        """Leave no process behind, in any case."""
         for worker in self._workers:
             worker.kill()
 
     def new_store(self) -> Path:
-        """The name of another store, of which the next worker is to be."""
+        """A name for another store, used from the next worker on."""
         self.store = self._folder / f"store-{len(self._workers)}"
         return self.store
 
     @property
     def is_ready(self) -> bool:
-        """Before that, a signal ends it at once."""
+        """Whether the worker handles signals already; before, a signal ends it at once."""
         return "ready: model" in self.worker.log
 
     def log_of_all(self) -> str:
         return "".join(path.read_text() for path in sorted(self._folder.glob("worker-*.log")))
 
-    # --- the end of one, and the next ---
+    # --- the end of a worker, and the next one ---
 
     def replace(self, successor: AnyWorker | None = None) -> None:
-        """A new worker for one that is dead, whose jobs do not look started for long."""
+        """Start a worker in place of a lost one, and check that the lost one's jobs leave the started registry soon."""
         name = name_of(self.worker)
         self.worker = successor or self.start()
         self.assert_soon_free_of(name)
 
     def see_to_worker(self) -> None:
-        """Start another one when a job has killed it."""
+        """Start another worker if a job killed this one."""
         if self.worker.returncode is not None:
             self.note_leaving()
             self.replace()
@@ -109,20 +109,20 @@ class Crew:
         if twice_after_s is not None:
             time.sleep(twice_after_s)
             self.worker.signal(signal.SIGINT)
-        if self.worker.wait(30) != 0 and could:  # a job was faster
+        if self.worker.wait(30) != 0 and could:  # a job killed it first
             self.note_leaving()
 
     def kill(self) -> None:
-        """The worker, which sleeps."""
-        self.note_deaths()
+        """Kill the worker, which is paused."""
+        self.note_losses()
         self.worker.kill()
         self.kills += 1
 
     def put_to_sleep(self) -> bool:
-        """Stop it, unless it runs a job's last try: it would be failed, and kills nobody."""
+        """Pause the worker, unless it runs a job's last try: that job would fail, and would then kill no worker."""
         self.worker.signal(signal.SIGSTOP)
-        time.sleep(0.02)  # until Redis has read what it has sent
-        if self.worker.returncode is not None:  # a job was faster
+        time.sleep(0.02)  # until Redis has read everything the worker sent
+        if self.worker.returncode is not None:  # a job killed it first
             return False
         in_flight = self._view.in_flight(name_of(self.worker))
         if any(self._view.lost_alone(job_id) >= MAX_ATTEMPTS - 1 for job_id in in_flight):
@@ -130,27 +130,27 @@ class Crew:
             return False
         return True
 
-    def note_deaths(self) -> None:
-        """Of what the worker has in flight."""
-        self.deaths.update(self._view.in_flight(name_of(self.worker)))
+    def note_losses(self) -> None:
+        """Count a loss for each job that the worker has in flight."""
+        self.worker_losses.update(self._view.in_flight(name_of(self.worker)))
 
     def note_leaving(self) -> None:
-        """Of a worker that is gone without our doing."""
+        """Classify the exit of a worker that the storm did not end."""
         worker = self.worker
         if worker.returncode == -signal.SIGKILL:
             self.crashes += 1
-            self.note_deaths()
+            self.note_losses()
         elif "EngineFailed: the engine broke" in worker.log:
             self.loud_exits += 1
         elif not self.is_ready and "Error: RedisUnavailable" in worker.log:
-            pass  # the server was killed while it started: it says so and leaves
+            pass  # the server was killed while the worker started: it reports that and leaves
         else:
             self.problems.append(f"a worker left with {worker.returncode}: {worker.log[-2000:]}")
 
     # --- waiting ---
 
     def assert_soon_free_of(self, name: str | None) -> None:
-        """No started entry outlives its worker: within 5 s of the next one's start, and mostly at once."""
+        """No started entry outlives its worker by more than 5 s after the next one's start, and mostly none at all."""
 
         def free() -> bool:
             with suppress(*AWAY):

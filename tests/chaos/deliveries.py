@@ -1,4 +1,4 @@
-"""What the people of a chaos run have enqueued: what, when, how often, and what they were told. Any thread."""
+"""The deliveries that the producers of a chaos run sent: what, when, how often, and with which answer. Any thread."""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +10,13 @@ ENDED = {"finished", "failed", "stopped", "canceled"}
 
 @dataclass
 class Delivery:
-    """One request under one id, from one moment, sent once or more often.
+    """One request under one id with one creation time, sent once or more often.
 
     Attributes:
-        created_at: as it stands in the job's hash; ``None`` where the producer chose it.
-        met: for each time it was sent, the state of what had the id then; ``None``: nothing had it.
-        is_acknowledged: one of those times was answered. Else the job may be there or not.
-        is_settled: it is not sent any more.
+        created_at: the value in the job's hash; ``None`` where the producer chose it.
+        met: for each time it was sent, the state of the job that had the id; ``None``: the id was free.
+        is_acknowledged: one of the sends was answered. Otherwise the job may exist or not.
+        is_settled: it will not be sent again.
     """
 
     job: PlannedJob
@@ -31,5 +31,5 @@ class Delivery:
 
     @property
     def most_ends(self) -> int:
-        """How often it may have ended: one that is sent when it has ended does so once more, but by the producer."""
+        """How many ends it may have: each send after an end adds one, except sends by the producer."""
         return 1 if self.job.is_submitted else 1 + sum(state in {*ENDED, UNKNOWN} for state in self.met[1:])

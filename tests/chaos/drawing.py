@@ -12,15 +12,15 @@ from tests.chaos.relations import Shares, related
 
 @dataclass(frozen=True)
 class Mix:
-    """What the jobs of a run are like.
+    """The mix of jobs of a run.
 
     Attributes:
-        kinds: how often each is drawn.
-        words: what prompts are made of; of those up to `most_words`.
+        kinds: the weight of each kind.
+        words: the vocabulary of prompts; a prompt has up to `most_words`.
         short, long: ranges of `max_tokens`.
-        endless: `max_tokens` of a job that somebody or its timeout ends.
-        may_end_early: whether such a job may finish all the same, because the model has nothing more to say.
-        shares: of the jobs that have to do with others.
+        endless: `max_tokens` of a job that a withdrawal or its timeout ends.
+        may_end_early: whether such a job may finish all the same, because the model stops by itself.
+        shares: the shares of related jobs.
     """
 
     kinds: Mapping[str, int]
@@ -49,7 +49,7 @@ SCRIPTED = Mix(
 def draw_jobs(
     random: Random, mix: Mix, *, n_jobs: int, n_agents: int, n_crash: int, n_break: int = 0
 ) -> list[PlannedJob]:
-    """The jobs in the order they are enqueued first. `n_crash` of them kill their worker, `n_break` its engine."""
+    """The jobs in the order of their first enqueue. `n_crash` of them kill their worker, `n_break` its engine."""
     kinds = random.choices(list(mix.kinds), list(mix.kinds.values()), k=n_jobs)
     poison = random.sample(range(n_jobs // 3, n_jobs), n_crash + n_break)
     for at in poison[:n_crash]:
@@ -62,7 +62,7 @@ def draw_jobs(
 
 def _draw(random: Random, mix: Mix, index: int, kind: str, n_agents: int) -> PlannedJob:  # noqa: PLR0912
     number = random.randrange(n_agents)
-    # Most agents talk in `append` turns, some in `full` ones, some mix them.
+    # Most agents use `append` turns, some `full` ones, some both.
     contexts: Sequence[str] = ("append", "append", "append", "full", "mixed")
     context = contexts[number % len(contexts)]
     if context == "mixed":
@@ -99,12 +99,12 @@ def _draw(random: Random, mix: Mix, index: int, kind: str, n_agents: int) -> Pla
             options["job_timeout"] = 1
         case "crash":
             last, values["ends"], values["is_poison"] = "crash", frozenset({"failed"}), True
-            values["queue"] = QUEUES[-1]  # others have work meanwhile
+            values["queue"] = QUEUES[-1]  # agents of the other queues have work meanwhile
         case "break":
             last, values["ends"], values["is_poison"] = f"break {index}", frozenset({"failed"}), True
         case "canceled":
             values["withdraw"] = random.choice(("cancel", "ticket", "delete"))
-            if values["withdraw"] != "ticket":  # RQ's own would mark a job that just ended, too
+            if values["withdraw"] != "ticket":  # RQ's own would also mark a job that just ended
                 values["max_tokens"] = mix.endless
         case "withdrawn":
             values["max_tokens"] = mix.endless

@@ -1,4 +1,4 @@
-"""Sends one delivery to Redis, by RQ's own queue or by the producer. Owns no thread."""
+"""Sends one delivery to Redis, through RQ's own queue or the producer. Owns no thread."""
 
 import datetime
 
@@ -22,9 +22,9 @@ class Enqueuer:
     def send(self, delivery: Delivery, *, is_new: bool) -> None:
         """
         Args:
-            is_new: nothing has this id.
+            is_new: no job has this id yet.
         """
-        delivery.met.append(None if is_new and not delivery.met else UNKNOWN)  # until the answer is there
+        delivery.met.append(None if is_new and not delivery.met else UNKNOWN)  # until the answer comes
         if delivery.job.is_submitted:
             self._submit(delivery)
         elif delivery.job.delay_s is not None:
@@ -50,7 +50,7 @@ class Enqueuer:
         self._queue(job).schedule_job(self._rq_job(delivery), now() + datetime.timedelta(seconds=job.delay_s))
 
     def _enqueue(self, delivery: Delivery) -> None:
-        """In one transaction with a look at what has the id."""
+        """Enqueue in one transaction that also reads the state of the job that has the id."""
         rq_job = self._rq_job(delivery)
         with self._connection.pipeline() as pipeline:
             pipeline.multi()
@@ -61,7 +61,7 @@ class Enqueuer:
         delivery.met[-1] = met and met.decode()
 
     def _rq_job(self, delivery: Delivery) -> Job:
-        """Made anew each time: RQ writes into the one it has enqueued."""
+        """A new object for each send: RQ writes into the job it enqueues."""
         job = delivery.job
         options = {name: value for name, value in job.options.items() if name not in {"at_front", "job_timeout"}}
         if job.parents:

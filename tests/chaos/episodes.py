@@ -1,6 +1,6 @@
-"""What can happen to the worker, its server and its clock, one thing at a time. Owns nothing that lasts.
+"""The episodes of a storm: one disturbance of the worker, its server or its clock each. Keeps no state of its own.
 
-An episode answers ``False`` when it could not be had just now.
+An episode returns ``False`` if it was not possible at that moment.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from tests.chaos.traffic import Traffic
 
 MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 
-# How often each is drawn.
+# The weight of each episode.
 EPISODES = {
     "kill": 30, "stop": 10, "stop_twice": 6, "sleep": 6, "deposed": 8, "redis": 7, "redis_and_worker": 4, "clock": 6,
     "look": 4,
@@ -28,7 +28,7 @@ EPISODES = {
 class Episodes:
     """
     Attributes:
-        uncounted_deaths: how many died while another one waited and took their jobs before anybody could look.
+        uncounted_losses: losses of a worker whose standby took its jobs before the test could count them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Episodes:
         self._random = random
         self._clock_file = clock
         self._dashboard = dashboard
-        self.uncounted_deaths = 0
+        self.uncounted_losses = 0
 
     def have(self, name: str) -> bool:
         return getattr(self, name)() is not False
@@ -68,9 +68,9 @@ class Episodes:
         self._crew.replace()
 
     def sleep(self) -> bool:
-        """Longer than the lease, with a standby on the same store: nobody else can write there, so it waits on."""
+        """Pause longer than the lease, with a standby on the same store: the store is locked, so the standby waits."""
         crew = self._crew
-        crew.wait_until_ready()  # or the standby is faster
+        crew.wait_until_ready()  # otherwise the standby may win
         if not crew.is_ready:
             return False
         standby, crashes = crew.start("--standby"), crew.crashes
@@ -79,7 +79,7 @@ class Episodes:
         time.sleep(LEASE_S * self._random.uniform(1.2, 2))
         crew.worker.signal(signal.SIGCONT)
         time.sleep(self._random.uniform(0, 0.4))
-        if crew.worker.returncode is not None:  # a job was faster
+        if crew.worker.returncode is not None:  # a job killed it first
             crew.note_leaving()
         elif standby.returncode is not None:
             crew.problems.append(f"the standby left with {standby.returncode}: {standby.log[-500:]}")
@@ -87,20 +87,20 @@ class Episodes:
             crew.kill()
         else:
             crew.stop_in_order()
-        self.uncounted_deaths += crew.crashes - crashes
+        self.uncounted_losses += crew.crashes - crashes
         crew.replace(standby)
         return True
 
     def deposed(self) -> bool:
-        """The worker sleeps; one with its store's files takes over, as on another machine; it wakes up again."""
+        """Pause the worker; another one with a copy of its store takes over, as on another machine; resume."""
         self._crew.wait_until_ready()
-        with self._traffic.pause:  # no new poison: a successor that dies first leaves the queue to the one that wakes
+        with self._traffic.pause:  # no new poison: if the successor died first, the resumed worker would get the queue
             crew = self._crew
             return crew.is_ready and not self._poison_waits() and crew.put_to_sleep() and self._depose()
 
     def _depose(self) -> bool:
         crew, zombie, its_store = self._crew, self._crew.worker, self._crew.store
-        crew.note_deaths()  # recovery takes its jobs from it as from a dead one
+        crew.note_losses()  # recovery treats the jobs as those of a lost worker
         shutil.copytree(its_store, crew.new_store())
         heads = heads_of(its_store)
         crew.worker = crew.start("--standby")
@@ -115,7 +115,7 @@ class Episodes:
         if self._view.results_of(name_of(zombie), self._known_ids()) != written:
             crew.problems.append("a deposed worker has written a result")
         changed = [agent for agent, head in heads_of(its_store).items() if heads.get(agent) != head]
-        if len(changed) > 4:  # as many as finalisers may have been past their look at the lease
+        if len(changed) > 4:  # up to four finisher threads may be past their ownership check
             crew.problems.append(f"a deposed worker has written {len(changed)} versions")
         return True
 
@@ -127,7 +127,7 @@ class Episodes:
     def redis_and_worker(self) -> bool:
         if not self._crew.put_to_sleep():
             return False
-        self._crew.note_deaths()
+        self._crew.note_losses()
         self._server.kill()
         self._crew.worker.kill()
         self._crew.kills += 1
@@ -136,7 +136,7 @@ class Episodes:
         return True
 
     def look(self) -> bool:
-        """The registries, `rq info` and the dashboard say the same of a moment that lasts."""
+        """The registries, `rq info` and the dashboard show the same numbers while nothing changes."""
         if not self._traffic.deliveries:
             return False
         with self._traffic.pause:
@@ -147,8 +147,8 @@ class Episodes:
             if self._dashboard is not None:
                 said["dashboard"] = by_dashboard(self._dashboard)
             if by_registries(self._view.connection) != so:
-                self._crew.problems.append("somebody wrote while all slept, or by looking")
-            lies = [f"{who} says {counts}, and it is {so}" for who, counts in said.items() if counts != so]
+                self._crew.problems.append("Redis changed while everything was paused, or by reading")
+            lies = [f"{who} shows {counts} instead of {so}" for who, counts in said.items() if counts != so]
             self._crew.problems += lies
             self._crew.worker.signal(signal.SIGCONT)
         return True
@@ -170,5 +170,5 @@ class Episodes:
 
 
 def heads_of(store: Path) -> dict[str, bytes]:
-    """Every agent's HEAD, by its folder."""
+    """Each agent's HEAD file, by the agent's folder."""
     return {path.parent.name: path.read_bytes() for path in (store / "agents").rglob("HEAD")}

@@ -1,7 +1,7 @@
-"""A process that has the worker imported, and forks one for each order on its stdin: a start takes no second.
+"""A process that has imported the worker and forks one for each order on its stdin, so that a start is fast.
 
-It has no threads of its own, so what it forks is as good as new. Orders and answers are JSON lines: ``{"run": …}``
-answers the pid, ``{"poll": pid}`` the exit status as `subprocess` says it, or null.
+It has no threads, so a fork of it is like a new process. Orders and answers are JSON lines: ``{"run": …}``
+answers the pid; ``{"poll": pid}`` answers the exit status as `subprocess` gives it, or null.
 """
 
 import json
@@ -11,12 +11,8 @@ from typing import Any, NoReturn
 
 from tests.chaos.hooks import install
 
-import stoker_worker.engine.scripted
-import stoker_worker.memory.store
-import stoker_worker.rq_worker.connect
-import stoker_worker.worker  # noqa: F401
 from stoker.cli import main as producer_main
-from stoker_worker.cli import main as worker_main
+from stoker_worker.cli.main import main as worker_main
 
 
 def serve() -> None:

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, with hooks in them. The test's side of `fork_server`."""
+"""Workers with hooks, in processes of their own. The test's side of `fork_server`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the checkout's packages and its tests to be found."""
+    """This process's environment, with the checkout's packages and tests on the path."""
     folders = [ROOT, *(ROOT / name for name in ("shared", "producer", "worker"))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])}
 
@@ -97,7 +97,7 @@ class ForkedWorker:
         self.wait()
 
     def wait(self, timeout_s: float = 60) -> int:
-        wait_for(lambda: self.returncode is not None, timeout_s, lambda: f"it runs on; its log:\n{self.log}")
+        wait_for(lambda: self.returncode is not None, timeout_s, lambda: f"it still runs; its log:\n{self.log}")
         assert self.returncode is not None
         return self.returncode
 

@@ -1,4 +1,4 @@
-"""What is left of each job after a chaos run: read from Redis, with the deliveries it was sent in. Judges nothing."""
+"""The state of each job after a chaos run, read from Redis, with the deliveries that were sent. Judges nothing."""
 
 import json
 import zlib
@@ -18,13 +18,13 @@ _KEY = "rq:job:"
 
 @dataclass
 class Found:
-    """A job id as it was found; `state` is ``None`` where its hash is gone.
+    """A job id as found after the run; `state` is ``None`` where its hash is gone.
 
     Attributes:
-        current: the delivery that the hash is of; of several that were sent, the last to arrive.
-        superseded: those that had the id before.
-        places: every list and registry the id stands in, once for each time.
-        entries: of the result stream, oldest first.
+        current: the delivery that the hash belongs to; of several sends, the last to arrive.
+        superseded: the deliveries that had the id before.
+        places: every list and registry with the id, once for each occurrence.
+        entries: the result stream, oldest first.
     """
 
     job_id: str
@@ -41,7 +41,7 @@ class Found:
 
     @property
     def came_once(self) -> bool:
-        """Whether nobody but the one who sent it first has sent it."""
+        """Whether only its first sender has sent it."""
         return not (self.superseded or self.plan.again)
 
     @property
@@ -53,14 +53,14 @@ class Found:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The last word."""
+        """The newest result."""
         assert self.entries[-1][b"type"] == SUCCESSFUL, self
         return self.results[-1]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A job's hash: its state, when it was created, and the name of what it asks for."""
+    """A job's hash: its state, its creation time, and the name in its request."""
 
     state: str
     created_at: str
@@ -68,7 +68,7 @@ class Record:
 
 
 def find_jobs(connection: Redis, sent: Sequence[Delivery]) -> list[Found]:
-    """Every id that arrived. A delivery in doubt is there whole or not at all."""
+    """Every id that arrived. A delivery in doubt arrived completely or not at all."""
     records, places = _records(connection), places_of_all(connection)
     by_id: dict[str, list[Delivery]] = {}
     for delivery in sent:
@@ -88,7 +88,7 @@ def _find(
     reason = zlib.decompress(b64decode(failures[-1])).decode() if failures else ""
     current = next((delivery for delivery in reversed(sent) if record and _is_of(delivery, record)), sent[-1])
     before = sent[: next(at for at, delivery in enumerate(sent) if delivery is current)]
-    return Found(job_id, current, before, record and record.state, places.get(job_id, []), entries, reason)
+    return Found(job_id, current, before, record.state if record else None, places.get(job_id, []), entries, reason)
 
 
 def _is_of(delivery: Delivery, record: Record) -> bool:
@@ -115,7 +115,7 @@ def _name_in(data: bytes) -> str:
 
 
 def places_of_all(connection: Redis) -> dict[str, list[str]]:
-    """Every list and registry an id stands in, once for each time."""
+    """Every list and registry that has an id, once for each occurrence."""
     found: dict[str, list[str]] = {}
     for place, entries in _places(connection):
         for entry in entries:
@@ -123,7 +123,7 @@ def places_of_all(connection: Redis) -> dict[str, list[str]]:
     return found
 
 
-def _places(connection: Redis) -> Iterable[tuple[str, list[bytes]]]:
+def _places(connection: Redis) -> Iterable[tuple[str, list[Any]]]:
     for queue in QUEUES:
         for part in ("", ":intermediate"):
             yield f"list:{queue}{part}", connection.lrange(f"rq:queue:{queue}{part}", 0, -1)

@@ -1,4 +1,4 @@
-"""Workers in processes of their own from the start, with hooks in them: MLX does not live through a fork.
+"""Workers with hooks, in new processes: MLX does not survive a fork.
 
 ``python -m tests.chaos.fresh_worker HOOKS run …`` is such a process; HOOKS is JSON.
 """
@@ -16,17 +16,18 @@ from tests.worker_process import WorkerProcess
 def start_fresh(
     arguments: Sequence[str], log: Path, *, env: Mapping[str, str], hooks: Mapping[str, Any]
 ) -> WorkerProcess:
-    """`stoker-worker run` with these arguments."""
-    return WorkerProcess(arguments, log, environment() | env, program=("tests.chaos.fresh_worker", json.dumps(hooks)))
+    """Start `stoker-worker run` with these arguments."""
+    program = ("tests.chaos.fresh_worker", json.dumps(hooks))
+    return WorkerProcess(arguments, log, {**environment(), **env}, program=program)
 
 
 def main() -> None:
-    from stoker_worker.engine.blas import preload_openblas
+    from stoker_worker.models.blas import preload_blas
 
-    preload_openblas()  # the hooks import MLX
+    preload_blas()  # the hooks import MLX
     from tests.chaos.hooks import install
 
-    from stoker_worker.cli import main as worker_main
+    from stoker_worker.cli.main import main as worker_main
 
     install(json.loads(sys.argv[1]))
     worker_main(sys.argv[2:], prog_name="stoker-worker")

@@ -1,6 +1,5 @@
-"""What a test does to a worker from inside its process, without a line of product code: it dies at a place, its clock
-jumps, its engine writes down what it generates. Installed before the worker's own `main` runs, by the fork server or
-`fresh_worker`.
+"""A test's control over a worker from inside its process, without product code: kill it at a place, shift its clock,
+record what its engine generates. The fork server or `fresh_worker` installs the hooks before the worker's `main`.
 """
 
 import datetime
@@ -61,7 +60,7 @@ def die_at(target: str, when: str, needles: list[str], nth: int = 1) -> None:
 
 
 def write_down_generations(path: Path, engine: str) -> None:
-    """A line for everything that is put into the engine: the request's `metadata`.
+    """Write a line for each request that the engine gets: the request's `metadata`.
 
     A job of ``metadata={"flaky": "2"}`` fails the first two times.
     """
@@ -83,13 +82,13 @@ def write_down_generations(path: Path, engine: str) -> None:
 
 
 def generations(path: Path, note: Mapping[str, str]) -> int:
-    """How often a request with this metadata was put into the engine."""
+    """How many times the engine got a request with this metadata."""
     lines = path.read_text().splitlines() if path.exists() else []
     return sum(json.loads(line) == dict(note) for line in lines)
 
 
 def shift_clock(path: Path) -> None:
-    """Let `time.time`, and RQ's own clock, be off by the seconds that stand in the file; they jump when it changes."""
+    """Shift `time.time`, and RQ's own clock, by the seconds in the file; they jump when the file changes."""
     real_time = time.time
     offset_s = 0.0
 
@@ -106,7 +105,7 @@ def shift_clock(path: Path) -> None:
 
     time.time = lambda: real_time() + offset_s
     names = {**vars(datetime), "datetime": Jumping}
-    rq.utils.datetime = SimpleNamespace(**names)  # type: ignore[assignment]
+    rq.utils.datetime = SimpleNamespace(**names)  # type: ignore[assignment, attr-defined]
     threading.Thread(target=look, daemon=True).start()
 
 

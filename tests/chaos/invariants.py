@@ -1,4 +1,4 @@
-"""What has to be so of the jobs after a chaos run, one by one: design 7 and docs/lifecycle.md."""
+"""The rules for the jobs after a chaos run, one by one: design 7 and docs/lifecycle.md."""
 
 from collections import Counter
 
@@ -12,13 +12,13 @@ from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
 
 from stoker_worker.memory.access import look_at
-from stoker_worker.rq_worker.connect import EXECUTION_LEASE_S
+from stoker_worker.queue.connect import EXECUTION_TTL_S
 
 IS_REGISTERED = {"finished": "finished", "failed": "failed", "stopped": "failed", "canceled": "canceled"}
 
 
-class Aftermath:
-    """Redis and the store when all is done."""
+class FollowUp:
+    """Redis and the store after the run."""
 
     def __init__(self, connection: Redis, traffic: Traffic, storm: Storm, oracle: Oracle) -> None:
         self._connection, self._storm = connection, storm
@@ -28,7 +28,7 @@ class Aftermath:
         self._log = storm.crew.log_of_all()
 
     def broken(self) -> list[str]:
-        """What does not hold, a line or two for each."""
+        """The broken rules, with a line or two for each."""
         broken = [*self._storm.crew.problems]
         for check in (
             self.every_job_has_ended_in_exactly_one_state,
@@ -43,18 +43,18 @@ class Aftermath:
         ):
             try:
                 check()
-            except Exception as error:  # also what cannot be read at all
+            except Exception as error:  # also a value that cannot be read at all
                 broken.append(f"{check.__name__}: {type(error).__name__}: {error}")
         return broken
 
     def ends(self) -> dict[str | None, int]:
         return dict(Counter(job.state for job in self.jobs))
 
-    # --- one by one ---
+    # --- the rules ---
 
     def every_job_has_ended_in_exactly_one_state(self) -> None:
         for job in self.jobs:
-            if job.state is None:  # its ttl ended in the queue, or it was deleted
+            if job.state is None:  # its ttl expired in the queue, or it was deleted
                 assert job.plan.short_lived or job.plan.withdraw == "delete", job
                 assert job.places == [], job
             elif job.state == "deferred":
@@ -69,7 +69,7 @@ class Aftermath:
             expired = {None} if job.plan.short_lived else set()
             deferred = {"deferred"} if job.plan.parents else set()
             assert job.state in job.plan.ends | withdrawn | expired | deferred, job
-            assert "restored cache" not in job.reason, job  # the scripted engine looks at every restored token
+            assert "restored cache" not in job.reason, job  # the scripted engine checks every restored token
             if job.state == "failed" and not job.plan.is_poison:
                 late = job.plan.options["job_timeout"] == 1
                 why = "GenerationTimedOut: " if late else f"EngineFailed: number {job.plan.index}"
@@ -81,14 +81,14 @@ class Aftermath:
                 assert ("WorkerLostTooOften" in job.reason) == job.plan.is_poison, job
 
     def dependents_wait_only_for_what_did_not_finish(self) -> None:
-        """As with RQ's own worker: a failed parent counts where that is allowed, a canceled or stopped one never."""
+        """As with RQ's own worker: a failed parent counts if that is allowed, a canceled or stopped one never does."""
         for job in self.jobs:
             met = {"finished", "failed"} if job.plan.allow_failure else {"finished"}
             parents = [parent for name in job.plan.parents if (parent := self.by_id.get(name))]
             unmet = [parent for parent in parents if parent.state not in met]
             if job.state == "deferred":
                 assert unmet, (job, parents)
-            else:  # one whose id came again may have finished before
+            else:  # a parent whose id was used again may have finished before
                 assert all(not parent.came_once for parent in unmet), (job, parents)
 
     def no_id_stands_in_two_places(self) -> None:
@@ -108,12 +108,12 @@ class Aftermath:
             assert left == [], [(key, self._connection.ttl(key)) for key in left]
 
     def _is_left_by_rq(self, key: str) -> bool:
-        """An execution that stands in no registry and expires by itself.
+        """An execution that is in no registry and expires by itself.
 
-        A cancel or delete of a running job by RQ's way leaves it, and its worker, if that dies then, cannot see to it.
+        RQ's own cancel or delete of a running job leaves it behind, and a worker that is lost then cannot remove it.
         """
         kind, job_id = [*key.split(":"), ""][1:3]
-        if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= EXECUTION_LEASE_S + 60:
+        if kind not in {"execution", "executions"} or not 0 < self._connection.ttl(key) <= EXECUTION_TTL_S + 60:
             return False
         return job_id in self.by_id and self.by_id[job_id].plan.withdraw is not None
 
@@ -141,13 +141,13 @@ class Aftermath:
             assert runs >= 1 + job.plan.flaky, (job, runs)
 
     def attempts_are_counted(self) -> None:
-        """Exactly, but for what an engine took with it that broke, and answers out of the history."""
-        # From the log: one may be killed on its way out, when it has given its jobs back.
-        uncounted = self._log.count(" the engine broke\n") + self._storm.uncounted_deaths
+        """Exactly, except for jobs in an engine that broke and answers from the history."""
+        # From the log: a worker may be killed on its way out, after it gave its jobs back.
+        uncounted = self._log.count(" the engine broke\n") + self._storm.uncounted_losses
         for job in self.jobs:
             if job.state == "finished":
-                deaths, attempt = self._storm.crew.deaths[job.job_id], job.result["attempt"]
-                assert attempt <= 1 + deaths + uncounted, (job, deaths)
+                worker_losses, attempt = self._storm.crew.worker_losses[job.job_id], job.result["attempt"]
+                assert attempt <= 1 + worker_losses + uncounted, (job, worker_losses)
                 answered = f"job {job.job_id} answered from the agent's history" in self._log
                 begins_anew = job.plan.options.get("retry") is not None or not job.came_once or len(job.current.met) > 1
-                assert attempt >= 1 + deaths or answered or begins_anew, (job, deaths)
+                assert attempt >= 1 + worker_losses or answered or begins_anew, (job, worker_losses)

@@ -1,7 +1,7 @@
-"""The wires of a chaos run, one for workers and one for producers, and the replies that are lost on them.
+"""The connections of a chaos run, one for workers and one for producers, and the replies lost on them.
 
-What is seen often loses more, but less than in proportion; transactions start and end jobs, so they lose more than
-scripts. Owns the proxies.
+Frequent requests lose more replies, but less than in proportion; transactions start and end jobs, so they lose more
+than scripts. Owns the proxies.
 """
 
 from collections import Counter
@@ -14,15 +14,15 @@ from tests.lossy_proxy import Exchange, LossyProxy
 
 Kind = tuple[str, ...]
 _TRANSACTION = "MULTI"
-_TRANSACTIONS = 0.6  # of what is lost
+_TRANSACTIONS = 0.6  # the share of all losses
 _MOST_AT_ONCE = 3
-_MOST_WAITING = 20  # how many of a kind pass before one is lost, at most
+_MOST_WAITING = 20  # at most this many of a kind pass before one is lost
 
 
 class Losses:
     """
     Attributes:
-        workers, producers: URLs to reach the server by.
+        workers, producers: URLs of the server behind each proxy.
     """
 
     def __init__(self, server_port: int, random: Random) -> None:
@@ -42,27 +42,27 @@ class Losses:
 
     @property
     def lost(self) -> int:
-        """How many replies were lost so far."""
+        """The number of replies lost so far."""
         return sum(len(proxy.lost) for proxy in self._proxies)
 
     def lose(self) -> None:
-        """Soon, on each wire, one reply or a few of each of some kinds."""
+        """Soon lose one reply or a few of some kinds, on each connection."""
         for proxy in self._proxies:
             for _ in range(self._random.randrange(1, _MOST_AT_ONCE + 1)):
                 proxy.lose(self._draw(proxy), self._random.randrange(1, _MOST_AT_ONCE + 1))
 
     def hold_back(self, longest_s: float) -> None:
-        """Soon, one reply on each wire."""
+        """Soon delay one reply on each connection."""
         for proxy in self._proxies:
             proxy.hold_back(self._draw(proxy), self._random.uniform(0.05, longest_s))
 
     def end(self) -> None:
-        """From now on nothing is lost."""
+        """Lose nothing from now on."""
         for proxy in self._proxies:
             proxy.spare_all()
 
     def _draw(self, proxy: LossyProxy) -> Callable[[Exchange], bool]:
-        """A kind, and from which on: mostly the next of them."""
+        """Draw a kind of request, and which of the coming ones to lose: mostly the next."""
         seen = self._seen[proxy.port]
         seen.update(_kind_of(exchange) for exchange in proxy.take_seen() if exchange.is_write)
         kinds = sorted(seen)
@@ -78,7 +78,7 @@ class Losses:
 
 
 def _kind_of(exchange: Exchange) -> Kind:
-    """The script, or the commands of a transaction, each once."""
+    """The script, or the distinct commands of a transaction."""
     if exchange.is_transaction:
         return (_TRANSACTION, *dict.fromkeys(exchange.names))
     return (*exchange.names, exchange.commands[0][1][:40].decode(errors="replace"))

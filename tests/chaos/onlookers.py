@@ -1,4 +1,4 @@
-"""People who only look: `rq info` and the dashboard, beside what the registries say. Nobody writes meanwhile."""
+"""The readers of a chaos run: `rq info` and the dashboard, to compare with the registries. They write nothing."""
 
 import json
 import re
@@ -35,4 +35,4 @@ def by_dashboard(page: str) -> Counts:
     with urlopen(f"{page}/0/data/queues.json", timeout=20) as answer:
         queues = {queue["name"]: queue for queue in json.load(answer)["queues"]}
     kinds = ("", *(f"{kind}_job_registry_" for kind in ("started", "finished", "failed")))
-    return {queue: tuple(queues[queue][f"{kind}count"] for kind in kinds) for queue in QUEUES}  # type: ignore[misc]
+    return {queue: tuple(queues[queue][f"{kind}count"] for kind in kinds) for queue in QUEUES}

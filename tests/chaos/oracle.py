@@ -1,4 +1,4 @@
-"""What the answer to a prompt has to be, said a second time: not with the code of the worker's engine."""
+"""The expected answer to a prompt, computed without the code of the worker's engine."""
 
 import hashlib
 import struct
@@ -8,21 +8,21 @@ from typing import Protocol
 
 from tests.chaos.plan import PlannedJob
 
-from stoker_worker.memory.blocks import common_length
+from stoker_worker.memory.block_chain import common_length
 
 END = 256  # the scripted engine's end-of-sequence token
 
 
 class Oracle(Protocol):
     def encode(self, prompt: str) -> Sequence[int]:
-        """The tokens by which a job's own prompt continues a conversation, or begins one."""
+        """The tokens that a job's own prompt adds to a conversation, or begins one with."""
 
     def answer(self, prompt_ids: Sequence[int], plan: PlannedJob) -> tuple[Sequence[int], str]:
-        """The tokens and the text that follow `prompt_ids`, all of the conversation."""
+        """The tokens and the text that follow `prompt_ids`, the whole conversation."""
 
 
 class ScriptedOracle:
-    """From the scripted engine's description."""
+    """Computes answers by the description of the scripted engine."""
 
     def encode(self, prompt: str) -> Sequence[int]:
         return prompt.encode()
@@ -39,9 +39,9 @@ class ScriptedOracle:
 
 
 class ModelOracle:
-    """mlx-lm itself: one sequence alone, the weights in float32 as the worker has them on a CPU.
+    """mlx-lm itself: one sequence alone, with the weights in float32 as in a worker on a CPU.
 
-    What it has read of a conversation stays in mlx-lm's own cache for the next turn: it takes half the time.
+    mlx-lm's own cache keeps a conversation for its next turn, which halves the time.
     """
 
     def __init__(self, folder: Path) -> None:

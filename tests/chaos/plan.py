@@ -1,4 +1,4 @@
-"""What a chaos run enqueues, and what may become of it. Pure."""
+"""The jobs of a chaos run, and how they may end. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,9 @@ class Again:
     """The id of a job, enqueued once more.
 
     Attributes:
-        when: what the job is then, if it does not get past that: ``queued``, ``started`` or ``ended``.
-        job: what is asked then: the same, or something else.
-        same_moment: with the `created_at` of the first. The same request is then the same delivery.
+        when: the job's state at that time, if it gets that far: ``queued``, ``started`` or ``ended``.
+        job: the second request: the same, or another.
+        same_moment: it has the first one's `created_at`. The same request is then the same delivery.
     """
 
     when: str
@@ -28,15 +28,15 @@ class PlannedJob:
     Attributes:
         agent: ``None`` for a job without one.
         options: RQ's, for `Queue.enqueue`.
-        ends: the states it may end in when nobody withdraws it.
-        short_lived: it may expire in the queue, by its own ttl.
-        withdraw: what is done to it: ``cancel`` and ``delete`` (RQ's own), ``ticket`` (ours), ``stop`` (command).
+        ends: the states it may end in if it is not withdrawn.
+        short_lived: its own ttl may expire in the queue.
+        withdraw: the way it is withdrawn: ``cancel`` and ``delete`` (RQ's own), ``ticket`` (ours), ``stop`` (command).
         withdraw_when: while it is ``queued`` or once it is ``started``.
         delay_s: for `enqueue_in`; ``None`` for at once.
-        again: the id comes a second time.
-        reuses: the id is that of another job, by that one's index.
+        again: the second use of its id.
+        reuses: the index of the job whose id this one has.
         parents: ids of the jobs it depends on.
-        is_submitted: by `Producer.submit`, else by RQ's own queue.
+        is_submitted: enqueued by `Producer.submit`, otherwise by RQ's own queue.
     """
 
     index: int
@@ -62,7 +62,7 @@ class PlannedJob:
 
     @property
     def name(self) -> str:
-        """Of what is asked: it comes back with the result."""
+        """The name of the request: the result returns it."""
         return f"job-{self.index:05}"
 
     @property

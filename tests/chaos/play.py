@@ -1,4 +1,4 @@
-"""One chaos run from its first job to what is left of it: the jobs, the storm and the check, in that order."""
+"""One chaos run from its first job to the final check: the jobs, the storm and the check, in that order."""
 
 import os
 import random
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.chaos.crew import Breed
-from tests.chaos.invariants import Aftermath
+from tests.chaos.invariants import FollowUp
 from tests.chaos.losses import Losses
 from tests.chaos.oracle import Oracle
 from tests.chaos.plan import PlannedJob
@@ -24,9 +24,9 @@ from tests.dashboard_process import running_dashboard
 @dataclass(frozen=True)
 class Course:
     """Attributes:
-    lasts_s: how long the enqueueing takes, about.
-    n_kills: at least so many workers are killed.
-    calm_s: what the worker may take for the rest, once nobody disturbs it.
+    lasts_s: how long the enqueueing takes, roughly.
+    n_kills: the storm kills at least this many workers.
+    calm_s: the longest time for the remaining jobs after the storm.
     """
 
     lasts_s: float
@@ -41,7 +41,7 @@ def play(
     course: Course,
     ask_oracle: Callable[[], Oracle],
 ) -> list[str]:
-    """What does not hold afterwards, a line or two for each."""
+    """Run it, and return the broken rules, with a line or two for each."""
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(1_000_000))
     print(f"chaos: CHAOS_SEED={seed}, everything in {folder}")
     begin = time.monotonic()
@@ -58,7 +58,7 @@ def play(
             storm.calm(course.calm_s)
             print(f"{time.monotonic() - begin:7.2f} over")
             with server.connection() as connection:
-                aftermath = Aftermath(connection, traffic, storm, ask_oracle())
+                aftermath = FollowUp(connection, traffic, storm, ask_oracle())
                 broken = aftermath.broken()
         finally:
             traffic.leave()
@@ -70,7 +70,7 @@ def play(
         Counter(str(state) for one in sent for state in one.met),
     )
     print(f"episodes {dict(storm.counts)}, {storm.crew.loud_exits} loud exits, {losses.lost} replies lost")
-    print(f"{len(sent)} deliveries, {in_doubt} in doubt; what had the id when it was sent: {dict(met)}")
+    print(f"{len(sent)} deliveries, {in_doubt} in doubt; states of the id at each send: {dict(met)}")
     print(f"ends {aftermath.ends()}, {time.monotonic() - begin:.0f} s")
     return broken
 

@@ -1,4 +1,4 @@
-"""What stands in Redis while a chaos run goes on, read by a connection of its own that nothing is lost on."""
+"""The state in Redis during a chaos run, read through a connection of its own that loses nothing."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ class RedisView:
         self.connection = connection
 
     def left(self) -> list[str]:
-        """What has not ended, at one instant. A deferred job that nobody will run is not among it."""
+        """The jobs that have not ended, at one instant, without deferred jobs that can never run."""
         zsets = [f"rq:{kind}:{queue}" for queue in QUEUES for kind in ("wip", "scheduled", "ready")]
         lists = [f"rq:queue:{queue}{part}" for queue in QUEUES for part in (":intermediate", "")]
         with self.connection.pipeline(transaction=True) as pipeline:
@@ -30,22 +30,22 @@ class RedisView:
     def started(self) -> list[tuple[str, str]]:
         """Job ids with their workers' names."""
         keys = [key for queue in QUEUES for key in self.connection.zrange(f"rq:wip:{queue}", 0, -1)]
-        owners = [self.connection.hget(b"rq:execution:" + key, "worker_name") or b"" for key in keys]
+        owners = [self.connection.hget(f"rq:execution:{key.decode()}", "worker_name") or b"" for key in keys]
         return [(key.decode().split(":")[0], owner.decode()) for key, owner in zip(keys, owners, strict=True)]
 
     def in_flight(self, worker_name: str | None) -> list[str]:
         return [job_id for job_id, owner in self.started() if owner == worker_name]
 
     def lost_alone(self, job_id: str) -> int:
-        """How many workers the job has lost while nothing ran beside it, as its hash counts them."""
+        """How many workers were lost while the job ran alone, by the count in its hash."""
         return int(self.connection.hget(f"rq:job:{job_id}", FIELD_LOST_ALONE) or 0)
 
     def states(self, job_ids: Iterable[str]) -> list[str | None]:
         found = [self.connection.hget(f"rq:job:{job_id}", "status") for job_id in job_ids]
-        return [state and state.decode() for state in found]
+        return [state.decode() if state else None for state in found]
 
     def results_of(self, worker_name: str | None, job_ids: Iterable[str]) -> Counter[str]:
-        """How many results of each job are that worker's."""
+        """How many results of each job came from that worker."""
         job_ids = list(job_ids)
         with self.connection.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:

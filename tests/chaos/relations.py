@@ -1,6 +1,6 @@
-"""What the jobs of a chaos run have to do with each other: ids that come twice, dependencies. Pure.
+"""The relations between the jobs of a chaos run: ids used twice, dependencies. Pure.
 
-Jobs that the producer submits are drawn here too: it takes no dependencies, and no id for something else.
+The jobs that the producer submits are drawn here too: it takes neither dependencies nor an id with another request.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from random import Random
 from tests.chaos.plan import Again, PlannedJob
 
 _MOST_PARENTS = 3
-_PARENTS_AMONG = 20  # jobs that were enqueued just before
-_FATEFUL = 4  # how much likelier a parent is that may not finish
+_PARENTS_AMONG = 20  # the jobs enqueued just before
+_FATEFUL = 4  # how much likelier a parent is if it may not finish
 _POISON = 40
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the jobs whose id comes twice, that depend on others, that the producer submits.
+    """The shares of jobs whose id is used twice, that depend on others, and that the producer submits.
 
     Attributes:
-        fails: how many of those that ask for something else under a used id fail, where an engine can be told to.
+        fails: the share of second requests that fail, among those that differ, if the engine can be told to fail.
     """
 
     again: float = 0.12
@@ -30,7 +30,7 @@ class Shares:
 
 
 def related(random: Random, jobs: Sequence[PlannedJob], shares: Shares, long: range) -> list[PlannedJob]:
-    """The same jobs, some of them with relations."""
+    """Return the same jobs, some of them with relations."""
     done: list[PlannedJob] = []
     for job in jobs:
         chance = random.random()
@@ -49,13 +49,13 @@ def related(random: Random, jobs: Sequence[PlannedJob], shares: Shares, long: ra
 
 
 def _is_plain(job: PlannedJob) -> bool:
-    """Whether nothing happens to it but that it runs, at once and once."""
+    """Whether it simply runs, at once and once."""
     has_fate = job.withdraw or job.short_lived or job.is_poison or job.flaky or job.delay_s is not None
     return not has_fate and job.options["job_timeout"] > 1
 
 
 def _parents(random: Random, before: Sequence[PlannedJob]) -> tuple[str, ...]:
-    """Without those whose hash may go before they have ended: RQ never looks at their dependents again."""
+    """Without jobs whose hash may go before they end: RQ never looks at their dependents again."""
     fit = [job for job in before if not (job.short_lived or job.withdraw == "delete")]
     weights = [_POISON if job.is_poison else _FATEFUL if job.withdraw or "failed" in job.ends else 1 for job in fit]
     chosen = random.choices(fit, weights, k=random.randrange(1, _MOST_PARENTS + 1)) if fit else []

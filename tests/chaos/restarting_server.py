@@ -1,4 +1,4 @@
-"""A Redis or Valkey server that is killed and started again, on its port, with its append-only file."""
+"""A Redis or Valkey server that can be killed and started again on its port, with its append-only file."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 from tests.private_server import free_port
 
-from stoker_worker.server_program import find_program
+from stoker_worker.embedded_redis.server_files import find_program
 
 
 class RestartingServer:
-    """Every write is in the file before it is answered, so that an acknowledged enqueue is one for good."""
+    """Every write is in the file before its reply, so that an acknowledged enqueue is durable."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

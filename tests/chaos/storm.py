@@ -1,4 +1,4 @@
-"""A storm over the queue: one episode after the other while jobs come in, and then a calm in which all has to end."""
+"""A storm over the queue: one episode after the other while jobs come in, then a calm in which every job must end."""
 
 import signal
 import time
@@ -15,13 +15,13 @@ from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
 
 _SAYS_EVERY_S = 5.0
-_LOSES, _HOLDS_BACK = 0.8, 0.15  # how often with an episode
+_LOSES, _HOLDS_BACK = 0.8, 0.15  # the chance per episode
 
 
 class Storm:
     """Attributes:
-    counts: how often each episode was had.
-    seen: a file with a line for everything that was put into an engine.
+    counts: how often each episode took place.
+    seen: a file with a line for each request that an engine got.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Storm:
         self.counts: Counter[str] = Counter()
 
     @property
-    def uncounted_deaths(self) -> int:
-        return self._episodes.uncounted_deaths
+    def uncounted_losses(self) -> int:
+        return self._episodes.uncounted_losses
 
     def rage(self, n_kills: int) -> None:
-        """Until everything is enqueued, and that many workers have been killed, and each episode was had once."""
+        """Until all jobs are enqueued, `n_kills` workers are killed, and each episode took place once."""
         todo = [name for name in EPISODES if name != "deposed"]  # each of them once, then at random
         self._random.shuffle(todo)
-        todo.append("deposed")  # from the end: it cannot be had while poison waits, and that comes later
+        todo.append("deposed")  # last: it is not possible while poison waits, and poison comes later
         has_to_wait = False
         while not self._traffic.is_enqueued or self.crew.kills < n_kills or todo:
             others = "kill" if self._traffic.is_enqueued else self._draw_episode()
@@ -61,18 +61,18 @@ class Storm:
             name = others if has_others else todo.pop()
             time.sleep(self._random.uniform(*self._breed.pause_s))
             self.crew.see_to_worker()
-            if not has_to_wait:  # else so much is lost that the worker never gets to what is waited for
+            if not has_to_wait:  # otherwise so many losses that the worker never reaches the state waited for
                 self._lose_replies()
             self._say(name)
             was_had = self._episodes.have(name)
             self.counts[name] += was_had
             has_to_wait = not has_others and not was_had
             if has_to_wait:
-                todo.insert(-1, name)  # after another one
+                todo.insert(-1, name)  # after another episode
             assert not self._traffic.errors, self._traffic.errors
 
     def calm(self, timeout_s: float) -> None:
-        """The clock is right again, and nobody disturbs the worker until all is done; then it leaves in order."""
+        """Set the clock right and leave the worker alone until every job has ended; then stop it in order."""
         self._say("calm")
         self._losses.end()
         self._episodes.set_clock(MOST_OFF_S)
@@ -94,18 +94,18 @@ class Storm:
         if code != 0:
             self.crew.problems.append(f"the last worker left with {code}")
         if self._losses.lost == 0:
-            self.crew.problems.append("no reply was lost: this was no storm")
+            self.crew.problems.append("no reply was lost: the storm tested nothing")
 
     def end(self) -> None:
-        """No process outlives the run, whatever became of it."""
+        """Leave no process behind, in any case."""
         self.crew.end()
 
     def _lose_replies(self) -> None:
-        """Beside all episodes: what is lost meets a worker that dies, or a server, as it may."""
+        """Besides the episodes: a lost reply may meet a lost worker or a killed server."""
         if self._random.random() < _LOSES:
             self._losses.lose()
         if self._random.random() < _HOLDS_BACK:
-            self._losses.hold_back(2 * LEASE_S)  # one hung connection costs nobody the queue
+            self._losses.hold_back(2 * LEASE_S)  # one hung connection does not cost the lease
 
     def _draw_episode(self) -> str:
         return self._random.choices(list(EPISODES), list(EPISODES.values()))[0]

@@ -1,7 +1,7 @@
-"""Whatever happens to workers, server and clock, nothing is lost and nothing happens twice.
+"""Whatever happens to workers, server and clock, no job is lost and none takes effect twice.
 
-Everything is drawn from one seed. It is printed with a failure; ``CHAOS_SEED=N`` has that run again (what the threads
-and the machine make of it is another matter). ``CHAOS=long`` is `make chaos`.
+Everything is drawn from one seed, which is printed with a failure; ``CHAOS_SEED=N`` repeats that run, except for the
+timing of threads and machine. ``CHAOS=long`` is `make chaos`.
 """
 
 import os

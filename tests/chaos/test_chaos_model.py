@@ -1,6 +1,6 @@
-"""The same with the real model: every answer is the one mlx-lm alone gives to the conversation before it.
+"""The chaos run with the real model: every answer equals that of mlx-lm alone for the same conversation.
 
-Eighty jobs; the poison among them kills its worker as soon as it is in the engine. `make chaos` only.
+Eighty jobs; the poison jobs kill their worker as soon as the engine has them. `make chaos` only.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""kill -9 at each arrow of docs/lifecycle.md, for one job among several in flight: what the page promises is so.
+"""kill -9 at each arrow of docs/lifecycle.md, for one job of several in flight: the page's promises hold.
 
-The first worker kills itself at one place (tests/chaos/hooks.py). Then a second one, of the same store, drains the
+The first worker kills itself at one place (tests/chaos/hooks.py). Then a second one with the same store drains the
 queue.
 """
 
@@ -16,7 +16,7 @@ from rq.serializers import JSONSerializer
 from tests.chaos.arrows import ARROWS, CALLED_BACK, HEAD_OF_VICTIM, QUEUED, RQ, STARTED
 from tests.chaos.forked_worker import ForkServer
 from tests.chaos.hooks import generations
-from tests.worker.rq_worker.looking import places
+from tests.worker.queue.looking import places
 
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
 from stoker_worker.memory.access import look_at
@@ -37,7 +37,7 @@ def connection(redis_url):
 
 
 class Scene:
-    """One queue, one store, and the jobs every story has: two others in flight, the victim, and its agent's next."""
+    """One queue, one store, and the jobs of every test: two others in flight, the victim, and its agent's next job."""
 
     def __init__(self, forks, connection, redis_url, folder):
         self.forks, self.connection, self.redis_url, self.folder = forks, connection, redis_url, folder
@@ -107,7 +107,7 @@ def make_scheduled_due(connection):
 @pytest.mark.parametrize("arrow", ARROWS.values(), ids=ARROWS)
 def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     needles = list(arrow.needles or ["victim"])
-    # Of an agent's first turn, the first rename of HEAD only says that there is an agent.
+    # For an agent's first turn, the first rename of HEAD only creates the agent.
     nth = arrow.nth + 1 if needles == HEAD_OF_VICTIM else arrow.nth
     hooks = {"die": {"target": arrow.target, "when": arrow.when, "needles": needles, "nth": nth}}
     first = scene.worker("first", "--grace-s", "0", "--scripted-steps-per-s", "100", hooks=hooks)
@@ -123,7 +123,7 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
         scene.enqueue("next", "victim", " next", 4)
     if endless:
         first.wait_for(lambda: scene.job("victim").get_status() == "started")
-        time.sleep(0.1)  # in the engine
+        time.sleep(0.1)  # the engine has it
         if arrow.act == "stop":
             send_stop_job_command(connection, "victim", serializer=JSONSerializer)
         else:
@@ -155,7 +155,7 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
 
 
 @pytest.mark.parametrize(("when", "place"), [("before", STARTED), ("after", QUEUED)])
-def test_a_recovery_that_is_killed_is_finished_by_the_next_and_counts_one_death(scene, connection, when, place):
+def test_a_recovery_that_is_killed_is_finished_by_the_next_and_counts_one_worker_loss(scene, connection, when, place):
     first = scene.worker("first", "--scripted-steps-per-s", "100")
     scene.others_run(first)
     scene.enqueue("victim", "victim", "x", 150)
@@ -183,7 +183,7 @@ def test_a_producer_that_is_killed_has_enqueued_its_job_or_not(scene, connection
 
 
 AGENT_JOBS = {
-    # What is left of the victim's two turns and the next one, and which turns the fork has.
+    # What remains of the victim's two turns and the next one, and which turns the fork has.
     "info": ({}, ["one", "two", "next"], []),
     "rollback": ({}, ["one", "two", "victim", "next"], []),
     "fork": ({"target": "fork"}, ["one", "two", "next"], ["victim"]),
@@ -193,8 +193,8 @@ PLACES = {
     "before it is looked at": ("stoker_worker.memory.agent_jobs:AgentJobs.answer", "before", STARTED, False),
     "before it takes effect": ("stoker_worker.memory.agent_jobs:AgentJobs.run", "before", STARTED, False),
     "after it took effect": ("stoker_worker.memory.agent_jobs:AgentJobs.run", "after", STARTED, True),
-    "before its end": (RQ + "ender:JobEnder.finish", "before", STARTED, True),
-    "after its end": (RQ + "ender:JobEnder.finish", "after", ["finished"], True),
+    "before its end": (RQ + "job_finish:JobFinish.finish", "before", STARTED, True),
+    "after its end": (RQ + "job_finish:JobFinish.finish", "after", ["finished"], True),
 }
 
 

@@ -1,8 +1,7 @@
-"""The people who use the queue during a chaos run: one enqueues the plan, one withdraws jobs, one enqueues ids once
-more. A thread each.
+"""The producers of a chaos run: one enqueues the plan, one withdraws jobs, one enqueues ids again. A thread each.
 
-All of them are behind a wire that loses replies. Owns what they have sent; what a reply was lost of is sent once more
-by most of them, as it was.
+All of them use a connection that loses replies. Owns the list of their deliveries. After a lost reply most of them
+send the same delivery once more.
 """
 
 import threading
@@ -24,13 +23,13 @@ from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
 
 AWAY = (RedisError, RedisUnavailable, OSError)
-_SENDS_AGAIN = 0.7  # how many of those whose reply was lost
+_SENDS_AGAIN = 0.7  # the share of sends repeated after a lost reply
 
 
 class Traffic:
     """Attributes:
-    deliveries: everything that was sent so far, in that order.
-    pause: held by whoever wants Redis to stand still.
+    deliveries: everything sent so far, in order.
+    pause: held while Redis must not change.
     """
 
     def __init__(self, redis_url: str, jobs: Sequence[PlannedJob], random: Random, lasts_s: float) -> None:
@@ -56,12 +55,12 @@ class Traffic:
 
     @property
     def is_over(self) -> bool:
-        """Everything is enqueued, and what was to be withdrawn is."""
+        """Whether everything is enqueued, and every withdrawal is done."""
         return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def is_enqueued(self) -> bool:
-        """Everything once, at least."""
+        """Whether everything is enqueued at least once."""
         return not self._threads[0].is_alive()
 
     def _safely(self, run: Callable[[], None]) -> None:
@@ -71,7 +70,7 @@ class Traffic:
             self.errors.append(f"{run.__name__}: {type(error).__name__}: {error}")
 
     def _connect(self) -> Redis:
-        """Nothing is sent a second time behind our back."""
+        """A connection that never repeats a request by itself."""
         return Redis.from_url(self._url, retry=Retry(NoBackoff(), 0), socket_timeout=10)
 
     def _enqueue(self) -> None:
@@ -135,7 +134,7 @@ class Traffic:
                 assert again is not None
                 with suppress(*AWAY):
                     status = connection.hget(f"rq:job:{first.job_id}", "status")
-                    if _is_time(again, status and status.decode()):
+                    if _is_time(again, status.decode() if status else None):
                         done.add(first.job.name)
                         self._send(connection, enqueuer, _second(first, again), is_new=False)
             if over and not waiting:
@@ -144,7 +143,7 @@ class Traffic:
 
 
 def _is_time(again: Again, status: str | None) -> bool:
-    """Also when that time has passed, or was never to come: nothing may be there."""
+    """Also if that time has passed, or can never come: the id may be free."""
     return status == again.when or status in ENDED or status is None
 
 

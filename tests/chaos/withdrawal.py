@@ -1,4 +1,4 @@
-"""Withdraws a job in the way its plan names: RQ's own ways and ours. Owns no thread."""
+"""Withdraws a job the way its plan names: RQ's own ways and ours. Owns no thread."""
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -19,7 +19,7 @@ class Withdrawal:
         self._producer = producer
 
     def has_come_to_its_end(self, job: PlannedJob) -> bool:
-        """Else it is withdrawn, if it is time; a stop command may be lost with the worker it was sent to."""
+        """Otherwise withdraw it, if it is time; a stop command may be lost together with its worker."""
         try:
             rq_job = Job.fetch(job.job_id, self._connection, JSONSerializer)
             state = rq_job.get_status(refresh=False)

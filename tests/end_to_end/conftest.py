@@ -1,4 +1,4 @@
-"""What most tests of real processes use: a connection and a producer for the session's server, a folder for a store."""
+"""Fixtures of most tests of real processes: a connection and a producer for the session's server, a store folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""As much of redis-cli as docs/producers.md needs, for machines without it: a command, or lines of them from stdin."""
+"""The part of redis-cli that docs/producers.md needs, for machines without it: a command, or lines of them on stdin."""
 
 import shlex
 import sys

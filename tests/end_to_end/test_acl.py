@@ -1,4 +1,4 @@
-"""The three users of docker/users.acl on a real server: everything they are for works, and nothing beside it."""
+"""The three users of docker/users.acl on a real server: each may do everything its role needs, and no more."""
 
 import asyncio
 import json
@@ -30,8 +30,8 @@ from tests.worker_process import running_worker
 from stoker import AsyncProducer, JobCanceled, JobFailed, Producer
 from stoker.cli import main
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.rq_worker.audit import Audit
-from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.lost_jobs import LostJobs
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.server
 NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
 USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
 SECURITY = USERS.parents[1] / "docs" / "security.md"
-CALLED_BACK = "tests.worker.rq_worker.called_back"
+CALLED_BACK = "tests.worker.queue.called_back"
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 SLOW = ("--scripted-steps-per-s", "50")
 
@@ -55,8 +55,8 @@ def admin(tmp_path):
 
 @pytest.fixture
 def url(admin):
-    """By user, each with its own password."""
-    port = admin.config_get("port")["port"]
+    """The URLs by user, each with its own password."""
+    port = int(admin.config_get("port")["port"] or 0)
     return lambda user: f"redis://{user}:{user}-pw@127.0.0.1:{port}"
 
 
@@ -87,7 +87,7 @@ async def with_asyncio(url):
 
 
 def canceled_while_waited_for(producer):
-    """Many jobs, some of which end without a result."""
+    """Cancel many jobs while `as_completed` waits for them."""
     gate = producer.submit(agent_id="gate", prompt="x", max_tokens=100_000)
     tickets = producer.submit_many([{"agent_id": "w", "prompt": "x"}] * 10, depends_on=gate)
     coming = producer.as_completed([*tickets, producer.submit(agent_id="q", prompt="x", max_tokens=4)], timeout_s=30)
@@ -98,7 +98,7 @@ def canceled_while_waited_for(producer):
     assert gate.cancel()
 
 
-def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_refusal(admin, url, producer, store):
+def test_jobs_of_both_kinds_of_producer_end_in_every_way_without_one_refusal(admin, url, producer, store):
     producer.ping()
     canceled = producer.submit(agent_id="a", prompt="x")
     assert canceled.cancel()
@@ -140,7 +140,7 @@ def test_jobs_of_both_kinds_of_producer_pass_and_end_in_every_way_without_one_re
     assert acl_refusals(admin) == []
 
 
-def test_jobs_that_wait_for_their_time_and_callbacks_pass_without_one_refusal(admin, url, producer, store):
+def test_scheduled_jobs_and_callbacks_work_without_one_refusal(admin, url, producer, store):
     def request(agent_id, prompt="x"):
         return {"request": {"agent_id": agent_id, "prompt": prompt, "max_tokens": 4}}
 
@@ -174,18 +174,18 @@ def test_jobs_that_wait_for_their_time_and_callbacks_pass_without_one_refusal(ad
     assert acl_refusals(admin) == []
 
 
-def test_the_audit_finds_and_puts_back_what_stands_nowhere(admin, url, producer):
+def test_recovery_finds_and_queues_jobs_that_are_in_no_registry(admin, url, producer):
     address = url("stoker-worker")
     ticket = producer.submit(agent_id="a", prompt="x")
     with open_queue(read_settings({"redis_url": address}), address) as opened, Redis.from_url(address) as connection:
         admin.delete("rq:queue:generate")
-        audit = Audit(connection, ["generate"], opened.rq_queue._lease, wait_s=0)
+        audit = LostJobs(connection, ["generate"], opened.rq_queue._lease, wait_s=0, every_s=0)
         assert sum(audit.step(()) for _ in range(20)) == 1
     assert ticket.status().position == 0
     assert acl_refusals(admin) == []
 
 
-def test_a_producer_that_uses_unique_ids_needs_what_the_page_says_and_no_more(admin, url, store):
+def test_a_producer_that_uses_unique_ids_needs_exactly_the_rights_on_the_page(admin, url, store):
     added = re.search(r"`unique=True` is a script.*?`(\+[^`]*)`", SECURITY.read_text(), re.DOTALL)
     assert added
     request = {"request": {"agent_id": "a", "prompt": "x", "max_tokens": 4}}
@@ -207,11 +207,11 @@ def test_a_producer_that_uses_unique_ids_needs_what_the_page_says_and_no_more(ad
             with running_worker(url("stoker-worker"), store, env=SHORT):
                 assert all(Producer(connection).result(job_id, timeout_s=30) for job_id in ("mine", "later"))
             admin.delete("rq:job:mine", "rq:job:later")
-            admin.script_flush()  # as after a restart of the server
+            admin.script_flush()  # like after a restart of the server
     assert acl_refusals(admin) == []
 
 
-def test_operators_commands_reach_the_worker_and_its_jobs_go_back_when_it_stops(admin, url, producer, store):
+def test_operators_commands_reach_the_worker_and_its_jobs_are_given_back_when_it_stops(admin, url, producer, store):
     with running_worker(url("stoker-worker"), store, *SLOW, env=SHORT) as worker:
         stopped, deleted, left = (long_job(producer, name) for name in ("stopped", "deleted", "left"))
         worker.wait_for(lambda: all(runs(ticket)() for ticket in (stopped, deleted, left)))
@@ -228,7 +228,7 @@ def test_operators_commands_reach_the_worker_and_its_jobs_go_back_when_it_stops(
     assert acl_refusals(admin) == []
 
 
-def test_a_standby_takes_over_and_recovers_what_a_killed_worker_left(admin, url, producer, store):
+def test_a_standby_takes_over_and_recovers_the_jobs_of_a_killed_worker(admin, url, producer, store):
     address = url("stoker-worker")
     with running_worker(address, store, "--scripted-steps-per-s", "2", env=SHORT) as worker:
         ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100)
@@ -272,9 +272,7 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
     assert acl_refusals(admin) == []
 
 
-def test_batches_are_sent_followed_canceled_and_fetched_by_a_producer_without_one_refusal(
-    admin, url, store, tmp_path, capsys
-):
+def test_a_producer_sends_follows_cancels_and_fetches_batches_without_one_refusal(admin, url, store, tmp_path, capsys):
     body = {"model": "scripted", "prompt": "say hello", "user": "a"}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(f"{json.dumps(line)}\nno line\n")
@@ -350,7 +348,7 @@ NOT_PRODUCERS = [
     + [("stoker-operator", ("SCAN", "0"))],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:2]),
 )
-def test_what_is_not_theirs_is_refused(shared_admin, user, command):
+def test_commands_outside_a_users_role_are_refused(shared_admin, user, command):
     port = shared_admin.config_get("port")["port"]
     with (
         Redis.from_url(f"redis://{user}:{user}-pw@127.0.0.1:{port}") as connection,
@@ -362,7 +360,12 @@ def test_what_is_not_theirs_is_refused(shared_admin, user, command):
 @pytest.fixture(scope="module")
 def shared_admin(tmp_path_factory):
     require_server_program()
-    options = ("--aclfile", str(USERS), "--enable-debug-command", "yes")  # else DEBUG is refused to everybody
+    options = (
+        "--aclfile",
+        str(USERS),
+        "--enable-debug-command",
+        "yes",
+    )  # otherwise the server refuses DEBUG to every user
     with private_server(tmp_path_factory.mktemp("acl"), *options) as admin:
         for user in NAMES:
             admin.execute_command("ACL", "SETUSER", user, f">{user}-pw")
@@ -372,7 +375,7 @@ def shared_admin(tmp_path_factory):
 def test_the_users_cannot_log_in_before_they_are_given_a_password(tmp_path):
     require_server_program()
     with private_server(tmp_path / "redis", "--aclfile", str(USERS)) as admin:
-        port = admin.config_get("port")["port"]
+        port = int(admin.config_get("port")["port"] or 0)
         for user in NAMES:
             once = Retry(NoBackoff(), 0)
             with (
@@ -382,7 +385,7 @@ def test_the_users_cannot_log_in_before_they_are_given_a_password(tmp_path):
                 connection.ping()
 
 
-def test_a_workers_script_has_no_more_rights_than_the_worker(shared_admin):
+def test_a_workers_script_has_only_the_rights_of_the_worker(shared_admin):
     port = shared_admin.config_get("port")["port"]
     with Redis.from_url(f"redis://stoker-worker:stoker-worker-pw@127.0.0.1:{port}") as connection:
         digest = connection.script_load("return redis.call('GET', 'other')")

@@ -1,4 +1,4 @@
-"""Agents' memory from anywhere: looked at, forgotten, forked, rolled back by jobs, in order with the agent's others."""
+"""Jobs about agents' memory: show, forget, fork and roll back, in order with the agents' other jobs."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def failure(call):
     return failed.value.reason
 
 
-def test_a_service_looks_at_an_agent_forks_it_takes_it_back_and_forgets_it(producer, worker):
+def test_a_service_shows_forks_rolls_back_and_forgets_an_agent(producer, worker):
     agents = producer.agents
     assert agents.info("a").exists is False
     said(producer, "a", "one")
@@ -54,7 +54,7 @@ def test_a_service_looks_at_an_agent_forks_it_takes_it_back_and_forgets_it(produ
     assert said(producer, "a", "again").cache.agent_version == 1
 
 
-def test_what_cannot_be_done_fails_by_name_and_changes_nothing(producer, worker):
+def test_an_impossible_action_fails_by_name_and_changes_nothing(producer, worker):
     agents = producer.agents
     said(producer, "a", "one")
     said(producer, "b", "one")
@@ -67,7 +67,7 @@ def test_what_cannot_be_done_fails_by_name_and_changes_nothing(producer, worker)
     assert [agents.info(name).version for name in ("a", "b", "nobody")] == [1, 1, 0]
 
 
-def test_they_come_in_the_order_of_the_agents_jobs(producer, redis_url, tmp_path, connection):
+def test_jobs_about_an_agent_run_in_the_order_of_the_agents_jobs(producer, redis_url, tmp_path, connection):
     """All enqueued before the worker starts."""
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
 
@@ -89,10 +89,10 @@ def test_they_come_in_the_order_of_the_agents_jobs(producer, redis_url, tmp_path
     assert seen == [1, 0, 2]
 
 
-def test_a_job_about_an_agent_is_refused_for_what_is_wrong_with_it(redis_url, connection, tmp_path):
+def test_a_job_about_an_agent_is_refused_with_its_fault(redis_url, connection, tmp_path):
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
     wrong = {
-        "InvalidRequest: 'target'": {"agent_id": "a", "action": "fork"},
+        "InvalidRequest: 'fork' needs a 'target'": {"agent_id": "a", "action": "fork"},
         "InvalidRequest: action": {"agent_id": "a", "action": "delete"},
         "InvalidRequest: prompt": {"agent_id": "a", "action": "info", "prompt": "x"},
         "RequestVersionTooNew: ": {"agent_id": "a", "action": "info", "v": 2},
@@ -101,10 +101,10 @@ def test_a_job_about_an_agent_is_refused_for_what_is_wrong_with_it(redis_url, co
     with running_worker(redis_url, tmp_path / "store", "--burst") as worker:
         assert worker.wait() == 0, worker.log
     for job, reason in zip(jobs, wrong, strict=True):
-        assert reason in Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string
+        assert reason in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
 
 
-def test_asyncio_has_the_same(redis_url, worker):
+def test_the_asyncio_producer_has_the_same_actions(redis_url, worker):
     async def service():
         async with AsyncProducer(redis_url) as producer:
             await (await producer.submit(agent_id="a", prompt="say one", context="append")).result(timeout_s=30)

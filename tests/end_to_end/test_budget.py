@@ -1,6 +1,6 @@
-"""A worker with little room: right answers, recent agents from RAM, and a store that does not grow without end.
+"""A worker with a small budget: right answers, recent agents from RAM, and a store that stops growing.
 
-The scripted engine fails a job whose restored cache is not that of its prompt.
+The scripted engine fails a job whose restored cache does not fit its prompt.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def cache_bytes(store):
     return sum(path.stat().st_blocks * 512 for path in store.rglob("*.safetensors"))
 
 
-def test_the_second_turn_comes_from_memory_and_after_a_restart_from_disk(redis_url, tmp_path):
+def test_the_second_turn_comes_from_ram_and_after_a_restart_from_disk(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
     with running_worker(redis_url, store):
         first = results(turns(producer, 1))
@@ -47,7 +47,7 @@ def test_the_second_turn_comes_from_memory_and_after_a_restart_from_disk(redis_u
             assert two.usage.cached_tokens == one.usage.prompt_tokens + one.usage.completion_tokens
 
 
-def test_a_store_over_its_limit_loses_cache_of_idle_agents_and_no_conversation(redis_url, tmp_path):
+def test_a_store_over_its_limit_evicts_cache_of_idle_agents_and_no_conversation(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
     limits = ("--store-max-bytes", "400000", "--memory-max-bytes", "20000", "--max-batch", "2")
     with running_worker(redis_url, store, *limits) as worker:

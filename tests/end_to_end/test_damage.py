@@ -1,7 +1,8 @@
-"""Files damaged while no worker looks: cache costs time, a record costs `append` jobs, and nothing a wrong answer."""
+"""Files damaged while no worker runs: lost cache costs time, a lost record fails `append` jobs, no answer is wrong."""
 
 import itertools
 import shutil
+from typing import Literal
 
 import pytest
 from tests.worker_process import running_worker
@@ -50,7 +51,7 @@ def ask(producer, context, what, how, turn):
     return producer.submit(agent_id=f"{context} {what} {how}", prompt=prompt, context=context, max_tokens=8)
 
 
-def test_damage_is_a_named_miss_or_a_refused_append_and_never_another_answer(redis_url, tmp_path):
+def test_damage_is_a_named_miss_or_a_refused_append_and_never_a_wrong_answer(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
 
     def run(folder, log_name, turns):
@@ -82,11 +83,12 @@ def test_damage_is_a_named_miss_or_a_refused_append_and_never_another_answer(red
 
 
 def test_an_agents_folder_that_cannot_be_read_is_a_named_miss_or_a_refused_append(redis_url, tmp_path):
-    """A file in its place stands for what permissions do to those who are not root."""
+    """A file in the folder's place has the effect of missing permissions, also for root."""
     producer, store = Producer(redis_url), tmp_path / "store"
 
     def ask_all(prompt):
-        agents = [(agent_id, context) for agent_id in ("bad", "good") for context in ("full", "append")]
+        contexts: tuple[Literal["full", "append"], ...] = ("full", "append")
+        agents = [(agent_id, context) for agent_id in ("bad", "good") for context in contexts]
         return {
             (agent_id, context): producer.submit(
                 agent_id=f"{agent_id} {context}", prompt=prompt, context=context, max_tokens=4

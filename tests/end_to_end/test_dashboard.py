@@ -1,6 +1,6 @@
-"""`stoker dashboard` beside a worker with jobs in flight: the pages say what is so, and no job gets hold of them.
+"""`stoker dashboard` beside a worker with jobs in flight: its pages are correct, and no job can take control of them.
 
-Looked at with a headless Chromium where there is one, and over HTTP.
+A headless Chromium reads them if there is one; plain HTTP requests always do.
 """
 
 import html
@@ -83,7 +83,7 @@ def scene(tmp_path_factory):
             yield Scene(url, admin, producer, page, running, finished, failed)
 
 
-# --- what an operator sees ---
+# --- pages ---
 
 
 def test_the_queues_page_shows_true_counts(scene, browser):  # noqa: F811
@@ -105,7 +105,7 @@ def test_a_finished_jobs_page_shows_its_result_as_it_is(scene, browser):  # noqa
     assert "Status : finished" in text
 
 
-def test_the_workers_page_shows_our_worker_its_state_and_all_it_runs_but_no_prompt(scene, browser):  # noqa: F811
+def test_the_workers_page_shows_the_worker_its_state_and_all_its_jobs_but_no_prompt(scene, browser):  # noqa: F811
     text = browser.text(f"{scene.page}/0/view/workers")
     [worker] = scene.data("workers")["workers"]
     assert f"{worker['name']} busy, {SLOTS} jobs: generate for agent" in text
@@ -114,7 +114,7 @@ def test_the_workers_page_shows_our_worker_its_state_and_all_it_runs_but_no_prom
     assert PROMPT not in text + json.dumps(worker)
 
 
-def test_how_far_jobs_are_is_on_the_workers_page_and_on_their_own(scene):
+def test_the_progress_of_jobs_is_on_the_workers_page_and_on_their_own(scene):
     ticket = scene.running[0]
     while not ticket.status().tokens:
         pass
@@ -126,15 +126,15 @@ def test_how_far_jobs_are_is_on_the_workers_page_and_on_their_own(scene):
 
 
 @pytest.mark.parametrize("registry", ["started", "finished", "failed"])
-def test_markup_in_jobs_is_shown_and_not_obeyed(scene, browser, registry):  # noqa: F811
+def test_markup_in_jobs_is_shown_as_text(scene, browser, registry):  # noqa: F811
     ticket = {"started": scene.running[0], "finished": scene.finished, "failed": scene.failed}[registry]
     for path in (f"jobs/generate/{registry}/8/asc/1", f"job/{ticket.job_id}", "workers"):
         page = re.sub(r"(?s)<script.*?</script>", "", browser.dom(f"{scene.page}/0/view/{path}"))
         assert "<img" not in page
-        assert "&amp;lt;" not in page  # nor escaped twice
+        assert "&amp;lt;" not in page  # not escaped twice
 
 
-def test_rq_info_says_the_same(scene):
+def test_rq_info_shows_the_same_counts(scene):
     command = [sys.executable, "-m", "rq.cli", "info", "--url", scene.url, "--raw"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [worker] = scene.data("workers")["workers"]
@@ -145,7 +145,7 @@ def test_rq_info_says_the_same(scene):
     assert re.search(rf"worker {worker['name']} .*busy", said), said
 
 
-# --- what is in a job stays data ---
+# --- the content of jobs stays data ---
 
 
 class Bomb:
@@ -156,7 +156,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_pickles_are_never_loaded_and_take_no_page_down(scene, tmp_path):
+def test_pickles_are_never_loaded_and_break_no_page(scene, tmp_path):
     target = tmp_path / "unpickled"
     job = scene.queue("pickled", serializer=None).enqueue("os.getcwd", Bomb(target), meta={"bomb": Bomb(target)})
     packed = pickle.dumps(Bomb(target))
@@ -180,7 +180,7 @@ def test_a_job_that_waits_for_another_has_a_page(scene):
     assert (shown["depends_on"], shown["depends_on_status"]) == ([first.id], ["active"])
 
 
-def test_a_job_of_an_id_rq_does_not_allow_takes_no_page_down(scene):
+def test_a_job_with_an_id_that_rq_does_not_allow_breaks_no_page(scene):
     data = f'["{TASK_PATH}", null, [], {{"request": {{"agent_id": "a", "prompt": "x"}}}}]'
     fields = {"status": "failed", "origin": "strange", "data": data, "created_at": "2026-01-01T00:00:00.000000Z"}
     good = scene.queue("strange").enqueue(TASK_PATH, request={}, job_id="good")
@@ -195,11 +195,11 @@ def test_a_job_of_an_id_rq_does_not_allow_takes_no_page_down(scene):
     assert scene.data("job/a.b")["id"] == "a.b"
 
 
-def test_a_job_that_is_gone_is_not_found(scene):
+def test_the_page_of_a_deleted_job_is_not_found(scene):
     assert scene.get("/0/data/job/no-such-job.json")[0] == scene.get("/0/view/job/no-such-job")[0] == 404
 
 
-def test_pages_hold_no_password_and_allow_only_their_own_scripts(scene):
+def test_pages_contain_no_password_and_allow_only_their_own_scripts(scene):
     for path in ("/", "/0/view/jobs", "/0/view/workers", f"/0/view/job/{scene.finished.job_id}"):
         status, body, headers = scene.get(path)
         assert status == 200
@@ -209,7 +209,7 @@ def test_pages_hold_no_password_and_allow_only_their_own_scripts(scene):
         assert scripts.split("'")[1].removeprefix("nonce-") in body
 
 
-# --- who may ask ---
+# --- refused requests ---
 
 
 def test_another_sites_page_can_neither_change_nor_read_anything(scene):
@@ -218,7 +218,7 @@ def test_another_sites_page_can_neither_change_nor_read_anything(scene):
     assert scene.get(delete, "POST", Sec_Fetch_Site="cross-site")[0] == 403
     assert scene.get(delete, "POST", Origin="http://evil.example")[0] == 403
     assert scene.get("/requeue/generate", Sec_Fetch_Site="cross-site")[0] == 403
-    assert scene.get("/0/data/queues.json", Host="evil.example")[0] == 400  # a name pointed at our address
+    assert scene.get("/0/data/queues.json", Host="evil.example")[0] == 400  # another site's name for our address
     assert scene.admin.exists(f"rq:job:{job.id}")
     assert scene.get(delete, "POST", Sec_Fetch_Site="same-origin", Origin=scene.page)[0] == 200
     assert not scene.admin.exists(f"rq:job:{job.id}")
@@ -236,7 +236,7 @@ def test_other_machines_are_let_in_only_when_asked(bind):
     assert "--allow-remote" in said
 
 
-def test_when_asked_it_warns_and_answers_to_the_names_it_was_given(scene, tmp_path):
+def test_with_allow_remote_it_warns_and_answers_only_to_its_names(scene, tmp_path):
     options = ("--bind", "0.0.0.0", "--allow-remote", "--name", "mac-mini.local")
     with running_dashboard(scene.url, tmp_path / "log", *options) as page:
         port = urlsplit(page).port
@@ -247,14 +247,14 @@ def test_when_asked_it_warns_and_answers_to_the_names_it_was_given(scene, tmp_pa
     assert "no password" in (tmp_path / "log").read_text()
 
 
-def test_without_its_packages_it_says_how_to_install_them():
+def test_without_its_packages_the_error_contains_the_install_command():
     code = "import sys; sys.modules['rq_dashboard'] = None; from stoker.cli import main; main(['dashboard'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert "pip install 'stoker[dashboard]'" in done.stderr
 
 
-def test_without_a_server_it_says_so_and_leaves(scene):
+def test_without_a_server_it_ends_with_an_error(scene):
     code, said = stoker("--redis", f"redis://:{PASSWORD}@127.0.0.1:1", "dashboard", "--port", "0")
     assert code == 1
     assert "RedisUnavailable" in said

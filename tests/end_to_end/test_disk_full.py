@@ -1,4 +1,4 @@
-"""A real disk that is full: answers still come, conversations do not tear, and saving goes on when there is space."""
+"""A real full disk: answers still come, conversations stay whole, and saving resumes when there is space."""
 
 import pytest
 from tests.worker_process import running_worker
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.server
 WORDS = "a sentence of some length that fills a block. " * 24
 
 
-def test_on_a_full_disk_full_jobs_finish_append_jobs_say_why_and_saving_resumes(redis_url, small_disk):
+def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_saving_resumes(redis_url, small_disk):
     producer, store = Producer(redis_url), small_disk.path / "store"
 
     def ask(agent_id, context, **fields):
@@ -40,7 +40,7 @@ def test_on_a_full_disk_full_jobs_finish_append_jobs_say_why_and_saving_resumes(
         with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable.*not saved"):
             ask("f", "append", prompt=" more").result(timeout_s=30)
         small_disk.free()
-        # The conversations whose turns failed go on from where they were; the others when a whole one comes.
+        # Conversations with failed turns continue from their last version; the others when the next `full` job comes.
         more = ask("a", "append", prompt=" more")
         assert version(more) == 2
         assert more.result().usage.prompt_tokens == len(f"a {WORDS}") + 8 + len(" more")

@@ -1,4 +1,4 @@
-"""Under a running worker an id is enqueued again while its job runs: it ends, once, and in its agent's order."""
+"""An id is enqueued again while its job runs: it ends once, in its agent's order."""
 
 import time
 
@@ -35,7 +35,9 @@ def enqueue(connection):
 @pytest.fixture
 def until(connection, worker):
     def until(job_id, *states):
-        worker.wait_for(lambda: connection.hget(f"rq:job:{job_id}", "status") in states, 30)  # the audit takes a minute
+        worker.wait_for(
+            lambda: connection.hget(f"rq:job:{job_id}", "status") in states, 30
+        )  # the search for lost jobs takes a minute
 
     return until
 
@@ -49,7 +51,7 @@ def nothing_is_left(connection):
 
 
 @pytest.mark.parametrize("times", [1, 4])
-def test_another_delivery_ends_the_run_and_runs_in_its_agents_order(connection, worker, enqueue, until, times):
+def test_a_new_delivery_ends_the_run_and_runs_in_its_agents_order(connection, worker, enqueue, until, times):
     enqueue("job", "an endless one")
     until("job", b"started")
     enqueue("next", "say next")
@@ -76,7 +78,7 @@ def test_a_deleted_jobs_id_starts_promptly_for_another_agent(connection, worker,
     assert nothing_is_left(connection)
 
 
-def test_a_delivery_sent_again_and_again_is_one_run_with_one_timeout(connection, worker, enqueue, until):
+def test_a_delivery_sent_many_times_is_one_run_with_one_timeout(connection, worker, enqueue, until):
     job = enqueue("job", "an endless one", timeout=6)
     until("job", b"started")
     queue = Queue("generate", connection=connection, serializer=JSONSerializer)
@@ -124,7 +126,7 @@ def test_an_id_that_waited_for_a_parent_and_was_used_again_does_not_run_once_mor
 
 
 @pytest.mark.parametrize(("prompt", "end"), [("say done", b"finished"), ("fail why", b"failed")])
-def test_a_job_that_cannot_be_read_holds_up_neither_its_parent_nor_what_else_waits_for_it(
+def test_an_unreadable_job_holds_up_neither_its_parent_nor_the_parents_other_dependents(
     connection, enqueue, until, prompt, end
 ):
     enqueue("first", "hold", timeout=2)

@@ -1,7 +1,8 @@
-"""The whole path on models with window and recurrent layers: tiny random ones, with SmolLM2's tokenizer."""
+"""The whole path on models with window and recurrent layers: tiny and random, with SmolLM2's tokenizer."""
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 from tests.worker.engine.tiny_models import CONFIGS, make_model
@@ -33,7 +34,7 @@ def model_folder(name, folder, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba2"])
-def test_turns_over_restarts_equal_mlx_lm_alone_and_go_on_from_the_last_snapshot(name, redis_url, tmp_path, smollm2):
+def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapshot(name, redis_url, tmp_path, smollm2):
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -46,7 +47,7 @@ def test_turns_over_restarts_equal_mlx_lm_alone_and_go_on_from_the_last_snapshot
         for context, n in agents:
             before, new = WORDS[: 900 + 150 * n], f" and more, {turn}" if turn else ""
             prompt = new if turn and context == "append" else before + new
-            fields = {"agent_id": f"{context} {n}", "context": context, "max_tokens": MAX_TOKENS}
+            fields: dict[str, Any] = {"agent_id": f"{context} {n}", "context": context, "max_tokens": MAX_TOKENS}
             tickets[context, n] = producer.submit(prompt=prompt, **fields)
         with running_worker(redis_url, store, "--burst", "--model", str(tmp_path / name)) as worker:
             assert worker.wait(120) == 0, worker.log
@@ -58,6 +59,6 @@ def test_turns_over_restarts_equal_mlx_lm_alone_and_go_on_from_the_last_snapshot
             assert len(alone) == result.usage.completion_tokens
             assert (result.usage.cached_tokens, result.cache.miss_reason) == (cached[context, n], None)
             assert result.cache.source == ("disk" if turn else "none")
-            # What the agent said is part of an `append`; a whole conversation brings other words along.
+            # An `append` also contains the agent's answer; a whole conversation brings other words.
             cached[context, n] = len(ids) if context == "append" else end - 1
     assert look_at(store).verify() == []

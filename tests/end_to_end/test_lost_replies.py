@@ -1,5 +1,5 @@
-"""Between the worker and Redis replies get lost: in turn that of every transaction and script there is, and many at
-once under a running worker. Order, one result each, dependents and callbacks must come out as if none had been."""
+"""Replies between the worker and Redis are lost: those of each transaction and script in turn, and many at once under
+a running worker. Order, results, dependents and callbacks are as if none had been lost."""
 
 import itertools
 import json
@@ -10,21 +10,21 @@ from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
-from redis.exceptions import RedisError
 from rq import Callback, Queue, Retry
 from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
 from tests.lossy_proxy import LossyProxy
-from tests.worker.rq_worker import called_back
+from tests.worker.queue import called_back
+from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_shared.errors import GenerationTimedOut, OwnershipLost
+from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.outage import may_pass
 from stoker_worker.ports import Busy
-from stoker_worker.rq_worker.connect import open_queue
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.transient_errors import may_pass
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -51,8 +51,8 @@ def proxy(redis_url):
 
 
 class Round:
-    """One play of several kinds of ends, with the worker's parts called one after the other: the n-th write is the same
-    one in each round. Ids carry the round's number."""
+    """One run of jobs with several kinds of ends. It calls the worker's parts in turn, so that the n-th write is the
+    same one in each round. Job ids contain the round's number."""
 
     def __init__(self, queue, connection, number, outcomes):
         self.queue, self.connection, self.number, self.outcomes = queue, connection, number, outcomes
@@ -88,21 +88,21 @@ class Round:
         self.enqueue_all()
         for _ in range(20):
             self.claim()
-            for job in self.when_redis_is_there(lambda: self.queue.withdrawn(list(self.running.values()), {})):
-                self.end(job, self.queue.stopped)
+            for job in self.when_redis_is_there(lambda: self.queue.withdrawn({})):
+                self.end(job, stop)
             for job in list(self.running.values()):
                 self.go_on(job)
             self.when_redis_is_there(self.queue.tidy)
             self.when_redis_is_there(self.queue.beat)
             if not self.running and self.when_redis_is_there(self.queue.is_empty):
                 return
-        raise AssertionError("the jobs do not come to an end")
+        raise AssertionError("the jobs do not end")
 
     def claim(self):
         busy = Busy().beside(job.memory_use for job in self.running.values())
         try:
             claimed = self.queue.claim(8, busy)
-        except RedisError:  # as the inbox
+        except RedisUnavailable:  # as the fetcher does
             self.when_redis_is_there(self.queue.recover)
             return
         for job in claimed:
@@ -114,23 +114,23 @@ class Round:
     def go_on(self, job):
         what = job.job_id.rpartition("-")[0]
         if what == "second":
-            self.end(job, lambda job: self.queue.fail(job, GenerationTimedOut("late")))
+            self.end(job, lambda job: fail(job, GenerationTimedOut("late")))
         elif what == "stopped":
-            self.queue._ask_stop(job.job_id)
+            self.queue._registration.stop_requests.ask(job.job_id)
         elif what == "canceled":
             Job.fetch(job.job_id, self.connection, JSONSerializer).cancel()
         elif what == "given-back" and not self.given_back:
             self.given_back = True
-            self.end(job, lambda job: self.queue.give_back([job], counts_as_attempt=False))
+            self.end(job, lambda job: give_back([job], counts_as_attempt=False))
         else:
-            self.end(job, lambda job: self.queue.finish(job, {"text": what}))
+            self.end(job, lambda job: finish(job, {"text": what}))
 
     def end(self, job, how):
-        """As the finaliser."""
+        """End the job as the finisher does."""
         try:
             self.when_redis_is_there(lambda: how(job))
         except OwnershipLost:
-            self.when_redis_is_there(lambda: self.queue.drop(job))
+            self.when_redis_is_there(lambda: drop(job))
         del self.running[job.job_id]
 
     def when_redis_is_there(self, call):
@@ -150,7 +150,7 @@ class Round:
         assert results == {job_id: int(job_id != "canceled") for job_id in ids}
         order = [job_id for agent, job_id in self.starts if agent == "a"]
         assert [job_id for job_id, _ in itertools.groupby(order)] == [job_id for job_id in ids if job_id in IN_ORDER]
-        # The one that is tried again calls back for each try.
+        # The retried job calls back for each try.
         called = sorted((CALLED[job_id], name) for job_id, name in ids.items() if job_id in CALLED)
         assert self.calls(len(called) + ("second" in ids)) == called
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
@@ -161,7 +161,7 @@ class Round:
         assert entries == []
 
     def calls(self, count):
-        """Which callbacks were called; `count` calls are waited for."""
+        """The callbacks that ran, once there are `count` of them."""
         end = time.monotonic() + 10
         while self.connection.llen("called") < count and time.monotonic() < end:
             time.sleep(0.002)
@@ -174,7 +174,7 @@ class Round:
 @pytest.mark.parametrize("in_a_row", [1, 2])
 @pytest.mark.parametrize("outcomes", [ONE_AGENT, OTHER_ENDS], ids=["one agent", "other ends"])
 def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy, outcomes, in_a_row):
-    """Also that of the next one, which mostly is the look at what became of the first."""
+    """Also the reply after it, which mostly is the check of the first one's effect."""
     settings = read_settings({"redis_url": proxy.url, "allow_callbacks": MODULE})
     with open_queue(settings, proxy.url) as opened:
         for number in itertools.count():
@@ -186,7 +186,7 @@ def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy,
                 round_.check()
             except Exception as error:
                 raise AssertionError(f"write {number}, {proxy.lost}: {error}") from error
-            if not proxy.lost:  # there are no more
+            if not proxy.lost:  # no such write: every write was tried
                 break
     assert number > 30
 
@@ -196,8 +196,8 @@ def from_write(number):
     return lambda exchange: exchange.is_write and next(counter) >= number
 
 
-def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lost(redis_url, proxy, tmp_path):
-    """And its lease: a worker that lost that would leave."""
+def test_a_running_worker_keeps_order_and_results_while_many_replies_are_lost(redis_url, proxy, tmp_path):
+    """It also keeps its lease: a worker without it would leave."""
     counter = itertools.count(1)
     with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
         worker.wait_until_ready()
@@ -219,8 +219,8 @@ def test_a_running_worker_keeps_order_and_results_while_every_few_replies_are_lo
         assert {result.attempt for result in of_agent} == {1}
 
 
-def test_a_worker_keeps_its_lease_while_the_reply_to_an_end_hangs(redis_url, connection, proxy, tmp_path):
-    """For longer than the lease lasts; it goes on with other jobs meanwhile."""
+def test_a_worker_keeps_its_lease_while_the_reply_to_a_job_finish_hangs(redis_url, connection, proxy, tmp_path):
+    """The reply hangs longer than the lease lasts; other jobs go on meanwhile."""
     with Producer(redis_url) as producer, running_worker(proxy.url, tmp_path / "store", env=SHORT) as worker:
         worker.wait_until_ready()
         proxy.hold_back(lambda exchange: exchange.is_transaction and exchange.holds("rq:finished:generate"), 3)

@@ -1,7 +1,7 @@
-"""Turns, questions and jobs about agents' memory, mixed, while the worker is killed and stopped again and again.
+"""A mix of turns, questions and jobs about agents, while the worker is killed and stopped again and again.
 
-A model of the agents says what each job has to find. Every job is enqueued before the first worker starts, in one
-queue, so there is one order; what a job finds shows whether it was kept, and whether anything happened twice.
+A model of the agents predicts the state that each job finds. Every job is enqueued before the first worker starts, in
+one queue, so there is one order; a job that finds another state reveals a wrong order or a double effect.
 """
 
 import os
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -43,7 +44,7 @@ BRIEF = "All of us begin in this way, which is longer than a block of the cache.
 
 @dataclass
 class Conversations:
-    """What the agents are to be at each moment: of each the length of its conversation at each version."""
+    """The expected agents: for each, the length of its conversation at each version."""
 
     lengths: dict[str, list[int]] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class Conversations:
 
 
 class Plan:
-    """Enqueues jobs, and notes what each has to return."""
+    """Enqueues jobs, and records the expected results."""
 
     def __init__(self, rng, producer, connection):
         self.rng, self.producer = rng, producer
@@ -101,6 +102,7 @@ class Plan:
     def agent_job(self, kind, agent, job_id):
         request, lengths = {"agent_id": agent, "action": kind}, self.agents.of(agent)
         version = len(lengths)
+        wanted: dict[str, Any]
         if kind == "info":
             wanted = {"exists": bool(lengths), "version": version}
             wanted |= {"tokens": lengths[-1]} if lengths else {}
@@ -132,13 +134,13 @@ def found(connection, job_id):
         reason = job.latest_result().exc_string
         return {"fails": reason.split(":")[0], "reason": reason}
     assert status == "finished", (job_id, status)
-    result = job.return_value()
+    result: Any = job.return_value()
     return {**result, **result.get("usage", {}), **result.get("cache", {})}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_job_finds_what_those_before_it_left_whatever_is_killed(redis_url, tmp_path, seed):
+def test_each_job_finds_the_state_its_predecessors_left_whatever_is_killed(redis_url, tmp_path, seed):
     rng, store = random.Random(seed), tmp_path / "store"
     with Redis.from_url(redis_url) as connection, Producer(redis_url) as producer:
         plan = Plan(rng, producer, connection)
@@ -149,7 +151,7 @@ def test_each_job_finds_what_those_before_it_left_whatever_is_killed(redis_url, 
             speed = "--scripted-steps-per-s=3000"
             with running_worker(redis_url, store, speed, "--grace-s", "0", log_name=f"{end}.log") as worker:
                 goal = JOBS * (1 - (end + rng.random()) / ENDS)
-                worker.wait_for(lambda goal=goal: len(queue) <= goal)
+                worker.wait_for(lambda goal=goal: len(queue) <= goal)  # type: ignore[misc]
                 time.sleep(rng.random() * 0.05)
                 if end % 3 == 2:
                     worker.wait_until_ready()

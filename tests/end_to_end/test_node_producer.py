@@ -1,4 +1,4 @@
-"""docs/examples/producer.mjs, as somebody copies it: jobs from Node through a real worker. Needs node and npm."""
+"""docs/examples/producer.mjs, copied as it is: jobs from Node through a real worker. Needs node and npm."""
 
 import json
 import os
@@ -24,7 +24,7 @@ const show = (value) => console.log(JSON.stringify(value));
 
 @pytest.fixture
 def node(node_folder, redis_url):
-    """Run some JavaScript beside the example; gives what it showed."""
+    """Run some JavaScript beside the example, and return what it showed."""
 
     def run(script, url=redis_url):
         done = subprocess.run(
@@ -43,7 +43,7 @@ def worker(redis_url, tmp_path):
         yield worker.wait_until_ready()
 
 
-def test_a_result_comes_back_and_a_failure_tells_the_workers_reason(node, worker):
+def test_a_result_comes_back_and_a_failure_carries_the_workers_reason(node, worker):
     [finished, failed] = node("""
         const asks = (content) => submit(redis, { agent_id: "n", messages: [{ role: "user", content }] });
         show(await result(redis, await asks("say grüße")));
@@ -71,7 +71,7 @@ def test_waiting_and_running_jobs_are_canceled(node, worker, redis_url):
     assert (shown[4], shown[5]["state"]) == (False, "missing")
 
 
-def test_an_id_of_ones_own_makes_one_job_however_often_it_is_submitted(node, redis_url):
+def test_a_chosen_id_makes_one_job_however_often_it_is_submitted(node, redis_url):
     shown = node("""
         const request = { agent_id: "i", prompt: "say once" };
         const same = Array.from({ length: 10 }, () => submit(redis, request, { jobId: "mine" }));

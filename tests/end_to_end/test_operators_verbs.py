@@ -1,4 +1,4 @@
-"""RQ's own commands, used on one job among many in flight: each does what its name says, and to that job alone."""
+"""RQ's own commands, used on one of many jobs in flight: each acts by its name, and on that job alone."""
 
 import signal
 import subprocess
@@ -10,7 +10,7 @@ from rq.command import send_shutdown_command, send_stop_execution_command, send_
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.worker_registration import get_keys
-from tests.worker.rq_worker.looking import places
+from tests.worker.queue.looking import places
 from tests.worker_process import running_worker
 
 from stoker import Producer
@@ -25,7 +25,7 @@ def tokens(ticket):
 
 
 class Scene:
-    """A worker with many jobs in flight that end only when somebody ends them; its places are not all taken."""
+    """A worker with free slots and many jobs in flight, which end only when a test ends them."""
 
     def __init__(self, redis_url, connection, worker):
         self.redis_url, self.connection, self.worker = redis_url, connection, worker
@@ -84,7 +84,7 @@ def test_one_job_of_many_in_flight_ends_and_the_others_go_on(scene, connection, 
     scene.assert_they_go_on(others)
 
 
-def test_nothing_new_starts_while_suspended_and_what_runs_goes_on(scene):
+def test_no_job_starts_while_suspended_and_running_jobs_go_on(scene):
     scene.rq("suspend")
     time.sleep(1)  # the worker looks four times a second
     late = scene.producer.submit(agent_id="late", prompt="say hello", max_tokens=8)
@@ -105,7 +105,7 @@ def test_a_stopped_job_that_is_requeued_runs_again(scene, connection):
 
 
 @pytest.mark.parametrize("how", ["send_shutdown_command", "SIGTERM"])
-def test_told_to_leave_it_claims_no_more_and_gives_back_in_order(scene, connection, how):
+def test_a_worker_told_to_leave_claims_no_more_and_gives_back_in_order(scene, connection, how):
     [name] = [key.rpartition(":")[2] for key in get_keys(connection=connection)]
     if how == "SIGTERM":
         scene.worker.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Workers as producers and RQ's tools see them, from their start to after their death; and how far their jobs are."""
+"""Workers as producers and RQ's tools see them, from their start until after their loss; and the progress of jobs."""
 
 import json
 import logging
@@ -23,12 +23,12 @@ def commands_sent(connection, action):
 
 
 def serving(producer):
-    """The one worker, once it has said what it serves."""
+    """The one worker, once it has published its models and queues."""
     return next((worker for worker in producer.workers() if worker.model is not None), None)
 
 
 def warnings_of_the_producer(caplog):
-    """Threads of other tests may still have something to tell."""
+    """Only the producer's: threads of other tests may still log."""
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name.startswith("stoker.")]
 
 
@@ -59,7 +59,7 @@ def test_a_misspelt_queue_is_named_beside_those_that_have_workers(producer, redi
     assert producer.unattended() == "no worker listens to 'generate', nor to any queue"
 
 
-def test_a_look_for_a_worker_costs_a_submit_one_command_at_most(producer, redis_url, connection):
+def test_the_check_for_a_worker_costs_a_submit_one_command_at_most(producer, redis_url, connection):
     def submit():
         producer.submit(agent_id="a", prompt="x", max_tokens=1)
 
@@ -83,14 +83,14 @@ def test_rq_info_forgets_a_killed_worker_with_its_lease(producer, redis_url, con
         [shown] = producer.workers()
         worker.kill()
     keys = (f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", "stoker:lease:generate")
-    assert all(connection.pttl(key) <= 1000 for key in keys)  # -2 when it has gone already
+    assert all(connection.pttl(key) <= 1000 for key in keys)  # -2 if it is gone already
     while connection.exists(*keys):
         pass
     assert shown.name not in rq_info(redis_url)
     assert producer.workers() == []
 
 
-def test_a_worker_that_redis_has_forgotten_is_shown_again(producer, redis_url, connection, store):
+def test_a_worker_that_redis_forgot_registers_again(producer, redis_url, connection, store):
     with running_worker(redis_url, store, env=SHORT) as worker:
         worker.wait_for(lambda: serving(producer) is not None)
         shown = serving(producer)
@@ -99,9 +99,7 @@ def test_a_worker_that_redis_has_forgotten_is_shown_again(producer, redis_url, c
         assert shown.name in rq_info(redis_url)
 
 
-def test_progress_is_in_the_status_and_in_meta_while_a_job_runs_and_not_afterwards(
-    producer, redis_url, connection, store
-):
+def test_progress_is_in_the_status_and_in_meta_only_while_a_job_runs(producer, redis_url, connection, store):
     ticket = producer.submit(agent_id="a", prompt="x", max_tokens=150)
     with running_worker(redis_url, store, "--scripted-steps-per-s", "50") as worker:
         worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)

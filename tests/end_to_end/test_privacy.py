@@ -1,4 +1,4 @@
-"""Where prompts and answers stand: in a job's payload and its result, and nowhere else."""
+"""The only places of prompts and answers: a job's payload and its result."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ SAY_IT = f"say {SECRET}"
 
 
 def fields(connection, key):
-    """Everything a key holds, as (field, text), unpacked where RQ packs it."""
+    """The fields of a key, as (field, text), unpacked where RQ packs them."""
     kind = connection.type(key)
     if kind == b"hash":
         pairs = list(connection.hgetall(key).items())
@@ -58,7 +58,11 @@ def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place
         producer.result(shell.stdout.decode().strip(), timeout_s=30)
     assert SECRET not in worker.log
     assert SECRET.encode() not in shell.stdout + shell.stderr + mistyped.stdout + mistyped.stderr
-    allowed = {("rq:job:", "data"), ("rq:results:", "return_value"), ("rq:job:", "meta")}  # meta: a late job's own text
+    allowed = {
+        ("rq:job:", "data"),
+        ("rq:results:", "return_value"),
+        ("rq:job:", "meta"),
+    }  # meta: the partial text of a timed-out job
     for key in connection.scan_iter("*"):
         for name, value in fields(connection, key):
             if (key.decode().rpartition(":")[0] + ":", name) not in allowed:
@@ -66,7 +70,7 @@ def test_neither_prompts_nor_answers_are_in_logs_descriptions_or_any_other_place
 
 
 def test_a_refused_job_of_a_plain_rq_client_is_refused_without_quoting_it(redis_url, tmp_path):
-    """RQ's own description of such a job holds its prompt; that is its client's doing, and goes no further."""
+    """RQ's own description of such a job contains its prompt; the worker copies it nowhere."""
     with Redis.from_url(redis_url) as connection:
         queue = Queue("generate", connection=connection, serializer=JSONSerializer)
         bad = [

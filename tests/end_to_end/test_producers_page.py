@@ -1,10 +1,13 @@
-"""Every block of docs/producers.md and of the README's Python, as somebody pastes it: on a real server and worker."""
+"""Every block of docs/producers.md, and the README's Python and client commands, run as they are."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -24,21 +27,33 @@ def blocks(page, language):
 
 
 @pytest.fixture
-def run(redis_url, tmp_path):
-    """Run a block with another server in place of the one it names."""
+def worker(redis_url, tmp_path):
     with running_worker(redis_url, tmp_path / "store", "--scripted-steps-per-s", "2000") as worker:
-        worker.wait_until_ready()
+        yield worker.wait_until_ready()
 
-        def run(command, block, folder=tmp_path):
-            path = f"{Path(sys.executable).parent}:{tmp_path}:{os.environ['PATH']}"
-            done = subprocess.run(
-                command, input=block.replace(SHOWN_URL, redis_url), cwd=folder, env={**os.environ, "PATH": path},
-                capture_output=True, text=True, timeout=120, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-            return done.stdout
 
-        yield run
+@pytest.fixture
+def run(worker, redis_url, tmp_path):
+    """Run a block, with the test's server in place of the one it names."""
+
+    def run(command, block, folder=tmp_path):
+        path = f"{Path(sys.executable).parent}:{tmp_path}:{os.environ['PATH']}"
+        store = {"STOKER_STORE": str(tmp_path / "store")}
+        done = subprocess.run(
+            command, input=block.replace(SHOWN_URL, redis_url), cwd=folder,
+            env={**os.environ, **store, "PATH": path},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+def put_program(folder, name, script):
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
 
 
 def test_every_language_of_the_page_is_run():
@@ -53,14 +68,35 @@ def test_the_python_blocks_run_one_after_the_other(run, page):
 
 def test_the_shell_blocks_run(run, tmp_path):
     if not shutil.which("redis-cli"):
-        stand_in = tmp_path / "redis-cli"
-        stand_in.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("played_redis_cli.py")}" "$@"\n'
-        )
-        stand_in.chmod(0o755)
+        put_program(tmp_path, "redis-cli", f'exec "{sys.executable}" "{PLAYED_REDIS_CLI}" "$@"')
     for block in blocks(PAGE, "sh"):
         out = run(["bash", "-eu", "-o", "pipefail"], block)
         assert '"text": ' in out or '"text":"' in out
+
+
+def test_a_job_made_with_redis_commands_has_its_true_age(run, tmp_path):
+    put_program(tmp_path, "redis-cli", f'exec "{sys.executable}" "{PLAYED_REDIS_CLI}" "$@"')
+    [block] = [block for block in blocks(PAGE, "sh") if "XREAD" in block]
+    began = datetime.now(UTC)
+    result = json.loads(run(["bash", "-eu", "-o", "pipefail"], block).splitlines()[-1])
+    assert result["timing"]["queued_s"] <= (datetime.now(UTC) - began).total_seconds() + 1
+
+
+def test_the_readmes_client_commands_run_one_after_the_other(run, worker, tmp_path):
+    put_program(tmp_path, "git", "echo the diff")
+    body = {"model": "m", "prompt": "x"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "IN.jsonl").write_text(json.dumps(line))
+    run([sys.executable, "-W", "error"], "\n".join(blocks(README, "python")))  # makes the agent
+    shown = blocks(README, "sh")
+    commands = [block for name in ("submit", "batch run", "agent") for block in shown if f"stoker {name} " in block]
+    assert len(commands) == 3
+    run(["bash", "-eu", "-o", "pipefail"], f"export STOKER_REDIS_URL={SHOWN_URL}\n" + "\n".join(commands))
+    assert (tmp_path / "OUT.jsonl").read_text()
+    [memory] = [block for block in shown if block.startswith("stoker-worker memory")]
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0  # `gc` needs the store for itself
+    assert "reviewer" in run(["bash", "-eu", "-o", "pipefail"], memory)
 
 
 def test_the_javascript_runs(run, node_folder):

@@ -1,10 +1,11 @@
-"""The whole path on SmolLM2 in float32: what comes out of Redis is what mlx-lm says alone, whatever was cached."""
+"""The whole path on SmolLM2 in float32: the results in Redis equal mlx-lm's own, whatever was cached."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -15,10 +16,10 @@ from tests.worker_process import running_worker
 from stoker import Producer
 from stoker_shared.wire import AGENT_TASK_PATH
 
-pytestmark = [pytest.mark.model, pytest.mark.server]
+pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas]
 
 MAX_TOKENS = 14
-TWELVE_BLOCKS = 12 * 256 * 46080  # bytes of a token's cache in float32; eight rows do not fit at once
+TWELVE_BLOCKS = 12 * 256 * 46080  # bytes of a token's cache in float32; eight sequences do not fit at once
 RAW = ["The longest river in South America is", "To tie a bowline, first make"]
 CHATS = ["Name two primary colours.", "What do bees make?"]
 BRIEF = " ".join(f"Shelf {n} holds box {n * 7 % 31} with part number {n * n + 3}." for n in range(24))
@@ -28,7 +29,7 @@ MORE_CHAT = {"role": "user", "content": "Say it in other words."}
 
 @pytest.fixture(scope="module")
 def reference(smollm2):
-    """mlx-lm itself: one sequence, no cache, the weights the worker computes with."""
+    """mlx-lm itself: one sequence, no cache, the worker's weights."""
     import mlx.core as mx
     from mlx_lm import load, stream_generate
     from mlx_lm.utils import dequantize_model
@@ -74,19 +75,17 @@ def common(a, b):
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_two_turns_over_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_prefilled(
+def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_prefilled(
     redis_url, run_worker, reference
 ):
     producer, tokenizer = Producer(redis_url), reference.tokenizer
     agents = [(kind, context, n) for kind in ("raw", "chat") for context in ("append", "full") for n in range(2)]
 
-    def first(kind, n):
-        return {"prompt": RAW[n]} if kind == "raw" else {"messages": [user(CHATS[n])]}
+    def first(kind, context, n):
+        given = {"prompt": RAW[n]} if kind == "raw" else {"messages": [user(CHATS[n])]}
+        return {"context": context, "max_tokens": MAX_TOKENS, **given}
 
-    tickets = [
-        producer.submit(agent_id=str(agent), context=agent[1], max_tokens=MAX_TOKENS, **first(agent[0], agent[2]))
-        for agent in agents
-    ]
+    tickets = [producer.submit(agent_id=str(agent), **first(*agent)) for agent in agents]
     run_worker()
     stored, answers = {}, {}
     for agent, ticket in zip(agents, tickets, strict=True):
@@ -100,7 +99,7 @@ def test_two_turns_over_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_pre
     for agent in agents:
         kind, context, n = agent
         if kind == "raw" and context == "append":
-            new = {"prompt": MORE_TEXT}
+            new: dict[str, Any] = {"prompt": MORE_TEXT}
             ids = stored[agent] + tokenizer.encode(MORE_TEXT, add_special_tokens=False)
         elif kind == "raw":
             new = {"prompt": RAW[n] + answers[agent] + MORE_TEXT}
@@ -114,7 +113,7 @@ def test_two_turns_over_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_pre
                 turn = f"{closing}\n<|im_start|>user\n{MORE_CHAT['content']}<|im_end|>\n<|im_start|>assistant\n"
                 ids = stored[agent] + tokenizer.encode(turn, add_special_tokens=False)
         expected.append(ids)
-        tickets.append(producer.submit(agent_id=str(agent), context=context, max_tokens=MAX_TOKENS, **new))
+        tickets.append(producer.submit(agent_id=str(agent), **{"context": context, "max_tokens": MAX_TOKENS, **new}))
     assert "KV memory: 12 blocks" in run_worker("--kv-max-bytes", str(TWELVE_BLOCKS)).log
     for agent, ticket, ids in zip(agents, tickets, expected, strict=True):
         result = ticket.result(timeout_s=1)
@@ -152,7 +151,7 @@ def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
     assert result.text == reference.text(expected)
     assert (result.usage.cached_tokens, result.cache.miss_reason) == (0, "block_corrupt")
 
-    # The undamaged store again, opened by a worker whose model turns positions another way: a different model.
+    # The undamaged store again, opened by a worker whose model encodes positions differently: a different model.
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "kept").rename(tmp_path / "store")
     shutil.copytree(smollm2, tmp_path / "other", copy_function=os.symlink)
@@ -166,7 +165,7 @@ def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
     assert result.usage.prompt_tokens == len(expected)
 
 
-def test_the_lines_of_a_batch_are_answered_as_the_same_jobs_are_one_by_one(redis_url, run_worker, tmp_path):
+def test_the_lines_of_a_batch_get_the_answers_of_single_jobs(redis_url, run_worker, tmp_path):
     bodies = []
     for n in range(60):
         limits = {"model": "any", "max_tokens": 6, "temperature": 0, "user": f"batch {n % 20}"}
@@ -201,11 +200,11 @@ def test_the_lines_of_a_batch_are_answered_as_the_same_jobs_are_one_by_one(redis
     assert [a["usage"]["prompt_tokens"] for a in answers] == [r.usage.prompt_tokens for r in alone]
 
 
-def test_a_conversation_brought_back_goes_on_as_if_it_had_never_been_replaced(redis_url, run_worker, reference):
-    """In messages as SDKs send them; the accident, the way back and the next turn are enqueued at once."""
+def test_a_rolled_back_conversation_goes_on_as_if_it_had_never_been_replaced(redis_url, run_worker, reference):
+    """In messages as SDKs send them; the accidental job, the rollback and the next turn are enqueued at once."""
     producer = Producer(redis_url)
     asked = {"role": "user", "content": [{"type": "text", "text": "Which box is "}, {"type": "text", "text": "first?"}]}
-    sent = [{"role": "developer", "content": BRIEF}, asked]
+    sent: list[dict[str, Any]] = [{"role": "developer", "content": BRIEF}, asked]
     tickets = [producer.submit(agent_id="a", messages=sent, max_tokens=MAX_TOKENS)]
     tickets.append(producer.submit(agent_id="a", prompt=RAW[0], max_tokens=2))
     with Redis.from_url(redis_url) as connection:
@@ -227,7 +226,7 @@ def test_a_conversation_brought_back_goes_on_as_if_it_had_never_been_replaced(re
     assert after.usage.cached_tokens >= 256
 
 
-def test_a_model_that_is_not_there_is_said_in_one_line(redis_url, tmp_path):
+def test_a_missing_model_is_reported_in_one_line(redis_url, tmp_path):
     options = ("--burst", "--model", str(tmp_path / "nowhere"))
     with running_worker(redis_url, tmp_path / "store", *options) as worker:
         assert worker.wait(120) == 1

@@ -1,4 +1,4 @@
-"""Redis goes away for longer than every lease, and comes back with its file: nothing is lost, nothing is run twice."""
+"""Redis goes away for longer than every lease and comes back with its file: no job is lost, none runs twice."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from redis import Redis
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_worker.redis_server import EmbeddedServer
+from stoker_worker.embedded_redis.server import EmbeddedServer
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +18,7 @@ SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER
 
 @pytest.fixture
 def server(redis_server, tmp_path):
-    """A server of the test's own, to be killed; asked for after `redis_server`, which skips where there is none."""
+    """A server for this test alone, to kill; depends on `redis_server`, which skips where there is none."""
     server = EmbeddedServer(tmp_path / "redis")
     server.start()
     yield server
@@ -59,9 +59,9 @@ def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_wh
     assert {result.attempt for result in results} == {1}
 
 
-@pytest.mark.parametrize("how", ["stands still for longer than the lease", "answers slowly"])
-def test_a_server_that_is_there_but_does_not_answer_costs_nothing_either(server, tmp_path, how):
-    """Unlike one that is gone it carries out later what it was sent."""
+@pytest.mark.parametrize("how", ["hangs for longer than the lease", "answers slowly"])
+def test_a_server_that_hangs_or_is_slow_costs_nothing_either(server, tmp_path, how):
+    """Unlike a killed server, it carries out later the commands it got."""
     producer = Producer(server.url)
     tickets = [producer.submit(agent_id=f"a{n % 4}", prompt="x", context="append", max_tokens=60) for n in range(8)]
     options = ("--scripted-steps-per-s", "60", "--max-batch", "4")
@@ -83,6 +83,43 @@ def test_a_server_that_is_there_but_does_not_answer_costs_nothing_either(server,
         assert worker.returncode is None, worker.log
     assert [result.cache.agent_version for result in results] == [1] * 4 + [2] * 4
     assert {result.attempt for result in results} == {1}
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_stop_while_redis_is_away_ends_soon_and_loses_no_finished_turn(server, tmp_path, how):
+    """With a grace of a minute: it is for running jobs, and the stop does not wait for a Redis that is away."""
+    producer = Producer(server.url)
+    tickets = [producer.submit(agent_id=f"a{n}", prompt="x", context="append", max_tokens=100) for n in range(3)]
+    long = producer.submit(agent_id="long", prompt="x", max_tokens=100_000)
+    with running_worker(server.url, tmp_path / "store", "--scripted-steps-per-s", "50") as worker:
+        worker.wait_for(lambda: all(ticket.status().state == "started" for ticket in [*tickets, long]))
+        if how == "killed":
+            kill(server)
+        else:
+            time.sleep(1.1)
+            os.kill(pid := Redis.from_url(server.url).info("server")["process_id"], signal.SIGSTOP)
+        time.sleep(3)  # three of the jobs end meanwhile
+        assert "finished" not in worker.log
+        began = time.monotonic()
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(60) == 0, worker.log
+        took_s = time.monotonic() - began
+    if how == "killed":
+        again = start_again(server, tmp_path / "redis")
+    else:
+        os.kill(pid, signal.SIGCONT)
+        again = server
+    print(f"the stop took {took_s:.2f} s")
+    try:
+        env = {"STOKER_GRACE_S": "0"}
+        with running_worker(server.url, tmp_path / "store", log_name="next.log", env=env) as successor:
+            results = [ticket.result(timeout_s=40) for ticket in tickets]
+            assert successor.log.count("answered from the agent's history, version 1") == 3
+            assert long.status().state != "failed"
+    finally:
+        again.stop()
+    assert [result.cache.agent_version for result in results] == [1] * 3
+    assert took_s < 15  # 2 to 4; with a grace of a minute, the machine's speed does not matter
 
 
 def test_a_stop_ends_also_when_redis_does_not_come_back(server, tmp_path):

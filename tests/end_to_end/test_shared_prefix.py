@@ -1,4 +1,4 @@
-"""Fifty agents with one system prompt: on disk once, prefilled once, unless they are to be kept apart."""
+"""Fifty agents with one system prompt: stored once and prefilled once, unless their salts differ."""
 
 import pytest
 from tests.worker_process import running_worker
@@ -8,7 +8,7 @@ from stoker import Producer
 pytestmark = pytest.mark.server
 
 AGENTS = 50
-BRIEF = ("You are one of fifty agents. " * 40)[:970]  # 1,000 tokens with a digit and what the template puts around it
+BRIEF = ("You are one of fifty agents. " * 40)[:970]  # 1,000 tokens with a digit and the template's tokens around it
 
 
 @pytest.mark.parametrize("apart", ["not at all", "by tenant", "by agent"])
@@ -38,7 +38,7 @@ def test_a_system_prompt_is_stored_and_prefilled_once_for_all_agents_that_may_sh
     assert len(list((store / "agents").rglob("tail-*"))) == AGENTS
 
 
-def test_jobs_without_an_agent_share_what_they_begin_with_and_leave_nothing_else(redis_url, tmp_path):
+def test_jobs_without_an_agent_share_their_common_prefix_and_store_nothing_else(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
 
     def run(numbers, **options):

@@ -1,4 +1,4 @@
-"""A standby waits on while Redis is away or cannot write, and takes over when it can."""
+"""A standby keeps waiting while Redis is away or cannot write, and then takes over."""
 
 import signal
 import time
@@ -12,8 +12,8 @@ from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.rq_worker.connect import open_queue
-from stoker_worker.rq_worker.identity import RqIdentity
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -23,7 +23,7 @@ SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER
 
 @pytest.fixture
 def server(redis_server, tmp_path):
-    """Asked for after `redis_server`, which skips where there is none."""
+    """Depends on `redis_server`, which skips where there is none."""
     server = RestartingServer(tmp_path / "redis")
     yield server
     server.stop()
@@ -36,7 +36,7 @@ def finished_by_the_standby(server, standby):
 
 
 @pytest.mark.parametrize("trouble", ["away", "out of memory"])
-def test_a_standby_takes_over_after_redis_was_in_trouble_when_its_turn_came(server, tmp_path, trouble):
+def test_a_standby_takes_over_after_redis_was_in_trouble_at_its_first_try(server, tmp_path, trouble):
     store = tmp_path / "store"
     with server.connection() as connection, running_worker(server.url, store, env=SHORT) as first:
         first.wait_until_ready()
@@ -48,11 +48,11 @@ def test_a_standby_takes_over_after_redis_was_in_trouble_when_its_turn_came(serv
                 connection.config_set("maxmemory", 1)
             first.kill()
             standby.wait_for(lambda: "standing by: Redis is away" in standby.log)
-            time.sleep(2)  # longer than the lease, and some looks
+            time.sleep(2)  # longer than the lease, and several tries
             assert standby.returncode is None, standby.log
             server.start() if trouble == "away" else connection.config_set("maxmemory", 0)
             assert finished_by_the_standby(server, standby).finish_reason == "length"
-            assert standby.log.count("standing by: Redis is away") <= 2  # it says so once, not at each look
+            assert standby.log.count("standing by: Redis is away") <= 2  # logged once, not at each try
 
 
 def test_a_standby_that_starts_while_redis_is_away_waits_for_it(server, tmp_path):
@@ -65,7 +65,7 @@ def test_a_standby_that_starts_while_redis_is_away_waits_for_it(server, tmp_path
         assert standby.wait() == 0
 
 
-def test_a_worker_that_is_no_standby_leaves_when_there_is_no_redis(tmp_path):
+def test_a_worker_without_standby_leaves_when_there_is_no_redis(tmp_path):
     with running_worker(f"redis://127.0.0.1:{free_port()}", tmp_path / "store") as worker:
         assert worker.wait() == 1
         assert "Error: RedisUnavailable: no Redis at" in worker.log
@@ -74,11 +74,9 @@ def test_a_worker_that_is_no_standby_leaves_when_there_is_no_redis(tmp_path):
 @pytest.mark.parametrize("standby", [True, False])
 @pytest.mark.parametrize("step", ["beat", "subscribe"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_that_could_be_registered_by_half_begins_anew_and_stands_there_once(
-    server, monkeypatch, step, when, standby
-):
-    """`after`: the reply was lost, and what it asked for was done."""
-    real, calls = getattr(RqIdentity, step), []
+def test_a_half_finished_registration_starts_over_and_leaves_one_entry(server, monkeypatch, step, when, standby):
+    """`after`: the reply was lost, and the command had taken effect."""
+    real, calls = getattr(RqRegistration, step), []
 
     def breaking(identity, *args, **options):
         calls.append(step)
@@ -90,31 +88,31 @@ def test_one_that_could_be_registered_by_half_begins_anew_and_stands_there_once(
         server.start()
         raise RedisConnectionError("gone")
 
-    monkeypatch.setattr(RqIdentity, step, breaking)
+    monkeypatch.setattr(RqRegistration, step, breaking)
     settings = read_settings({"redis_url": server.url, "lease_ttl_s": 60})
     if not standby:
         with pytest.raises(RedisUnavailable), open_queue(settings, server.url):
             pass
         return
     with open_queue(settings, server.url, standby=True) as opened, server.connection() as connection:
-        assert connection.smembers("rq:workers:generate") == {opened.identity.key.encode()}
-        assert connection.hget(opened.identity.key, "state") == b"idle"
-        channel, end = opened.identity.pubsub_channel_name, time.monotonic() + 20
+        assert connection.smembers("rq:workers:generate") == {opened.registration.key.encode()}
+        assert connection.hget(opened.registration.key, "state") == b"idle"
+        channel, end = opened.registration.pubsub_channel_name, time.monotonic() + 20
         while connection.pubsub_numsub(channel)[0][1] != 1:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert opened.rq_queue.beat()
 
 
-def test_a_lease_whose_reply_was_lost_is_no_others(server):
+def test_a_lease_whose_reply_was_lost_is_recognised_as_its_own(server):
     with open_queue(read_settings({"redis_url": server.url}), server.url):
-        pass  # the server knows the scripts from here on
+        pass  # from here on the server has the scripts
     with LossyProxy(server.port) as proxy, server.connection() as connection:
         proxy.lose(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"))
         url = f"redis://127.0.0.1:{proxy.port}"
         begin = time.monotonic()
         with open_queue(read_settings({"redis_url": url, "lease_ttl_s": 60}), url, standby=True) as opened:
             assert len(proxy.lost) == 1
-            assert time.monotonic() - begin < 30  # it did not wait for its own lease to run out
+            assert time.monotonic() - begin < 30  # it did not wait for its own lease to expire
             assert opened.rq_queue.beat()
         assert not connection.exists("stoker:lease:generate")

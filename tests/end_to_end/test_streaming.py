@@ -1,4 +1,4 @@
-"""A job's text as it is generated, from a worker process to a reader, and what a reader sees when things go wrong."""
+"""A job's text as it is generated, from a worker process to a reader, also when things go wrong."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER
 
 
 def text_of(events):
-    """What was said since the last restart."""
+    """The text since the last restart."""
     text = ""
     for event in events:
         text = "" if isinstance(event, Restarted) else text + event.text
@@ -25,7 +25,7 @@ def keys(connection):
     return sorted(key.decode() for key in connection.scan_iter("stoker:stream:*"))
 
 
-def test_a_reader_sees_the_text_grow_and_in_the_end_has_just_the_results_text(producer, redis_url, connection, store):
+def test_a_reader_sees_the_text_grow_and_ends_with_exactly_the_results_text(producer, redis_url, connection, store):
     ticket = producer.submit(agent_id="a", prompt="x", max_tokens=300, stream=True)
     with running_worker(redis_url, store, "--scripted-steps-per-s", "100"):
         events = list(ticket.stream(timeout_s=30))
@@ -36,7 +36,7 @@ def test_a_reader_sees_the_text_grow_and_in_the_end_has_just_the_results_text(pr
     assert 0 < connection.ttl(f"stoker:stream:{ticket.job_id}") <= 60
 
 
-def test_readers_who_join_late_have_what_there_was_and_all_of_them_have_the_same(producer, redis_url, store):
+def test_readers_who_join_late_get_the_whole_text_and_all_get_the_same(producer, redis_url, store):
     ticket = producer.submit(agent_id="a", prompt="x", max_tokens=300)
     with running_worker(redis_url, store, "--scripted-steps-per-s", "100") as worker:
         worker.wait_for(lambda: (ticket.status().tokens or 0) > 50)
@@ -52,10 +52,10 @@ def test_readers_who_join_late_have_what_there_was_and_all_of_them_have_the_same
         others = asyncio.run(read())
         text = ticket.result(timeout_s=30).text
         assert text_of([first, *reading]) == text_of(others) == text
-        assert text_of(ticket.stream()) == text  # of a job that is over
+        assert text_of(ticket.stream()) == text  # the job has ended
 
 
-def test_nothing_is_streamed_of_jobs_that_nobody_reads(producer, redis_url, connection, store):
+def test_jobs_without_a_reader_write_no_stream(producer, redis_url, connection, store):
     ticket = producer.submit(agent_id="a", prompt="x", max_tokens=100)
     with running_worker(redis_url, store, "--scripted-steps-per-s", "100") as worker:
         worker.wait_for(lambda: (ticket.status().tokens or 0) > 20)
@@ -65,7 +65,7 @@ def test_nothing_is_streamed_of_jobs_that_nobody_reads(producer, redis_url, conn
         assert "cmdstat_xread" not in connection.info("commandstats") or keys(connection) == []
 
 
-def test_a_reader_of_a_recovered_job_is_told_that_it_begins_anew(producer, redis_url, connection, store):
+def test_a_reader_of_a_recovered_job_gets_a_restart_event(producer, redis_url, connection, store):
     ticket = producer.submit(agent_id="a", prompt="x", max_tokens=200, stream=True)
     events = []
     reader = threading.Thread(target=lambda: events.extend(ticket.stream(timeout_s=60)))
@@ -99,7 +99,7 @@ def test_half_a_character_is_never_streamed(producer, redis_url, connection, sto
     assert not any("\ufffd" in text for text in seen)
 
 
-def test_a_stream_ends_with_its_job_however_that_ends(producer, redis_url, store):
+def test_a_stream_ends_with_its_job_in_every_state(producer, redis_url, store):
     fails, canceled, late = (
         producer.submit(agent_id=name, prompt=prompt, max_tokens=100_000, stream=True, job_timeout_s=timeout_s)
         for name, prompt, timeout_s in (("f", "fail so", 60), ("c", "x", 60), ("l", "x", 1))
@@ -120,7 +120,7 @@ def test_a_stream_ends_with_its_job_however_that_ends(producer, redis_url, store
         assert failed.value.partial_text.startswith(text_of(seen))
 
 
-def test_a_long_text_fills_no_more_than_its_share_of_redis(producer, redis_url, connection, store):
+def test_a_long_text_takes_a_limited_share_of_redis(producer, redis_url, connection, store):
     text = "0123456789" * 4_000
     ticket = producer.submit(agent_id="a", prompt=f"say {text}", max_tokens=50_000, stream=True)
     most = [0, 0]

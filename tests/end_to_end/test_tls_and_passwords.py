@@ -18,7 +18,7 @@ FORMS = ["url", "url_with_query"]
 
 
 def shows_password(text, password=PASSWORD):
-    """The password, what of it a careless parser would cut off, or its quoted form."""
+    """Whether it contains the password, the part a careless parser would cut off, or its quoted form."""
     return any(piece in text for piece in (password, quote(password, safe=""), password.partition("/")[0]))
 
 
@@ -29,12 +29,11 @@ def stoker(url, *arguments):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_producer_command_and_worker_speak_tls_and_nobody_shows_the_password(tls_server, tmp_path, form):  # noqa: F811
+def test_producer_command_and_worker_speak_tls_and_never_show_the_password(tls_server, tmp_path, form):  # noqa: F811
     url = getattr(tls_server, form)()
     with Producer(url) as producer, running_worker(url, tmp_path / "store", "-v") as worker:
         worker.wait_until_ready()
-        job = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
-        assert producer.submit(**job).result(timeout_s=30).usage.completion_tokens == 4
+        assert producer.submit(agent_id="a", prompt="x", max_tokens=4).result(timeout_s=30).usage.completion_tokens == 4
         code, output = stoker(url, "submit", "--agent", "b", "--prompt", "x", "--max-tokens", "4", "--wait")
         assert code == 0, output
         with Redis.from_url(url) as connection:
@@ -46,7 +45,7 @@ def test_producer_command_and_worker_speak_tls_and_nobody_shows_the_password(tls
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_refused_password_is_said_in_one_line_without_it(tls_server, tmp_path, form):  # noqa: F811
+def test_a_refused_password_is_reported_in_one_line_without_it(tls_server, tmp_path, form):  # noqa: F811
     wrong = "marlin/#?&@:%41"
     url = getattr(tls_server, form)(wrong)
     with pytest.raises(RedisUnavailable, match="refused") as caught:
@@ -61,7 +60,7 @@ def test_a_refused_password_is_said_in_one_line_without_it(tls_server, tmp_path,
 
 
 def test_a_server_of_another_authority_is_refused(tls_server, tmp_path):  # noqa: F811
-    url = tls_server.url().partition("?")[0]  # the system's authorities, which do not know ours
+    url = tls_server.url().partition("?")[0]  # the system's authorities, which do not include ours
     with pytest.raises(RedisUnavailable, match=r"(?i)certificate"):
         Producer(url).ping()
     with running_worker(url, tmp_path / "store") as worker:

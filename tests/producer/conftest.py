@@ -1,5 +1,5 @@
-"""A producer on fakeredis, which keeps RQ's keys faithfully, or on a real server in tests marked `server`; and somebody
-who plays the worker."""
+"""A producer on fakeredis, which handles RQ's keys correctly, or on a real server in tests marked `server`; and a
+simulated worker."""
 
 import io
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ def result_fields(job_id: str, text: str = "hello") -> dict[str, object]:
 
 
 def end(connection: Redis, job_id: str, text: str = "hello") -> None:
-    """The end of a job and no more: quickly, and in two commands that nobody sends who waits."""
+    """Write only the end of a job: quickly, with two commands that no waiting producer sends."""
     value = b64encode(json.dumps(result_fields(job_id, text)).encode())
     with connection.pipeline() as pipeline:
         pipeline.hset(Job.key_for(job_id), "status", "finished")
@@ -80,7 +80,7 @@ class PlayedWorker:
         self.fail(job_id, "JobStopped: stopped on request", status=JobStatus.STOPPED)
 
     def retry(self, job_id: str) -> None:
-        """As RQ does when a task returns `Retry`: an entry in the result stream that is not the job's end."""
+        """As RQ does when a task returns `Retry`: write an entry to the result stream that is not the job's end."""
         job = self.job(job_id)
         with self._connection.pipeline() as pipeline:
             job._handle_retry_result(

@@ -1,4 +1,4 @@
-"""`stoker agent`: what it asks for, what it prints, how it fails."""
+"""`stoker agent`: its requests, its output and its failures."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ ANSWERS = {
     ("info", "nobody"): ({**BASE, "agent_id": "nobody", "action": "info", "exists": False}, "no agent 'nobody'"),
     ("fork", "a", "b"): (
         {**BASE, "action": "fork", "target": "b", "version": 1, "from_version": 3, "tokens": 40},
-        "'b' goes on from 'a' at version 3: 40 tokens",
+        "'b' continues from 'a' at version 3: 40 tokens",
     ),
     ("rollback", "a", "--to", "2", "--expect-version", "3"): (
         {**BASE, "action": "rollback", "version": 4, "to_version": 2, "from_version": 3, "tokens": 20},
@@ -30,14 +30,14 @@ ANSWERS = {
     ),
     ("forget", "a", "--yes"): (
         {**BASE, "action": "forget", "existed": True, "version": 3, "blocks": 2, "block_bytes": 9, "shared_blocks": 1},
-        "forgot 'a' and 2 blocks (9 bytes); 1 more are in use by others",
+        "forgot 'a' and 2 blocks (9 bytes); 1 more are in use by other agents",
     ),
 }
 
 
 @pytest.fixture
 def requests(redis_url):
-    """What is asked for; answered as soon as it is there."""
+    """The job's request; the job is answered as soon as it is in the queue."""
     asked, stop = [], threading.Event()
     answers = []
 
@@ -63,7 +63,7 @@ def requests(redis_url):
 
 
 @pytest.mark.parametrize("arguments", ANSWERS)
-def test_each_command_asks_for_one_job_and_says_what_became_of_it(stoker, requests, arguments):
+def test_each_command_submits_one_job_and_prints_its_result(stoker, requests, arguments):
     asked, answers = requests
     result, words = ANSWERS[arguments]
     answers += [result, result]
@@ -80,7 +80,7 @@ def test_each_command_asks_for_one_job_and_says_what_became_of_it(stoker, reques
         assert (asked[0]["version"], asked[0]["expect_version"]) == (2, 3)
 
 
-def test_what_cannot_be_done_is_exit_code_1_with_the_reason(stoker, requests):
+def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
     _, answers = requests
     answers += ["AgentNotFound: there is no agent 'a'"]
     code, out, err = stoker("agent", "rollback", "a")
@@ -100,7 +100,7 @@ def test_forget_asks_first(stoker):
 
 
 @pytest.mark.parametrize("arguments", [("fork", "a", ""), ("info", "a\nb"), ("rollback", "a", "--expect-version", "0")])
-def test_what_is_wrong_with_the_command_is_exit_code_2_and_enqueues_nothing(stoker, redis_url, arguments):
+def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, redis_url, arguments):
     code, _, err = stoker("agent", *arguments)
     assert code == 2, err
     with Redis.from_url(redis_url) as connection:

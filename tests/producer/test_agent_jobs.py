@@ -1,4 +1,4 @@
-"""What a job about an agent's memory is in Redis, and what is refused before it gets there."""
+"""Jobs about an agent's memory: their keys in Redis, and requests that are refused before they get there."""
 
 import pytest
 from redis import Redis
@@ -37,7 +37,7 @@ def test_each_is_a_plain_rq_job_in_its_agents_line(producer, connection, action,
     assert job.description == f"{action} for agent 'an agent'"
 
 
-def test_what_is_wrong_is_refused_before_it_is_enqueued(producer, connection):
+def test_an_invalid_request_is_refused_before_it_is_enqueued(producer, connection):
     for call in (
         lambda agents: agents.info(""),
         lambda agents: agents.fork("a", "b\n"),

@@ -1,4 +1,4 @@
-"""Many results at a time: how each end is found, in what order, and at how many commands."""
+"""Waits for many results: each end is found, in order, with few commands."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ import stoker.producer
 import stoker.waiter
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.operations import Commands
-from stoker_worker.redis_server import EmbeddedServer
+from stoker_worker.embedded_redis.server import EmbeddedServer
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -38,7 +38,7 @@ def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, connectio
     assert {next(coming) for _ in range(3)} == {first, third, fourth}
     worker.finish(second.job_id, text="two")
     assert list(coming) == [second]
-    monkeypatch.setattr(stoker.driver, "carry_out", None)  # nothing more is asked
+    monkeypatch.setattr(stoker.driver, "carry_out", None)  # no further command may be sent
     assert [first.result().text, second.result().text] == ["one", "two"]
     with pytest.raises(JobFailed, match="ModelMismatch"):
         third.result()
@@ -47,7 +47,7 @@ def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, connectio
     assert set(producer.as_completed(tickets)) == set(tickets)
 
 
-def test_results_come_in_the_order_of_the_tickets_whatever_their_queue_and_however_often(producer, worker):
+def test_results_are_in_the_order_of_the_tickets_across_queues_and_with_repetitions(producer, worker):
     tickets = [producer.submit(**REQUEST, queue=f"q{n}") for n in range(4)]
     tickets.append(producer.ticket(tickets[0].job_id))
     tickets.append(tickets[1])
@@ -58,7 +58,8 @@ def test_results_come_in_the_order_of_the_tickets_whatever_their_queue_and_howev
 
 
 def test_an_error_is_raised_without_waiting_for_the_others_or_put_in_its_place(producer, worker):
-    waits, failed, missing = *submitted(producer, 2), producer.ticket("nobody")
+    waits, failed = submitted(producer, 2)
+    missing = producer.ticket("nobody")
     worker.fail(failed.job_id, "EngineFailed: x")
     with pytest.raises(JobFailed):
         producer.results([waits, failed], timeout_s=20)
@@ -119,16 +120,17 @@ def test_a_finished_job_whose_result_is_gone_is_not_waited_for(producer, worker,
 
 @pytest.mark.parametrize("count", [3, 40], ids=["few", "many"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
+@pytest.mark.slow
 def test_ends_that_write_no_entry_are_found(producer, worker, connection, count, fresh, monkeypatch):
     monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.01, 0.02))
     monkeypatch.setattr(stoker.waiter, "_CHECK_FEW_S", 0.01)
-    monkeypatch.setattr(stoker.waiter.random, "choice", lambda jobs: jobs[-1])  # not found by luck
+    monkeypatch.setattr("stoker.waiter.random.choice", lambda jobs: jobs[-1])  # the random check must not find it
     tickets = submitted(producer, count)
     if not fresh:
         tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
     coming = producer.as_completed(tickets, timeout_s=20)
     worker.finish(tickets[0].job_id)
-    assert next(coming) is tickets[0]  # from now on they are all waited for
+    assert next(coming) is tickets[0]  # now the wait includes all of them
     tickets[1].cancel()
     connection.delete(f"rq:job:{tickets[2].job_id}")
     assert {next(coming), next(coming)} == {tickets[1], tickets[2]}
@@ -138,7 +140,7 @@ def test_ends_that_write_no_entry_are_found(producer, worker, connection, count,
         tickets[2].result()
 
 
-def test_a_result_whose_entry_went_astray_is_found_in_the_end(producer, worker, connection, monkeypatch):
+def test_a_result_whose_entry_was_lost_is_found_eventually(producer, worker, connection, monkeypatch):
     monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.001, 0.001))
     monkeypatch.setattr(stoker.producer, "blocking_slice_s", lambda connection: 0.01)
     tickets = submitted(producer, 20)
@@ -177,10 +179,11 @@ def commands_but(server, *ours):
     return sum(found["calls"] for name, found in stats.items() if name.removeprefix("cmdstat_") not in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
 def test_a_thousand_results_cost_at_most_three_thousand_commands(redis_url, server, fresh, monkeypatch):
-    """Each job ends alone, after the one before was seen: the dearest case."""
+    """Each job ends alone, after the one before was seen: the most expensive case."""
     monkeypatch.setattr(stoker.waiter, "_GATHER_S_PER_JOB", 0)
     with Producer(redis_url) as producer:
         tickets = submitted(producer, 1000)
@@ -215,6 +218,7 @@ def test_a_thousand_results_that_are_there_already_cost_little_more_than_one_com
         assert commands_but(server, "info") - before < 1100
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_lost_connections_lose_no_end(redis_url, server):
     with LossyProxy(int(redis_url.rsplit(":", 1)[1])) as proxy:
@@ -268,6 +272,7 @@ def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeyp
                     assert set(waiting.result()) == set(tickets[1:])
 
 
+@pytest.mark.slow
 def test_a_server_that_was_never_there_is_no_server():
     producer = Producer("redis://127.0.0.1:1")
     with pytest.raises(RedisUnavailable):
@@ -275,13 +280,13 @@ def test_a_server_that_was_never_there_is_no_server():
 
 
 def test_a_look_for_many_jobs_is_a_few_commands(connection, monkeypatch):
-    """However many jobs are waited for, what one look asks is bounded."""
+    """One look sends a bounded number of commands, for any number of jobs."""
     producer = Producer(connection)
     tickets = submitted(producer, 2500)
     waiter = stoker.waiter.Waiter()
     for ticket in tickets:
         waiter.add(ticket.job_id, "generate")
-    while waiter.has_unseen:
+    while waiter._unseen:
         assert stoker.driver.run(connection, waiter.look(0)) == []
     carry_out, sizes = stoker.driver.carry_out, []
 

@@ -1,7 +1,8 @@
-"""The producer for asyncio: the same methods, many tasks, few connections, and turns for others in between."""
+"""The producer for asyncio: the same methods, many tasks, few connections, and pauses in which other tasks run."""
 
 import asyncio
 import inspect
+from typing import Any
 
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
@@ -29,7 +30,7 @@ from stoker import (
 )
 from stoker.new_job import NewJob
 
-REQUEST = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
+REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_task_that_waits_on_while_its_program_ends_gets_its_result(fake, worke
     assert texts == ["done"]
 
 
-def test_a_closed_producer_leaves_nobody_waiting(fake):
+def test_closing_a_producer_ends_all_waits(fake):
     async def use():
         producer = producer_on(fake)
         waiting = asyncio.create_task((await producer.submit(**REQUEST)).result())
@@ -163,6 +164,7 @@ def test_a_closed_producer_leaves_nobody_waiting(fake):
     asyncio.run(use())
 
 
+@pytest.mark.slow
 def test_no_server_is_one_clear_error_without_the_password():
     async def use():
         async with AsyncProducer("redis://user:hunter2@127.0.0.1:1/3") as producer:
@@ -177,7 +179,7 @@ def test_no_server_is_one_clear_error_without_the_password():
 
 
 @pytest.mark.parametrize("url", ["http://:hunter2@h", "hunter2"])
-def test_what_is_not_a_redis_url_is_refused_without_quoting_it(url):
+def test_an_invalid_redis_url_is_refused_without_quoting_it(url):
     with pytest.raises(ValueError, match="not a Redis URL") as caught:
         AsyncProducer(url)
     assert "ter2" not in str(caught.value)
@@ -185,9 +187,9 @@ def test_what_is_not_a_redis_url_is_refused_without_quoting_it(url):
 
 def test_a_connection_of_the_other_kind_is_refused():
     with pytest.raises(TypeError, match=r"redis\.asyncio\.Redis"):
-        AsyncProducer(Redis())
+        AsyncProducer(Redis())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"redis\.Redis"):
-        Producer(AsyncRedis())
+        Producer(AsyncRedis())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="decode_responses"):
         AsyncProducer(AsyncRedis(decode_responses=True))
 
@@ -201,6 +203,7 @@ def server(redis_url):
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_two_thousand_tasks_that_submit_and_wait_open_few_connections(redis_url, server):
     most = 0
@@ -225,6 +228,7 @@ def test_two_thousand_tasks_that_submit_and_wait_open_few_connections(redis_url,
     assert 2 <= most <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_jobs_of_a_real_worker_come_back(redis_url, tmp_path):
     async def use():
@@ -242,7 +246,7 @@ def test_jobs_of_a_real_worker_come_back(redis_url, tmp_path):
 
 @pytest.mark.server
 def test_other_tasks_have_their_turn_while_thousands_are_submitted_and_read(redis_url, server, monkeypatch):
-    """How much work is done between two turns of another task; the clock decides where to pause, not this test."""
+    """The work done between two turns of another task; the clock decides where to pause, not this test."""
     monkeypatch.setattr(stoker.submitting, "_BUSY_S", 0.0)
     made = answered = most_made = most_answered = 0
     make, carry_out = NewJob.__init__, stoker.async_driver.carry_out
@@ -290,7 +294,7 @@ def test_a_job_submitted_while_others_are_awaited_is_seen_soon(redis_url, server
     async def use():
         async with AsyncProducer(redis_url) as producer:
             waiting = asyncio.create_task((await producer.submit(**REQUEST)).result(timeout_s=60))
-            await asyncio.sleep(0.1)  # it is waited for
+            await asyncio.sleep(0.1)  # so that the wait has begun
             second = await producer.submit(**REQUEST)
             PlayedWorker(server).finish(second.job_id, text="second")
             assert (await second.result(timeout_s=20)).text == "second"

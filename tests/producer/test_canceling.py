@@ -61,7 +61,7 @@ def held_back_by_a_rate_limit(queue):
 
 
 def dump(server):
-    """Members of everything, and of jobs where they stand."""
+    """The members of every key, and the state of each job."""
     found = {}
     for key in server.scan_iter():
         kind = server.type(key)

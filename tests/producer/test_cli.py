@@ -1,4 +1,4 @@
-"""The `stoker` command: what it prints where, and its exit codes."""
+"""The `stoker` command: its output on stdout and stderr, and its exit codes."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_a_job_that_does_not_end_in_time_keeps_its_id_in_view(stoker):
     assert json.loads(out)["error"]["job_id"]
 
 
-def test_a_canceled_job_says_so(stoker):
+def test_the_error_of_a_canceled_job_is_job_canceled(stoker):
     _, out, _ = stoker("submit", "--agent", "a", "--prompt", "hi")
     assert stoker("cancel", out.strip())[:2] == (0, "canceled\n")
     assert stoker("status", out.strip())[:2] == (0, "canceled\n")
@@ -142,6 +142,7 @@ def test_no_server_is_exit_code_1_without_the_password(stoker):
     assert "hunter2" not in err
 
 
+@pytest.mark.slow
 def test_a_submit_while_redis_is_away_is_one_line(stoker):
     code, out, err = stoker("submit", "--message", "hi", "--redis", "redis://127.0.0.1:1")
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -149,7 +150,7 @@ def test_a_submit_while_redis_is_away_is_one_line(stoker):
 
 
 def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):
-    monkeypatch.setenv("STOKER_MAX_BATCH", "4")  # the worker's
+    monkeypatch.setenv("STOKER_MAX_BATCH", "4")  # a variable of the worker
     assert stoker("ls")[0] == 0
     monkeypatch.setenv("STOKER_REDIS_ULR", "redis://elsewhere")
     code, out, err = stoker("submit", "--message", "hi")

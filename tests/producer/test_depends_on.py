@@ -1,4 +1,4 @@
-"""Jobs that wait for others, and jobs that are tried again, at a real worker."""
+"""Jobs that wait for others, and jobs that are retried, with a real worker."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ import stoker.driver
 from stoker import JobFailed
 from stoker.operations import Watched
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 FIELDS = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
 
 
@@ -35,7 +35,7 @@ def test_jobs_run_after_those_they_depend_on(producer, connection, redis_url, tm
     assert times(connection, last)[0] >= max(times(connection, ticket)[1] for ticket in others)
 
 
-def test_no_job_waits_for_ever_for_one_that_ends_while_it_is_enqueued(producer, redis_url, tmp_path):
+def test_a_dependency_that_ends_during_the_enqueueing_is_noticed(producer, redis_url, tmp_path):
     with running_worker(redis_url, tmp_path / "store") as worker:
         worker.wait_until_ready()
         parents = [producer.submit(agent_id=f"p{n}", prompt="x", max_tokens=1 + n % 7) for n in range(60)]
@@ -46,7 +46,9 @@ def test_no_job_waits_for_ever_for_one_that_ends_while_it_is_enqueued(producer, 
         assert len(producer.results(children, timeout_s=60)) == 60
 
 
-def test_a_job_whose_parent_ends_between_the_look_and_the_write_is_enqueued_at_once(producer, connection, monkeypatch):
+def test_a_job_whose_dependency_ends_between_the_read_and_the_write_is_enqueued_at_once(
+    producer, connection, monkeypatch
+):
     parent = producer.submit(**FIELDS)
     carry_out = stoker.driver.carry_out
 

@@ -1,6 +1,8 @@
-"""A job is enqueued once, whatever replies are lost on the way and however often its producer asks."""
+"""A job is enqueued once, even if replies are lost and its producer repeats the call."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,7 +21,7 @@ from stoker import DuplicateJob, InvalidRequest, Producer, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
-REQUEST = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
+REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def nth(n):
 
 
 def until_it_succeeds(call):
-    """As a producer that knows its ids does."""
+    """Repeats the call, as a producer with ids of its own can."""
     for _ in range(10):
         try:
             return call()
@@ -64,10 +66,9 @@ def until_it_succeeds(call):
     raise AssertionError("ten lost replies, and there were fewer")
 
 
-def test_of_fifty_jobs_whose_transactions_lose_their_replies_each_runs_once(
-    proxy, producer, server, redis_url, tmp_path
-):
-    with running_worker(redis_url, tmp_path / "store") as worker:  # it takes them as they come: started, finished
+@pytest.mark.slow
+def test_fifty_jobs_whose_transactions_lose_their_replies_run_once_each(proxy, producer, server, redis_url, tmp_path):
+    with running_worker(redis_url, tmp_path / "store") as worker:  # so that jobs are started and finished meanwhile
         tickets = []
         for n in range(30):
             proxy.lose(is_transaction)
@@ -84,7 +85,7 @@ def test_of_fifty_jobs_whose_transactions_lose_their_replies_each_runs_once(
 
 
 @pytest.mark.parametrize("lost", range(8))
-def test_whatever_reply_is_lost_the_same_call_again_makes_no_second_job(proxy, producer, server, lost):
+def test_repeating_the_call_after_any_lost_reply_makes_no_second_job(proxy, producer, server, lost):
     proxy.lose(nth(lost))
     for n in range(4):
         until_it_succeeds(lambda n=n: producer.submit(**REQUEST, job_id=f"job-{n}"))
@@ -100,7 +101,7 @@ def test_a_job_that_went_on_before_its_reply_was_lost_is_left_as_it_is(proxy, pr
         if not exchange.is_transaction:
             return False
         [job_id] = queued(server)
-        play = {
+        play: dict[str, Callable[[str], object]] = {
             "started": worker.start,
             "finished": worker.finish,
             "canceled": lambda job_id: worker.job(job_id).cancel(),
@@ -117,7 +118,7 @@ def test_a_job_that_went_on_before_its_reply_was_lost_is_left_as_it_is(proxy, pr
 
 
 def test_a_transaction_that_arrives_after_its_second_try_is_refused(redis_url, server, monkeypatch):
-    """As when a server hangs for longer than the socket's time limit: a packet cannot be taken back."""
+    """As with a server that hangs for longer than the socket timeout: the packet is already on its way."""
     late, execute = [], Pipeline.execute
 
     def times_out_once(self, **options):

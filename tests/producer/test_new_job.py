@@ -1,6 +1,7 @@
-"""Jobs are written key by key as RQ's own enqueueing writes them."""
+"""Jobs are written with the same keys as by RQ's own enqueueing."""
 
 from datetime import datetime
+from typing import Any
 
 import pytest
 from fakeredis import FakeRedis
@@ -9,10 +10,10 @@ from rq.job import Dependency
 from rq.queue import Queue
 
 from stoker import InvalidRequest, JobNotFound, Producer
-from stoker.wire_json import WireJson
+from stoker.new_job import WireJson
 from stoker_shared.wire import FIELD_AGENT, TASK_PATH
 
-FIELDS = {"agent_id": "a", "prompt": "hi", "max_tokens": 5}
+FIELDS: dict[str, Any] = {"agent_id": "a", "prompt": "hi", "max_tokens": 5}
 TIMES = {"job_timeout": 3600, "result_ttl": 86_400, "failure_ttl": 7 * 86_400}
 PLAIN = {"description": "generate for agent 'a'", "job_id": "new", **TIMES}
 
@@ -22,14 +23,14 @@ def rqs(connection):
 
 
 def parents(connection, **states):
-    """Jobs of other producers, in these states."""
+    """Enqueues jobs of other producers, in these states."""
     for job_id, state in states.items():
         rqs(connection).enqueue(TASK_PATH, job_id=job_id)
         connection.hset(f"rq:job:{job_id}", "status", state)
 
 
 def masked(value):
-    """With times as such: they are what must differ."""
+    """The value with its times masked, because they differ between two runs."""
     try:
         datetime.fromisoformat(value.decode())
     except ValueError:
@@ -52,7 +53,7 @@ def dump(connection):
     return found
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "another queue's end": ({"at_front": True}, {"at_front": True}),
     "times": (
@@ -126,14 +127,14 @@ def test_a_worker_that_looks_ahead_finds_agent_and_access_beside_the_request(pro
     assert found.decode() == f"{created_at.decode()} {hint}"
 
 
-def test_a_job_cannot_wait_for_one_that_is_not_there(producer, connection):
+def test_a_job_cannot_depend_on_a_missing_job(producer, connection):
     with pytest.raises(JobNotFound, match="nobody") as caught:
         producer.submit(**FIELDS, depends_on=["nobody"])
     assert caught.value.job_id == "nobody"
     assert connection.keys() == []
 
 
-def test_the_same_job_again_is_the_same_ticket_though_what_it_waited_for_has_expired(producer, connection):
+def test_a_repeated_call_gives_the_same_job_even_if_its_dependency_has_expired(producer, connection):
     parent = producer.submit(**FIELDS)
     child = producer.submit(**FIELDS, job_id="child", depends_on=parent)
     connection.delete(f"rq:job:{parent.job_id}")

@@ -1,7 +1,8 @@
-"""What a submitted job is in Redis, and what is refused before it gets there."""
+"""A submitted job's keys in Redis, and requests that are refused before they get there."""
 
 import dataclasses
 import zlib
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -38,7 +39,7 @@ def test_a_submitted_job_is_a_plain_rq_job_that_rqs_own_json_reads(producer, con
     assert connection.smembers("rq:queues") == {b"rq:queue:generate"}
 
 
-def test_the_prompt_stands_nowhere_but_in_the_jobs_data(producer, connection):
+def test_the_prompt_is_only_in_the_jobs_data(producer, connection):
     ticket = producer.submit(agent_id="a" * 200, prompt=SECRET)
     fields = connection.hgetall(f"rq:job:{ticket.job_id}")
     assert SECRET in zlib.decompress(fields.pop(b"data")).decode()
@@ -68,7 +69,7 @@ def test_times_queue_and_place_are_the_callers(producer, connection):
 
 @pytest.mark.parametrize("name", ["job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s"])
 @pytest.mark.parametrize("value", [0, -2, 1.5, "1h", True, 10**16])
-def test_a_time_that_is_not_whole_seconds_is_refused_by_name(producer, connection, name, value):
+def test_a_time_in_fractions_of_seconds_is_refused_by_name(producer, connection, name, value):
     with pytest.raises(InvalidRequest, match=name):
         producer.submit(agent_id="a", prompt="x", **{name: value})
     assert connection.keys() == []
@@ -125,7 +126,7 @@ def test_text_is_sent_as_utf8_so_that_a_request_within_the_limit_stays_within_it
 
 def test_many_jobs_are_enqueued_in_order(producer, connection, monkeypatch):
     monkeypatch.setattr(stoker.submitting, "CHUNK_JOBS", 4)
-    requests = [{"agent_id": "a", "prompt": f"p{i}"} for i in range(9)]
+    requests: list[Any] = [{"agent_id": "a", "prompt": f"p{i}"} for i in range(9)]
     requests.append(GenerationRequest(agent_id="a", prompt="p9"))
     tickets = producer.submit_many(iter(requests), queue="bulk", result_ttl_s=5)
     assert [request_of(connection, t.job_id)["prompt"] for t in tickets] == [f"p{i}" for i in range(10)]
@@ -150,7 +151,7 @@ def test_a_generators_requests_are_enqueued_as_they_come_and_never_held_all_at_o
 
 
 def test_one_bad_request_among_many_enqueues_none_and_is_named_by_its_place(producer, connection):
-    requests = [{"agent_id": "a", "prompt": "x"}, {"agent_id": "a", "prompt": SECRET, "max_tokens": 0}]
+    requests: list[Any] = [{"agent_id": "a", "prompt": "x"}, {"agent_id": "a", "prompt": SECRET, "max_tokens": 0}]
     with pytest.raises(InvalidRequest, match=r"request 1: max_tokens") as caught:
         producer.submit_many(requests)
     assert SECRET not in str(caught.value)
@@ -173,7 +174,7 @@ def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, chunks):
 
 
 def played(operation):
-    """Its steps, each answered as if it had been carried out."""
+    """The operation's steps; each is answered as if it had been carried out."""
     step = next(operation)
     while True:
         yield step
@@ -197,7 +198,7 @@ def test_a_chunk_of_many_jobs_is_two_round_trips(redis_url, monkeypatch):
 
     monkeypatch.setattr(connection_class, "send_packed_command", counting)
     producer.submit_many([{"agent_id": "a", "prompt": "x"}] * 200)
-    assert len(reads) == 4 + 1  # and a look whether somebody listens
+    assert len(reads) == 4 + 1  # and one that looks for a worker
     producer.close()
 
 
@@ -205,7 +206,7 @@ def test_a_chunk_of_many_jobs_is_two_round_trips(redis_url, monkeypatch):
 
 
 def test_no_server_is_one_clear_error_without_the_password(monkeypatch):
-    monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each takes its time
+    monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each retry takes a while
     producer = Producer("redis://user:hunter2@127.0.0.1:1/3")
     for call in (producer.ping, lambda: producer.submit(agent_id="a", prompt="x"), lambda: producer.result("j", 1)):
         with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
@@ -231,7 +232,7 @@ def test_an_error_in_which_the_server_quotes_the_password_does_not_show_it(monke
 
 
 @pytest.mark.parametrize("url", ["http://:hunter2@h", "redis://:hun@ter2@h:1x", "hunter2", "redis://:hunter2@h:1?db=x"])
-def test_what_is_not_a_redis_url_is_refused_without_quoting_it(url):
+def test_an_invalid_redis_url_is_refused_without_quoting_it(url):
     with pytest.raises(ValueError, match="not a Redis URL") as caught:
         Producer(url)
     assert "ter2" not in str(caught.value)

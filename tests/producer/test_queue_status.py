@@ -1,4 +1,4 @@
-"""The queues as they are now: every job counted once, in its state; and what `stoker ls` makes of it."""
+"""The state of the queues: every job is counted once, in its state; and the table of `stoker ls`."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def enqueued_ago(connection, ticket, **ago):
 
 
 def publish(connection, name, **more):
-    """As a worker does."""
+    """Start the job as a worker does."""
     said = {"queues": ["generate"], "model": None, "context_tokens": None, "mode": None, "host": "mac", "pid": 7}
     connection.sadd("rq:workers", f"rq:worker:{name}")
     connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": time.time() - 300, **more}))
@@ -61,12 +61,12 @@ def test_ended_jobs_count_until_they_expire(producer, connection):
     assert counts(status_of(producer)) == [1, 0, 1, 0, 0, 0]
 
 
-def test_the_oldest_wait_is_the_longest_whoever_is_in_front(producer, connection):
+def test_the_oldest_wait_is_the_longest_even_behind_newer_jobs(producer, connection):
     first = producer.submit(prompt="x")
     enqueued_ago(connection, first, hours=1)
     enqueued_ago(connection, producer.submit(prompt="x", at_front=True), seconds=5)
     assert 3600 <= status_of(producer).oldest_wait_s < 3700
-    enqueued_ago(connection, first, hours=-1)  # its producer's clock is fast
+    enqueued_ago(connection, first, hours=-1)  # the producer's clock is ahead
     assert 0 <= status_of(producer).oldest_wait_s < 100
 
 
@@ -92,7 +92,7 @@ def test_the_workers_that_listen_are_named_and_their_queues_are_there_without_a_
 
 
 def test_ls_is_a_table_or_one_object(stoker, producer, connection):
-    assert stoker("ls") == (0, "no queues, and no worker\n", "")
+    assert stoker("ls") == (0, "no queues and no workers\n", "")
     enqueued_ago(connection, producer.submit(prompt="x"), minutes=5)
     producer.submit(prompt="x", queue="urgent")
     publish(connection, "mac.1", queues=["urgent"])

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+from typing import Any
 
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis
@@ -10,7 +11,7 @@ from tests.producer.played_worker import PlayedWorker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
 
-REQUEST = {"agent_id": "a", "prompt": "x"}
+REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x"}
 
 
 @pytest.mark.parametrize("kind", [Producer, AsyncProducer])
@@ -30,7 +31,7 @@ def test_a_producer_made_from_a_url_can_be_pickled_and_shows_no_password(kind):
     ],
     ids=["producer", "async producer", "ticket", "async ticket"],
 )
-def test_what_cannot_be_pickled_tells_what_to_do(what, helps):
+def test_the_error_of_an_object_that_cannot_be_pickled_has_advice(what, helps):
     with pytest.raises(TypeError, match=helps):
         pickle.dumps(what())
 

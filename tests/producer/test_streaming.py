@@ -1,4 +1,4 @@
-"""Reading along: what a reader makes of the entries of a stream, and of a job that ends without them."""
+"""Reading a stream: the events made from its entries, and a job that ends without entries."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def say(connection, ticket):
     return say
 
 
-def test_asking_marks_the_job_and_makes_none_that_is_gone(producer, connection, ticket):
+def test_a_request_for_the_stream_marks_the_job_and_makes_no_missing_job(producer, connection, ticket):
     key = f"rq:job:{ticket.job_id}"
     assert not connection.hexists(key, "stoker_stream")
     with pytest.raises(ResultTimeout, match="still queued"):
@@ -34,22 +34,22 @@ def test_asking_marks_the_job_and_makes_none_that_is_gone(producer, connection, 
     assert not connection.exists(key)
 
 
-def test_what_came_together_is_one_chunk_and_the_rest_comes_from_the_result(worker, ticket, say):
+def test_entries_read_together_are_one_chunk_and_the_rest_comes_from_the_result(worker, ticket, say):
     say("1", "whole", "he")
     say("1", "more", "ll")
     reading = ticket.stream(timeout_s=30)
     assert next(reading) == TextChunk("hell")
-    say("1", "whole", "hell")  # what was read does not come again
+    say("1", "whole", "hell")  # text that was read is not repeated
     worker.finish(ticket.job_id, text="hello")
     say("1", "end")
     assert list(reading) == [TextChunk("o")]
 
 
-def test_another_run_begins_anew(worker, ticket, say):
+def test_another_run_restarts_the_text(worker, ticket, say):
     say("1", "whole", "one")
     reading = ticket.stream(timeout_s=30)
     assert next(reading) == TextChunk("one")
-    say("1", "end")  # of a try that failed and is tried again
+    say("1", "end")  # of a run that failed and is retried
     say("2", "whole", "")
     say("2", "more", "two")
     assert next(reading) == Restarted()
@@ -58,14 +58,14 @@ def test_another_run_begins_anew(worker, ticket, say):
     assert list(reading) == [TextChunk(".")]
 
 
-def test_a_reader_who_comes_to_the_second_run_never_hears_of_the_first(worker, ticket, say):
+def test_a_reader_that_begins_in_the_second_run_sees_nothing_of_the_first(worker, ticket, say):
     say("2", "whole", "two")
     worker.finish(ticket.job_id, text="two")
     assert list(ticket.stream(timeout_s=30)) == [TextChunk("two")]
 
 
-def test_a_result_that_is_another_text_comes_whole_behind_a_marker(worker, ticket, say):
-    """As when the last run was never streamed."""
+def test_a_result_with_another_text_is_read_whole_after_a_restart(worker, ticket, say):
+    """As if the last run had not been streamed."""
     say("1", "whole", "one")
     reading = ticket.stream(timeout_s=30)
     assert next(reading) == TextChunk("one")

@@ -1,4 +1,4 @@
-"""How a job's end reaches the one who waits for it, on jobs as RQ's own code ends them."""
+"""Tickets see the end of a job, on jobs that RQ's own code ends."""
 
 import base64
 import json
@@ -72,7 +72,7 @@ def test_a_job_that_timed_out_gives_the_text_so_far(ticket, worker):
 
 
 @pytest.mark.parametrize("meta", [b"\x80\x04\x95", b"[]", b'{"partial": 3}', b"nonsense"])
-def test_meta_that_somebody_else_wrote_does_no_harm(ticket, worker, connection, meta):
+def test_meta_written_by_other_clients_does_no_harm(ticket, worker, connection, meta):
     worker.fail(ticket.job_id, "E: x")
     connection.hset(f"rq:job:{ticket.job_id}", "meta", meta)
     with pytest.raises(JobFailed) as caught:
@@ -111,7 +111,7 @@ def test_a_finished_job_whose_result_is_gone_is_not_found(ticket, worker, connec
         ticket.result()
 
 
-def test_a_wait_of_no_seconds_looks_once_and_says_where_the_job_stands(ticket):
+def test_a_wait_of_zero_seconds_checks_once_and_its_error_has_the_state(ticket):
     with pytest.raises(ResultTimeout, match="queued"):
         ticket.result(timeout_s=0)
 
@@ -159,7 +159,7 @@ def test_status_tells_the_place_in_the_queue_then_worker_and_tokens_then_the_end
 
 
 @pytest.mark.parametrize("job_id", ["", "a\nb", "\ud800"])
-def test_what_cannot_be_a_job_id_is_a_value_error(producer, job_id):
+def test_an_impossible_job_id_is_a_value_error(producer, job_id):
     with pytest.raises(ValueError, match="job id"):
         producer.ticket(job_id)
 

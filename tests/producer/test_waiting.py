@@ -14,18 +14,18 @@ from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
 import stoker.driver
-import stoker.patience
-from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable
+import stoker.waiting
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.connection import blocking_slice_s
 from stoker.operations import Commands
-from stoker_worker.redis_server import EmbeddedServer
+from stoker_worker.embedded_redis.server import EmbeddedServer
 
 pytestmark = pytest.mark.server
 
 
 @pytest.fixture
 def blocked(monkeypatch):
-    """Set each time a waiter goes to sleep in the server."""
+    """An event that is set whenever a blocking read begins."""
     event = threading.Event()
     carry_out = stoker.driver.carry_out
 
@@ -43,7 +43,7 @@ def is_block(step):
 
 
 def when_blocked(event, action):
-    """Do `action` once somebody waits, on a thread of its own, and hand back its future."""
+    """Run `action` on another thread once a blocking read has begun; returns its future."""
 
     def run():
         assert event.wait(20)
@@ -91,6 +91,7 @@ def test_a_wait_longer_than_the_connections_socket_timeout_leaves_the_connection
     ],
     ids=["cancel", "stop", "delete", "expiry"],
 )
+@pytest.mark.slow
 def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, blocked, act, error):
     ticket = producer.submit(agent_id="a", prompt="x")
     done = when_blocked(blocked, lambda: act(ticket, connection))
@@ -99,10 +100,28 @@ def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, 
     done.result()
 
 
+def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connection, monkeypatch):
+    ticket = producer.submit(agent_id="a", prompt="x")
+    PlayedWorker(connection).start(ticket.job_id)
+    PlayedWorker(connection).retry(ticket.job_id)
+    reads = []
+    carry_out = stoker.driver.carry_out
+
+    def noting(connection, step):
+        if is_block(step):
+            reads.append(step)
+        return carry_out(connection, step)
+
+    monkeypatch.setattr(stoker.driver, "carry_out", noting)
+    with pytest.raises(ResultTimeout):
+        ticket.result(timeout_s=0.3)
+    assert len(reads) < 6
+
+
 def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
     lost = threading.Event()
-    monkeypatch.setattr(stoker.driver.time, "sleep", lambda seconds: lost.set())
+    monkeypatch.setattr("stoker.driver.time.sleep", lambda seconds: lost.set())
     with EmbeddedServer(tmp_path / "redis") as server:
         port = int(server.url.rsplit(":", 1)[1])
         with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
@@ -116,9 +135,10 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
                     assert waiting.result().text == "after the restart"
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, blocked, monkeypatch):
     require_server_program()
-    monkeypatch.setattr(stoker.patience, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(stoker.waiting, "GIVE_UP_S", 0.5)
     with EmbeddedServer(tmp_path / "redis") as server, Producer(server.url) as producer:
         tickets = [producer.submit(agent_id="a", prompt="x") for _ in range(2)]
         done = when_blocked(blocked, server.stop)
@@ -150,6 +170,7 @@ def test_one_sleep_in_the_server_is_shorter_than_the_clients_patience(socket_tim
     assert blocking_slice_s(Redis(socket_timeout=socket_timeout_s)) == slice_s
 
 
+@pytest.mark.slow
 def test_a_wrong_password_is_not_waited_out(producer, connection, redis_url):
     with pytest.raises(RedisUnavailable, match=r"^refused by the Redis server") as caught:
         Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).result("x", timeout_s=30)

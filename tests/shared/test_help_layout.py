@@ -1,4 +1,4 @@
-"""What `--help` looks like: headings in order, everything in it once, examples as they are typed."""
+"""The layout of `--help`: headings in order, everything once, examples unchanged."""
 
 import click
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""What a request may be, and what its refusal says."""
+"""Valid and invalid requests, and the messages of refusals."""
 
 import pytest
 
@@ -118,7 +118,7 @@ APPEND = {**WITH_PROMPT, "context": "append"}
         ({**APPEND, "expect_version": 0}, 2),
     ],
 )
-def test_the_lowest_version_that_has_what_is_asked_goes_on_the_wire(fields, version):
+def test_the_wire_has_the_lowest_version_that_has_all_fields(fields, version):
     assert build_request(fields).as_payload()["v"] == version
 
 
@@ -132,7 +132,7 @@ def test_the_lowest_version_that_has_what_is_asked_goes_on_the_wire(fields, vers
         ({"agent_id": "a", "cache": "off"}, "none"),
     ],
 )
-def test_a_request_uses_its_agents_memory_as_its_cache_field_says(fields, access):
+def test_the_cache_field_decides_how_the_agents_memory_is_used(fields, access):
     assert build_request({"prompt": "x", **fields}).access == access
 
 
@@ -147,7 +147,7 @@ def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
         build_request({**WITH_MESSAGES, "tools": [nested(300)]}).as_payload()
 
 
-def test_only_what_differs_from_the_defaults_goes_on_the_wire():
+def test_the_wire_has_only_fields_that_differ_from_their_defaults():
     request = build_request({**WITH_PROMPT, "max_tokens": 256, "stop": "END", "temperature": 1})
     assert request.as_payload() == {"v": 1, **WITH_PROMPT, "stop": ["END"], "temperature": 1.0}
 

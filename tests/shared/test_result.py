@@ -1,8 +1,10 @@
 """The result as producers read it."""
 
+from typing import Any
+
 from stoker_shared import GenerationResult
 
-WIRE = {
+WIRE: dict[str, Any] = {
     "job_id": "1",
     "agent_id": "a",
     "text": " hi",

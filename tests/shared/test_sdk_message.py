@@ -1,4 +1,4 @@
-"""Chat messages as SDKs send them: kept as text, or refused by name, never silently changed."""
+"""Chat messages as SDKs send them: kept as text or refused by name, never changed silently."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def kept(*messages):
     return [message.as_template_input() for message in request.messages]
 
 
-def test_what_an_assistant_only_called_has_no_content():
+def test_an_assistants_message_with_only_tool_calls_has_no_content():
     for silent in ({"content": None}, {}):
         (message,) = kept({"role": "assistant", "tool_calls": [CALL], **silent})
         assert message == {"role": "assistant", "tool_calls": [CALL]}
@@ -26,7 +26,7 @@ def test_a_list_without_calls_is_no_list():
 
 
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]])
-def test_a_worker_of_v_1_is_asked_only_what_it_reads(content):
+def test_a_worker_of_v_1_can_read_requests_without_newer_fields(content):
     message = {"role": "assistant", "content": content, "tool_calls": [CALL]}
     payload = build_request({"agent_id": "a", "messages": [message]}).as_payload()
     assert payload["v"] == (2 if content is None else 1)
@@ -65,7 +65,7 @@ def test_output_fields_count_for_nothing_when_they_hold_nothing_and_are_refused_
         kept({"role": "assistant", "content": "x", field: {"id": "1"}})
 
 
-def test_a_refusal_is_what_the_assistant_answered():
+def test_a_refusal_is_the_assistants_answer():
     for message in ({"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
         assert kept({"role": "assistant", **message}) == [{"role": "assistant", "content": "No."}]
     assert kept({"role": "assistant", "content": "x", "refusal": None})[0]["content"] == "x"
@@ -89,7 +89,7 @@ def test_other_fields_are_refused_still():
              "url_citation": {"start_index": 0, "end_index": 4, "title": "t", "url": "https://example.org"}}]},
     ],
 )  # fmt: skip
-def test_what_the_openai_package_dumps_of_an_answer_is_taken_back(answer):
+def test_an_answer_dumped_by_the_openai_package_is_accepted(answer):
     chat = pytest.importorskip("openai.types.chat")
     message = chat.ChatCompletionMessage.model_validate(answer)
     said = answer["content"] or answer.get("refusal")

@@ -1,4 +1,4 @@
-"""Names that stand in other people's Redis: a change here is a change of the wire format."""
+"""Names in the Redis of other people: a change of one of them changes the wire format."""
 
 from stoker_shared import wire
 

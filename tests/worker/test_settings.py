@@ -2,7 +2,9 @@
 
 import pytest
 
-from stoker_worker.rq_worker.connect import _STANDBY_POLL_S
+from stoker_shared.environment import VARIABLES
+from stoker_worker.cli.main import run
+from stoker_worker.queue.connect import _STANDBY_POLL_S
 from stoker_worker.settings import read_settings
 
 
@@ -32,6 +34,17 @@ def test_options_win_over_the_environment_and_the_environment_over_defaults(monk
     monkeypatch.setenv("STOKER_GRACE_S", "7")
     settings = read_settings({"max_batch": 5, "grace_s": None})
     assert (settings.max_batch, settings.grace_s, settings.poll_s) == (5, 7.0, 0.05)
+
+
+def test_every_option_of_the_worker_is_also_a_variable(monkeypatch):
+    options = {option.name for option in run.params}
+    assert {f"STOKER_{name.upper()}" for name in options} <= VARIABLES
+    for flag in ("burst", "standby", "verbose"):
+        monkeypatch.setenv(f"STOKER_{flag.upper()}", "1")
+    settings = read_settings(dict.fromkeys(options))
+    assert settings.burst
+    assert settings.standby
+    assert settings.verbose
 
 
 def test_limits_of_disk_and_memory_may_be_left_to_the_machine(monkeypatch):

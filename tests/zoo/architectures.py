@@ -1,6 +1,6 @@
-"""Every architecture of the installed mlx-lm: a tiny config for each, and those that have none, with the reason.
+"""Every architecture of the installed mlx-lm: a tiny config for each, or the reason why it has none.
 
-Owns the list and the weights. The configs are in the modules beside it, by kind of layer. A name with a `+` is another
+Owns the list and the weights. The modules beside it hold the configs, by kind of layer. A name with a `+` is another
 config of the architecture before it.
 """
 
@@ -29,7 +29,7 @@ _MODEL: Final = re.compile(r"^class Model\(|^from .* import .*\bModel\b", re.MUL
 
 
 _DECAYS: Final = ("A_log", "dt_bias", "recurrent_param", "w_lora.lora.2.bias")
-"""Small ones make states that forget slowly, so that a wrong one is still wrong many tokens later."""
+"""Small weights make states that forget slowly, so that a wrong state is still wrong many tokens later."""
 
 
 def architecture_of(name: str) -> str:
@@ -37,7 +37,7 @@ def architecture_of(name: str) -> str:
 
 
 def installed() -> set[str]:
-    """The modules of mlx-lm that have a model, found by reading them: importing one of them ends the process."""
+    """The modules of mlx-lm that have a model, found by reading the files: importing one of them ends the process."""
     import mlx_lm.models
 
     sources = {path.stem: path.read_text() for path in Path(mlx_lm.models.__path__[0]).glob("*.py")}
@@ -64,7 +64,7 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 
 def _weight(path: str, made: Any) -> Any:
-    """A weight in place of the one that mlx-lm made: some are made as zeros, and most are too small to matter."""
+    """A weight in place of mlx-lm's own: some of those are zeros, and most are too small to matter."""
     import mlx.core as mx
 
     if not mx.issubdtype(made.dtype, mx.floating):  # packed weights

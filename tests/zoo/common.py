@@ -1,7 +1,7 @@
 """Config keys that most architectures share, in a tiny size. Owns no architecture.
 
-Four layers of 32 channels, 4 heads and 2 K/V heads, so that a batch of two has as many rows as there are K/V heads;
-windows of 16 tokens and sparse budgets of 16, which rows of 40 tokens cross.
+Four layers of 32 channels, 4 heads and 2 K/V heads, so that a batch of two has as many sequences as K/V heads; windows
+of 16 tokens and sparse budgets of 16, which sequences of 40 tokens cross.
 """
 
 from typing import Any, Final
@@ -103,5 +103,5 @@ ROPES: Final = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in LO
 
 
 def inside(**text: Any) -> Config:
-    """A model whose language model has a config of its own."""
+    """A model whose language model has a nested config."""
     return {"text_config": {**COMMON, **text}}

@@ -1,8 +1,8 @@
-"""What rows go through in the zoo, and how far that leaves them from what each says alone.
+"""The histories of sequences in the zoo, and how far each moves their answers from those of the sequences alone.
 
-Owns the lengths, widths and chunks: unequal rows from the start and joined midway, as many as there are K/V heads and
-more, across windows and sparse budgets, in chunks that are no multiples of a window, and second turns on restored
-caches. Deliberately more than the proof at load has time for.
+Owns the lengths, widths and chunks: unequal sequences from the start and joined midway, as many as K/V heads and more,
+across windows and sparse budgets, in chunks that are no multiples of a window, and second turns on restored caches.
+Deliberately more than the proof at load has time for.
 """
 
 import math
@@ -15,20 +15,20 @@ from tests.worker.engine.layouts import prefix_of
 from tests.zoo.common import VOCABULARY
 from tests.zoo.specimen import Specimen, work
 
-from stoker_worker.ports import Completion, GenerationWork
-from stoker_worker.serving_mode import ServingMode
+from stoker_worker.ports import CompletedGeneration, GenerationWork
+from stoker_worker.ports.serving_mode import ServingMode
 
 TOLERANCE: Final = 2e-3
-"""Largest difference of a log-probability that is rounding."""
+"""The largest difference of a log-probability that still counts as rounding."""
 
 
 @dataclass(frozen=True)
 class History:
     """
     Attributes:
-        lengths: tokens of each row's prompt.
-        joining: how many of the rows, the last ones, come in when the others decode.
-        chunk_tokens: most tokens of a row that are prefilled at once.
+        lengths: each sequence's prompt, in tokens.
+        joining: how many of the sequences (the last ones) join while the others decode.
+        chunk_tokens: most tokens of a sequence prefilled at once.
     """
 
     name: str
@@ -37,26 +37,26 @@ class History:
     max_batch: int
     chunk_tokens: int
     may_break: bool = False
-    """Whether a step may raise: the engine starts over with fewer rows, which costs time and no answer."""
+    """Whether a step may raise: the engine restarts with fewer sequences, which costs time but changes no answer."""
 
     def answer_tokens(self, number: int) -> int:
-        """Rows end at different steps."""
+        """Different, so that the sequences end at different steps."""
         return 4 + 3 * number % 7
 
 
 HISTORIES: Final = (
-    History("two rows", (41, 7), 0, 2, 128),
-    History("four rows", (5, 70, 23, 38), 0, 4, 128),
-    History("five rows in small chunks", (33, 9, 52, 4, 20), 0, 5, 13),
-    History("rows that join", (30, 12, 50, 6), 2, 4, 128),
-    History("rows that join, in small chunks", (15, 61, 8, 34), 2, 3, 13),
-    History("rows of a token or two", (1, 19, 2), 0, 3, 128, may_break=True),
+    History("two sequences", (41, 7), 0, 2, 128),
+    History("four sequences", (5, 70, 23, 38), 0, 4, 128),
+    History("five sequences in small chunks", (33, 9, 52, 4, 20), 0, 5, 13),
+    History("sequences that join", (30, 12, 50, 6), 2, 4, 128),
+    History("sequences that join, in small chunks", (15, 61, 8, 34), 2, 3, 13),
+    History("sequences of a token or two", (1, 19, 2), 0, 3, 128, may_break=True),
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong: in which history, and how far the worst row is from itself alone (or what was raised)."""
+    """A fault: its history, and the distance of the worst sequence from its answer alone, or the exception."""
 
     where: str
     apart: float
@@ -67,7 +67,7 @@ class Fault:
 
 
 def faults(specimen: Specimen, mode: ServingMode) -> Iterator[Fault]:
-    """Every history in which a row does not say in `mode` what it says alone."""
+    """Every history in which some sequence's answer in `mode` differs from its answer alone."""
     for history in HISTORIES:
         seen = play(specimen, mode, history)
         if seen.error or seen.apart > TOLERANCE:
@@ -75,7 +75,7 @@ def faults(specimen: Specimen, mode: ServingMode) -> Iterator[Fault]:
 
 
 def play(specimen: Specimen, mode: ServingMode, history: History) -> Fault:
-    """Run a history's rows, and where the mode has memory a second turn of them; the worst of what was seen."""
+    """Run a history's sequences, and their second turn where the mode has memory; return the worst fault."""
     rng = random.Random(f"{history.name} {specimen.name}")
     first = [work(_ids(rng, n), history.answer_tokens(i)) for i, n in enumerate(history.lengths)]
     seen, done = _turn(specimen, mode, history, first, history.name)
@@ -86,8 +86,8 @@ def play(specimen: Specimen, mode: ServingMode, history: History) -> Fault:
     return max(seen, again, key=lambda fault: math.inf if fault.error else fault.apart)
 
 
-def _next(rng: random.Random, was: GenerationWork, done: Completion, number: int) -> GenerationWork:
-    """A next turn: from the end of the last one, from just before its prompt's end, or uncached."""
+def _next(rng: random.Random, was: GenerationWork, done: CompletedGeneration, number: int) -> GenerationWork:
+    """A next turn: from the end of the last turn, from just before its prompt's end, or uncached."""
     ids = (*was.prompt_ids, *done.generated_ids)
     assert done.cache is not None
     places = [snapshot.n_tokens for snapshot in done.cache.snapshots] or [len(ids), len(was.prompt_ids) - 1, 5]
@@ -99,7 +99,7 @@ def _next(rng: random.Random, was: GenerationWork, done: Completion, number: int
 
 def _turn(
     specimen: Specimen, mode: ServingMode, history: History, works: list[GenerationWork], where: str
-) -> tuple[Fault, list[Completion]]:
+) -> tuple[Fault, list[CompletedGeneration]]:
     try:
         done = _run(specimen, mode, history, works)
         error = next((str(one.error) for one in done if one.error is not None), "")
@@ -110,15 +110,17 @@ def _turn(
     return Fault(where, max(specimen.apart(*pair) for pair in zip(works, done, strict=True))), done
 
 
-def _run(specimen: Specimen, mode: ServingMode, history: History, works: list[GenerationWork]) -> list[Completion]:
+def _run(
+    specimen: Specimen, mode: ServingMode, history: History, works: list[GenerationWork]
+) -> list[CompletedGeneration]:
     broke: list[Exception] = []
     engine = specimen.engine(mode, max_batch=history.max_batch, prefill_tokens=history.chunk_tokens)
     if not history.may_break:
         _listen(engine, broke.append)
-    done: dict[int, Completion] = {}
+    done: dict[int, CompletedGeneration] = {}
     at_once = len(works) - history.joining
     uids = [engine.submit(one) for one in works[:at_once]]
-    while not done and min(row.tokens for row in engine.progress().values()) < 2:
+    while not done and min(one.tokens for one in engine.progress().values()) < 2:
         done |= {completion.uid: completion for completion in engine.step()}
     uids += [engine.submit(one) for one in works[at_once:]]
     while engine.in_flight and not broke:
@@ -130,10 +132,10 @@ def _run(specimen: Specimen, mode: ServingMode, history: History, works: list[Ge
 
 
 def _listen(engine: Any, broke: Callable[[Exception], None]) -> None:
-    """Hear of a step that breaks: the engine goes on with fewer rows, which would hide it."""
+    """Notice a failed step: the engine goes on with fewer sequences, which would hide it."""
     start_over = engine._start_over
 
-    def heard(error: Exception) -> Iterator[Completion]:
+    def heard(error: Exception) -> Iterator[CompletedGeneration]:
         broke(error)
         return start_over(error)
 

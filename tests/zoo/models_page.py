@@ -14,15 +14,15 @@ PAGE: Final = ROOT / "docs" / "models.md"
 _HEAD: Final = """\
 # Models
 
-How each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes this page from a survey. The survey
-makes a tiny model of every architecture with random weights, in float32 on a CPU, runs it through the engine in each
-mode from the widest down, and compares it with `mlx_lm`'s own single, uncached runs. The rows are of unequal length,
-join others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn on
-restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the proof that the worker makes
-at load do not agree.
+This page lists how each architecture of mlx-lm {mlx_lm} (mlx {mlx}) is served. `make models` writes it from a survey:
+it makes a tiny model of every architecture with random weights, in float32 on a CPU, runs it through the engine in each
+mode from the widest down, and compares it with `mlx_lm`'s own single, uncached runs. The sequences are of unequal
+length, join others, cross windows and sparse budgets, are prefilled in chunks of several sizes, and take a second turn
+on restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the worker's own proof at load
+disagree.
 
-The worker does not read this list. It [proves each model at load](decisions.md), so a model that is not here, or that a
-new release of mlx-lm has mended or broken, is served in the mode that is right for it.
+The worker does not read this list. It [proves each model at load](decisions.md), so it also serves a model that is not
+listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
 
 {counts}
 """

@@ -1,4 +1,4 @@
-"""Tiny configs of architectures with full attention and dense layers only: what each needs beyond the common keys."""
+"""Tiny configs of architectures with full attention and dense layers only: the keys beyond the common ones."""
 
 from typing import Final
 
@@ -73,7 +73,7 @@ PLAIN: Final[dict[str, Config]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": {},
     "phi3+long-rope": {"rope_scaling": LONG_ROPE, "max_position_embeddings": 8192},
-    "phi3small": {  # it writes to logits of reserved tokens, the last of which is the 100,352nd
+    "phi3small": {  # it writes to the logits of reserved tokens, up to the 100,352nd
         "vocab_size": 100_352,
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 48,

@@ -7,41 +7,42 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.worker.engine.layouts import Codec
+from tests.worker.engine.layouts import Numbers
 from tests.zoo.architectures import config_of, make_model
 from tests.zoo.common import VOCABULARY
 
 from stoker_shared import build_request
-from stoker_worker.cache_spec import ModelCacheSpec
-from stoker_worker.engine.provider import context_tokens
-from stoker_worker.ports import Completion, GenerationWork, LoadedModel, RestoredPrefix
-from stoker_worker.serving_mode import ServingMode
+from stoker_worker.models.loading import context_tokens
+from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, RestoredPrefix
+from stoker_worker.ports.serving_mode import ServingMode
 
 N_TOP = 20
-"""Of each step's log-probabilities, those of so many tokens are compared: the most that the engine hands over."""
+"""The number of compared log-probabilities per step: the most that the engine returns."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """What a row says alone: its tokens, and the log-probabilities (tokens, vocabulary) it says them with."""
+    """A sequence alone: its generated tokens, and their log-probabilities (tokens, vocabulary)."""
 
     said: tuple[int, ...]
     logprobs: NDArray[np.float32]
 
 
 class Specimen:
-    """No token ends a row here: all say as many tokens as they are asked for."""
+    """No token ends a sequence here: each generates `max_tokens` tokens."""
 
     def __init__(self, name: str) -> None:
+        from stoker_worker.models.cache_probe import read_cache_spec
+
         self.name = name
         self.model = make_model(name)
-        self.spec = ModelCacheSpec.from_model(self.model)
-        codec: Any = _NoEnd()
-        self.loaded = LoadedModel(name, name, "t", context_tokens(config_of(name)), self.spec, codec)
+        self.spec = read_cache_spec(self.model)
+        tokenizer: Any = _NoEnd()
+        self.loaded = LoadedModel(name, name, "t", context_tokens(config_of(name)), self.spec, tokenizer)
         self._alone: dict[tuple[tuple[int, ...], int], Alone] = {}
 
     def alone(self, ids: Sequence[int], max_tokens: int) -> Alone:
-        """mlx-lm's own greedy run of one sequence from nothing, in its own chunks."""
+        """mlx-lm's own greedy run of one sequence without a cache, in its own chunks."""
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
@@ -53,7 +54,7 @@ class Specimen:
         return self._alone[key]
 
     def engine(self, mode: ServingMode, *, max_batch: int, prefill_tokens: int) -> Any:
-        from stoker_worker.engine.build import assemble
+        from stoker_worker.engine.assembly import assemble
 
         return assemble(
             self.model,
@@ -64,11 +65,11 @@ class Specimen:
             max_step_s=60.0,
         )
 
-    def apart(self, work: GenerationWork, done: Completion) -> float:
-        """How far the answer is from what the row says alone: the largest difference of any log-probability.
+    def apart(self, work: GenerationWork, done: CompletedGeneration) -> float:
+        """The distance from the answer of the sequence alone: the largest difference of any log-probability.
 
-        Up to the first token that is not the same: behind it the two rows are different ones. Infinite when it is not
-        the same for another reason than that the two were as likely.
+        It compares up to the first different token, since the sequences differ from there on. It is infinite if that
+        token differs although the two were not equally likely.
         """
         alone = self.alone(work.prompt_ids, work.request.max_tokens)
         assert done.logprobs is not None
@@ -92,7 +93,7 @@ def work(ids: Sequence[int], max_tokens: int, prefix: RestoredPrefix | None = No
     return GenerationWork(request, tuple(ids), prefix)
 
 
-class _NoEnd(Codec):
+class _NoEnd(Numbers):
     def __init__(self) -> None:
         super().__init__(eos_ids=frozenset({10 * VOCABULARY}))
 

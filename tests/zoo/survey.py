@@ -1,7 +1,7 @@
-"""Finds out, for every architecture, the widest mode in which all histories are right, and which mode the proof takes.
+"""Finds, for every architecture, the widest mode in which all histories are right, and the mode the proof takes.
 
-`python -m tests.zoo.survey NAME ...` prints a JSON line for each. Architectures are surveyed in child processes, so
-that one which kills its process is a line of the result, and not the end of the survey.
+`python -m tests.zoo.survey NAME ...` prints a JSON line for each. Child processes survey the architectures, so that
+an architecture that kills its process becomes a line of the result and does not end the survey.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Final
 from tests.zoo.histories import faults
 from tests.zoo.specimen import Specimen
 
-from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
+from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -29,12 +29,12 @@ class Surveyed:
     Attributes:
         layers: the kinds of its layers' caches.
         mode: the widest mode that is right.
-        wrong: of each wider mode that was tried, the histories in which a row is not what it is alone.
+        wrong: for each wider mode that was tried, the histories with an answer unlike that of the sequence alone.
         proved: the mode that the proof at load takes.
-        why: what the proof says of wider ones.
-        proof_s: how long the proof took.
-        sees_padding: whether a history is wrong when masks let padding through, as they must be to be of use.
-        died: how the process ended, if it did.
+        why: the proof's reasons against wider modes.
+        proof_s: the duration of the proof.
+        sees_padding: whether a history is wrong when masks let padding through: otherwise they prove nothing.
+        died: the way the process ended, if it ended early.
     """
 
     name: str
@@ -58,7 +58,7 @@ def survey(name: str) -> Surveyed:
         wrong = [str(fault) for fault in faults(specimen, mode)]
         if not wrong:
             found.mode = str(mode)
-            found.sees_padding = mode.rows != Rows.BATCHED or _sees_padding(specimen, mode)
+            found.sees_padding = mode.batching != Batching.BATCHED or _sees_padding(specimen, mode)
             break
         found.wrong[str(mode)] = wrong
     verdict = prove(specimen.model, specimen.loaded, max_batch=16)
@@ -79,12 +79,12 @@ def survey_all(names: Sequence[str], *, processes: int = 2) -> dict[str, Surveye
 
 
 def _modes(specimen: Specimen) -> Iterator[ServingMode]:
-    from stoker_worker.engine.probe import can_be_batched
+    from stoker_worker.models.cache_probe import can_be_batched
 
     one_by_one = not can_be_batched(specimen.model)
     for mode in WIDEST_FIRST:
-        if one_by_one and mode.rows in (Rows.BATCHED, Rows.SINGLE_PREFILL):
-            continue  # the engine would run such a model one row at a time anyway
+        if one_by_one and mode.batching in (Batching.BATCHED, Batching.SINGLE_PREFILL):
+            continue  # the engine runs such a model one sequence at a time anyway
         if specimen.spec.can_be_stored or not mode.memory:
             yield mode
 
@@ -111,7 +111,7 @@ def _masks_that_let_padding_through() -> Iterator[None]:
 
 
 def _in_children(names: list[str]) -> Iterator[tuple[str, Surveyed]]:
-    """One child for all names; a new one for the rest when it dies."""
+    """Use one child for all names, and a new child for the rest if it dies."""
     while names:
         command = [sys.executable, "-m", "tests.zoo.survey", *names]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -129,12 +129,12 @@ def _in_children(names: list[str]) -> Iterator[tuple[str, Surveyed]]:
 
 
 def main(names: Sequence[str]) -> None:
-    from stoker_worker.engine.blas import preload_openblas
+    from stoker_worker.models.blas import preload_blas
 
-    preload_openblas()
+    preload_blas()
     import mlx.core as mx
 
-    mx.set_default_device(mx.cpu)  # where float32 is exact enough to tell rounding from a fault, on any machine
+    mx.set_default_device(mx.cpu)  # float32 is exact enough there to tell rounding from a fault, on any machine
     logging.disable(logging.CRITICAL)
     for name in names:
         print(json.dumps(asdict(survey(name))), flush=True)

@@ -1,4 +1,4 @@
-"""The list of architectures is that of the installed mlx-lm: an upgrade of mlx-lm shows itself here."""
+"""The list of architectures matches the installed mlx-lm, so that an upgrade of mlx-lm fails here."""
 
 import pytest
 from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of, installed

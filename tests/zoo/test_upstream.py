@@ -1,4 +1,4 @@
-"""The faults of mlx-lm in `docs/upstream.md` are there: each reproduction does what the page shows (`make zoo`)."""
+"""The faults of mlx-lm in `docs/upstream.md` exist: each reproduction does what the page shows (`make zoo`)."""
 
 import os
 import re
@@ -18,7 +18,7 @@ ROUNDING = 1e-4
 
 
 def shape_of(text):
-    """The text with its numbers told apart only by whether they are rounding."""
+    """The text with each number replaced by whether it is rounding."""
     return re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: "0" if float(number[0]) < ROUNDING else "n", text.strip())
 
 

@@ -1,6 +1,6 @@
-"""The proof at load takes the widest mode in which every history is right: no wider one, and none more careful.
+"""The proof at load takes the widest mode in which every history is right, no wider and no narrower.
 
-Short in `make test`, with every kind of fault and of layer; all architectures in `make zoo`.
+`make test` runs a few, with every kind of fault and of layer; `make zoo` runs all architectures.
 """
 
 import os
@@ -35,21 +35,21 @@ def test_the_proof_takes_the_widest_mode_that_is_right(surveyed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_see_padding_are_noticed(surveyed, name):
+def test_sequences_that_see_padding_are_noticed(surveyed, name):
     assert surveyed[name].sees_padding
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_why_a_model_is_not_batched_is_known(surveyed, name):
+def test_every_model_that_is_not_batched_has_a_cause(surveyed, name):
     assert (cause_of(name) is not None) == (surveyed[name].mode != "batched")
 
 
-def test_an_architecture_that_ends_its_process_is_one_line_of_the_survey():
+def test_an_architecture_that_kills_its_process_is_one_line_of_the_survey():
     found = survey_all(["no such architecture", "llama"], processes=1)
     assert found["no such architecture"].died.startswith("exit status 1: ModuleNotFoundError")
     assert found["llama"].mode == "batched"
 
 
 @pytest.mark.skipif(not ALL, reason="the page is about all architectures: make zoo")
-def test_the_page_of_models_is_what_was_found(surveyed):
+def test_the_page_of_models_matches_the_survey(surveyed):
     assert PAGE.read_text() == page(surveyed), "make models"

@@ -1,4 +1,4 @@
-"""Tiny configs of architectures in which some layers attend to a window, or to chunks."""
+"""Tiny configs of architectures with some layers that attend to a window, or to chunks."""
 
 from typing import Final
 

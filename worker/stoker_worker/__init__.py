@@ -1,4 +1,4 @@
 """The resident worker: Redis queue in, one continuous batch, agent memory on disk, results out.
 
-Read `inbox.py` first (the loop), then `docs/lifecycle.md`. Importing this package imports neither mlx nor rq.
+Read `pipeline/worker.py` first, then `docs/lifecycle.md`. Importing this package imports neither mlx nor rq.
 """

@@ -1,6 +1,6 @@
 """`python -m stoker_worker` is `stoker-worker`."""
 
-from stoker_worker.cli import main
+from stoker_worker.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="stoker-worker")

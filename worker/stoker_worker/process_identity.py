@@ -1,6 +1,6 @@
-"""Which process on which boot of which host: enough to tell a dead worker from a live one. No state.
+"""Identifies a process by host, boot, pid and start time, so that a dead worker can be told from a live one. No state.
 
-A pid alone proves nothing: it is used again. Host, boot and start time together name one process for ever.
+A pid alone is not enough, because it is used again.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process. `started` is an opaque token that differs between two processes of one pid."""
+    """One process, ever. `started` is an opaque token that differs between two processes with the same pid."""
 
     host: str
     boot: str
@@ -27,7 +27,7 @@ class ProcessIdentity:
         return cls(host=socket.gethostname(), boot=_boot_id(), pid=pid, started=_start_token(pid) or "unknown")
 
     def is_certainly_dead(self) -> bool:
-        """``True`` only when this is its host and boot, and no such process runs; ``False`` may mean "cannot say"."""
+        """``True`` if it ran on this host and boot and is gone; ``False`` if it is alive or nothing is known."""
         if (self.host, self.boot) != (socket.gethostname(), _boot_id()):
             return False
         return _start_token(self.pid) != self.started
@@ -41,13 +41,13 @@ def _boot_id() -> str:
 
 
 def _start_token(pid: int) -> str | None:
-    """``None`` when no process has this pid, or only a zombie does."""
+    """The start time of a process, as an opaque token; ``None`` if there is no such process, or only a zombie."""
     if platform.system() == "Darwin":
-        # One -o for each column: BSD's ps takes all that follows a "=" for that column's heading.
+        # One -o for each column: BSD's ps takes everything after a "=" as the heading of that column.
         columns = _output("ps", "-o", "state=", "-o", "lstart=", "-p", str(pid)).split(maxsplit=1)
         return None if len(columns) < 2 or columns[0].startswith("Z") else columns[1].strip()
     try:
-        # The command name, in parentheses, may hold anything: what follows its last ")" is what can be split.
+        # The command name, in parentheses, may contain anything. Only the part after the last ")" can be split.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -55,5 +55,5 @@ def _start_token(pid: int) -> str | None:
 
 
 def _output(*command: str) -> str:
-    plain = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}  # times are written in the caller's language and zone
+    plain = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}  # ps writes times in the caller's language and time zone
     return subprocess.run(command, capture_output=True, text=True, check=False, env=plain).stdout.strip()

@@ -1,6 +1,5 @@
 """The worker's settings: read once, from options over ``STOKER_*`` variables over defaults."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -8,11 +7,12 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stoker_shared.environment import ENV_PREFIX, require_known_variables
+from stoker_shared.password_mask import mask_url
 from stoker_shared.wire import DEFAULT_QUEUE
-from stoker_worker.cache_spec import StoreDtype
+from stoker_worker.ports.cache_spec import StoreDtype
 
 EMBEDDED = "embedded"
-"""`redis_url` for a server of the worker's own."""
+"""The `redis_url` of a server of the worker's own."""
 
 
 class WorkerSettings(BaseSettings):
@@ -42,6 +42,9 @@ class WorkerSettings(BaseSettings):
     recover_s: Annotated[float, Field(gt=0)] = 5.0
     allow_callbacks: str = ""
     grace_s: Annotated[float, Field(ge=0)] = 60.0
+    burst: bool = False
+    standby: bool = False
+    verbose: bool = False
 
     @field_validator("queues")
     @classmethod
@@ -71,25 +74,18 @@ class WorkerSettings(BaseSettings):
 
     def describe(self) -> str:
         """Every setting on one line, the Redis password masked."""
-        values = self.model_dump() | {"redis_url": mask_password(self.redis_url)}
+        redis_url = self.redis_url if self.redis_url == EMBEDDED else mask_url(self.redis_url)
+        values = self.model_dump() | {"redis_url": redis_url}
         return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def read_settings(options: dict[str, Any]) -> WorkerSettings:
     """
     Args:
-        options: what the command line gave; ``None`` values were not given.
+        options: values from the command line; ``None`` for an option that was not given.
 
     Raises:
-        ValueError: an unknown ``STOKER_*`` variable, or a value that is not valid (pydantic's `ValidationError`).
+        ValueError: an unknown ``STOKER_*`` variable, or an invalid value (pydantic's `ValidationError`).
     """
     require_known_variables()
     return WorkerSettings(**{name: value for name, value in options.items() if value is not None})
-
-
-def mask_password(url: str) -> str:
-    """The URL with its passwords replaced by stars, also where an unquoted one breaks the URL in two."""
-    if "://" not in url and url != EMBEDDED:
-        return "***"
-    without_query = re.sub(r"(?i)(password=)[^&]*", r"\1***", url)
-    return re.sub(r"(?s)(://[^:/@]*):.*@", r"\1:***@", without_query)

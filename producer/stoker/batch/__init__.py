@@ -1,5 +1,5 @@
-"""Files of OpenAI Batch lines, run through the queue: `stoker batch`. No part of the library's API.
+"""`stoker batch`: runs files of OpenAI Batch lines through the queue. Not part of the library's API.
 
-A line's way: input_file.py -> lines.py, fields.py (what it asks for) -> sent_lines.py (into Redis, once) -> a worker ->
-collecting.py (its end) -> answers.py -> output_file.py, and only then out of Redis.
+The path of a line: input_file.py -> lines.py and fields.py (its request) -> sent_lines.py (into Redis, once) -> a
+worker -> collecting.py and ends.py (its end) -> answers.py -> output_file.py -> sent_lines.py (out of Redis).
 """

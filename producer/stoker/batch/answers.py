@@ -1,7 +1,7 @@
 """The lines of an output file, in OpenAI's form. Pure.
 
-As OpenAI has it, `error` is for what never was an HTTP answer: a line that could not be run, or was canceled, or has
-expired. What a worker failed is a `response` with the status an API would give, and an error object as its body.
+As at OpenAI, `error` describes a line that has no HTTP response: it could not be run, was canceled, or has expired. A
+job that its worker failed has a `response`, with the status that an API would return and an error object as its body.
 """
 
 import json
@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from stoker.batch.fields import TEXT_URL
 from stoker.batch.lines import BadLine
+from stoker_shared.errors import AgentTranscriptUnreadable, RequestError, class_named
 from stoker_shared.result import GenerationResult, TokenLogprob
 
-# By the name of the error that the worker wrote: (status, type, code)
+# By the name of the worker's error: (status, type, code)
 _SERVER_ERROR: Final = (500, "server_error", None)
 _FAILURES: Final[Mapping[str, tuple[int, str, str | None]]] = {
     "ModelMismatch": (404, "invalid_request_error", "model_not_found"),
@@ -20,20 +21,15 @@ _FAILURES: Final[Mapping[str, tuple[int, str, str | None]]] = {
     "AgentVersionConflict": (409, "conflict_error", "agent_version_conflict"),
     "GenerationTimedOut": (504, "timeout_error", "generation_timed_out"),
 }
-_REQUEST_ERRORS: Final = frozenset(
-    {
-        *("InvalidRequest", "RequestVersionTooNew", "RequestTooLarge", "RequestNotServed", "BlockPoolTooSmall"),
-        *("TemplateError", "TranscriptMismatch", "PayloadRefused", "AgentTranscriptUnreadable"),
-    }
-)
+_REQUEST_ERRORS: Final = (RequestError, AgentTranscriptUnreadable)
 
 
 def success(line_id: str, custom_id: str, url: str, created_s: int, result: GenerationResult) -> dict[str, Any]:
     """The line of a job that finished.
 
     Args:
-        line_id: names the batch and the line.
-        created_s: when the answer was made, in seconds since 1970.
+        line_id: the line's `id`, as `answer_id_for`.
+        created_s: when the answer was made, in Unix seconds.
     """
     make = _text_completion if url == TEXT_URL else _chat_completion
     response = {"status_code": 200, "request_id": result.job_id, "body": make(created_s, result)}
@@ -45,10 +41,11 @@ def failure(line_id: str, custom_id: str, job_id: str, reason: str, partial_text
 
     Args:
         reason: the worker's one line, ``ErrorName: message``.
-        partial_text: what a job that timed out had generated.
+        partial_text: the text that a job generated before it timed out, else ``None``.
     """
     kind = reason.partition(":")[0]
-    default = (400, "invalid_request_error", "invalid_value") if kind in _REQUEST_ERRORS else _SERVER_ERROR
+    is_callers = issubclass(class_named(kind) or Exception, _REQUEST_ERRORS)
+    default = (400, "invalid_request_error", "invalid_value") if is_callers else _SERVER_ERROR
     status, error_type, code = _FAILURES.get(kind, default)
     error: dict[str, Any] = {"message": reason, "type": error_type, "param": None, "code": code}
     if partial_text is not None:
@@ -58,13 +55,13 @@ def failure(line_id: str, custom_id: str, job_id: str, reason: str, partial_text
 
 
 def not_run(line_id: str, bad: BadLine) -> dict[str, Any]:
-    """The line of one that could not be run."""
+    """The line of an input line that could not be run."""
     error = {"code": bad.code, "line": bad.number, "message": str(bad), "param": bad.param}
     return {"id": line_id, "custom_id": bad.custom_id, "response": None, "error": error}
 
 
 def to_bytes(answer: Mapping[str, Any]) -> bytes:
-    """One line, with its end."""
+    """The answer as one line, with its line end."""
     return (
         json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
         + b"\n"
@@ -115,7 +112,7 @@ def _chat_logprobs(result: GenerationResult) -> dict[str, Any] | None:
 
 
 def _text_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
-    """The older form, by column; each token's offset is that of the text before it."""
+    """The older form, by columns; a token's offset is the length of the text before it."""
     offsets, at = [], 0
     for entry in entries:
         offsets.append(at)

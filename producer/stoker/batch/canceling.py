@@ -1,4 +1,4 @@
-"""Cancels what is left of a batch: nothing more is sent, and jobs that have not ended are canceled. Operations only."""
+"""Cancels the rest of a batch: no more lines are sent, and jobs that have not ended are canceled. Operations only."""
 
 from typing import Final
 
@@ -15,10 +15,10 @@ _PAGE: Final = 500
 
 
 def cancel_batch(record: BatchRecord, *, remove: bool) -> Operation[int]:
-    """How many jobs were canceled, or their worker told to stop them.
+    """Cancel the batch; returns how many jobs were canceled or are being stopped by their worker.
 
     Args:
-        remove: remove the answers from Redis too, and the batch.
+        remove: also remove the answers and the batch from Redis.
     """
     yield from mark_canceled(record)
     after, n_canceled = 0, 0
@@ -42,6 +42,6 @@ def _cancel(batch: str, lines: list[SentLine]) -> Operation[int]:
         if state is not None and state.decode(errors="replace") not in ENDED:
             try:
                 n_canceled += yield from cancel_job(job_id)
-            except JobNotFound:  # it has just gone
+            except JobNotFound:  # it has just expired, or was deleted
                 continue
     return n_canceled

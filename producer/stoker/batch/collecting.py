@@ -1,7 +1,7 @@
-"""Takes answers out of Redis into the output file: read, written, synced, and only then removed. One thread.
+"""Moves answers from Redis into the output file: reads, writes and syncs them, and only then removes them. One thread.
 
-It walks over the lines that are in Redis, a page at a time, and keeps nothing between two pages but its place: Redis
-and the file are the whole state, so that it may end anywhere and begin again.
+It goes over the lines in Redis page by page and keeps only its place between two pages: Redis and the file are the
+whole state, so that it can stop anywhere and begin again.
 """
 
 import time
@@ -24,7 +24,7 @@ _LOOK_AT_ALL_S: Final = 15.0
 
 @dataclass
 class Tally:
-    """What the answers that this process has read add up to."""
+    """Totals of the answers that this process has read."""
 
     n_answers: int = 0
     prompt_tokens: int = 0
@@ -43,7 +43,7 @@ class Tally:
 class Collector:
     """
     Attributes:
-        in_order: answers are written in the order of their lines; one that ends early stays in Redis until then.
+        in_order: write answers in the order of their lines; an answer that is early stays in Redis until its turn.
     """
 
     connection: Redis
@@ -56,10 +56,10 @@ class Collector:
     _looks_at_all: bool = True
 
     def walk(self, record: BatchRecord) -> int:
-        """Go once over all lines that are in Redis; returns how many answers were written or found to be.
+        """Go once over all lines that are in Redis; returns how many answers are in the file now and out of Redis.
 
         Raises:
-            RedisUnavailable: at any point; the same call again goes on.
+            RedisUnavailable: at any point; the next call continues.
             OSError: the output file cannot be written.
         """
         now = time.monotonic()
@@ -95,7 +95,7 @@ class Collector:
         return len(lines), len(done)
 
     def _size_pages(self, n_bytes: int, *, has_gap: bool) -> None:
-        """Large answers are read few at a time, for a page is held whole; so are those that have to wait for others."""
+        """Make pages small while answers are large, because a page is held in memory, or while they wait for others."""
         if has_gap:
             self._page = _MIN_PAGE
         else:

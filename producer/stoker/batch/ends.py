@@ -1,4 +1,4 @@
-"""The answers of lines whose jobs have ended: read from Redis, put into OpenAI's form. Operations only; no writes."""
+"""Reads the ends of lines' jobs from Redis, and puts them into OpenAI's form. Operations only; writes nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ _CLOCK_JUMP_MS: Final = 60_000
 class End:
     """
     Attributes:
-        usage: of a job that succeeded.
-        n_bytes: about as much as it took to read it.
+        usage: token counts of a job that succeeded, else ``None``.
+        n_bytes: about how much was read from Redis for it.
     """
 
     answer: Mapping[str, Any]
@@ -34,13 +34,13 @@ class End:
 def ends_of(
     batch: str, lines: Sequence[SentLine], *, before_ms: int, look_at_all: bool
 ) -> Operation[dict[SentLine, End]]:
-    """Of those of `lines` that have ended, in their order.
+    """The ends of those of `lines` that have ended, in their order.
 
     Args:
-        before_ms: leave out what ended at this time of the server's or since. Of two lines of an agent the later one
-            never ends first; with one such time for all lines, nor is it ever found without the earlier one.
-        look_at_all: also find jobs that ended without a word in their stream (canceled, deleted, expired); this costs a
-            command for each line.
+        before_ms: omit jobs that ended at this time of the server or later. The lines of one agent end in their order;
+            with the same time for all lines, a later one is never found without the earlier ones.
+        look_at_all: also find jobs that ended without an entry in their stream (canceled, deleted, expired); this costs
+            a command for each line.
     """
     bad = yield from bad_answers(batch, [line.number for line in lines if line.custom_id is None])
     jobs = [line for line in lines if line.custom_id is not None]
@@ -51,7 +51,7 @@ def ends_of(
     hashes = []
     if seen:
         hashes = yield Commands([JobRecord.hash_command(line.job_id(batch)) for line in seen])
-    # What ended between the two looks has its entry by now, and is found next time.
+    # A job that ended between the two reads has its entry by now, and is found next time.
     late = [line.job_id(batch) for line, values in zip(seen, hashes, strict=True) if values[0] is not None]
     late_streams = yield from _streams([job_id for job_id in late if job_id not in streams])
     found = {line: End(bad[line.number]) for line in lines if line.number in bad}
@@ -77,13 +77,13 @@ def _streams(job_ids: Sequence[str]) -> Operation[dict[str, Entries]]:
 
 
 def server_ms() -> Operation[int]:
-    """The server's time; entries of streams are numbered by it."""
+    """The server's time, which also numbers the entries of streams."""
     seconds, microseconds = yield from ask("TIME")
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 def _is_since(before_ms: int, entries: Entries) -> bool:
-    """One far in the future is from before the server's clock was set back, and is not waited for."""
+    """Whether the end is that recent. An end far in the future is older: the server's clock was set back after it."""
     return before_ms <= _ended_ms(entries) < before_ms + _CLOCK_JUMP_MS
 
 
@@ -98,7 +98,7 @@ def _end(line: SentLine, job_id: str, values: Sequence[Any], entries: Entries) -
         return None
     try:
         if record is None:
-            raise JobNotFound(job_id, "gone: it waited, or its result lay here, for too long, or somebody deleted it")
+            raise JobNotFound(job_id, "gone: it, or its result, has expired, or it was deleted")
         result = record.outcome()
     except JobFailed as failed:
         return End(answers.failure(answer_id, custom_id, job_id, failed.reason, failed.partial_text))

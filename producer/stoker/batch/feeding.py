@@ -1,4 +1,4 @@
-"""Sends the lines of an input file, in order and once. Owns how many go at a time, and when none may go."""
+"""Sends the lines of an input file, in order and once. Owns how many are sent at a time, and when none may be sent."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ _PART_OF_MAXMEMORY: Final = 0.8
 class Feeder:
     """
     Attributes:
-        max_redis_bytes: nothing is sent while the server uses more; ``None`` for 1 GiB, or four fifths of the server's
-            own limit where that is less.
+        max_redis_bytes: nothing is sent while the server uses more than this; ``None`` for 1 GiB, or for 80 % of the
+            server's own limit if that is less.
     """
 
     connection: Redis
@@ -40,17 +40,17 @@ class Feeder:
     max_redis_bytes: int | None
 
     def feed(self, record: BatchRecord, room: int, done: Container[int] = ()) -> bool:
-        """Send the next lines, `room` at the most and not more than go into one transaction.
+        """Send the next lines, at most `room`, and at most one transaction.
 
         Args:
-            done: lines that are answered already.
+            done: numbers of lines that are answered already.
 
         Returns:
-            Whether any were sent.
+            Whether any lines were sent.
 
         Raises:
-            RedisUnavailable: whether they were sent is unknown; the record then shows it.
-            InputChanged: somebody wrote to the input.
+            RedisUnavailable: whether they were sent is unknown; the record in Redis has it.
+            InputChanged: the input file was changed.
         """
         jobs: list[tuple[Line, NewJob]] = []
         bad: dict[int, dict[str, Any]] = {}
@@ -72,7 +72,7 @@ class Feeder:
         return run(self.connection, send(record, jobs, bad, upto=number, n=n_requests))
 
     def is_held_back(self) -> str | None:
-        """Why nothing may be sent now, for people.
+        """The reason why nothing may be sent now, as a message; ``None`` if lines may be sent.
 
         Raises:
             RedisUnavailable: no server answers.
@@ -95,6 +95,6 @@ class Feeder:
 
 
 def _used_bytes() -> Operation[tuple[int, int]]:
-    """What the server uses, and its own limit (0 for none)."""
+    """The memory that the server uses, and its own limit (0 for none)."""
     memory = yield from ask("INFO", "memory")
     return int(memory["used_memory"]), int(memory.get("maxmemory", 0))

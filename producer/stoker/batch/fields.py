@@ -1,7 +1,8 @@
-"""Field by field: what becomes of an OpenAI request body. Pure; docs/batches.md holds this table, and a test compares.
+"""The rule for each field of an OpenAI request body. Pure. docs/batches.md has the same table, and a test compares
+them.
 
-Three things can happen to a field: it is *served* as it is, *mapped* to one of stoker's, or *refused* by name. Fields
-that change nothing about the answer are served by leaving them out. ``null`` always counts as left out.
+A field is *served* as it is, *mapped* to a field of stoker's, or *refused* by name. Fields that do not change the
+answer are served by omitting them. A field that is ``null`` counts as omitted.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Final, Literal
 CHAT_URL: Final = "/v1/chat/completions"
 TEXT_URL: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = {CHAT_URL: 1024, TEXT_URL: 16}
-"""For lines that give no limit. OpenAI's chat has none, its completions have 16."""
+"""For lines without a limit. OpenAI's chat has no default limit, its completions have 16."""
 
 _OPENAI_TEMPERATURE: Final = 1.0
 _NAME_CHARACTERS: Final = 64
@@ -21,8 +22,8 @@ class FieldRefused(Exception):
     """A field that cannot be served; the line is not run.
 
     Attributes:
-        param: the field.
-        code: OpenAI's word for such an error.
+        param: the field's name.
+        code: OpenAI's code for such an error.
     """
 
     def __init__(self, param: str, why: str, code: str = "unsupported_parameter") -> None:
@@ -33,12 +34,12 @@ class FieldRefused(Exception):
 
 @dataclass(frozen=True)
 class LineOptions:
-    """The options that hold for all lines.
+    """The options that apply to all lines.
 
     Attributes:
-        model_aliases: the name in a line -> the name of the model that the worker has loaded.
-        any_model: run each line on whatever model is loaded, whichever it names.
-        max_tokens: for lines that give no limit; ``None`` for `DEFAULT_MAX_TOKENS`.
+        model_aliases: from the model's name in a line to the name of the loaded model.
+        any_model: run every line on the loaded model, even if it names another.
+        max_tokens: for lines without a limit; ``None`` for `DEFAULT_MAX_TOKENS`.
     """
 
     model_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class LineOptions:
 
 
 Apply = Callable[[dict[str, Any], Any, LineOptions], None]
-"""Puts the value into the request's fields, or raises `FieldRefused`."""
+"""Writes a value into the request's fields, or raises `FieldRefused`."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ class Rule:
 
 
 def request_fields(url: str, body: Mapping[str, Any], options: LineOptions) -> dict[str, Any]:
-    """The fields of a `GenerationRequest`; their own ranges are checked when it is built.
+    """The fields of a `GenerationRequest`; `build_request` checks their ranges.
 
     Raises:
-        FieldRefused: a field is unknown, or cannot be served.
+        FieldRefused: a field is unknown or cannot be served.
     """
     rules = RULES[url]
     fields: dict[str, Any] = {"temperature": _OPENAI_TEMPERATURE}
     for name, value in body.items():
         if name not in rules:
-            raise FieldRefused(name[:_NAME_CHARACTERS], f"is no field of {url} that stoker knows", "unknown_parameter")
+            raise FieldRefused(name[:_NAME_CHARACTERS], f"is not a known field of {url}", "unknown_parameter")
         if value is not None:
             rules[name].apply(fields, value, options)
     if body.get("model") is None and not options.any_model:
@@ -85,12 +86,12 @@ def _copied(name: str, note: str) -> dict[str, Rule]:
     return {name: Rule("served", note, apply)}
 
 
-def _left_out(name: str, note: str) -> dict[str, Rule]:
+def _omitted(name: str, note: str) -> dict[str, Rule]:
     return {name: Rule("served", note, lambda fields, value, options: None)}
 
 
 def _only(name: str, *values: Any, note: str) -> dict[str, Rule]:
-    """Served where it asks for nothing; any other value is refused."""
+    """Accepts only the values that change nothing, and refuses all others."""
 
     def apply(fields: dict[str, Any], value: Any, options: LineOptions) -> None:
         if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in values):
@@ -164,16 +165,16 @@ def _text_logprobs(fields: dict[str, Any], value: Any, options: LineOptions) -> 
 
 
 _COMMON: Final[dict[str, Rule]] = {
-    **_mapped("model", "must be the loaded model, or `--model-alias` maps it to that, or `--any-model`", _model),
-    **_copied("temperature", "1.0 where a line gives none, as at OpenAI (`stoker submit` has 0)"),
-    **_copied("top_p", "1 where a line gives none"),
+    **_mapped("model", "must be the loaded model, unless `--model-alias` maps it or `--any-model` is given", _model),
+    **_copied("temperature", "1.0 by default, as at OpenAI (`stoker submit`: 0)"),
+    **_copied("top_p", "1 by default"),
     **_copied("seed", "the same seed and prompt give the same text"),
     **_copied("stop", "a string or a list of strings; up to 16"),
-    **_mapped("max_tokens", "without it `--max-tokens`, else 1024 for chat, 16 for text", _limit("max_tokens")),
-    **_mapped("user", "the agent, where `metadata.agent_id` names none", _user),
-    **_only("n", 1, note="only 1: ask in several lines"),
-    **_only("frequency_penalty", 0, note="only 0; there is `repetition_penalty`"),
-    **_only("presence_penalty", 0, note="only 0; there is `repetition_penalty`"),
+    **_mapped("max_tokens", "by default `--max-tokens`, else 1024 for chat, 16 for text", _limit("max_tokens")),
+    **_mapped("user", "the agent, unless `metadata.agent_id` names one", _user),
+    **_only("n", 1, note="only 1: use several lines"),
+    **_only("frequency_penalty", 0, note="only 0; use `repetition_penalty`"),
+    **_only("presence_penalty", 0, note="only 0; use `repetition_penalty`"),
     **_only("logit_bias", {}, note="only empty"),
     **_only("stream", False, note="only false: a file has no stream"),
     **_only("stream_options", note="always"),
@@ -192,28 +193,28 @@ _CHAT: Final[dict[str, Rule]] = {
     **_copied("messages", "text only; other parts are refused by name"),
     **_COMMON,
     **_mapped("max_completion_tokens", "`max_tokens`", _limit("max_completion_tokens")),
-    **_mapped("metadata", "`agent_id` names the agent; the rest is not sent, as it is not in an answer", _metadata),
+    **_mapped("metadata", "`agent_id` names the agent; other keys are omitted", _metadata),
     **_copied("logprobs", ""),
     **_copied("top_logprobs", "0 to 20; needs `logprobs`"),
-    **_mapped("tools", "handed to the chat template; calls are in `content` as the model wrote them", _tools),
-    **_mapped("tool_choice", "`auto`; `none` leaves the tools out; anything else is refused", _tool_choice),
+    **_mapped("tools", "passed to the chat template; calls are in `content` as the model wrote them", _tools),
+    **_mapped("tool_choice", "`auto`; `none` omits the tools; all other values are refused", _tool_choice),
     **_only("parallel_tool_calls", True, note="only true"),
     **_only("response_format", {"type": "text"}, note="only `{\"type\": \"text\"}`"),
     **_only("modalities", ["text"], note="only `[\"text\"]`"),
     **_only("audio", note="always"),
     **_only("functions", [], note="only empty: use `tools`"),
     **_only("function_call", note="always: use `tools`"),
-    **_only("reasoning_effort", note="always: templates take such things in `chat_template_kwargs`"),
-    **_only("verbosity", "medium", note="only `medium`, which is no wish"),
+    **_only("reasoning_effort", note="always: some templates have options for it, see `chat_template_kwargs`"),
+    **_only("verbosity", "medium", note="only `medium`, the default"),
     **_only("web_search_options", note="always"),
     **_only("moderation", note="always"),
-    **_left_out("prediction", "changes only the speed; left out"),
-    **_left_out("prompt_cache_key", "about OpenAI's cache; left out"),
-    **_left_out("prompt_cache_options", "about OpenAI's cache; left out"),
-    **_left_out("prompt_cache_retention", "about OpenAI's cache; left out"),
-    **_left_out("safety_identifier", "about OpenAI's service; left out"),
-    **_left_out("service_tier", "about OpenAI's service; left out"),
-    **_only("store", False, note="only false: nothing is kept for later requests"),
+    **_omitted("prediction", "omitted: it changes only the speed"),
+    **_omitted("prompt_cache_key", "omitted: it concerns OpenAI's cache"),
+    **_omitted("prompt_cache_options", "omitted: it concerns OpenAI's cache"),
+    **_omitted("prompt_cache_retention", "omitted: it concerns OpenAI's cache"),
+    **_omitted("safety_identifier", "omitted: it concerns OpenAI's service"),
+    **_omitted("service_tier", "omitted: it concerns OpenAI's service"),
+    **_only("store", False, note="only false: answers are not kept for later requests"),
     **_OWN,
     **_copied("chat_template_kwargs", "not OpenAI's; see the README"),
 }  # fmt: skip

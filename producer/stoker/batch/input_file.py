@@ -1,6 +1,6 @@
-"""An input file: read through once to know it, then line by line from anywhere. Owns no Redis.
+"""An input file: read once as a whole to index it, then line by line in any order. No Redis.
 
-What is kept per line is where it begins, 8 bytes; the lines themselves are read when their turn comes.
+The index has 8 bytes for each line, the place where it begins; the lines themselves are read again when they are sent.
 """
 
 import hashlib
@@ -8,38 +8,61 @@ import os
 import stat
 from array import array
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from stoker.batch.fields import LineOptions
-from stoker.batch.line_set import LineSet
 from stoker.batch.lines import MAX_LINE_BYTES, BadLine, Line, custom_id_of, read_line
 
 
+class LineSet:
+    """A set of numbers from 1."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        at = number >> 3
+        return at < len(self._bits) and bool(self._bits[at] & 1 << (number & 7))
+
+    def add(self, number: int) -> None:
+        at = number >> 3
+        if at >= len(self._bits):
+            self._bits.extend(bytes(at + 1 - len(self._bits)))
+        if not self._bits[at] & 1 << (number & 7):
+            self._bits[at] |= 1 << (number & 7)
+            self._count += 1
+
+
 class InputChanged(Exception):
-    """The file is not what it was when it was read through."""
+    """The file was changed after it was indexed."""
 
 
 class InputFile:
-    """Lines are numbered from 1, as editors do; blank ones count and ask for nothing.
+    """Lines are numbered from 1, as in editors; blank lines have a number but no request.
 
     Attributes:
         digest: SHA-256 of the file, in hex.
-        n_lines: the number of the last line.
-        n_requests: lines that are not blank.
+        n_lines: how many lines there are.
+        n_requests: how many of them are not blank.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
             OSError: it cannot be read.
-            ValueError: it is no regular file; lines are read a second time when their turn comes.
+            ValueError: it is not a regular file, so it could not be read a second time.
         """
         self._file = path.open("rb")
         self._path = path
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self._file.close()
-            raise ValueError(f"{path} is no file that can be read twice; write the lines to one first")
+            raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
         self._starts = array("Q")
         self._blank, self._repeated = LineSet(), LineSet()
         self._stamp = self._stat()
@@ -50,9 +73,7 @@ class InputFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def is_blank(self, number: int) -> bool:
@@ -62,16 +83,18 @@ class InputFile:
         """
         Raises:
             BadLine: it cannot be run.
-            InputChanged: somebody wrote to the file.
+            InputChanged: the file was changed.
         """
         raw = self._raw(number)
         if number in self._repeated:
             name = custom_id_of(number, raw)
-            raise BadLine(number, None, "duplicate_custom_id", f"custom_id {name!r} is an earlier line's", "custom_id")
+            raise BadLine(
+                number, None, "duplicate_custom_id", f"an earlier line has the custom_id {name!r} too", "custom_id"
+            )
         return read_line(number, raw, options)
 
     def custom_id(self, number: int) -> str | None:
-        """As the answer to this line has it."""
+        """The `custom_id` of this line's answer."""
         return None if number in self._repeated else custom_id_of(number, self._raw(number))
 
     def _raw(self, number: int) -> bytes:
@@ -85,7 +108,7 @@ class InputFile:
         return found.st_size, found.st_mtime_ns
 
     def _read_through(self) -> str:
-        """Its digest; where lines begin, which are blank, and which have an earlier line's `custom_id`."""
+        """Index the file: where its lines begin, which are blank, which repeat a `custom_id`. Returns its digest."""
         digest, seen, at = hashlib.sha256(), set[int](), 0
         while raw := self._file.readline(MAX_LINE_BYTES + 1):
             self._starts.append(at)
@@ -97,7 +120,7 @@ class InputFile:
             elif not raw.strip():
                 self._blank.add(number)
             elif custom_id is not None:
-                # 8 bytes of a digest: a false match among a million ids is as likely as one in 10 ** 7 batches.
+                # 8 bytes of a digest: a million ids have a false match in about one of 10 ** 7 files.
                 short = int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
                 if short in seen:
                     self._repeated.add(number)

@@ -1,6 +1,6 @@
-"""One line of an input file: read, checked, and turned into a request. Pure; owns what makes a line a bad one.
+"""Reads and checks one line of an input file and makes a request of it. Pure.
 
-A bad line never stops a batch: it becomes an error with its number.
+A bad line never stops a batch: its answer is an error with the line's number.
 """
 
 import json
@@ -13,18 +13,18 @@ from stoker_shared.errors import RequestError, RequestTooLarge
 from stoker_shared.request import GenerationRequest, build_request
 
 MAX_LINE_BYTES: Final = 64 * 2**20
-"""Longest line that is read: the largest request, however its JSON is escaped, and no more than memory has room for."""
+"""Longest line that is read: enough for the largest request with all its JSON escaped, but a limit for memory."""
 
 MAX_CUSTOM_ID_CHARACTERS: Final = 512
-_NEEDS_CUSTOM_ID: Final = f"'custom_id' must be a text of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters"
+_NEEDS_CUSTOM_ID: Final = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters"
 
 
 class BadLine(Exception):
     """A line that is not run.
 
     Attributes:
-        number: of the line, from 1.
-        custom_id: ``None`` where it cannot be read, or is another line's.
+        number: the line's number, from 1.
+        custom_id: ``None`` if it cannot be read, or if another line has it too.
         code, param: as in OpenAI's errors.
     """
 
@@ -49,7 +49,7 @@ class Line:
 def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
     """
     Raises:
-        BadLine: it cannot be run, for whatever reason.
+        BadLine: it cannot be run.
     """
     fields, custom_id = _object_of(number, raw)
     if custom_id is None:
@@ -57,7 +57,7 @@ def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
     unknown = sorted(set(fields) - {"custom_id", "method", "url", "body"})
     if unknown:
         name = ascii(unknown[0])[:64]
-        raise BadLine(number, custom_id, "unknown_parameter", f"{name} is no field of a batch line", unknown[0][:64])
+        raise BadLine(number, custom_id, "unknown_parameter", f"{name} is not a field of a batch line", unknown[0][:64])
     if fields.get("method") != "POST":
         raise BadLine(number, custom_id, "invalid_method", "'method' must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
@@ -74,7 +74,7 @@ def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
 
 
 def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine:
-    """A line whose request is not valid, or too large."""
+    """The error of a line whose request is invalid or too large."""
     if isinstance(error, RequestTooLarge):
         return BadLine(number, custom_id, "request_too_large", str(error))
     name = str(error).partition(": ")[0].split(".")[0]
@@ -84,7 +84,7 @@ def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine
 
 
 def custom_id_of(number: int, raw: bytes) -> str | None:
-    """The line's `custom_id` where it can be read, else ``None``."""
+    """The line's `custom_id` if it can be read, else ``None``."""
     try:
         return _object_of(number, raw)[1]
     except BadLine:

@@ -1,6 +1,6 @@
-"""The names of batches, their jobs and their answers: all follow from the input, so that a second start finds them.
+"""The ids of batches, of their jobs and of their answers. All follow from the input, so that a second start finds them.
 
-A job's id holds its batch, its line and its `custom_id`: ``BATCH-LINE-DIGEST``. Pure.
+A job's id contains its batch, its line and its `custom_id`: ``BATCH-LINE-DIGEST``. Pure.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ _ANSWER_PREFIX: Final = "batch_req_"
 
 
 def is_batch_name(name: str) -> bool:
-    """Letters of the English alphabet, digits, ``-`` and ``_``: RQ allows no others in a job's id."""
+    """Whether it has only English letters, digits, ``-`` and ``_``: RQ does not allow others in a job's id."""
     return _NAME.fullmatch(name) is not None
 
 
 def fingerprint_of(file_digest: str, options: Any) -> str:
-    """Tells apart what may give other answers: the bytes of the input, and the options that shape requests."""
+    """A digest of everything that can change the answers: the bytes of the input, and the options of its requests."""
     return hashlib.sha256(json.dumps([file_digest, options], sort_keys=True).encode()).hexdigest()
 
 
 def batch_for(name: str | None, fingerprint: str) -> str:
-    """The id of the batch: the same input with the same options is the same batch, and any other is another."""
+    """The id of the batch: the same input with the same options is the same batch."""
     return f"{name or 'batch'}-{fingerprint[:16]}"
 
 
@@ -44,6 +44,6 @@ def answer_id_for(job_id: str) -> str:
 
 
 def line_of_answer(answer_id: object) -> tuple[str, int] | None:
-    """The batch and the line an output line answers; ``None`` when its `id` is none of ours."""
+    """The batch and the number of the line that an output line answers; ``None`` if its `id` has another form."""
     found = _ANSWER.fullmatch(answer_id) if isinstance(answer_id, str) else None
     return (found[1], int(found[2])) if found else None

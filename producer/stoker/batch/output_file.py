@@ -1,43 +1,77 @@
-"""The output file: the ledger of which lines are answered. Owns that a line is in it once, whole, and on the disk.
+"""The output file, which is the record of the lines that are answered. Each answer is in it once, complete and durable.
 
-Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave half a
-last line, which is cut off at the next start. The file is locked while a process writes to it. A file of anything else
-is left as it is.
+Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave an
+incomplete last line, which the next start cuts off. The file is locked while a process writes to it. A file with any
+other content is not changed.
 """
 
 import fcntl
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from stoker.batch.answers import is_success, to_bytes
-from stoker.batch.causes import Causes
-from stoker.batch.line_set import LineSet
+from stoker.batch.input_file import LineSet
 from stoker.batch.naming import answer_id_for, line_of_answer
+from stoker_shared.durable_file import sync
 from stoker_shared.errors import StokerError
+
+_MAX_KINDS: Final = 50
+_HINTS: Final[Mapping[str, str]] = {"model_not_found": "--any-model, or --model-alias THEIRS=OURS, runs such lines"}
+
+
+class Causes:
+    """
+    Attributes:
+        counts: failed lines by kind, which is the code of the answer's error, or the name of the worker's error.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._news: list[str] = []
+
+    def note(self, number: int, answer: Mapping[str, Any]) -> None:
+        """Count a line that failed."""
+        error = answer["error"] or answer["response"]["body"]["error"]
+        message = str(error["message"]).removeprefix(f"line {number}: ")
+        kind = error["code"] or message.partition(":")[0]
+        if kind not in self.counts:
+            kind = kind if len(self.counts) < _MAX_KINDS else "other"
+            hint = f" ({_HINTS[kind]})" if kind in _HINTS else ""
+            self._news.append(f"line {number:,} failed: {message}{hint}")
+        self.counts[kind] += 1
+
+    def take_news(self) -> list[str]:
+        """A message for each kind that has first occurred since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {kind}" for kind, count in self.counts.most_common())
+
 
 _BEGIN: Final = '{{"id":"{}-'
 
 
-class OutputRefused(StokerError):
-    """The output file cannot be the one of this batch; the message gives the reason."""
+class OutputRefused(StokerError, ValueError):
+    """The file cannot be the output file of this batch; the message has the reason."""
 
 
 class OutputFile:
     """
     Attributes:
-        written: the lines that are answered in it.
-        causes: why those that failed did.
+        written: numbers of the lines whose answers are in it.
+        causes: causes of the failures among them.
     """
 
     def __init__(self, path: Path, batch: str) -> None:
         """
         Raises:
-            OutputRefused: another process writes to it, or it holds something else than answers of this batch.
+            OutputRefused: another process writes to it, or it has content other than answers of this batch.
             OSError: it cannot be read or written.
         """
         self._path = path
@@ -49,11 +83,11 @@ class OutputFile:
         self._failed = LineSet()
         try:
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                raise OutputRefused(f"{path} is no file that keeps what is written to it")
+                raise OutputRefused(f"{path} is not a regular file")
             self._lock()
             self._read()
             if is_new:
-                _sync_folder(path.parent)
+                sync(path.parent)
         except BaseException:
             self._file.close()
             raise
@@ -61,14 +95,12 @@ class OutputFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     @property
     def n_failed(self) -> int:
-        """Lines that are answered and did not succeed."""
+        """How many answers are not successes."""
         return len(self._failed)
 
     def has_succeeded(self, number: int) -> bool:
@@ -76,16 +108,16 @@ class OutputFile:
 
     @property
     def identity(self) -> str:
-        """Tells this file from others, also of other machines; its last part is the path."""
+        """Identifies this file among all files of all machines; the last part is its path."""
         found = os.fstat(self._file.fileno())
         path = str(self._path.resolve()).encode(errors="replace").decode()
         return f"{os.uname().nodename} {found.st_dev}:{found.st_ino} {path}"
 
     def append(self, answers: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """Write the answers of these lines that are not there yet, and have them on the disk when it returns.
+        """Write those answers that are not in the file yet; when it returns, they are durable.
 
         Raises:
-            OSError: the disk is full, or broken. What was written of the group is cut off at the next start.
+            OSError: the disk is full or failed. The next start cuts off an incomplete line.
         """
         new = [(number, answer) for number, answer in answers if number not in self.written]
         data = memoryview(b"".join(to_bytes(answer) for _, answer in new))
@@ -111,10 +143,10 @@ class OutputFile:
             raise OutputRefused(f"another process writes to {self._path}") from None
 
     def _read(self) -> None:
-        """Note what is answered, mend the end, and have it all on the disk: a process may have died before it synced.
+        """Note the answers in the file, repair its end, and sync it: an earlier process may have died before its sync.
 
         Raises:
-            OutputRefused: there is something else; nothing was written.
+            OutputRefused: it has other content; nothing was written.
         """
         end = 0
         with open(self._file.fileno(), "rb", closefd=False) as lines:
@@ -142,15 +174,15 @@ class OutputFile:
         except (ValueError, TypeError, KeyError, RecursionError):
             found = None
         if found is None:
-            raise OutputRefused(f"line {at} of {self._path} is no answer of a batch; it is left as it is")
+            raise OutputRefused(f"line {at} of {self._path} is not an answer of a batch; the file was not changed")
         if found[0] != self._batch:
             raise OutputRefused(
-                f"{self._path} holds answers of batch {found[0]}, and this is {self._batch}: the input or an "
-                f"option has changed since, or it is another file's. Give another --out"
+                f"{self._path} has answers of batch {found[0]}, but this batch is {self._batch}: the input or an "
+                f"option has changed, or these are answers to another file. Give another --out"
             )
 
     def _is_whole(self, last: bytes) -> bool:
-        """Whether only its line end is missing: editors leave that out, and the answer has left Redis."""
+        """Whether only its line end is missing. Some editors omit that, and the answer has left Redis already."""
         try:
             json.loads(last)
         except (ValueError, RecursionError):
@@ -159,14 +191,6 @@ class OutputFile:
 
     def _require_half_of_ours(self, last: bytes) -> None:
         begin = _BEGIN.format(answer_id_for(self._batch)).encode()
-        written = last[: len(begin)].rstrip(b"\0")  # a power cut leaves zeros where blocks were not written
+        written = last[: len(begin)].rstrip(b"\0")  # a power failure leaves zeros where blocks were not written
         if not begin.startswith(written):
-            raise OutputRefused(f"{self._path} holds something else than answers; it is left as it is")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            raise OutputRefused(f"{self._path} has content other than answers; it was not changed")

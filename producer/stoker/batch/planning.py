@@ -1,4 +1,4 @@
-"""The options that shape a batch, and what they make of a file: a new batch's record, and what sends its lines."""
+"""The options of a new batch; makes its record and its feeder from them and an input file."""
 
 import re
 import time
@@ -17,8 +17,7 @@ from stoker.batch.input_file import InputFile
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.record import BatchRecord
 from stoker.command_parts import or_usage_error
-from stoker.job_options import JobOptions
-from stoker.queue_name import checked_queue_name
+from stoker.job_options import JobOptions, checked_queue_name
 from stoker_shared.help_layout import options_under
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
@@ -27,17 +26,17 @@ _MOST_S = 3650 * 86_400
 _line = options_under("Lines")
 _job = options_under("Jobs")
 _OPTIONS = (
-    _line("--name", metavar="NAME", help="Begins the batch's id; another name makes another batch of the file."),
+    _line("--name", metavar="NAME", help="Start of the batch's id; another name makes another batch."),
     _line("--model-alias", "model_aliases", metavar="THEIRS=OURS", multiple=True,
-          help="Lines for the model THEIRS run on the model OURS; may be given several times."),
-    _line("--any-model", is_flag=True, help="Lines run on the loaded model, whichever they name."),
+          help="Run lines for the model THEIRS on the model OURS; repeatable."),
+    _line("--any-model", is_flag=True, help="Run all lines on the loaded model, even if they name another."),
     _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
           help="For lines without a limit.  [chat 1024, text 16]"),
     _job("--queue", metavar="NAME", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
     _job("--job-timeout-s", type=click.IntRange(min=1), default=DEFAULT_JOB_TIMEOUT_S, show_default=True, metavar="S",
-         help="Longest run of one line."),
+         help="Longest run of one line, in seconds."),
     _job("--keep", "keep", default="7d", show_default=True, metavar="TIME",
-         help="How long a line may wait, and then its answer: 90m, 12h, 7d."),
+         help="How long a line may wait, and how long its answer is kept: 90m, 12h, 7d."),
     _job("--max-redis-bytes", metavar="BYTES", type=click.IntRange(min=1),
          help="Send nothing while Redis holds more.  [1 GiB, or 80 % of its maxmemory]"),
 )  # fmt: skip
@@ -51,13 +50,13 @@ def plan_options(command: FC) -> FC:
 
 
 def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str, Any]) -> tuple[BatchRecord, Feeder]:
-    """The record of the batch that this file is, and what sends its lines.
+    """The record of this file's batch, and the feeder that sends its lines.
 
     Args:
-        options: by name, those of `plan_options`.
+        options: the values of `plan_options`, by name.
 
     Raises:
-        click.UsageError: one of them cannot be.
+        click.UsageError: one of them is not valid.
     """
     name, keep_s = options["name"], _seconds(options["keep"])
     if name is not None and not is_batch_name(name):

@@ -1,13 +1,12 @@
-"""How far a batch is, for people: a bar on a terminal, else a line every few seconds. Writes to stderr.
+"""Shows a batch's progress on stderr: a bar on a terminal, else a line every few seconds.
 
-Owns the last line of the terminal while a batch runs: other lines for people go through `say`, which moves the bar on.
+Owns the last line of the terminal while a batch runs: all other lines go through `report`, which redraws the bar.
 """
 
 import shutil
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Final, Self
 
 import click
@@ -39,22 +38,20 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._erase()
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def report(self, line: str) -> None:
+        """Print a line that is not overwritten."""
         if not self._quiet:
             self._erase()
             click.echo(line, err=True)
 
     def show(self, n_succeeded: int, n_failed: int, note: str | None = None) -> None:
-        """Where it is now; drawn at most a few times a second.
+        """Show the counts, at most a few times a second.
 
         Args:
-            note: why nothing goes on, if so.
+            note: the reason for a pause, if there is one.
         """
         now = time.monotonic()
         if self._quiet or now < self._shown_at + (_DRAW_EVERY_S if self._draws else _LINE_EVERY_S):
@@ -67,7 +64,7 @@ class Progress:
             click.echo(text, err=True)
 
     def _draw(self, part: float, text: str) -> None:
-        """The bar goes where the terminal is too narrow for it, then the end of the text: a longer line would wrap."""
+        """On a narrow terminal the bar is omitted, then the end of the text, because a longer line would wrap."""
         room = shutil.get_terminal_size().columns - 1
         n_done = int(part * _BAR_CHARACTERS)
         bar = f"[{'#' * n_done}{'-' * (_BAR_CHARACTERS - n_done)}] {100 * part:3.0f} %  "

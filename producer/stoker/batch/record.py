@@ -1,14 +1,21 @@
-"""A batch's record in Redis: where it is. Operations only; no files, and none of its lines.
+"""A batch's record in Redis, and the hold on it. Operations only; no files, and none of the batch's lines.
 
-``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first that was not sent yet; it moves in the
-transaction that enqueues the lines before it (sent_lines.py), so that nothing is sent twice, whoever sends and whatever
-gets lost. ``stoker:batch::all`` (sorted set) names the batches. All keys of a batch expire: a job waits `keep_s` at the
-most, its result is kept for `keep_s`, and the rest outlives both.
+``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first line that was not sent yet; the transaction
+that enqueues lines moves it on (sent_lines.py), so that no line is sent twice, even by several processes and with lost
+replies. ``stoker:batch::all`` (sorted set) names the batches. All keys of a batch expire: a job waits for at most
+`keep_s`, its result is kept for `keep_s`, and the record outlives both.
+
+``stoker:batch:BATCH:holder`` names the output file: only one process at a time takes answers out, else two files would
+get half of them each. It expires. A process that is started again after a crash writes to the same file, whose lock it
+has, so it need not wait.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
+
+from redis.exceptions import OutOfMemoryError
 
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker_shared.errors import StokerError
@@ -18,20 +25,25 @@ _OUTLIVES_S: Final = 86_400
 
 
 class BatchGone(StokerError):
-    """There is no such batch in Redis (any more)."""
+    """There is no such batch in Redis (any more); the message ends with advice."""
+
+    def __init__(self, batch: str, advice: str = "`stoker batch ls` lists the batches") -> None:
+        super().__init__(f"no batch {batch} in Redis; {advice}")
 
 
 @dataclass(frozen=True)
 class BatchRecord:
     """
     Attributes:
-        source: name of the input file, for people.
-        n_requests, n_lines: of the input file, without and with blank lines.
+        source: name of the input file, only shown.
+        n_requests, n_lines: lines of the input file, without and with blank lines.
+        keep_s: how long a job may wait, and how long its result is kept, in seconds.
+        created_s: when the batch was made, in Unix seconds.
         next_line: the first line that was not sent.
-        n_sent: requests before it.
-        n_taken, n_failed: answers that were taken out, and those of them that did not succeed.
-        output: the file they were written to.
-        canceled: nothing more is sent.
+        n_sent: how many requests are before it.
+        n_taken, n_failed: how many answers were taken out, and how many of these are not successes.
+        output: identity of the file to which they were written.
+        canceled: no more lines are sent.
     """
 
     batch: str
@@ -84,8 +96,26 @@ def read_record(batch: str) -> Operation[BatchRecord | None]:
     return BatchRecord.from_hash(batch, fields) if fields else None
 
 
+def find_record(name: str) -> Operation[BatchRecord]:
+    """The batch of this id, or the only one whose id begins with `name`.
+
+    Raises:
+        BatchGone: there is none.
+        ValueError: there are several.
+    """
+    record = yield from read_record(name)
+    if record is None:
+        fitting = [batch for batch in (yield from all_batches()) if batch.startswith(name)]
+        if len(fitting) > 1:
+            raise ValueError(f"several batches have ids that begin with {name!r}: {', '.join(fitting)}")
+        record = (yield from read_record(fitting[0])) if fitting else None
+    if record is None:
+        raise BatchGone(name)
+    return record
+
+
 def register(record: BatchRecord) -> Operation[BatchRecord]:
-    """The record of this batch as it is, or this one."""
+    """Write the record unless the batch has one; returns the one in Redis."""
 
     def write(replies: list[Any]) -> list[Command] | None:
         if replies[0]:
@@ -103,7 +133,7 @@ def register(record: BatchRecord) -> Operation[BatchRecord]:
 
 
 def mark_canceled(record: BatchRecord) -> Operation[None]:
-    """From now on nothing more of it is sent."""
+    """Cancel the batch: no more of its lines are sent."""
     key = record_key(record.batch)
 
     def write(replies: list[Any]) -> list[Command] | None:
@@ -113,13 +143,13 @@ def mark_canceled(record: BatchRecord) -> Operation[None]:
 
 
 def forget(batch: str) -> Operation[None]:
-    """The batch, not its jobs."""
+    """Remove the batch from Redis, but not its jobs."""
     keys = (record_key(batch), lines_key(batch), bad_key(batch))
     yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)], atomic=True)
 
 
 def all_batches() -> Operation[list[str]]:
-    """The oldest first. Those whose record has expired are removed from the index."""
+    """The ids of all batches, the oldest first. Batches whose record has expired are removed from the index."""
     names = [name.decode() for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
     if not names:
         return []
@@ -130,6 +160,50 @@ def all_batches() -> Operation[list[str]]:
 
 
 def kept(record: BatchRecord) -> list[Command]:
-    """Commands that let all of a batch live on."""
+    """The commands that postpone the expiry of all keys of a batch."""
     keys = (record_key(record.batch), lines_key(record.batch), bad_key(record.batch))
     return [("EXPIRE", key, record.lives_s) for key in keys]
+
+
+HOLD_S: Final = 15
+RENEW_S: Final = 3.0
+
+
+class BatchHeld(StokerError):
+    """Another process is taking the answers of this batch out; the message names its output file."""
+
+
+def hold(batch: str, identity: str) -> Operation[None]:
+    """Take or keep the batch for `HOLD_S` seconds. A server that is full cannot write a new hold; the answers then
+    leave it without one.
+
+    Raises:
+        BatchHeld: another process holds it.
+    """
+    key = _holder_key(batch)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        if replies[0] is None:
+            return [("SET", key, identity, "EX", HOLD_S)]
+        if replies[0] != identity.encode():
+            holder = replies[0].decode(errors="replace").split(" ", 2)
+            raise BatchHeld(f"the answers of {batch} are being written to {holder[-1]} on {holder[0]}")
+        return [("EXPIRE", key, HOLD_S)]
+
+    with suppress(OutOfMemoryError):
+        yield from undisturbed(Watched([key], [("GET", key)], write))
+
+
+def release(batch: str, identity: str) -> Operation[None]:
+    """End this process's hold; does nothing if another process holds the batch."""
+    key = _holder_key(batch)
+    mine = identity.encode()
+    yield from undisturbed(Watched([key], [("GET", key)], lambda found: [("DEL", key)] if found[0] == mine else None))
+
+
+def is_held(batch: str) -> Operation[bool]:
+    return bool((yield from ask("EXISTS", _holder_key(batch))))
+
+
+def _holder_key(batch: str) -> str:
+    return f"stoker:batch:{batch}:holder"

@@ -1,7 +1,7 @@
-"""The lines of a batch that are in Redis: how they get there, once, and out again. Operations only; no files.
+"""The lines of a batch that are in Redis: sends each line once, and takes it out again. Operations only; no files.
 
-``stoker:batch:BATCH:lines`` (sorted set, by line number) holds every line that was sent and not taken out again: a job,
-or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash).
+``stoker:batch:BATCH:lines`` (sorted set, by line number) has every line that was sent and not taken out again. Such a
+line is either a job or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash).
 """
 
 import json
@@ -56,11 +56,11 @@ def send(
     """Enqueue the lines from `next_line` to before `upto`, all or none.
 
     Args:
-        bad: the answers to those that cannot be run, by line number.
-        n: how many requests there are among these lines.
+        bad: the answers to lines that cannot be run, by line number.
+        n: how many requests are among these lines.
 
     Returns:
-        ``False`` when somebody else has sent them meanwhile, or has canceled the batch.
+        ``False`` if another process has sent them meanwhile, or has canceled the batch.
     """
     batch, key = record.batch, record_key(record.batch)
 
@@ -88,7 +88,7 @@ def send(
 
 
 def sent_lines(batch: str, after: int, count: int) -> Operation[list[SentLine]]:
-    """The next lines that are in Redis, by number."""
+    """The next `count` lines in Redis after the line number `after`, sorted by number."""
     found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "+inf", "WITHSCORES", "LIMIT", 0, count)
     pairs = [(entry[0], entry[1]) for entry in found] if found and isinstance(found[0], list | tuple) else _pairs(found)
     return [_sent_line(int(float(number)), member.decode()) for member, number in pairs]
@@ -102,12 +102,13 @@ def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[
 
 
 def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[None]:
-    """Remove answered lines from Redis, with their jobs and results. Those that are gone already count no more.
+    """Remove answered lines from Redis, with their jobs and results. Lines that are gone already are not counted again.
 
-    A server that is full refuses to count; then they are removed first, which makes room, and counted after that.
+    A server that is full refuses to count, so the lines are then removed first, which makes room, and counted
+    afterwards.
 
     Args:
-        lines: with whether each succeeded.
+        lines: the lines, and whether each succeeded.
     """
     taken, counts = list(lines), list[Command]()
     removals = _removals(record, taken)

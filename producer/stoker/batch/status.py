@@ -1,4 +1,4 @@
-"""Where a batch is, from Redis alone: counted, not remembered. Operations only."""
+"""The state of a batch, counted from Redis alone. Operations only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ _FAILED: Final = frozenset({JobStatus.FAILED.value, JobStatus.STOPPED.value, Job
 
 @dataclass(frozen=True)
 class BatchStatus:
-    """Requests of a batch, each counted once.
+    """The requests of a batch by state, each counted once.
 
     Attributes:
-        not_sent: still only in the input file.
+        not_sent: only in the input file so far.
         waiting, running: in Redis, not ended.
-        done, failed: ended; taken out or not.
-        to_fetch: of those, in Redis.
+        done, failed: ended, whether they were taken out or not.
+        to_fetch: ended and still in Redis.
     """
 
     not_sent: int
@@ -41,14 +41,14 @@ class BatchStatus:
 
 
 def status_of(record: BatchRecord) -> Operation[BatchStatus]:
-    """Asks for the state of each job that is in Redis."""
+    """Count the requests, with one command for each job in Redis."""
     counts: Counter[str] = Counter()
     after, n_there = 0, 0
     while lines := (yield from sent_lines(record.batch, after, _PAGE)):
         counts.update((yield from _states(record.batch, lines)))
         after, n_there = lines[-1].number, n_there + len(lines)
     failed, ended = counts["failed"], counts["failed"] + counts["done"]
-    n_gone = max(0, record.n_sent - n_there)  # those that an earlier start found in its file count as done
+    n_gone = max(0, record.n_sent - n_there)  # lines that an earlier start found in its output file count as done
     return BatchStatus(
         not_sent=max(0, record.n_requests - record.n_sent),
         waiting=counts["waiting"],

@@ -1,6 +1,6 @@
-"""The loop of `batch run` and `batch fetch`: send, collect, show, until all is answered. Owns the outages of Redis.
+"""The loop of `batch run` and `batch fetch`: send, collect and show until all is answered. Endures outages of Redis.
 
-All that counts is in Redis and in the output file, so a round that was cut short by anything is simply made again.
+The whole state is in Redis and in the output file, so a round that was interrupted is simply repeated.
 """
 
 import time
@@ -13,18 +13,17 @@ from redis import Redis
 from stoker.batch.collecting import Collector
 from stoker.batch.ends import canceled
 from stoker.batch.feeding import CHUNK_LINES, Feeder
-from stoker.batch.holding import HOLD_S, RENEW_S, BatchHeld, hold, release
 from stoker.batch.naming import job_id_for
 from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
-from stoker.batch.record import BatchGone, BatchRecord, read_record, register
+from stoker.batch.record import HOLD_S, RENEW_S, BatchGone, BatchHeld, BatchRecord, hold, read_record, register, release
 from stoker.batch.sent_lines import n_in_redis
 from stoker.driver import run
 from stoker.presence import unattended
 from stoker_shared.errors import RedisUnavailable
 
 GIVE_UP_S: Final = 600.0
-"""Seconds without Redis after which a batch stops; the same command goes on with it later."""
+"""Seconds without Redis after which the command ends; the same command continues later."""
 
 _LOOK_FOR_WORKERS_S: Final = 5.0
 _IDLE_S: Final = (0.2, 0.3)
@@ -37,9 +36,9 @@ class BatchWork:
     """
     Attributes:
         collector: writes the answers.
-        feeder: sends the lines; ``None`` to take out what others send.
-        planned: the record to begin with where Redis has none; ``None`` if it must have one.
-        window: lines in Redis at the most, of those this process sends.
+        feeder: sends the lines; ``None`` if only other processes send them.
+        planned: the record with which to begin if Redis has none; ``None`` if Redis must have one.
+        window: the most lines in Redis at a time, of those that this process sends.
     """
 
     connection: Redis
@@ -60,34 +59,36 @@ class BatchWork:
         return self.collector.output
 
     def begin(self) -> None:
-        """Make or find the batch, and see to it that nobody else takes its answers.
+        """Make or find the batch, and hold it, so that no other process takes its answers.
 
         Raises:
-            OutputRefused: answers that left Redis are not in this file.
-            BatchGone, BatchHeld, RedisUnavailable.
+            OutputRefused: answers that have left Redis are not in this file.
+            BatchGone: there is no such batch.
+            BatchHeld: another process holds it, longer than a hold lasts.
+            RedisUnavailable: no server answers.
         """
         end = time.monotonic() + HOLD_S + 1
         while True:
-            self._require_all_that_left()
+            self._require_taken_answers()
             try:
                 self._hold()
                 break
             except BatchHeld as held:
                 if time.monotonic() > end:
                     raise
-                self.progress.say(f"{held}; waiting for that to end")
+                self.progress.report(f"{held}; waiting until that ends")
                 time.sleep(1)
         try:
-            self._require_all_that_left()  # a process that held it may have taken some out since
+            self._require_taken_answers()  # the process that held it may have taken out more since
         except OutputRefused:
             self.end()
             raise
 
     def go(self, *, follow: bool = True) -> None:
-        """Until every line is answered; without `follow`, until what has ended by now is taken out.
+        """Work until every line is answered; without `follow`, until all answers that are ready are taken out.
 
         Raises:
-            BatchGone, BatchHeld, InputChanged, RedisUnavailable, OSError: the same command goes on later.
+            BatchGone, BatchHeld, InputChanged, RedisUnavailable, OSError: the same command continues later.
         """
         away_since: float | None = None
         pause_s = _IDLE_S[0]
@@ -111,31 +112,31 @@ class BatchWork:
                 time.sleep(pause_s)
 
     def end(self) -> None:
-        """Let others take the answers out."""
+        """Let other processes take the answers out."""
         with suppress(RedisUnavailable):  # then it expires
             run(self.connection, release(self.batch, self._output.identity))
 
-    def _require_all_that_left(self) -> None:
+    def _require_taken_answers(self) -> None:
         record = self._record()
         if record.n_taken > len(self._output.written):
             raise OutputRefused(
-                f"{record.n_taken:,} answers of {self.batch} are out of Redis already, in "
-                f"{record.output.split(' ', 2)[-1]}; give that file as --out, or forget the batch and run all lines "
-                f"anew (`stoker batch cancel --forget {self.batch}`)"
+                f"{record.n_taken:,} answers of {self.batch} have left Redis already; they are in "
+                f"{record.output.split(' ', 2)[-1]}. Give that file as --out, or forget the batch and run all lines "
+                f"again (`stoker batch cancel --forget {self.batch}`)"
             )
 
     def _round(self) -> int | None:
-        """How many lines moved; ``None`` when all is over."""
+        """One round; returns how many lines it moved, ``None`` when all lines are answered."""
         record = self._record()
         self._hold()
         n_there = run(self.connection, n_in_redis(self.batch))
         if record.all_sent and not n_there:
             self._answer_unsent(record)
             return None
-        # First what makes room: a server that is full takes no lines.
+        # Collecting comes first, because it makes room: a server that is full accepts no lines.
         found = self.collector.walk(record)
         for line in self._output.causes.take_news():
-            self.progress.say(line)
+            self.progress.report(line)
         self._look_for_workers(record.queue)
         return found + self._feed(record, max(0, n_there - found))
 
@@ -148,7 +149,7 @@ class BatchWork:
         record = run(self.connection, read_record(self.batch))
         if record is None:
             if self.planned is None:
-                raise BatchGone(f"no batch {self.batch} in Redis; `stoker batch ls` shows which there are")
+                raise BatchGone(self.batch)
             record = run(self.connection, register(self.planned))
         return record
 
@@ -165,13 +166,13 @@ class BatchWork:
         now = time.monotonic()
         if now > self._looked_back_at + 1:
             self._looked_back_at, self._held_back = now, self.feeder.is_held_back()
-        # Others may have filled Redis; with nothing of its own in there, a batch goes on a few lines at a time.
+        # Other clients may have filled Redis; a batch without lines in there sends a few lines nevertheless.
         if self._held_back:
             return not n_there and self.feeder.feed(record, 1, self._output.written)
         return self.feeder.feed(record, room, self._output.written)
 
     def _answer_unsent(self, record: BatchRecord) -> None:
-        """The lines of a canceled batch that never were sent get an answer too, where the input is at hand."""
+        """Answer the lines of a canceled batch that were never sent, if the input is at hand."""
         if self.feeder is None or not record.canceled:
             return
         lines = self.feeder.input

@@ -1,4 +1,4 @@
-"""Output lines in OpenAI's form: its own types parse each, strictly."""
+"""Output lines in OpenAI's form: the types of its package parse each of them, strictly."""
 
 import json
 
@@ -27,7 +27,7 @@ def result(**changes):
 
 
 def written(answer):
-    """As it comes back from the file."""
+    """The answer as it is read back from the file."""
     line = answers.to_bytes(answer)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -77,7 +77,7 @@ def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
         ("the worker gave no reason", 500, None),
     ],
 )
-def test_what_a_worker_failed_has_the_status_and_the_body_that_an_api_would_give(reason, status, code):
+def test_a_failed_job_has_the_status_and_the_body_of_an_api(reason, status, code):
     answer = written(answers.failure("batch_req_j", "one", "j", reason, None))
     assert answer["error"] is None
     assert answer["response"]["status_code"] == status
@@ -91,7 +91,7 @@ def test_a_job_that_timed_out_has_its_text_so_far():
     assert answer["response"]["body"]["error"]["partial_text"] == "so far"
 
 
-def test_what_never_ran_is_an_error_with_its_line():
+def test_a_line_that_never_ran_is_an_error_with_its_number():
     bad = BadLine(7, None, "unknown_parameter", "no such field", "\ud800")
     answer = written(answers.not_run("batch_req_j", bad))
     assert (answer["custom_id"], answer["response"]) == (None, None)

@@ -1,4 +1,4 @@
-"""`stoker batch` as a user runs it, beside a worker that somebody plays: what is where after which step."""
+"""`stoker batch` as a user runs it, beside a simulated worker: the files and Redis after each step."""
 
 import json
 import os
@@ -9,7 +9,8 @@ import pytest
 from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker
 
-from stoker.batch import holding, output_file, work
+from stoker.batch import record as batch_record
+from stoker.batch import work
 from stoker.batch.output_file import OutputFile
 from stoker.cli import main
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def batch(redis_url, capsys, monkeypatch, tmp_path):
-    """Run the command in the folder of the test; gives (exit code, stdout as JSON if it is, stderr)."""
+    """Runs the command in the test's folder; returns the exit code, stdout (parsed if it is JSON) and stderr."""
     monkeypatch.setenv("STOKER_REDIS_URL", redis_url)
     monkeypatch.chdir(tmp_path)
 
@@ -33,7 +34,7 @@ def batch(redis_url, capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def somebody(connection):
-    """A worker that ends each job as its prompt says, in queue order; `ends` has the prompts."""
+    """A worker that ends each job as its prompt tells it to, in queue order; `ends` has the prompts."""
     played, stop, ends = PlayedWorker(connection), threading.Event(), []
 
     def work_on():
@@ -75,7 +76,7 @@ def write(path, prompts, name="in.jsonl"):
 
 
 def texts(path, name="out.jsonl"):
-    """By custom_id; the text, or the error's code or message."""
+    """The answers by custom_id: the text, or the error's code or message."""
     found = {}
     for answer in map(json.loads, (path / name).read_text().splitlines()):
         assert answer["custom_id"] not in found
@@ -120,7 +121,12 @@ def test_answers_come_in_the_order_of_the_lines_where_that_is_asked_for(batch, s
     with (tmp_path / "in.jsonl").open("a") as lines:
         lines.write("no line\n")
     ended = somebody.played.finish
-    somebody.played.finish = lambda job_id, text: time.sleep(0.1 if text == "2" else 0) or ended(job_id, text=text)
+
+    def end_slowly(job_id, text):
+        time.sleep(0.1 if text == "2" else 0)
+        ended(job_id, text=text)
+
+    somebody.played.finish = end_slowly
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--in-order", "--window", "8")[0] == 3
     assert list(texts(tmp_path)) == [*(f"c{n}" for n in range(30)), None]
@@ -130,7 +136,12 @@ def test_no_more_than_the_window_is_in_redis(batch, connection, somebody, tmp_pa
     write(tmp_path, [f"{n}" for n in range(25)])
     seen = []
     ended = somebody.played.finish
-    somebody.played.finish = lambda *a, **o: (seen.append(len(keys(connection))), ended(*a, **o))
+
+    def count_and_end(job_id, text):
+        seen.append(len(keys(connection)))
+        ended(job_id, text=text)
+
+    somebody.played.finish = count_and_end
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--window", "5")[0] == 0
     assert len(texts(tmp_path)) == 25
@@ -178,7 +189,7 @@ def test_a_batch_is_submitted_counted_and_fetched_by_others(batch, connection, s
     assert (listed["batch"], listed["state"], listed["done"], listed["failed"]) == (name, "fetched", 2, 1)
 
 
-def test_run_goes_on_with_a_batch_that_was_submitted(batch, somebody, tmp_path):
+def test_run_continues_a_batch_that_was_submitted(batch, somebody, tmp_path):
     write(tmp_path, ["one", "two"])
     batch("submit", "in.jsonl")
     somebody.begin()
@@ -219,14 +230,16 @@ def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, conne
     from stoker.batch.record import read_record
     from stoker.driver import run
 
-    assert run(connection, cancel_batch(run(connection, read_record(name)), remove=False)) >= 2
+    record = run(connection, read_record(name))
+    assert record
+    assert run(connection, cancel_batch(record, remove=False)) >= 2
     thread.join()
     assert done[0][0] == 3
     assert texts(tmp_path) == {"c0": "one"} | {f"c{n}": "batch_cancelled" for n in range(1, 5)}
     assert keys(connection) == []
 
 
-def test_a_forgotten_batch_may_be_run_anew(batch, connection, somebody, tmp_path):
+def test_a_forgotten_batch_can_be_run_again(batch, connection, somebody, tmp_path):
     write(tmp_path, ["one", "later"])
     _, name, _ = batch("submit", "in.jsonl")
     assert batch("cancel", name)[0] == 0
@@ -247,6 +260,7 @@ def test_a_job_that_was_deleted_is_an_answer_too(batch, connection, tmp_path):
     assert texts(tmp_path) == {"c0": "batch_expired"}
 
 
+@pytest.mark.slow
 def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, somebody, tmp_path):
     write(tmp_path, ["one", "two", "three"])
     somebody.begin()
@@ -254,7 +268,7 @@ def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, some
     thread = threading.Thread(
         target=lambda: done.append(batch("submit", "in.jsonl", "--max-redis-bytes", str(before + 2**25)))
     )
-    before = connection.info("memory")["used_memory"]  # it may fall yet: what other tests left is freed by and by
+    before = connection.info("memory")["used_memory"]  # it may still fall, while memory of other tests is freed
     connection.set("ballast", b"x" * 2**26)
     thread.start()
     time.sleep(1.0)
@@ -267,17 +281,18 @@ def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, some
     wait_for(lambda: len(somebody.ends) == 3)
 
 
-def test_run_goes_on_line_by_line_where_others_have_filled_redis(batch, connection, somebody, tmp_path):
+def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, connection, somebody, tmp_path):
     write(tmp_path, ["one", "two", "three"])
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--max-redis-bytes", "1")[0] == 0
     assert len(texts(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_one_process_takes_the_answers_of_a_batch_and_a_second_waits_for_its_end(
     batch, connection, somebody, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(holding, "HOLD_S", 1)
+    monkeypatch.setattr(batch_record, "HOLD_S", 1)
     monkeypatch.setattr(work, "HOLD_S", 1)
     write(tmp_path, ["one"])
     _, name, _ = batch("submit", "in.jsonl")
@@ -298,7 +313,7 @@ def test_a_disk_that_is_full_stops_the_batch_and_loses_nothing(batch, somebody, 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(output_file.os, "fsync", full)
+        patched.setattr("stoker.batch.output_file.os.fsync", full)
         code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
     assert (code, "No space left" in err) == (1, True)
     assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
@@ -330,7 +345,7 @@ def test_a_wrong_command_is_refused_before_anything_is_sent(batch, connection, t
     assert (tmp_path / "in.jsonl").read_text() == before
 
 
-def test_a_file_whose_name_is_no_text_is_a_batch_too(batch, tmp_path):
+def test_a_file_whose_name_is_not_text_is_a_batch_too(batch, tmp_path):
     write(tmp_path, ["one"], name=os.fsdecode(b"\xff.jsonl"))
     assert batch("submit", os.fsdecode(b"\xff.jsonl"))[0] == 0
     assert "(?.jsonl, 1 lines)" in batch("ls")[1]
@@ -385,7 +400,7 @@ def test_a_queue_without_a_worker_is_named(batch, tmp_path, monkeypatch):
     monkeypatch.setattr("stoker.batch.work.time.sleep", interrupt)
     code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
     assert code == 130
-    assert f"0 done, 0 failed, 1 waiting, {nobody}\nthe same command goes on from here\n" in err
+    assert f"0 done, 0 failed, 1 waiting, {nobody}\nrun the same command again to continue from here\n" in err
 
 
 def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):
@@ -398,4 +413,4 @@ def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):
     code, _, err = batch("run", f"/dev/fd/{reader}", "--out", "out.jsonl")
     os.close(reader)
     assert code == 2
-    assert "no file that can be read twice" in err
+    assert "cannot be read twice" in err

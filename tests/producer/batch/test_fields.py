@@ -1,7 +1,8 @@
-"""Field by field: one case for each row of the table in docs/batches.md, on the types of OpenAI's own package."""
+"""One case for each row of the table in docs/batches.md, with the types of OpenAI's own package."""
 
 import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai.types import completion_create_params as text_params
@@ -11,19 +12,20 @@ from pydantic import TypeAdapter
 from stoker.batch.fields import CHAT_URL, RULES, TEXT_URL, FieldRefused, LineOptions, markdown_table, request_fields
 from stoker_shared.request import build_request
 
+Cases = dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]]
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "batches.md"
-PARAMS = {
+PARAMS: dict[str, Any] = {
     CHAT_URL: chat_params.CompletionCreateParamsNonStreaming,
     TEXT_URL: text_params.CompletionCreateParamsNonStreaming,
 }
-INPUT = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, TEXT_URL: {"prompt": "x"}}
+INPUT: dict[str, Any] = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, TEXT_URL: {"prompt": "x"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 AUDIO = {"voice": "alloy", "format": "wav"}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n"}}
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
 
-# field: what is served, each with what it becomes; what is refused
-COMMON = {
+# field: values that are served, each with its outcome; values that are refused
+COMMON: Cases = {
     "model": ([("m", {"model": "m"})], [3]),
     "temperature": ([(0.5, {"temperature": 0.5}), (1, {"temperature": 1})], []),
     "top_p": ([(0.5, {"top_p": 0.5})], []),
@@ -45,7 +47,7 @@ COMMON = {
     "cache_salt": ([("s", {"cache_salt": "s"})], []),
     "metadata": ([({"agent_id": "a", "k": "v"}, {"agent_id": "a"}), ({"k": "v"}, {})], ["a", {"k": 1}]),
 }
-CASES = {
+CASES: dict[str, Cases] = {
     CHAT_URL: COMMON
     | {
         "messages": ([(SYSTEM, {"messages": SYSTEM})], []),
@@ -139,7 +141,7 @@ def test_defaults_are_openais():
     assert request_fields(TEXT_URL, body(TEXT_URL), LineOptions(max_tokens=5))["max_tokens"] == 5
 
 
-def test_the_agent_of_the_metadata_comes_before_the_user_whatever_their_order():
+def test_the_agent_of_the_metadata_wins_over_the_user_in_any_order():
     both = {"user": "u", "metadata": {"agent_id": "a"}}
     for fields in (both, dict(reversed(both.items()))):
         assert request_fields(CHAT_URL, body(CHAT_URL, **fields), LineOptions())["agent_id"] == "a"

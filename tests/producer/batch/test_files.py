@@ -1,4 +1,4 @@
-"""The two files of a batch: what is read of the one, and what a crash leaves of the other."""
+"""The two files of a batch: reading the input, and the output after a crash."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.batch import answers, output_file
+from stoker.batch import answers
 from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.lines import MAX_LINE_BYTES, BadLine
@@ -49,7 +49,7 @@ def test_lines_are_numbered_as_in_an_editor_and_read_in_any_order(tmp_path):
 def test_a_custom_id_that_comes_again_is_the_first_lines_and_the_others_are_bad(tmp_path):
     with opened(tmp_path, f"{line('one')}\n{line('two')}\n{line('one')}\n") as lines:
         assert lines.line(1, LineOptions()).custom_id == "one"
-        with pytest.raises(BadLine, match="line 3: custom_id 'one'") as caught:
+        with pytest.raises(BadLine, match="line 3: an earlier line has the custom_id 'one'") as caught:
             lines.line(3, LineOptions())
         assert caught.value.custom_id is lines.custom_id(3) is None
 
@@ -71,8 +71,8 @@ def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_pat
 
 def test_an_input_that_cannot_be_read_twice_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it does not wait
-    with pytest.raises(ValueError, match="no file that can be read twice"):
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it for reading does not block
+    with pytest.raises(ValueError, match="cannot be read twice"):
         InputFile(tmp_path / "pipe")
     os.close(writer)
 
@@ -96,7 +96,7 @@ def test_another_input_or_other_options_are_another_batch_and_the_same_are_the_s
     assert len(set(jobs)) == 4
 
 
-def test_what_was_written_is_found_again_and_not_written_twice(out):
+def test_answers_in_the_file_are_found_again_and_not_written_twice(out):
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1)), (3, answer(3))])
         output.append([(3, answer(3)), (2, answer(2))])
@@ -121,15 +121,15 @@ def test_half_a_last_line_is_cut_off(out, kept):
     assert out.read_bytes() == whole
 
 
-def test_a_file_of_half_a_first_line_begins_anew(out):
+def test_a_file_with_half_a_first_line_is_begun_again(out):
     out.write_bytes(answers.to_bytes(answer(1))[:40])
     with OutputFile(out, BATCH) as output:
         assert len(output.written) == 0
     assert out.read_bytes() == b""
 
 
-def test_a_whole_last_line_is_kept_where_only_its_end_is_missing(out):
-    """An editor may leave it out; the answer has left Redis by then."""
+def test_a_whole_last_line_without_its_line_end_is_kept(out):
+    """Some editors omit it, and the answer has left Redis already."""
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1)), (2, answer(2))])
     whole = out.read_bytes()
@@ -140,7 +140,7 @@ def test_a_whole_last_line_is_kept_where_only_its_end_is_missing(out):
     assert out.read_bytes() == whole + answers.to_bytes(answer(3))
 
 
-def test_what_a_power_cut_left_of_the_last_blocks_is_cut_off(out):
+def test_zeros_left_by_a_power_failure_are_cut_off(out):
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1))])
     whole = out.read_bytes()
@@ -152,11 +152,11 @@ def test_what_a_power_cut_left_of_the_last_blocks_is_cut_off(out):
 
 
 def test_answers_of_a_killed_process_are_on_the_disk_before_they_count(out, monkeypatch):
-    """It may have died between its write and its sync."""
+    """An earlier process may have died between its write and its sync."""
     with OutputFile(out, BATCH) as output:
         output.append([(1, answer(1))])
     synced = []
-    monkeypatch.setattr(output_file.os, "fsync", synced.append)
+    monkeypatch.setattr("stoker.batch.output_file.os.fsync", synced.append)
     with OutputFile(out, BATCH) as output:
         assert len(output.written) == len(synced) == 1
 
@@ -180,7 +180,7 @@ def test_the_file_of_another_batch_is_refused(out):
         OutputFile(out, BATCH)
 
 
-def test_what_keeps_nothing_is_refused():
+def test_an_output_that_is_not_a_regular_file_is_refused():
     for path in (Path("/dev/full"), Path("/dev/null")):
         with pytest.raises(OutputRefused, match=str(path)):
             OutputFile(path, BATCH)

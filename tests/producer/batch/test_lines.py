@@ -1,13 +1,14 @@
-"""What makes a line a bad one, and how much of it an error can name."""
+"""Bad lines: every reason to refuse a line, and the parts of it that the error has."""
 
 import json
+from typing import Any
 
 import pytest
 
 from stoker.batch.fields import CHAT_URL, TEXT_URL, LineOptions
 from stoker.batch.lines import BadLine, read_line
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "custom_id": "one",
     "method": "POST",
     "url": CHAT_URL,
@@ -60,7 +61,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("line", "custom_id", "code", "param"), BAD.values(), ids=BAD)
-def test_a_bad_line_is_named_by_its_number_and_what_is_wrong(line, custom_id, code, param):
+def test_a_bad_line_is_named_by_its_number_and_its_fault(line, custom_id, code, param):
     with pytest.raises(BadLine, match=r"^line 12: ") as caught:
         read_line(12, line, LineOptions())
     assert (caught.value.custom_id, caught.value.code, caught.value.param) == (custom_id, code, param)

@@ -1,4 +1,4 @@
-"""What others do to a batch while a command is at work on it: they empty Redis, fill it, cancel, forget, take over."""
+"""Other processes interfere while a command works on a batch: empty or fill Redis, cancel, forget, take over."""
 
 import threading
 
@@ -9,10 +9,9 @@ from tests.producer.batch.test_commands import batch, somebody, texts, write
 from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
-from stoker.batch import cli, holding, work
+from stoker.batch import record as batch_record
 from stoker.batch.canceling import cancel_batch
-from stoker.batch.holding import hold
-from stoker.batch.record import read_record
+from stoker.batch.record import hold, read_record
 from stoker.batch.sent_lines import take_out
 from stoker.cli import main as cli_main
 from stoker.driver import run
@@ -43,6 +42,7 @@ def test_a_cancel_that_comes_after_the_end_leaves_nothing(batch, connection, som
     write(tmp_path, ["one"])
     _, name, _ = batch("submit", "in.jsonl")
     record = run(connection, read_record(name))
+    assert record
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl")[0] == 0
     assert run(connection, cancel_batch(record, remove=False)) == 0
@@ -58,17 +58,19 @@ def test_a_batch_that_is_canceled_while_it_is_submitted_is_submitted_no_further(
 
     def cancel_instead(seconds):
         [name] = connection.zrange("stoker:batch::all", 0, -1)
-        run(connection, cancel_batch(run(connection, read_record(name.decode())), remove=and_forget))
+        record = run(connection, read_record(name.decode()))
+        assert record
+        run(connection, cancel_batch(record, remove=and_forget))
 
-    monkeypatch.setattr(cli.time, "sleep", cancel_instead)
+    monkeypatch.setattr("stoker.batch.cli.time.sleep", cancel_instead)
     code, _, err = batch("submit", "in.jsonl", "--max-redis-bytes", "1")
     assert (code, "no batch" in err if and_forget else "was canceled" in err) == (1 if and_forget else 2, True), err
 
 
-def test_who_waited_for_another_process_does_not_go_on_without_the_answers_that_it_took(
+def test_a_process_that_waited_for_another_one_does_not_continue_without_its_answers(
     batch, connection, somebody, tmp_path, monkeypatch
 ):
-    """It has died meanwhile; its file has the answers."""
+    """The other process has died meanwhile; its file has the answers."""
     write(tmp_path, ["one", "two"])
     _, name, _ = batch("submit", "in.jsonl")
     connection.set(f"stoker:batch:{name}:holder", "elsewhere 1:2 /there/out.jsonl")
@@ -77,9 +79,9 @@ def test_who_waited_for_another_process_does_not_go_on_without_the_answers_that_
         connection.hset(f"stoker:batch:{name}", mapping={"n_taken": 1, "output": "elsewhere 1:2 /there/out.jsonl"})
         connection.delete(f"stoker:batch:{name}:holder")
 
-    monkeypatch.setattr(work.time, "sleep", other_takes_and_dies)
+    monkeypatch.setattr("stoker.batch.work.time.sleep", other_takes_and_dies)
     code, _, err = batch("fetch", name, "--out", "out.jsonl")
-    assert (code, "out of Redis already, in /there/out.jsonl" in err) == (2, True), err
+    assert (code, "left Redis already; they are in /there/out.jsonl" in err) == (2, True), err
     assert not connection.exists(f"stoker:batch:{name}:holder")
 
 
@@ -87,7 +89,7 @@ def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_proces
     steps = hold("b", "here 1:2 /out.jsonl")
     watched = next(steps)
     assert steps.throw(WatchError("a connection error while watching")) == watched
-    with pytest.raises(holding.BatchHeld, match=r"/there/out\.jsonl on elsewhere"):
+    with pytest.raises(batch_record.BatchHeld, match=r"/there/out\.jsonl on elsewhere"):
         watched.write([b"elsewhere 1:2 /there/out.jsonl"])
 
 

@@ -1,4 +1,4 @@
-"""How far a batch is, as a terminal and as a log get it."""
+"""The progress of a batch, on a terminal and in a log."""
 
 import io
 import re
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def as_terminal(monkeypatch):
-    """Makes stderr a terminal of so many columns, and gives what is written to it."""
+    """Makes stderr a terminal with this many columns; returns the text written to it."""
 
     def make(columns=100):
         monkeypatch.setattr("sys.stderr", Terminal())
@@ -49,13 +49,13 @@ def test_the_bar_moves(as_terminal):
 def test_a_line_for_people_gets_a_line_of_its_own(as_terminal):
     terminal = as_terminal()
     with Progress(200, Tally()) as bar:
-        bar.say("batch b: 200 lines")
+        bar.report("batch b: 200 lines")
         bar.show(1, 0)
-        bar.say("line 7 failed")
+        bar.report("line 7 failed")
         bar.show(2, 0)
     assert "batch b: 200 lines" in lines_of(terminal)
     assert "line 7 failed" in lines_of(terminal)
-    assert lines_of(terminal)[-1] == ""  # nothing is left for the next line to begin behind
+    assert lines_of(terminal)[-1] == ""  # the last line is empty, so that the next text begins there
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60])

@@ -1,19 +1,19 @@
-"""Tiny models with an engine and the reference beside it: what every exactness test of the engine starts from."""
+"""Tiny models, each with an engine and the reference: the base of every exactness test of the engine."""
 
 from dataclasses import replace
+from typing import Any
 
 from tests.worker.engine.tiny_models import VOCABULARY, make_model
 
 from stoker_shared import build_request
-from stoker_worker.cache_spec import ModelCacheSpec
 from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
-from stoker_worker.serving_mode import Rows, ServingMode
+from stoker_worker.ports.serving_mode import Batching, ServingMode
 
 EOS = VOCABULARY - 1
 
 
-class Codec:
-    """Stands for a tokenizer: a token's text is its number."""
+class Numbers:
+    """A tokenizer that decodes a token to its number."""
 
     def __init__(self, eos_ids=frozenset({EOS})):
         self.eos_ids = eos_ids
@@ -29,25 +29,25 @@ class Codec:
 
 
 class Layout:
-    """One tiny model with an engine maker and the reference beside it."""
+    """One tiny model with engines over it and its own answers as the reference."""
 
     def __init__(self, name, *, eos=True, **changes):
-        from stoker_worker.engine.probe import can_be_batched
+        from stoker_worker.models.cache_probe import can_be_batched, read_cache_spec
 
         self.model = make_model(name, **changes)
-        self.spec = ModelCacheSpec.from_model(self.model)
-        codec = Codec() if eos else Codec(frozenset({10**9}))
-        self.rows = Rows.BATCHED if can_be_batched(self.model) else Rows.ALONE
-        self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, codec)
+        self.spec = read_cache_spec(self.model)
+        tokenizer: Any = Numbers() if eos else Numbers(frozenset({10**9}))
+        self.batching = Batching.BATCHED if can_be_batched(self.model) else Batching.ONE_AT_A_TIME
+        self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, tokenizer)
 
-    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, rows=None):
-        from stoker_worker.engine.build import assemble
-        from stoker_worker.engine.pricing import BatchPricing
+    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, batching=None):
+        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.kv_cost import KVCost
 
-        max_bytes = blocks * BatchPricing(self.spec, prefill_tokens).block_bytes
+        max_bytes = blocks * KVCost(self.spec, prefill_tokens).block_bytes
         return assemble(
             self.model,
-            replace(self.loaded, mode=ServingMode(rows or self.rows)),
+            replace(self.loaded, mode=ServingMode(batching or self.batching)),
             max_bytes=max_bytes,
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
@@ -61,7 +61,7 @@ class Layout:
         said = []
         for token, _ in generate_step(mx.array(list(ids)), self.model, max_tokens=max_tokens):
             said.append(token)
-            if token in self.loaded.codec.eos_ids:
+            if token in self.loaded.tokenizer.eos_ids:
                 break
         return said
 
@@ -85,7 +85,15 @@ def random_ids(rng, n):
 
 
 def prefix_of(cache, n_tokens):
-    """What a store would give back of a saved cache that began at token 0."""
+    """The prefix that a store would restore from a saved cache that began at token 0."""
     states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
     layers = tuple((keys[:, :n_tokens].copy(), values[:, :n_tokens].copy()) for keys, values in cache.layers)
     return RestoredPrefix(n_tokens, layers, states)
+
+
+def cache_bytes(engine: Any) -> int:
+    """Bytes that the caches of an engine's sequences take."""
+    generator = engine._generator
+    if hasattr(generator, "_caches"):  # one sequence at a time
+        return sum(int(cache.nbytes) for cache in generator._caches)
+    return int(generator._generator.prompt_cache_nbytes)

@@ -1,4 +1,4 @@
-"""The contract of `GenerationEnginePort.text` and `progress`: one reader of every row, whichever engine runs it."""
+"""The contract of `GenerationEnginePort.text` and `progress`, checked for every sequence of any engine."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ STAGES = ["waiting", "prefill", "decode"]
 
 
 def read_along(engine, works):
-    """Step until all has ended, reading all texts after each step; returns completions and what was read of each."""
+    """Step until every sequence has ended, and read all texts after each step; return completions and texts read."""
     uids = [engine.submit(one) for one in works]
     done, read, stages = {}, {uid: [""] for uid in uids}, {uid: [] for uid in uids}
     while engine.in_flight:

@@ -1,17 +1,17 @@
-"""What the engine does when memory is short, a row is poisoned, a step breaks or somebody cancels. Tiny models."""
+"""The engine when memory is short, a sequence is poisoned, a step breaks or a job is cancelled. Tiny models."""
 
 import random
 
 import mlx.core as mx
 import pytest
-from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine import sampling
-from stoker_worker.engine.pricing import BatchPricing
+from stoker_worker.engine.kv_cost import KVCost
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 HYBRIDS = ("llama", "gemma3_text", "qwen3_next", "mamba2")
 
@@ -25,10 +25,10 @@ def works_of(rng, *shapes, **fields):
     return [work(random_ids(rng, n), max_tokens, **fields) for n, max_tokens in shapes]
 
 
-# --- places ---
+# --- slots ---
 
 
-def test_a_waiting_row_joins_in_the_very_step_that_ends_the_row_whose_place_it_takes():
+def test_a_waiting_sequence_joins_in_the_step_that_frees_a_slot():
     layout = Layout("llama", eos=False)
     engine = layout.engine(max_batch=2)
     works = works_of(random.Random(9), (20, 6), (20, 30), (20, 8))
@@ -38,8 +38,8 @@ def test_a_waiting_row_joins_in_the_very_step_that_ends_the_row_whose_place_it_t
         for completion in engine.step():
             done[completion.uid] = completion
             if completion.uid == uids[0]:
-                joined = [row.uid for row in engine._roster.prefilling.values()]
-        assert len(list(engine._roster.in_batch())) <= 2
+                joined = [sequence.uid for sequence in engine._scheduler.prefilling.values()]
+        assert len(list(engine._scheduler.in_batch())) <= 2
     assert joined == [uids[2]]
     for uid, one in zip(uids, works, strict=True):
         assert list(done[uid].generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
@@ -49,35 +49,36 @@ def test_a_waiting_row_joins_in_the_very_step_that_ends_the_row_whose_place_it_t
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_rows_that_outgrow_the_pool_say_what_they_say_with_room_for_all(name):
+def test_sequences_that_outgrow_the_pool_give_the_same_answers_as_with_room_for_all(name):
     layout = Layout(name, eos=False)
     works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40))
     plenty = run(layout.engine(), works)
-    pricing = BatchPricing(layout.spec, 64)
-    engine = layout.engine(blocks=max(pricing.row_blocks(540), 2 * pricing.row_blocks(350)))
-    most, set_aside = 0, 0
+    kv_cost = KVCost(layout.spec, 64)
+    engine = layout.engine(blocks=max(kv_cost.sequence_blocks(540), 2 * kv_cost.sequence_blocks(350)))
+    most, preempt = 0, 0
     uids = [engine.submit(one) for one in works]
     done = {}
     while engine.in_flight:
-        before = {row.uid for row in engine._roster.in_batch()}
+        before = {sequence.uid for sequence in engine._scheduler.in_batch()}
         done |= {completion.uid: completion for completion in engine.step()}
-        now = {row.uid for row in engine._roster.in_batch()}
-        set_aside += len(before - now - set(done))
+        now = {sequence.uid for sequence in engine._scheduler.in_batch()}
+        preempt += len(before - now - set(done))
         most = max(most, len(now))
-        assert engine.cache_bytes <= engine.kv_bytes <= engine._pool.total * engine._pricing.block_bytes
+        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+        assert engine._pool.used <= engine._pool.total
     assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plenty]
     assert most > 1
-    assert set_aside or name == "mamba2"  # whose rows never grow
+    assert preempt or name == "mamba2"  # its sequences never grow
     assert engine._pool.used == 0
 
 
 @pytest.mark.parametrize("stop", [[], ["<1"]])
-def test_rows_can_be_read_along_also_where_memory_is_short_and_a_step_breaks(monkeypatch, stop):
+def test_texts_can_be_read_while_memory_is_short_and_after_a_failed_step(monkeypatch, stop):
     layout = Layout("llama", eos=False)
     works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40), stop=stop)
     plain = run(layout.engine(), works)
-    pricing = BatchPricing(layout.spec, 64)
-    engine = layout.engine(blocks=max(pricing.row_blocks(540), 2 * pricing.row_blocks(350)))
+    kv_cost = KVCost(layout.spec, 64)
+    engine = layout.engine(blocks=max(kv_cost.sequence_blocks(540), 2 * kv_cost.sequence_blocks(350)))
     real, calls = engine._advance, []
 
     def breaks_once(said):
@@ -95,7 +96,7 @@ def test_rows_can_be_read_along_also_where_memory_is_short_and_a_step_breaks(mon
         assert all(done[n].text.startswith(max(read[n])) and len(max(read[n])) > 20 for n in range(4))
 
 
-def test_three_rows_of_different_length_end_in_the_order_of_their_own_lengths():
+def test_three_sequences_of_different_length_end_in_the_order_of_their_lengths():
     layout = Layout("llama", eos=False)
     works = works_of(random.Random(2), (20, 500), (20, 4000), (20, 1200))
     engine = layout.engine(max_batch=3)
@@ -112,24 +113,24 @@ def test_three_rows_of_different_length_end_in_the_order_of_their_own_lengths():
 
 
 def are_likeliest(layout, prompt, said):
-    """Whether each token is the likeliest behind all before it; one pass, where 4,000 steps alone take 10 s."""
+    """Whether each token is the likeliest after all before it; one pass, because 4,000 single steps take 10 s."""
     logits = layout.model(mx.array([[*prompt, *said[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.max(axis=-1) - mx.take_along_axis(logits, mx.array(said)[:, None], axis=-1)[:, 0]
     return gaps.max().item() < 1e-3
 
 
-def test_a_job_that_could_never_fit_is_told_how_many_tokens_would(llama):
+def test_a_job_that_can_never_fit_is_refused_with_the_number_of_tokens_that_can(llama):
     engine = llama.engine(blocks=4)
-    fits = engine._pricing.longest_row(4)
+    fits = engine._kv_cost.longest_sequence(4)
     with pytest.raises(BlockPoolTooSmall, match=rf"is {fits + 1} tokens.*holds {fits} .*--kv-max-bytes"):
         engine.submit(work([1] * (fits - 9), 10))
     engine.submit(work([1] * (fits - 10), 10))
     engine.close()
 
 
-def test_a_large_row_waits_without_blocking_small_ones_for_ever_or_waiting_for_ever(llama):
+def test_a_large_sequence_neither_blocks_small_ones_nor_waits_forever(llama):
     rng = random.Random(3)
-    blocks = BatchPricing(llama.spec, 64).row_blocks(900)
+    blocks = KVCost(llama.spec, 64).sequence_blocks(900)
     engine = llama.engine(blocks=blocks, max_batch=4)
     first = engine.submit(work(random_ids(rng, 20), 40))
     engine.step()
@@ -142,7 +143,7 @@ def test_a_large_row_waits_without_blocking_small_ones_for_ever_or_waiting_for_e
         ended += [completion.uid for completion in engine.step()]
         assert submitted < 200
     assert first in ended
-    assert submitted > 10  # small ones went ahead of it
+    assert submitted > 10  # small ones overtook it
     engine.close()
 
 
@@ -150,8 +151,8 @@ def test_a_large_row_waits_without_blocking_small_ones_for_ever_or_waiting_for_e
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("part", ["row_sampler", "row_processors"])
-def test_a_poisoned_row_fails_alone_and_the_others_do_not_notice(name, part, monkeypatch):
+@pytest.mark.parametrize("part", ["make_sampler", "make_processors"])
+def test_a_poisoned_sequence_fails_alone_and_the_other_answers_are_unchanged(name, part, monkeypatch):
     layout = Layout(name)
     rng = random.Random(4)
     shapes = [(rng.randint(1, 80), 12) for _ in range(8)]
@@ -187,7 +188,7 @@ def test_a_poisoned_row_fails_alone_and_the_others_do_not_notice(name, part, mon
 
 
 class Fragile:
-    """A model that breaks whenever a poisonous token is in what it is asked to run."""
+    """A model that raises when its input contains a poisonous token."""
 
     def __init__(self, model, is_poison):
         self._model, self._is_poison, self.breaks = model, is_poison, 0
@@ -203,7 +204,7 @@ class Fragile:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_row_that_breaks_every_step_is_found_and_failed_and_the_others_end_right(name):
+def test_a_sequence_that_breaks_every_step_is_found_and_failed_and_the_others_end_right(name):
     layout = Layout(name)
     rng = random.Random(5)
     works = works_of(rng, *[(rng.randint(2, 120), 15) for _ in range(6)], temperature=1.0, seed=3)
@@ -223,7 +224,7 @@ def test_a_row_that_breaks_every_step_is_found_and_failed_and_the_others_end_rig
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_step_that_breaks_once_costs_nobody_a_token(name):
+def test_a_step_that_breaks_once_costs_no_sequence_a_token(name):
     layout = Layout(name)
     rng = random.Random(6)
     works = works_of(rng, *[(rng.randint(2, 120), 25) for _ in range(4)])
@@ -247,7 +248,7 @@ def test_a_step_that_breaks_once_costs_nobody_a_token(name):
     ]
 
 
-def test_rows_that_break_whenever_they_run_together_are_soon_left_apart(caplog):
+def test_sequences_that_break_whenever_they_run_together_soon_run_one_at_a_time(caplog):
     layout = Layout("llama", eos=False)
     works = works_of(random.Random(14), *[(9, 30)] * 12)
     plain = run(layout.engine(), works)
@@ -263,10 +264,10 @@ def test_rows_that_break_whenever_they_run_together_are_soon_left_apart(caplog):
         engine.submit(one)
     while engine.in_flight:
         engine.step()
-    assert layout.model.breaks == 0  # not even after as many quiet steps as there may be
+    assert layout.model.breaks == 0  # not even after the longest run of quiet steps
 
 
-def test_a_row_that_begins_again_after_a_break_counts_nothing_as_cached():
+def test_a_sequence_restarted_after_a_failed_step_reports_no_cached_tokens():
     layout = Layout("llama")
     first = works_of(random.Random(15), (60, 5), (90, 5))
     again = [
@@ -285,12 +286,12 @@ def test_a_row_that_begins_again_after_a_break_counts_nothing_as_cached():
     assert layout.model.breaks == 1
 
 
-def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, monkeypatch):
-    from stoker_worker.engine import batch_engine
+def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llama, monkeypatch):
+    from stoker_worker.engine import cache_transfer
 
     works = works_of(random.Random(7), (20, 6), (30, 6), (25, 9))
     plain = run(llama.engine(), works)
-    real, calls = batch_engine.slice_caches, []
+    real, calls = cache_transfer.slice_caches, []
 
     def fail_once(*args):
         calls.append(1)
@@ -298,7 +299,7 @@ def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, mon
             raise RuntimeError("[malloc] unable to allocate")
         return real(*args)
 
-    monkeypatch.setattr(batch_engine, "slice_caches", fail_once)
+    monkeypatch.setattr(cache_transfer, "slice_caches", fail_once)
     done = run(llama.engine(), works)
     assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
     assert [one.cache.stop for one in done] == [one.cache.stop for one in plain]
@@ -308,7 +309,7 @@ def test_a_break_while_a_finished_row_is_copied_out_loses_neither_row(llama, mon
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
+def test_a_sequence_can_be_cancelled_at_any_stage_and_the_other_answers_are_unchanged(name):
     layout = Layout(name, eos=False)
     rng = random.Random(8)
     keep = works_of(rng, (40, 30), (70, 30))
@@ -321,7 +322,7 @@ def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
         engine.step()
     assert engine.cancel(waiting).generated_ids == ()
     said = engine.cancel(decoding)
-    assert (said.outcome, said.text) == ("cancelled", layout.loaded.codec.decode(said.generated_ids))
+    assert (said.outcome, said.text) == ("cancelled", layout.loaded.tokenizer.decode(said.generated_ids))
     prefilling = engine.submit(work(random_ids(rng, 600), 50))
     engine.step()
     assert engine.cancel(prefilling).generated_ids == ()
@@ -334,10 +335,10 @@ def test_a_row_can_be_cancelled_at_any_stage_and_the_others_do_not_notice(name):
     engine.close()
 
 
-# --- what a row says ---
+# --- answers ---
 
 
-def test_a_seed_gives_the_same_text_alone_in_company_restored_and_set_aside(llama):
+def test_a_seed_gives_the_same_text_alone_in_a_batch_restored_and_preempted(llama):
     rng = random.Random(9)
     ids = random_ids(rng, 300)
     fields = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.2}
@@ -351,14 +352,14 @@ def test_a_seed_gives_the_same_text_alone_in_company_restored_and_set_aside(llam
     ended = []
     while engine.in_flight:
         ended += engine.step()
-        for row in list(engine._roster.in_batch()):
-            ended += engine._set_aside(row)
+        for sequence in list(engine._scheduler.in_batch()):
+            ended += engine._preempt(sequence)
     assert ended[0].generated_ids == alone.generated_ids
     (other,) = run(llama.engine(), [work(ids, 24, **{**fields, "seed": 8})])
     assert other.generated_ids != alone.generated_ids
 
 
-def test_a_repetition_penalty_is_mlx_lms_own(llama):
+def test_a_repetition_penalty_matches_mlx_lms_own(llama):
     from mlx_lm.generate import generate_step
     from mlx_lm.sample_utils import make_logits_processors
 
@@ -372,7 +373,7 @@ def test_a_repetition_penalty_is_mlx_lms_own(llama):
     assert expected != llama.alone(ids, 20)
 
 
-def test_logprobs_are_the_models_own_with_the_likeliest_beside_them(llama):
+def test_logprobs_match_the_models_own_and_list_the_likeliest_tokens(llama):
     from mlx_lm.generate import generate_step
 
     ids = random_ids(random.Random(12), 40)
@@ -394,7 +395,7 @@ def test_logprobs_are_the_models_own_with_the_likeliest_beside_them(llama):
 # --- layouts that cannot be batched ---
 
 
-def test_a_cache_that_cannot_be_batched_runs_one_row_at_a_time():
+def test_a_cache_that_cannot_be_batched_runs_one_sequence_at_a_time():
     layout = Layout("llama4")
     assert not layout.spec.can_be_stored
     rng = random.Random(13)

@@ -1,4 +1,4 @@
-"""The engine on the real model: its greedy output is the model's own, whatever happens around a row."""
+"""The engine on the real model: its greedy output equals the model's own, whatever else is in the batch."""
 
 import pytest
 from tests.worker.engine.reading import read_along
@@ -21,9 +21,9 @@ PROMPTS = (
 
 @pytest.fixture(scope="module")
 def network_and_model(smollm2):
-    from stoker_worker.engine.provider import MlxModelProvider
+    from stoker_worker.models.loading import load_model
 
-    return MlxModelProvider(str(smollm2), "float32", lambda network, loaded: network).load()
+    return load_model(str(smollm2), "float32")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def loaded(network_and_model):
 
 @pytest.fixture
 def make_engine(network_and_model):
-    from stoker_worker.engine.build import assemble
+    from stoker_worker.engine.assembly import assemble
 
     network, loaded = network_and_model
     engines = []
@@ -73,7 +73,7 @@ def alone(network_and_model, smollm2):
 
 
 def work(loaded, prompt, prefix=None, save_from=0, **fields):
-    ids = prompt if isinstance(prompt, tuple) else tuple(loaded.codec.encode(prompt, special_start=True))
+    ids = prompt if isinstance(prompt, tuple) else tuple(loaded.tokenizer.encode(prompt, special_start=True))
     request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 16, **fields})
     return GenerationWork(request, ids, prefix, save_from)
 
@@ -85,25 +85,26 @@ def drain(engine):
     return done
 
 
-def test_a_batch_of_unequal_rows_gives_each_row_what_it_gives_alone(make_engine, loaded, alone):
+@pytest.mark.fast_blas
+def test_a_batch_of_unequal_sequences_gives_each_the_answer_it_gets_alone(make_engine, loaded, alone):
     engine = make_engine(max_batch=4)
     works = [work(loaded, prompt, max_tokens=8 + 4 * n) for n, prompt in enumerate(PROMPTS)]
     uids = [engine.submit(w) for w in works]
     done = drain(engine)
     for uid, w in zip(uids, works, strict=True):
         assert list(done[uid].generated_ids) == alone(w.prompt_ids, w.request.max_tokens)
-        assert done[uid].text == loaded.codec.decode(done[uid].generated_ids)
+        assert done[uid].text == loaded.tokenizer.decode(done[uid].generated_ids)
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 300])
-def test_a_row_continued_from_handed_over_cache_gives_what_it_gives_uncached(make_engine, loaded, alone, length):
+@pytest.mark.parametrize("length", [256, *(pytest.param(n, marks=pytest.mark.fast_blas) for n in (255, 257, 300))])
+def test_a_sequence_continued_from_a_saved_cache_answers_as_uncached(make_engine, loaded, alone, length):
     engine = make_engine()
     text = " ".join(f"word{n} and" for n in range(length))
-    ids = tuple(loaded.codec.encode(text, special_start=True))[: length - 7]
+    ids = tuple(loaded.tokenizer.encode(text, special_start=True))[: length - 7]
     first = drain_one(engine, work(loaded, ids, max_tokens=7))
     assert (first.cache.start, first.cache.stop) == (0, length)
     prefix = RestoredPrefix(length, first.cache.layers)
-    longer = (*ids, *first.generated_ids, *loaded.codec.encode(" So then", special_start=False))
+    longer = (*ids, *first.generated_ids, *loaded.tokenizer.encode(" So then", special_start=False))
     second = drain_one(engine, work(loaded, longer, prefix=prefix, save_from=length // 256 * 256))
     assert list(second.generated_ids) == alone(longer, 16)
     assert second.cache.start == length // 256 * 256
@@ -115,17 +116,18 @@ def drain_one(engine, one):
     return drain(engine)[uid]
 
 
-def test_an_end_of_sequence_token_ends_the_row_and_is_in_the_cache_but_not_in_the_text(make_engine, loaded):
+def test_an_end_of_sequence_token_ends_the_sequence_and_is_in_the_cache_but_not_in_the_text(make_engine, loaded):
     engine = make_engine()
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     done = drain_one(engine, work(loaded, prompt, max_tokens=40))
     assert done.ended_by == "eos"
-    assert done.generated_ids[-1] in loaded.codec.eos_ids
+    assert done.generated_ids[-1] in loaded.tokenizer.eos_ids
     assert done.text == "The capital of France is Paris."
-    assert done.cache.stop == len(loaded.codec.encode(prompt, special_start=True)) + len(done.generated_ids)
+    assert done.cache.stop == len(loaded.tokenizer.encode(prompt, special_start=True)) + len(done.generated_ids)
 
 
-def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_rows_alone(make_engine, loaded, alone):
+@pytest.mark.fast_blas
+def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_sequences_alone(make_engine, loaded, alone):
     engine = make_engine()
     beside = work(loaded, PROMPTS[0], max_tokens=24)
     uid = engine.submit(beside)
@@ -135,14 +137,15 @@ def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_rows_a
     done = drain(engine)
     assert done[stopped].ended_by == "stop"
     assert done[stopped].text == plain.text[: plain.text.index(stop)]
-    kept = loaded.codec.decode(done[stopped].generated_ids[: done[stopped].kept])
+    kept = loaded.tokenizer.decode(done[stopped].generated_ids[: done[stopped].kept])
     assert kept + done[stopped].carry_text == done[stopped].text
-    prompt_tokens = len(loaded.codec.encode(PROMPTS[1], special_start=True))
+    prompt_tokens = len(loaded.tokenizer.encode(PROMPTS[1], special_start=True))
     assert done[stopped].cache.stop == prompt_tokens + done[stopped].kept
     assert list(done[uid].generated_ids) == alone(beside.prompt_ids, 24)
 
 
-def test_the_texts_of_all_rows_can_be_read_as_they_grow(make_engine, loaded):
+@pytest.mark.fast_blas
+def test_the_texts_of_all_sequences_can_be_read_as_they_grow(make_engine, loaded):
     works = [work(loaded, prompt, max_tokens=24) for prompt in PROMPTS]
     engine = make_engine()
     uids = [engine.submit(one) for one in works]
@@ -164,7 +167,8 @@ def test_the_texts_of_all_rows_can_be_read_as_they_grow(make_engine, loaded):
     assert not any(text.endswith("\ufffd") for text in read[-1])
 
 
-def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engine, loaded, alone):
+@pytest.mark.fast_blas
+def test_cancelling_at_any_stage_frees_the_blocks_and_changes_no_other_answer(make_engine, loaded, alone):
     engine = make_engine(max_batch=2, prefill_tokens=8)
     beside = work(loaded, PROMPTS[4], max_tokens=30)
     kept = engine.submit(beside)
@@ -174,7 +178,7 @@ def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engin
         engine.step()
     assert engine.cancel(waiting).generated_ids == ()
     cancelled = engine.cancel(decoding)
-    assert (cancelled.outcome, cancelled.text) == ("cancelled", loaded.codec.decode(cancelled.generated_ids))
+    assert (cancelled.outcome, cancelled.text) == ("cancelled", loaded.tokenizer.decode(cancelled.generated_ids))
     prefilling = engine.submit(work(loaded, " ".join(PROMPTS), max_tokens=50))
     engine.step()
     assert engine.progress()[prefilling].tokens == 0
@@ -184,7 +188,8 @@ def test_cancelling_at_any_stage_frees_its_blocks_and_disturbs_nobody(make_engin
     assert engine.in_flight == 0
 
 
-def test_rows_wait_for_blocks_and_all_of_them_get_their_turn(make_engine, loaded, alone):
+@pytest.mark.fast_blas
+def test_sequences_wait_for_blocks_and_all_of_them_run(make_engine, loaded, alone):
     engine = make_engine(blocks=2, max_batch=8)
     works = [work(loaded, prompt, max_tokens=10) for prompt in PROMPTS]
     uids = [engine.submit(w) for w in works]
@@ -193,14 +198,15 @@ def test_rows_wait_for_blocks_and_all_of_them_get_their_turn(make_engine, loaded
     assert [list(done[uid].generated_ids) for uid in uids] == [alone(w.prompt_ids, 10) for w in works]
 
 
-def test_what_could_never_fit_is_refused_at_once(make_engine, loaded):
+def test_a_job_that_can_never_fit_is_refused_at_once(make_engine, loaded):
     engine = make_engine(blocks=2)
     with pytest.raises(BlockPoolTooSmall, match="--kv-max-bytes"):
         engine.submit(work(loaded, PROMPTS[0], max_tokens=300))
     assert engine.in_flight == 0
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_any_company(make_engine, loaded):
+@pytest.mark.fast_blas
+def test_a_seed_gives_the_same_text_alone_and_in_any_batch(make_engine, loaded):
     seeded = work(loaded, PROMPTS[4], temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=7, max_tokens=24)
     alone_ids = drain_one(make_engine(), seeded).generated_ids
     engine = make_engine()
@@ -213,6 +219,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_any_company(make_engine, loaded
     assert done[other_seed].generated_ids != alone_ids
 
 
+@pytest.mark.fast_blas
 def test_sampling_follows_the_models_distribution(make_engine, loaded):
     """Temperature near zero is greedy; a top_k of one is greedy at any temperature."""
     greedy = drain_one(make_engine(), work(loaded, PROMPTS[1])).generated_ids
@@ -222,7 +229,7 @@ def test_sampling_follows_the_models_distribution(make_engine, loaded):
     assert drain_one(make_engine(), huge_k).generated_ids != greedy
 
 
-def test_the_spec_read_off_the_model_is_what_its_caches_hold(loaded):
+def test_the_spec_read_from_the_model_matches_its_caches(loaded):
     spec = loaded.spec
     assert (len(spec.layers), spec.dtype) == (30, "float32")
     assert {(x.kind, x.n_kv_heads, x.key_dim, x.value_dim) for x in spec.layers} == {("full", 3, 64, 64)}

@@ -1,4 +1,4 @@
-"""Every cache file of an agent damaged in every way, on each kind of layer: a named miss, and the undamaged answer."""
+"""Every cache file of an agent damaged in every way, for each kind of layer: a named miss and the undamaged answer."""
 
 import random
 import shutil
@@ -9,10 +9,10 @@ from tests.worker.engine.layouts import Layout, random_ids, run, work
 from tests.worker.engine.test_layout_memory import Conversation
 from tests.worker.memory.agents import FastDisk
 
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript, Turn
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 NAMES = ("llama", "gemma3_text", "qwen3_next", "mamba2")
 MAX_TOKENS = 6
@@ -33,7 +33,7 @@ DAMAGES = {
 
 
 class Scene:
-    """A store with two agents of like conversations, closed; and what the model says uncached, worked out once."""
+    """A closed store with two agents of like conversations; and the model's uncached answers, computed once."""
 
     def __init__(self, name, folder):
         rng = random.Random(name)
@@ -50,21 +50,21 @@ class Scene:
         self.model = ours.model
         self.more = tuple(random_ids(rng, 20))
         self.continued = (*ours.said[-1], *self.more)
-        """What `append` makes of a new message."""
+        """The `append` prompt: the conversation with a new message."""
         self.turned_away = (*self.prompt, (ours.said[-1][len(self.prompt)] + 1) % 90, *self.more)
-        """A whole conversation, as `full` brings it along, in which the last answer is another one."""
+        """A `full` prompt: the whole conversation, with another last answer."""
         self.files = dict(zip(self.files_of("ours"), self.files_of("theirs"), strict=True))
 
     def files_of(self, agent_id):
-        """Blocks in order of the chain, tail, snapshots; relative to the store."""
-        store = AgentStore(self.base)
-        (use,) = (x for x in store.budget._ledger.agents.values() if x.agent_id == agent_id)
-        paths = [path for path in (*use.blocks, *store._agent(agent_id).piece_paths(2)) if path.exists()]
+        """Blocks in the order of the chain, tail, snapshots; relative to the store."""
+        store = AgentCacheStore(self.base)
+        (use,) = (x for x in store.budget._usage.agents.values() if x.agent_id == agent_id)
+        paths = [path for path in (*use.blocks, *store._store.agent(agent_id).piece_paths(2)) if path.exists()]
         store.close()
         return [path.relative_to(self.base) for path in paths]
 
     def is_needed(self, file, prompt):
-        """A snapshot is asked for only when none stands further on the prompt's way."""
+        """A snapshot is loaded only if no later one fits the prompt."""
         index = 1 if prompt == self.continued else 0
         return not file.name.startswith("snapshot") or file.name.endswith(f"-{index}.safetensors")
 
@@ -74,7 +74,7 @@ class Scene:
         DAMAGES[how](self.folder / file, self.folder / self.files[file])
 
     def turn(self, store, prompt):
-        """One turn of our agent, saved; returns its restore. The answer is checked against the model alone."""
+        """Run and save one turn of our agent; return its restore. Checks the answer against the model alone."""
         agent = store.open_agent("ours")
         restored = store.restore(prompt, agent=agent, model=self.model, salt=None)
         (done,) = run(self.layout.engine(), [work(prompt, MAX_TOKENS, restored.prefix, restored.saved_blocks * 256)])
@@ -86,8 +86,8 @@ class Scene:
 
 
 def expect_everything_cached_again(scene):
-    """What was damaged has been written anew."""
-    store = AgentStore(scene.folder, files=FastDisk())
+    """The damaged files have been written anew."""
+    store = AgentCacheStore(scene.folder, files=FastDisk())
     assert store.verify() == []
     agent = store.open_agent("ours")
     prompt = (*agent.transcript.token_ids, 1)
@@ -115,7 +115,7 @@ def test_a_damaged_file_is_a_named_miss_and_the_answer_is_that_of_an_undamaged_r
     prompt = scene.continued if context == "append" else scene.turned_away
     for file in scene.files:
         scene.damaged(file, how)
-        store = AgentStore(scene.folder, files=FastDisk())
+        store = AgentCacheStore(scene.folder, files=FastDisk())
         restored = scene.turn(store, prompt)
         kind = "block" if file.parts[0] == "blocks" else file.name.split("-")[0]
         reason = f"{kind}_{how.split(' ')[0]}" if scene.is_needed(file, prompt) else None
@@ -125,35 +125,37 @@ def test_a_damaged_file_is_a_named_miss_and_the_answer_is_that_of_an_undamaged_r
         expect_everything_cached_again(scene)
 
 
-def test_with_hot_memory_the_turn_after_a_miss_is_right_too(scene):
+def test_with_the_ram_cache_the_turn_after_a_miss_is_right_too(scene):
     sources = []
     for file in scene.files:
         scene.damaged(file, "corrupt")
-        store = AgentStore(scene.folder, files=FastDisk(), memory_max_bytes=2**30)  # after a restart it is empty
+        store = AgentCacheStore(
+            scene.folder, files=FastDisk(), memory_max_bytes=2**30
+        )  # after a restart its RAM cache is empty
         scene.turn(store, scene.continued)
         prompt = (*scene.continued, *scene.alone(scene.continued), *scene.more)
         restored = scene.turn(store, prompt)
         assert restored.prefix.n_tokens == len(prompt) - len(scene.more)
         sources.append(restored.source)
         store.close()
-    # Blocks that are whole but useless without a snapshot are not computed again, so they are not in memory either.
+    # Intact blocks that are useless without a snapshot are not computed again, so they are not in the RAM cache either.
     assert sources[0] == sources[-1] == "memory"
 
 
-def test_damage_beside_a_hot_agent_costs_nothing_until_the_disk_is_asked(scene):
+def test_damage_on_disk_costs_an_agent_in_ram_nothing_until_the_disk_is_read(scene):
     for file in scene.files:
         shutil.rmtree(scene.folder, ignore_errors=True)
         shutil.copytree(scene.base, scene.folder)
-        store = AgentStore(scene.folder, files=FastDisk(), memory_max_bytes=2**30)
+        store = AgentCacheStore(scene.folder, files=FastDisk(), memory_max_bytes=2**30)
         store.restore(scene.continued, agent=store.open_agent("ours"), model=scene.model, salt=None)
         DAMAGES["corrupt"](scene.folder / file, None)
         restored = scene.turn(store, scene.continued)
         assert (restored.source, restored.miss_reason) == ("memory", None)
         store.close()
-        store = AgentStore(scene.folder, files=FastDisk())
+        store = AgentCacheStore(scene.folder, files=FastDisk())
         prompt = (*scene.continued, *scene.alone(scene.continued), *scene.more)
         restored = scene.turn(store, prompt)
-        is_block = file.parts[0] == "blocks"  # tail and snapshots were replaced by the turn
+        is_block = file.parts[0] == "blocks"  # the turn replaced tail and snapshots
         assert restored.miss_reason == ("block_corrupt" if is_block else None)
         store.close()
         expect_everything_cached_again(scene)

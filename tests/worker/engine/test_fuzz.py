@@ -1,33 +1,33 @@
-"""Random agents, turns, batches and pools: every row that ends says what it says alone, from nothing.
+"""Random agents, turns, batches and pools: every sequence that ends has the answer it gets alone and uncached.
 
-`make fuzz` runs many more rounds of the same.
+`make fuzz` runs many more rounds.
 """
 
 import os
 import random
 
 import pytest
-from tests.worker.engine.layouts import EOS, Layout, prefix_of, random_ids, work
+from tests.worker.engine.layouts import EOS, Layout, cache_bytes, prefix_of, random_ids, work
 from tests.worker.engine.tiny_models import CONFIGS
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "11"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
-ROWS_IN_A_ROUND = 6
+SEQUENCES_IN_A_ROUND = 6
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 130, 254, 255, 256, 257, 300, 511, 513)
 LONGEST = 700
 
 
 class Agent:
-    """What an agent has said, and the caches it may go on from."""
+    """An agent's tokens so far, and the cache its next turn may continue from."""
 
     def __init__(self):
         self.ids = ()
         self.cache = None
 
     def next_work(self, rng):
-        """The next turn: cold, or from a place in the old one, and sometimes with other words than before."""
+        """The next turn: cold, or from a place in the last one, sometimes with other tokens than before."""
         new = random_ids(rng, rng.choice(LENGTHS))
         max_tokens = rng.choice((1, 2, 5, 12, 30))
         if self.cache is None or len(self.ids) + len(new) + max_tokens > LONGEST:
@@ -37,28 +37,28 @@ class Agent:
             places = [self.cache.stop, self.cache.stop - 1, rng.randint(1, self.cache.stop)]
         place = rng.choice([place for place in places if place > 0] or [None])
         if place is None or rng.random() < 0.15:
-            return work((*self.ids, *new), max_tokens)  # uncached, though it was there
+            return work((*self.ids, *new), max_tokens)  # uncached, though a cache exists
         kept = self.ids[:place] if rng.random() < 0.3 else self.ids  # a fork from the middle, or the next turn
         return work((*kept, *new), max_tokens, prefix_of(self.cache, place))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_history_of_any_layout_is_answered_as_if_each_row_were_alone(name):
+def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(name):
     rng = random.Random(f"{name} {SEED}")
     layout = Layout(name)
     agents = [Agent() for _ in range(8)]
-    compared = restored = cancelled = set_aside = 0
+    compared = restored = cancelled = preempt = 0
     for _ in range(ROUNDS):
-        taken = rng.sample(agents, ROWS_IN_A_ROUND)
+        taken = rng.sample(agents, SEQUENCES_IN_A_ROUND)
         works = [agent.next_work(rng) for agent in taken]
         longest = max(len(one.prompt_ids) + one.request.max_tokens for one in works)
         prefill_tokens = rng.choice((16, 64, 100))
         engine = layout.engine(max_batch=rng.randint(1, 5), prefill_tokens=prefill_tokens)
-        if rng.random() < 0.6:  # a pool that holds a few rows, so that some wait and some are set aside
+        if rng.random() < 0.6:  # a pool for a few sequences, so that some wait and some are preempted
             engine = layout.engine(
                 max_batch=5,
                 prefill_tokens=prefill_tokens,
-                blocks=engine._pricing.row_blocks(longest) + rng.randint(0, 4),
+                blocks=engine._kv_cost.sequence_blocks(longest) + rng.randint(0, 4),
             )
         uids = [engine.submit(one) for one in works]
         victims = {rng.choice(uids): rng.randint(1, 12) for _ in range(rng.randint(0, 2))}
@@ -66,10 +66,10 @@ def test_any_history_of_any_layout_is_answered_as_if_each_row_were_alone(name):
         while engine.in_flight:
             done |= {completion.uid: completion for completion in engine.step()}
             steps += 1
-            assert engine.cache_bytes <= engine.kv_bytes
-            if rng.random() < 0.1 and (in_batch := list(engine._roster.in_batch())):
-                done |= {completion.uid: completion for completion in engine._set_aside(rng.choice(in_batch))}
-                set_aside += 1
+            assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+            if rng.random() < 0.1 and (in_batch := list(engine._scheduler.in_batch())):
+                done |= {completion.uid: completion for completion in engine._preempt(rng.choice(in_batch))}
+                preempt += 1
             for uid in [uid for uid, at in victims.items() if at == steps and uid not in done]:
                 done[uid] = engine.cancel(uid)
         assert engine._pool.used == 0
@@ -85,7 +85,7 @@ def test_any_history_of_any_layout_is_answered_as_if_each_row_were_alone(name):
             compared += 1
             restored += one.prefix is not None
             agent.ids, agent.cache = (*one.prompt_ids, *said), completion.cache
-    print(f"{name}: {compared} rows equal, {restored} restored, {set_aside} set aside, {cancelled} cancelled")
+    print(f"{name}: {compared} sequences equal, {restored} restored, {preempt} preempted, {cancelled} cancelled")
     assert compared >= 4 * ROUNDS  # the others were cancelled
     assert restored
-    assert set_aside
+    assert preempt

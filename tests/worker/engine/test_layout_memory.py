@@ -1,4 +1,4 @@
-"""Engine and store together, for every cache layout: what comes back from disk goes on exactly where it stopped."""
+"""Engine and store together, for every cache layout: a cache restored from disk continues exactly where it ended."""
 
 import hashlib
 import random
@@ -8,31 +8,31 @@ import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
 from tests.worker.engine.tiny_models import CONFIGS
 
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, Delivery, LoadedModel, Transcript, Turn
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 
 class Conversation:
-    """One agent's turns, each as the worker makes them: restore, generate, save."""
+    """One agent's turns, each as the worker runs them: restore, generate, save."""
 
     def __init__(self, layout, folder, agent_id="agent"):
         self.layout, self.folder, self.agent_id = layout, folder, agent_id
         fingerprint = hashlib.sha256(layout.spec.describe().encode()).hexdigest()
-        self.model = LoadedModel("tiny", fingerprint, "t", 8192, layout.spec, layout.loaded.codec)
+        self.model = LoadedModel("tiny", fingerprint, "t", 8192, layout.spec, layout.loaded.tokenizer)
         self.said = []
 
     def turn(self, ids, max_tokens=6, **fields):
-        """Run `ids` as the whole prompt, in a fresh store; returns how many of them were cached, and the answer."""
-        store = AgentStore(self.folder)
+        """Run `ids` as the whole prompt, in a fresh store; return how many of them were cached, and the answer."""
+        store = AgentCacheStore(self.folder)
         try:
             return self.turn_in(store, ids, max_tokens, **fields)
         finally:
             store.close()
 
     def turn_in(self, store, ids, max_tokens=6, **fields):
-        """The same in a store that is open."""
+        """The same in an open store."""
         agent = store.open_agent(self.agent_id)
         restored = store.restore(ids, agent=agent, model=self.model, salt=None)
         self.source = restored.source
@@ -52,13 +52,13 @@ class Conversation:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_turns_are_taken_up_from_disk_and_say_what_they_say_uncached(name, tmp_path):
+def test_turns_continue_from_disk_and_answer_as_uncached(name, tmp_path):
     rng = random.Random(name)
     layout = Layout(name)
     conversation = Conversation(layout, tmp_path)
     first = tuple(random_ids(rng, 300))
     assert conversation.turn(first) == (0, None)
-    for n_new in (1, 40, 230, 7):  # over block borders, and with tails of every kind
+    for n_new in (1, 40, 230, 7):  # across block borders, and with tails of every kind
         before = conversation.said[-1]
         cached, missed = conversation.turn((*before, *random_ids(rng, n_new)))
         assert (cached, missed) == (len(before), None)
@@ -68,35 +68,35 @@ def test_turns_are_taken_up_from_disk_and_say_what_they_say_uncached(name, tmp_p
     conversation.turn(prompt)
     assert conversation.turn(prompt)[0] == len(prompt) - 1
     assert conversation.turn(prompt)[0] == len(prompt) - 1
-    # A template that drops what was thought: it turns away after the prompt.
+    # A template that drops the model's thinking: the conversation differs after the prompt.
     cached, _ = conversation.turn((*prompt, 1, 2, 3))
     assert cached >= len(prompt) - 1
-    # Half of the conversation: full attention is cut anywhere, the others have no snapshot there.
+    # Half of the conversation: full attention can be cut anywhere, the other kinds have no snapshot there.
     cached, _ = conversation.turn((*first[:200], 7, 7))
     assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_hot_memory_gives_what_the_disk_gives(name, tmp_path):
+def test_the_ram_cache_restores_the_same_as_the_disk(name, tmp_path):
     rng = random.Random(name)
     layout = Layout(name)
-    store = AgentStore(tmp_path / "hot", memory_max_bytes=2**30)
-    hot, cold = Conversation(layout, tmp_path / "hot"), Conversation(layout, tmp_path / "cold")
+    store = AgentCacheStore(tmp_path / "ram", memory_max_bytes=2**30)
+    with_ram, from_disk = Conversation(layout, tmp_path / "ram"), Conversation(layout, tmp_path / "disk")
     prompt = tuple(random_ids(rng, 270))
     for n_new in (9, 250, 3, 1):
-        in_memory = hot.turn_in(store, prompt)
-        assert in_memory == cold.turn(prompt)
-        assert hot.said == cold.said
-        assert hot.source == ("memory" if len(hot.said) > 1 else "none")
-        prompt = (*hot.said[-1], *random_ids(rng, n_new))
-    last = hot.said[-1]
-    assert hot.turn_in(store, last) == cold.turn(last)
-    assert hot.source == "memory"
+        in_memory = with_ram.turn_in(store, prompt)
+        assert in_memory == from_disk.turn(prompt)
+        assert with_ram.said == from_disk.said
+        assert with_ram.source == ("memory" if len(with_ram.said) > 1 else "none")
+        prompt = (*with_ram.said[-1], *random_ids(rng, n_new))
+    last = with_ram.said[-1]
+    assert with_ram.turn_in(store, last) == from_disk.turn(last)
+    assert with_ram.source == "memory"
     store.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "mamba2"])
-def test_after_a_stop_string_the_next_turn_goes_on_from_the_prompt(name, tmp_path):
+def test_after_a_stop_string_the_next_turn_continues_from_the_prompt(name, tmp_path):
     layout = Layout(name, eos=False)
     conversation = Conversation(layout, tmp_path)
     ids = tuple(random_ids(random.Random(3), 120))
@@ -108,12 +108,12 @@ def test_after_a_stop_string_the_next_turn_goes_on_from_the_prompt(name, tmp_pat
     assert cached == (119 if layout.spec.snapshot_layers else len(transcript))
 
 
-def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_says_nothing_is_cached(tmp_path):
+def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_reports_no_cache(tmp_path):
     layout = Layout("llama4")
     conversation = Conversation(layout, tmp_path)
     conversation.turn(tuple(random_ids(random.Random(4), 40)))
     assert conversation.turn((*conversation.said[-1], 3)) == (0, None)
-    store = AgentStore(tmp_path)
+    store = AgentCacheStore(tmp_path)
     agent = store.open_agent("agent")
     store.close()
     assert isinstance(agent, AgentVersion)
@@ -123,7 +123,7 @@ def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_says_nothing_is_ca
 
 @pytest.mark.parametrize("store_dtype", ["q8", "q4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_quantised_blocks_are_another_cache_and_serve_their_own(name, store_dtype, tmp_path):
+def test_quantised_blocks_are_separate_from_exact_ones_and_serve_only_their_own_store(name, store_dtype, tmp_path):
     layout = Layout(name)
     native = Conversation(layout, tmp_path)
     ids = tuple(random_ids(random.Random(5), 600))
@@ -137,6 +137,6 @@ def test_quantised_blocks_are_another_cache_and_serve_their_own(name, store_dtyp
     size = sum(path.stat().st_size for path in tmp_path.glob("blocks/**/*.safetensors")) - before
     assert size < before * (
         0.7 if store_dtype == "q8" else 0.55
-    )  # small heads: the scales weigh more than in real ones
+    )  # small heads: the scales take a larger share than in real ones
     cached, missed = quantised.turn((*quantised.said[-1], 4), seed=1)
     assert (cached, missed) == (len(quantised.said[-2]), None)

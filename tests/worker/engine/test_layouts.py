@@ -1,17 +1,18 @@
-"""Every cache layout: batched, restored rows say what the same model says alone, from nothing, in one row."""
+"""Every cache layout: batched and restored sequences give the answers of the same model alone and uncached."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.engine.layouts import Codec, Layout, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, run, work
 from tests.worker.engine.tiny_models import CONFIGS, make_model
 
-from stoker_worker.cache_spec import LayerKind, ModelCacheSpec
 from stoker_worker.ports import LoadedModel
-from stoker_worker.serving_mode import Rows
+from stoker_worker.ports.cache_spec import LayerKind
+from stoker_worker.ports.serving_mode import Batching
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -19,28 +20,28 @@ def layout(request):
     return Layout(request.param)
 
 
-def test_cold_rows_of_unequal_length_in_one_batch_say_what_each_says_alone(layout):
+def test_cold_sequences_of_unequal_length_in_one_batch_answer_as_each_alone(layout):
     rng = random.Random(1)
     works = [work(random_ids(rng, n), 6 + n % 7) for n in (300, 3, 255, 64, 257, 1)]
     for one, done in zip(works, run(layout.engine(), works), strict=True):
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
 
-@pytest.mark.parametrize("rows", Rows)
-def test_a_turn_that_goes_on_from_the_end_of_the_last_one_says_what_it_says_uncached(layout, rows):
+@pytest.mark.parametrize("batching", Batching)
+def test_a_turn_that_continues_the_last_one_answers_as_uncached(layout, batching):
     rng = random.Random(2)
     first = [work(random_ids(rng, n), 5) for n in (300, 40, 249, 130)]
     second = []
-    for one, done in zip(first, run(layout.engine(rows=rows), first), strict=True):
+    for one, done in zip(first, run(layout.engine(batching=batching), first), strict=True):
         ids = (*one.prompt_ids, *done.generated_ids, *random_ids(rng, rng.randint(1, 90)))
         n_cached = len(one.prompt_ids) + len(done.generated_ids)
         second.append(work(ids, 9, prefix_of(done.cache, n_cached)))
-    second.append(work(random_ids(rng, 20), 9))  # a cold row among the restored ones
-    for one, done in zip(second, run(layout.engine(prefill_tokens=32, rows=rows), second), strict=True):
+    second.append(work(random_ids(rng, 20), 9))  # a cold sequence among the restored ones
+    for one, done in zip(second, run(layout.engine(prefill_tokens=32, batching=batching), second), strict=True):
         assert list(done.generated_ids) == layout.alone(one.prompt_ids, 9)
 
 
-def test_an_identical_prompt_goes_on_from_just_before_its_last_token(layout):
+def test_an_identical_prompt_continues_from_just_before_its_last_token(layout):
     rng = random.Random(3)
     first = [work(random_ids(rng, n), 7) for n in (300, 70)]
     done = run(layout.engine(), first)
@@ -50,14 +51,14 @@ def test_an_identical_prompt_goes_on_from_just_before_its_last_token(layout):
     ]
     for was, now in zip(done, run(layout.engine(), again), strict=True):
         assert now.generated_ids == was.generated_ids
-        # The restored point is handed over again, for the version that replaces this one.
+        # The restored snapshot is returned again, for the version that replaces this one.
         assert [s.n_tokens for s in now.cache.snapshots] == [s.n_tokens for s in was.cache.snapshots]
         for old, new in zip(was.cache.snapshots, now.cache.snapshots, strict=True):
             pairs = zip((x for s in old.states for x in s), (x for s in new.states for x in s), strict=True)
             assert all(np.allclose(x, y, atol=1e-4) for x, y in pairs)
 
 
-def test_snapshots_are_of_the_layers_and_at_the_places_that_the_spec_says(layout):
+def test_snapshots_have_the_layers_and_positions_of_the_spec(layout):
     rng = random.Random(4)
     (done,) = run(layout.engine(prefill_tokens=50), [work(random_ids(rng, 300), 6)])
     expected = [299, 306] if layout.spec.snapshot_layers else []
@@ -81,12 +82,12 @@ def test_a_stop_string_leaves_only_the_snapshot_before_it(layout):
     assert cut.cache.stop == 90 + n_kept
 
 
-def test_nothing_is_handed_over_when_nothing_is_to_be_saved(layout):
+def test_no_cache_is_returned_if_none_is_to_be_saved(layout):
     (done,) = run(layout.engine(), [work([1, 2, 3], 2, save_from=None)])
     assert done.cache is None
 
 
-def test_kinds_are_found_by_looking_at_the_caches():
+def test_layer_kinds_are_read_from_the_caches():
     kinds = {name: {str(x.kind) for x in Layout(name).spec.layers} for name in CONFIGS}
     assert kinds == {
         "llama": {"full"},
@@ -105,12 +106,14 @@ def test_kinds_are_found_by_looking_at_the_caches():
 def test_bfloat16_states_come_back_bit_for_bit():
     import mlx.core as mx
 
-    from stoker_worker.engine.arrays import prefix_to_caches, take_snapshot
+    from stoker_worker.engine.cache_transfer import prefix_to_caches, take_snapshot
+    from stoker_worker.models.cache_probe import read_cache_spec
 
     layout = Layout("falcon_h1")
     layout.model.set_dtype(mx.bfloat16)
-    spec = ModelCacheSpec.from_model(layout.model)
-    layout.loaded = LoadedModel("bf16", "f", "t", 8192, spec, Codec())
+    spec = read_cache_spec(layout.model)
+    tokenizer: Any = Numbers()
+    layout.loaded = LoadedModel("bf16", "f", "t", 8192, spec, tokenizer)
     assert spec.dtype == "bfloat16"
     (done,) = run(layout.engine(), [work(random_ids(random.Random(6), 70), 3)])
     at_end = done.cache.snapshots[-1]
@@ -120,10 +123,10 @@ def test_bfloat16_states_come_back_bit_for_bit():
         assert all((x == y).all() and x.dtype == y.dtype for x, y in zip(old, new, strict=True))
 
 
-def test_a_layout_that_is_not_known_is_served_without_memory(monkeypatch):
+def test_an_unknown_layout_is_served_without_memory(monkeypatch):
     from mlx_lm.models.cache import KVCache
 
-    class Odd(KVCache):
+    class Odd(KVCache):  # type: ignore[misc]
         pass
 
     model = make_model("llama")

@@ -1,15 +1,15 @@
-"""A process whose MLX thread has ended leaves with its own exit code."""
+"""A process whose MLX thread has ended exits with its own exit code."""
 
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
 PROCESS = """
 import threading
-from stoker_worker.engine.build import MlxProvider
+from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.settings import WorkerSettings
 
 def work():
@@ -25,6 +25,6 @@ thread.join()
 
 
 def test_mlx_does_not_abort_the_process_on_its_way_out():
-    """Without `leave_thread` about one of three exits is an abort, so several are looked at."""
+    """Without `leave_thread` about one of three exits is an abort, so the test runs several."""
     exits = [subprocess.run([sys.executable, "-c", PROCESS], check=False).returncode for _ in range(6)]
     assert exits == [0] * 6

@@ -1,4 +1,4 @@
-"""The proof at load: right models keep their batch, wrong ones get the widest mode that is right, and both are told."""
+"""The proof at load: right models are batched, wrong ones get the widest mode that is right, and the log tells why."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import pytest
 from tests.worker.engine.layouts import Layout
 from tests.worker.engine.tiny_models import CONFIGS
 
-from stoker_worker.serving_mode import WIDEST, Rows, ServingMode
+from stoker_worker.ports.serving_mode import WIDEST, Batching, ServingMode
 
 pytestmark = pytest.mark.mlx
 
@@ -26,31 +26,32 @@ def test_a_model_that_is_right_in_a_batch_is_batched(name):
 
 
 @pytest.mark.parametrize("max_batch", [1, 2])
-def test_a_narrow_worker_proves_what_it_runs(max_batch):
+def test_a_narrow_worker_proves_only_the_widths_it_runs(max_batch):
     assert proof_of(Layout("gemma3_text"), max_batch).mode == WIDEST
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
+@pytest.mark.slow
 def test_rounding_is_no_fault(name, dtype):
     import mlx.core as mx
 
-    from stoker_worker.cache_spec import ModelCacheSpec
+    from stoker_worker.models.cache_probe import read_cache_spec
 
     layout = Layout(name)
     layout.model.set_dtype(getattr(mx, dtype))
-    layout.loaded = replace(layout.loaded, spec=ModelCacheSpec.from_model(layout.model))
+    layout.loaded = replace(layout.loaded, spec=read_cache_spec(layout.model))
     assert proof_of(layout).mode == WIDEST
 
 
 def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
     verdict = proof_of(Layout("llama4"))
-    assert verdict.mode == ServingMode(Rows.ALONE, memory=False)
+    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME, memory=False)
     assert "one batch" in verdict.why[0]
 
 
 def break_when(layout, monkeypatch, is_wrong):
-    """Make the model's answers wrong (or raise what `is_wrong` raises) in passes that it picks by (batch, tokens)."""
+    """Make the model's answers wrong, or raise, in the passes where `is_wrong(batch, tokens)`."""
     model = type(layout.model)
     right = model.__call__
 
@@ -61,17 +62,17 @@ def break_when(layout, monkeypatch, is_wrong):
     monkeypatch.setattr(model, "__call__", call)
 
 
-def test_rows_that_are_wrong_when_prefilled_together_are_prefilled_one_by_one(monkeypatch):
+def test_sequences_that_are_wrong_when_prefilled_together_are_prefilled_one_by_one(monkeypatch):
     layout = Layout("llama")
     noise = NoisePrefill(layout, monkeypatch)
     verdict = proof_of(layout)
     assert noise.made
-    assert verdict.mode == ServingMode(Rows.SINGLE_PREFILL)
-    assert str(Rows.BATCHED) in verdict.why[0]
+    assert verdict.mode == ServingMode(Batching.SINGLE_PREFILL)
+    assert str(Batching.BATCHED) in verdict.why[0]
 
 
 class NoisePrefill:
-    """Prefill of several rows at once writes a wrong cache, as recurrent layers do that take padding for text."""
+    """Prefilling several sequences at once writes a wrong cache, as in recurrent layers that take padding for text."""
 
     def __init__(self, layout, monkeypatch):
         self.made = 0
@@ -79,8 +80,8 @@ class NoisePrefill:
         right = attention.__call__
 
         def call(attention, x, mask=None, cache=None):
-            rows, tokens, _ = x.shape
-            if rows > 1 and tokens > 1:
+            sequences, tokens, _ = x.shape
+            if sequences > 1 and tokens > 1:
                 self.made += 1
                 x = x[:, ::-1]
             return right(attention, x, mask, cache)
@@ -88,33 +89,33 @@ class NoisePrefill:
         monkeypatch.setattr(attention, "__call__", call)
 
 
-def test_rows_that_are_wrong_at_one_width_run_one_at_a_time(monkeypatch):
+def test_sequences_that_are_wrong_at_one_width_run_one_at_a_time(monkeypatch):
     layout = Layout("llama")  # with two KV heads
-    break_when(layout, monkeypatch, lambda rows, tokens: rows == 2)
+    break_when(layout, monkeypatch, lambda sequences, tokens: sequences == 2)
     verdict = proof_of(layout)
-    assert verdict.mode == ServingMode(Rows.ALONE)
+    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
 
 
-def test_rows_that_raise_together_run_one_at_a_time(monkeypatch):
-    def is_wrong(rows, tokens):
-        if rows > 1:
+def test_sequences_that_raise_together_run_one_at_a_time(monkeypatch):
+    def is_wrong(sequences, tokens):
+        if sequences > 1:
             raise ValueError("shapes do not fit")
         return False
 
     layout = Layout("llama")
     break_when(layout, monkeypatch, is_wrong)
     verdict = proof_of(layout)
-    assert verdict.mode == ServingMode(Rows.ALONE)
+    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
     assert "ValueError: shapes do not fit" in verdict.why[0]
 
 
 def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
-    from stoker_worker.engine import arrays
+    from stoker_worker.engine import cache_transfer as arrays
 
     right = arrays._to_mlx
     monkeypatch.setattr(arrays, "_to_mlx", lambda array, dtype: right(array, dtype)[..., ::-1])
     verdict = proof_of(Layout("llama"))
-    assert verdict.mode == ServingMode(Rows.BATCHED, memory=False)
+    assert verdict.mode == ServingMode(Batching.BATCHED, memory=False)
     assert "restored" in verdict.why[0]
 
 
@@ -126,23 +127,22 @@ def test_a_model_whose_snapshots_cannot_be_taken_keeps_its_batch_and_has_no_memo
 
     monkeypatch.setattr(batch_engine, "take_snapshot", refuse)
     verdict = proof_of(Layout("gemma3_text"))
-    assert verdict.mode == ServingMode(Rows.BATCHED, memory=False)
+    assert verdict.mode == ServingMode(Batching.BATCHED, memory=False)
     assert "a window of an odd shape" in verdict.why[0]
 
 
-def test_a_model_that_depends_on_its_cuts_is_served_as_mlx_lm_does_it(monkeypatch):
+def test_a_model_whose_answer_depends_on_the_chunks_is_served_as_mlx_lm_does_it(monkeypatch):
     layout = Layout("llama")
-    break_when(layout, monkeypatch, lambda rows, tokens: tokens in range(2, 20))
-    assert proof_of(layout).mode == ServingMode(Rows.WHOLE, memory=False)
+    break_when(layout, monkeypatch, lambda sequences, tokens: tokens in range(2, 20))
+    assert proof_of(layout).mode == ServingMode(Batching.AS_MLX_LM, memory=False)
 
 
-# --- what is remembered, and what is said ---
+# --- memory and log of verdicts ---
 
 
 @pytest.fixture
 def verdicts(tmp_path):
-    from stoker_worker.engine.proof import Verdict
-    from stoker_worker.engine.verdicts import Verdicts
+    from stoker_worker.engine.verdicts import Verdict, remembered_or_proved
 
     class Counted:
         proofs = 0
@@ -151,9 +151,9 @@ def verdicts(tmp_path):
         def of(self, fingerprint="f", max_batch=8, device="cpu"):
             def prove():
                 self.proofs += 1
-                return Verdict(ServingMode(Rows.SINGLE_PREFILL), ("batched: wrong",), 2.0)
+                return Verdict(ServingMode(Batching.SINGLE_PREFILL), ("batched: wrong",), 2.0)
 
-            return Verdicts(self.memo).of(fingerprint, max_batch=max_batch, device=device, prove=prove)
+            return remembered_or_proved(self.memo, fingerprint, max_batch=max_batch, device=device, prove=prove)
 
     return Counted()
 
@@ -165,13 +165,13 @@ def test_only_the_first_start_proves(verdicts):
 
 
 @pytest.mark.parametrize("changed", [{"fingerprint": "g"}, {"max_batch": 4}, {"device": "gpu"}])
-def test_another_model_batch_or_device_is_proved_for_itself(verdicts, changed):
+def test_another_model_batch_or_device_gets_its_own_proof(verdicts, changed):
     verdicts.of()
     verdicts.of(**changed)
     assert verdicts.proofs == 2
 
 
-def test_another_version_is_proved_for_itself(verdicts, monkeypatch):
+def test_another_version_gets_its_own_proof(verdicts, monkeypatch):
     from stoker_worker.engine import verdicts as module
 
     verdicts.of()
@@ -187,60 +187,60 @@ def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, d
     verdicts.of()
     (key,) = json.loads(verdicts.memo.read_text())
     verdicts.memo.write_text(damage.replace("KEY", key))
-    assert verdicts.of().mode == ServingMode(Rows.SINGLE_PREFILL)
+    assert verdicts.of().mode == ServingMode(Batching.SINGLE_PREFILL)
     assert verdicts.proofs == 2
 
 
 @pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
-def test_a_failure_that_may_pass_is_not_remembered(tmp_path, monkeypatch, error, is_remembered):
-    from stoker_worker.engine.verdicts import Verdicts
+def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is_remembered):
+    from stoker_worker.engine.verdicts import remembered_or_proved
 
-    def is_wrong(rows, tokens):
-        if rows > 1:
+    def is_wrong(sequences, tokens):
+        if sequences > 1:
             raise error
         return False
 
     layout = Layout("llama")
     break_when(layout, monkeypatch, is_wrong)
     memo = tmp_path / "model-proofs.json"
-    verdict = Verdicts(memo).of("f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
-    assert verdict.mode == ServingMode(Rows.ALONE)
+    verdict = remembered_or_proved(memo, "f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
+    assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME)
     assert memo.exists() == is_remembered
 
 
 @pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
-def test_a_model_that_does_not_even_run_alone_is_remembered_if_that_cannot_pass(
+def test_a_model_that_cannot_run_alone_is_remembered_if_the_failure_is_permanent(
     tmp_path, monkeypatch, error, is_remembered
 ):
-    from stoker_worker.engine.verdicts import Verdicts
+    from stoker_worker.engine.verdicts import remembered_or_proved
 
-    def is_wrong(rows, tokens):
+    def is_wrong(sequences, tokens):
         raise error
 
     layout = Layout("llama")
     break_when(layout, monkeypatch, is_wrong)
     memo = tmp_path / "model-proofs.json"
-    verdict = Verdicts(memo).of("f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
-    assert verdict.mode == ServingMode(Rows.WHOLE, memory=False)
+    verdict = remembered_or_proved(memo, "f", max_batch=8, device="cpu", prove=lambda: proof_of(layout))
+    assert verdict.mode == ServingMode(Batching.AS_MLX_LM, memory=False)
     assert memo.exists() == is_remembered
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_row_that_is_not_rounded_at_all_makes_no_other_rounding_a_fault(dtype):
+def test_rounding_in_a_batch_is_no_fault_even_if_the_model_alone_does_not_round(dtype):
     from stoker_worker.engine.trial import Limit
 
     assert 0.01 < Limit.of(dtype, rounding=0.0).apart < Limit.of(dtype).apart
 
 
-def test_a_cache_made_in_another_mode_is_another_models():
-    from stoker_worker.engine.fingerprint import in_mode
+def test_a_cache_made_in_another_mode_belongs_to_another_model():
+    from stoker_worker.models.fingerprint import in_mode
 
-    modes = [WIDEST, ServingMode(Rows.SINGLE_PREFILL), ServingMode(proved=False), ServingMode(memory=False)]
+    modes = [WIDEST, ServingMode(Batching.SINGLE_PREFILL), ServingMode(proved=False), ServingMode(memory=False)]
     assert len({in_mode("f", mode) for mode in modes}) == 4
 
 
-def test_to_skip_the_proof_is_loud_and_part_of_the_identity(tmp_path, caplog):
-    from stoker_worker.engine.build import MlxProvider
+def test_a_skipped_proof_is_logged_loudly_and_is_part_of_the_identity(tmp_path, caplog):
+    from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.settings import read_settings
 
     layout = Layout("llama")
@@ -251,42 +251,42 @@ def test_to_skip_the_proof_is_loud_and_part_of_the_identity(tmp_path, caplog):
     assert "NOT PROVED" in caplog.text
 
 
-def test_the_worker_tells_the_mode_and_why(tmp_path, caplog, monkeypatch):
-    from stoker_worker.engine.build import MlxProvider
+def test_the_mode_and_its_reasons_are_logged(tmp_path, caplog, monkeypatch):
+    from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.settings import read_settings
 
     layout = Layout("llama")
     NoisePrefill(layout, monkeypatch)
     provider = MlxProvider(read_settings({"store": tmp_path, "model": "m"}))
-    for _ in range(2):  # the second time from what is remembered
+    for _ in range(2):  # the second time from the remembered verdict
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             mode = provider._mode(layout.model, layout.loaded, 0.0)
-        assert mode == ServingMode(Rows.SINGLE_PREFILL)
-        assert "prefilled one by one (batched: a row of" in caplog.text
+        assert mode == ServingMode(Batching.SINGLE_PREFILL)
+        assert "prefilled one by one (batched: a sequence of" in caplog.text
 
 
 # --- half precision ---
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "rows"),
+    ("name", "seed", "batching"),
     [
-        ("afm7", 1, Rows.ALONE),  # its fault is hardly larger than what rounding does elsewhere
-        ("mamba", 0, Rows.SINGLE_PREFILL),
-        ("gemma2", 0, Rows.ALONE),
-        ("plamo3", 0, Rows.WHOLE),
+        ("afm7", 1, Batching.ONE_AT_A_TIME),  # its fault is hardly larger than rounding elsewhere
+        ("mamba", 0, Batching.SINGLE_PREFILL),
+        ("gemma2", 0, Batching.ONE_AT_A_TIME),
+        ("plamo3", 0, Batching.AS_MLX_LM),
     ],
 )
-def test_a_fault_is_told_from_rounding(name, seed, rows):
+def test_a_fault_is_distinguished_from_rounding(name, seed, batching):
     import mlx.core as mx
     from tests.zoo.architectures import make_model
     from tests.zoo.specimen import Specimen
 
-    from stoker_worker.cache_spec import ModelCacheSpec
+    from stoker_worker.models.cache_probe import read_cache_spec
 
     specimen = Specimen(name)
     specimen.model = make_model(name, seed=seed)
     specimen.model.set_dtype(mx.bfloat16)
-    specimen.loaded = replace(specimen.loaded, spec=ModelCacheSpec.from_model(specimen.model))
-    assert proof_of(specimen).mode.rows == rows
+    specimen.loaded = replace(specimen.loaded, spec=read_cache_spec(specimen.model))
+    assert proof_of(specimen).mode.batching == batching

@@ -1,6 +1,7 @@
 """Small random models of mlx-lm's own classes, each with the layer pattern of its family."""
 
 from importlib import import_module
+from typing import Any
 
 VOCABULARY = 96
 
@@ -17,7 +18,7 @@ _COMMON = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_COMMON, "num_hidden_layers": 2, "head_dim": 8},
     "qwen2": {**_COMMON, "num_hidden_layers": 2},
     "qwen3": {**_COMMON, "num_hidden_layers": 2, "head_dim": 16},

@@ -1,21 +1,21 @@
-"""Agents without a model: their cache is a function of the tokens, so that a wrong one is seen at once."""
+"""Agents without a model: their cache is a function of the tokens, so that a wrong cache is noticed at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from stoker_shared.request import Message
-from stoker_worker.cache_spec import BLOCK_TOKENS, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.cache_layout import empty_layers, empty_states
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,
     CacheSlice,
+    CacheStorePort,
     Delivery,
     LayerKV,
     LayerState,
@@ -25,6 +25,7 @@ from stoker_worker.ports import (
     Transcript,
     Turn,
 )
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 LAYER = LayerSpec(LayerKind.FULL, n_kv_heads=2, key_dim=4, value_dim=2)
 SPEC = ModelCacheSpec((LAYER, LAYER), "float32")
@@ -35,12 +36,12 @@ SNAPSHOT_SPECS = {
     "window": ModelCacheSpec((WINDOW, WINDOW), "float16"),
     "recurrent": ModelCacheSpec((RECURRENT,), "float32"),
 }
-"""Models whose cache can only be taken up where a snapshot stands."""
+"""Models that resume only where a snapshot was taken."""
 
 
 def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str = "tok") -> LoadedModel:
     fingerprint = (name.encode().hex() * 64)[:64]
-    return LoadedModel(name, fingerprint, tokenizer, 1 << 20, spec, codec=None)  # type: ignore[arg-type]
+    return LoadedModel(name, fingerprint, tokenizer, 1 << 20, spec, tokenizer=None)  # type: ignore[arg-type]
 
 
 MODEL = make_model()
@@ -59,11 +60,11 @@ class FastDisk(Disk):
     flush = sync_folder
 
 
-def open_store(folder: Path) -> AgentStore:
-    return AgentStore(folder, files=FastDisk())
+def open_store(folder: Path) -> AgentCacheStore:
+    return AgentCacheStore(folder, files=FastDisk())
 
 
-def reopen(store: AgentStore, folder: Path) -> AgentStore:
+def reopen(store: AgentCacheStore, folder: Path) -> AgentCacheStore:
     store.close()
     return open_store(folder)
 
@@ -122,11 +123,14 @@ def cut(layers: tuple[LayerKV, ...], start: int, stop: int) -> tuple[LayerKV, ..
     return tuple((keys[:, start:stop], values[:, start:stop]) for keys, values in layers)
 
 
+S = TypeVar("S", bound=CacheStorePort)
+
+
 @dataclass
-class Agent:
+class AgentOf(Generic[S]):
     """Takes turns as the worker does: open, restore, save from the first block that is not on disk."""
 
-    store: AgentStore
+    store: S
     name: str = "agent"
     model: LoadedModel = MODEL
     salt: str | None = None
@@ -175,12 +179,15 @@ class Agent:
         return self.store.save(self.turn(prompt, answer, agent))[0]
 
 
+Agent = AgentOf[AgentCacheStore]
+
+
 def make_transcript(token_ids: Sequence[int], *, tokenizer: str = "tok", text: str | None = None) -> Transcript:
     messages = None if text is not None else (Message(role="user", content=f"{len(token_ids)} tokens"),)
     return Transcript(tuple(token_ids), tokenizer, messages, text, "eos")
 
 
-def make_turn(agent: Agent, parent: int, transcript: Transcript, cache: CacheSlice | None) -> Turn:
+def make_turn(agent: AgentOf[Any], parent: int, transcript: Transcript, cache: CacheSlice | None) -> Turn:
     delivery = Delivery(f"job-{next(agent.jobs)}", "2024-01-01T00:00:00Z")
     return Turn(
         agent_id=agent.name,

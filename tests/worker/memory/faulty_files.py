@@ -1,4 +1,4 @@
-"""File systems that fail: one whose power is cut after any step, one that is full, one that cannot be read."""
+"""File systems that fail: by a power cut after any step, by a full disk, by unreadable files."""
 
 import errno
 import io

@@ -1,22 +1,20 @@
-"""Jobs about an agent's memory: what they change, and that a delivery changes it once, whenever the power goes."""
+"""Jobs about an agent's memory: each delivery takes effect once, also through power cuts and full disks."""
 
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
-    SNAPSHOT_SPECS,
     Agent,
     FastDisk,
     files_below,
     ids,
-    make_model,
     open_store,
     reopen,
 )
@@ -24,8 +22,8 @@ from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Surv
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult
-from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory.store import AgentStore
+from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.tombstones import KEEP_S
 from stoker_worker.ports import Delivery
 
@@ -41,22 +39,22 @@ def ask(action: str, agent_id: str = "agent", **fields: Any) -> AgentRequest:
     return AgentRequest(agent_id=agent_id, action=action, **fields)  # type: ignore[arg-type]
 
 
-def run(store: AgentStore, action: str, agent_id: str = "agent", **fields: Any) -> Any:
+def run(store: AgentCacheStore, action: str, agent_id: str = "agent", **fields: Any) -> Any:
     return store.agent_jobs.run(ask(action, agent_id, **fields), delivery())
 
 
-def deliver(store: AgentStore, request: AgentRequest, by: Delivery) -> AgentResult:
+def deliver(store: AgentCacheStore, request: AgentRequest, by: Delivery) -> AgentResult:
     """As the worker does it, whichever time this delivery comes."""
     return store.agent_jobs.answer(request, by) or store.agent_jobs.run(request, by)
 
 
-def assert_ledger_is_true(store: AgentStore, folder: Path) -> None:
+def assert_usage_is_right(store: AgentCacheStore, folder: Path) -> None:
     on_disk = sum(path.lstat().st_blocks * 512 for path in (folder, *folder.rglob("*")))
     assert store.budget.total_bytes == on_disk
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[AgentStore]:
+def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
     store = open_store(tmp_path / "store")
     yield store
     store.close()
@@ -70,21 +68,7 @@ def folder(tmp_path: Path) -> Path:
 # --- rollback ---
 
 
-def test_a_conversation_that_was_replaced_is_brought_back_as_a_new_version(store: AgentStore) -> None:
-    agent = Agent(store)
-    agent.say(LONG[:600])
-    agent.say(LONG[:1000])
-    before = agent.open().transcript
-    agent.say(ids(50, seed=3))
-    back = run(store, "rollback")
-    assert (back.version, back.to_version, back.from_version, back.tokens) == (4, 2, 3, 1000)
-    assert (agent.open().number, agent.open().transcript) == (4, before)
-    assert agent.cached((*LONG[:1000], 7)) == 768  # the full blocks, which were still there
-    assert store.misses == {}
-    assert agent.say((*LONG[:1000], 7)) == 5
-
-
-def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentStore, folder: Path) -> None:
+def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentCacheStore, folder: Path) -> None:
     agent = Agent(store)
     for n_tokens in (10, 20, 30):
         agent.say(LONG[:n_tokens])
@@ -96,20 +80,8 @@ def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentStore, f
     agent.store.close()
 
 
-@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
-def test_a_rollback_of_a_model_with_snapshots_never_gives_another_versions_state(store: AgentStore, kind: str) -> None:
-    agent = Agent(store, model=make_model(kind, spec=SNAPSHOT_SPECS[kind]))
-    agent.say(LONG[:300], LONG[300:310])
-    agent.say(LONG[:600], LONG[600:610])
-    run(store, "rollback")
-    agent.cached((*LONG[:310], 1))  # `restore` compares what it gets with what it should be
-    assert store.misses == {}
-    assert agent.say(LONG[:400]) == 4
-    assert agent.cached((*LONG[:400], 1)) > 300
-
-
-def test_what_is_in_ram_serves_after_a_rollback_as_far_as_it_agrees(tmp_path: Path) -> None:
-    store = AgentStore(tmp_path / "store", files=FastDisk(), memory_max_bytes=2**30)
+def test_after_a_rollback_the_ram_cache_serves_the_tokens_that_agree(tmp_path: Path) -> None:
+    store = AgentCacheStore(tmp_path / "store", files=FastDisk(), memory_max_bytes=2**30)
     agent = Agent(store)
     agent.say(LONG[:300])
     agent.say(LONG[:1000])
@@ -118,11 +90,11 @@ def test_what_is_in_ram_serves_after_a_rollback_as_far_as_it_agrees(tmp_path: Pa
     assert (restored.source, restored.prefix.n_tokens if restored.prefix else 0) == ("memory", 300)
     assert agent.say((*LONG[:300], 1)) == 4
     run(store, "forget")
-    assert store.hot.n_bytes == 0
+    assert store.ram_cache.n_bytes == 0
     store.close()
 
 
-def test_a_rollback_makes_sure_again_of_an_agent_nobody_could_be_sure_of(store: AgentStore, folder: Path) -> None:
+def test_a_rollback_mends_an_agent_whose_newest_version_is_unreadable(store: AgentCacheStore, folder: Path) -> None:
     agent = Agent(store)
     agent.say(LONG[:10])
     agent.say(LONG[:20])
@@ -139,7 +111,7 @@ def test_a_rollback_makes_sure_again_of_an_agent_nobody_could_be_sure_of(store: 
     agent.store.close()
 
 
-def test_a_version_that_cannot_be_read_cannot_be_gone_back_to(store: AgentStore, folder: Path) -> None:
+def test_a_rollback_to_an_unreadable_version_is_refused(store: AgentCacheStore, folder: Path) -> None:
     agent = Agent(store)
     agent.say(LONG[:10])
     agent.say(ids(20, seed=2))
@@ -159,7 +131,7 @@ def test_a_version_that_cannot_be_read_cannot_be_gone_back_to(store: AgentStore,
 # --- fork ---
 
 
-def test_a_fork_has_its_own_future_and_is_made_once(store: AgentStore, folder: Path) -> None:
+def test_a_fork_has_its_own_future_and_is_made_once(store: AgentCacheStore, folder: Path) -> None:
     agent, fork = Agent(store), Agent(store, "fork")
     agent.say(LONG[:700])
     request, by = ask("fork", target="fork"), delivery()
@@ -175,17 +147,7 @@ def test_a_fork_has_its_own_future_and_is_made_once(store: AgentStore, folder: P
         run(store, "fork", target="agent")
     with pytest.raises(AgentNotFound):
         run(store, "fork", "nobody", target="other")
-    assert_ledger_is_true(store, folder)
-
-
-def test_a_fork_and_the_first_turn_of_its_target_do_not_overwrite_each_other(store: AgentStore) -> None:
-    agent, target = Agent(store), Agent(store, "target")
-    agent.say(LONG[:10])
-    in_flight = target.turn(ids(5, seed=9))
-    run(store, "fork", target="target")
-    with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
-        store.save(in_flight)
-    assert target.tokens() == LONG[:10]
+    assert_usage_is_right(store, folder)
 
 
 def test_a_fork_waits_for_a_save_of_its_target(tmp_path: Path) -> None:
@@ -203,7 +165,7 @@ def test_a_fork_waits_for_a_save_of_its_target(tmp_path: Path) -> None:
             super().write(path, chunks)
 
     files = Slow()
-    store = AgentStore(tmp_path / "store", files=files)
+    store = AgentCacheStore(tmp_path / "store", files=files)
     Agent(store).say(LONG[:10])
     target = Agent(store, "target")
     turn = target.turn(ids(5, seed=9))
@@ -234,7 +196,7 @@ def test_a_fork_waits_for_a_save_of_its_target(tmp_path: Path) -> None:
 # --- forget ---
 
 
-def test_a_forgotten_agent_leaves_nothing_but_what_others_use(store: AgentStore, folder: Path) -> None:
+def test_forgetting_removes_every_file_that_no_other_agent_uses(store: AgentCacheStore, folder: Path) -> None:
     agent, other = Agent(store), Agent(store, "other")
     agent.say(LONG[:600])
     agent.say((*LONG[:300], *ids(500, seed=4)))  # the blocks of its older version are its own too
@@ -246,15 +208,15 @@ def test_a_forgotten_agent_leaves_nothing_but_what_others_use(store: AgentStore,
     assert agent.open().number == 0
     assert other.cached((*other.tokens(), 1)) == 600
     assert len(list(folder.glob("blocks/*/*/*.safetensors"))) == 2
-    assert_ledger_is_true(store, folder)
+    assert_usage_is_right(store, folder)
     store.agent_jobs.ended(request, by)
     assert list((folder / "forgotten").iterdir()) == []
-    assert_ledger_is_true(store, folder)
+    assert_usage_is_right(store, folder)
     assert agent.say(LONG[:20]) == 1
     assert not [path for path in files_below(folder) if b"agent-job" in path.read_bytes()]
 
 
-def test_a_second_delivery_forgets_nothing_that_was_said_since(store: AgentStore, folder: Path) -> None:
+def test_a_second_delivery_of_forget_spares_the_agent_that_came_since(store: AgentCacheStore, folder: Path) -> None:
     agent, request, by = Agent(store), ask("forget"), delivery()
     agent.say(LONG[:600])
     first = deliver(store, request, by)
@@ -267,18 +229,7 @@ def test_a_second_delivery_forgets_nothing_that_was_said_since(store: AgentStore
     agent.store.close()
 
 
-def test_what_was_restored_for_a_turn_stays_until_it_is_saved(store: AgentStore) -> None:
-    agent, other = Agent(store), Agent(store, "other")
-    agent.say(LONG[:600])
-    store.protect(frozenset({"other"}))
-    turn = other.turn(LONG[:700])  # counts on two blocks of the other's
-    gone = run(store, "forget")
-    assert (gone.blocks, gone.shared_blocks) == (0, 2)
-    store.save(turn)
-    assert other.cached((*LONG[:700], 1)) == 700
-
-
-def test_forgetting_needs_no_agent_and_no_readable_one(store: AgentStore, folder: Path) -> None:
+def test_an_unknown_or_unreadable_agent_can_be_forgotten(store: AgentCacheStore, folder: Path) -> None:
     assert run(store, "forget", "nobody").existed is False
     Agent(store).say(LONG[:600])
     next(folder.rglob("HEAD")).write_bytes(b"?")
@@ -287,7 +238,7 @@ def test_forgetting_needs_no_agent_and_no_readable_one(store: AgentStore, folder
     assert Agent(store).open().number == 0
 
 
-def test_an_answer_nobody_asks_for_again_does_not_stay_for_ever(store: AgentStore, folder: Path) -> None:
+def test_the_answer_of_a_job_that_never_ended_is_removed_after_30_days(store: AgentCacheStore, folder: Path) -> None:
     Agent(store).say(LONG[:6])
     run(store, "forget")
     store.close()
@@ -304,19 +255,7 @@ def test_an_answer_nobody_asks_for_again_does_not_stay_for_ever(store: AgentStor
 # --- all of them ---
 
 
-@pytest.mark.parametrize("action", ["forget", "fork", "rollback"])
-def test_an_agent_that_went_on_meanwhile_is_left_as_it_is(store: AgentStore, action: str) -> None:
-    agent = Agent(store)
-    agent.say(LONG[:10])
-    agent.say(LONG[:20])
-    fields = {"target": "new"} if action == "fork" else {}
-    with pytest.raises(AgentVersionConflict, match="is at version 2, not 1"):
-        run(store, action, expect_version=1, **fields)
-    assert (agent.open().number, agent.tokens()) == (2, LONG[:20])
-    run(store, action, expect_version=2, **fields)
-
-
-def test_info_tells_of_the_agent_and_of_the_versions_behind_it(store: AgentStore, folder: Path) -> None:
+def test_info_describes_the_agent_and_its_earlier_versions(store: AgentCacheStore, folder: Path) -> None:
     assert run(store, "info") == AgentInfo(job_id=f"agent-job-{next(_ids) - 1}", agent_id="agent", exists=False)
     agent = Agent(store)
     agent.say(LONG[:300])
@@ -333,14 +272,14 @@ def test_info_tells_of_the_agent_and_of_the_versions_behind_it(store: AgentStore
     assert run(store, "info").version == 2
 
 
-STORED = {
+STORED: dict[str, tuple[Callable[[Agent], int], ...]] = {
     "rollback": (lambda agent: agent.say(LONG[:300]), lambda agent: agent.say(ids(400, seed=1))),
     "fork": (lambda agent: agent.say(LONG[:600]),),
     "forget": (lambda agent: agent.say(LONG[:300]), lambda agent: agent.say(LONG[:600])),
 }
 
 
-def seen(store: AgentStore) -> list[object]:
+def seen(store: AgentCacheStore) -> list[object]:
     assert store.verify() == []
     found: list[object] = []
     for name in ("agent", "fork"):
@@ -350,11 +289,10 @@ def seen(store: AgentStore) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survivors", ["all", "none", "newest"])
 @pytest.mark.parametrize("action", STORED)
-def test_a_power_cut_anywhere_leaves_it_done_or_not_and_the_second_delivery_does_it_once(
-    tmp_path: Path, action: str, survivors: Survivors
-) -> None:
+def test_a_job_takes_effect_once_whenever_the_power_fails(tmp_path: Path, action: str, survivors: Survivors) -> None:
     base, by = tmp_path / "base", delivery()
     request = ask(action, **({"target": "fork"} if action == "fork" else {}))
     store = open_store(base)
@@ -370,7 +308,7 @@ def test_a_power_cut_anywhere_leaves_it_done_or_not_and_the_second_delivery_does
     was_cut = True
     for cut_at in range(1, 200):
         folder, files = shutil.copytree(base, tmp_path / str(cut_at)), CutFiles(survivors)
-        store = AgentStore(folder, files=files)
+        store = AgentCacheStore(folder, files=files)
         files.arm(cut_at)
         try:
             deliver(store, request, by)
@@ -396,11 +334,10 @@ def test_a_power_cut_anywhere_leaves_it_done_or_not_and_the_second_delivery_does
     assert cut_at > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_failures", [1, 2, 3, 4, 1000])
 @pytest.mark.parametrize("action", STORED)
-def test_a_disk_that_was_full_anywhere_leaves_it_done_or_not_and_the_second_delivery_does_it_once(
-    tmp_path: Path, action: str, n_failures: int
-) -> None:
+def test_a_job_takes_effect_once_whenever_the_disk_is_full(tmp_path: Path, action: str, n_failures: int) -> None:
     base, by = tmp_path / "base", delivery()
     request = ask(action, **({"target": "fork"} if action == "fork" else {}))
     store = open_store(base)
@@ -413,7 +350,7 @@ def test_a_disk_that_was_full_anywhere_leaves_it_done_or_not_and_the_second_deli
     failed = True
     for fail_at in range(1, 200):
         folder, files = shutil.copytree(base, tmp_path / str(fail_at)), FullFiles()
-        store = AgentStore(folder, files=files)
+        store = AgentCacheStore(folder, files=files)
         files.arm(fail_at, n_failures)
         try:
             deliver(store, request, by)

@@ -1,4 +1,4 @@
-"""The disk budget in a living store: what goes, what stays, and that the books say so."""
+"""The disk budget of an open store: eviction, pinning, and a usage that equals the disk."""
 
 import dataclasses
 import logging
@@ -23,29 +23,29 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 
 LONG = ids(1300)
 NOBODY = frozenset[str]()
 
 
-def open_store(folder: Path, **options: Any) -> AgentStore:
-    return AgentStore(folder, files=FastDisk(), **options)
+def open_store(folder: Path, **options: Any) -> AgentCacheStore:
+    return AgentCacheStore(folder, files=FastDisk(), **options)
 
 
 def blocks_in(folder: Path) -> list[Path]:
     return files_below(folder / "blocks")
 
 
-def squeeze(store: AgentStore, max_bytes: int = 1) -> None:
+def squeeze(store: AgentCacheStore, max_bytes: int = 1) -> None:
     """Evict as after a save, with a limit of `max_bytes` for this once."""
     was, store.budget.max_bytes = store.budget.max_bytes, max_bytes
     store.budget.make_room()
     store.budget.max_bytes = was
 
 
-def test_the_books_say_what_du_says(tmp_path: Path) -> None:
+def test_the_usage_is_what_du_counts(tmp_path: Path) -> None:
     for memo in ("model-digests.json", "model-proofs.json"):
         (tmp_path / memo).write_text("{}")
     store = open_store(tmp_path)
@@ -60,7 +60,7 @@ def test_the_books_say_what_du_says(tmp_path: Path) -> None:
     assert open_store(tmp_path).budget.total_bytes == on_disk
 
 
-def test_without_a_limit_it_is_80_percent_of_what_is_free(tmp_path: Path) -> None:
+def test_the_default_limit_is_80_percent_of_the_stores_and_the_free_bytes(tmp_path: Path) -> None:
     limit = open_store(tmp_path).budget.max_bytes
     assert limit == pytest.approx(0.8 * shutil.disk_usage(tmp_path).free, rel=0.05)
 
@@ -78,7 +78,7 @@ def test_a_store_stays_within_its_limit_and_keeps_the_agents_used_last(tmp_path:
     assert store.verify() == []
 
 
-def test_an_evicted_agent_goes_on_and_its_next_turn_is_cached_again(tmp_path: Path) -> None:
+def test_an_evicted_agent_continues_and_its_next_turn_is_cached_again(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path, memory_max_bytes=1 << 30))
     agent.say(LONG[:700])
     squeeze(agent.store)
@@ -94,7 +94,7 @@ def test_an_evicted_agent_goes_on_and_its_next_turn_is_cached_again(tmp_path: Pa
     assert agent.open().number == 2
 
 
-def test_what_is_left_of_a_chain_is_its_start(tmp_path: Path) -> None:
+def test_eviction_leaves_the_start_of_a_chain(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:1100])
     squeeze(agent.store, agent.store.budget.total_bytes - 1)
@@ -104,7 +104,7 @@ def test_what_is_left_of_a_chain_is_its_start(tmp_path: Path) -> None:
     assert 0 < restored.prefix.n_tokens < 1100
 
 
-def test_eviction_goes_on_to_the_low_water_mark(tmp_path: Path) -> None:
+def test_eviction_continues_to_the_low_water_mark(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(12):
         Agent(store, str(number)).say(ids(600, seed=number))
@@ -113,15 +113,15 @@ def test_eviction_goes_on_to_the_low_water_mark(tmp_path: Path) -> None:
     assert 0.8 * total < store.budget.total_bytes <= 0.9 * total
 
 
-def test_an_agent_with_work_keeps_its_cache_and_what_it_shares(tmp_path: Path) -> None:
+def test_an_agent_with_work_keeps_its_own_and_its_shared_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store, "idle").say(LONG[:700])
     Agent(store, "busy").say((*LONG[:600], 1))
-    store.protect(frozenset({"busy"}))
+    store.pin(frozenset({"busy"}))
     squeeze(store)
     assert Agent(store, "busy").restore((*LONG[:600], 1, 2)).miss_reason is None
     assert Agent(store, "idle").cached(LONG[:700]) == 512
-    store.protect(NOBODY)
+    store.pin(NOBODY)
     squeeze(store)
     assert blocks_in(tmp_path) == []
 
@@ -129,7 +129,7 @@ def test_an_agent_with_work_keeps_its_cache_and_what_it_shares(tmp_path: Path) -
 def test_blocks_that_a_running_job_was_restored_from_stay_until_its_turn_is_saved(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store, "other").say(LONG[:700])
-    store.protect(frozenset({"new"}))
+    store.pin(frozenset({"new"}))
     new = Agent(store, "new")
     turn = new.turn(LONG[:600])
     assert turn.cache is not None
@@ -137,24 +137,24 @@ def test_blocks_that_a_running_job_was_restored_from_stay_until_its_turn_is_save
     squeeze(store)
     assert len(blocks_in(tmp_path)) == 2
     store.save(turn)
-    store.protect(frozenset({"somebody else"}))
+    store.pin(frozenset({"somebody else"}))
     assert new.cached((*LONG[:600], 1)) == 600
 
 
-def test_a_job_that_ended_unsaved_holds_nothing_any_more(tmp_path: Path) -> None:
+def test_a_job_that_ended_unsaved_holds_no_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store, "other").say(LONG[:700])
-    store.protect(frozenset({"new"}))
+    store.pin(frozenset({"new"}))
     Agent(store, "new").restore(LONG[:600])
-    store.protect(NOBODY)
+    store.pin(NOBODY)
     squeeze(store)
     assert blocks_in(tmp_path) == []
 
 
-def test_replaced_blocks_are_collected_while_the_store_is_open(tmp_path: Path) -> None:
+def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path) -> None:
     clock = [0.0]
     agent = Agent(open_store(tmp_path))
-    agent.store.budget._clock = agent.store.budget._ledger._clock = lambda: clock[0]
+    agent.store.budget._clock = agent.store.budget._usage._clock = lambda: clock[0]
     agent.say(LONG[:700])
     first = blocks_in(tmp_path)
     agent.say(ids(600, seed=1))
@@ -165,7 +165,7 @@ def test_replaced_blocks_are_collected_while_the_store_is_open(tmp_path: Path) -
     assert agent.cached((*ids(600, seed=1), 1, 2)) == 601
 
 
-def test_opening_collects_what_nobody_uses(tmp_path: Path) -> None:
+def test_opening_removes_unused_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store).say(LONG[:700])
     Agent(store).say(ids(600, seed=1))
@@ -205,7 +205,7 @@ def test_a_budget_that_transcripts_alone_exceed_costs_all_cache_no_turn_and_one_
     assert "nothing more can be evicted" in said[0]
 
 
-def test_the_blocks_of_a_save_that_failed_are_collected(tmp_path: Path) -> None:
+def test_the_blocks_of_a_failed_save_are_removed(tmp_path: Path) -> None:
     class NoRecords(FastDisk):
         def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
             data = [bytes(chunk) for chunk in chunks]
@@ -213,7 +213,7 @@ def test_the_blocks_of_a_save_that_failed_are_collected(tmp_path: Path) -> None:
                 raise OSError("no")
             super().write(path, data)
 
-    store = AgentStore(tmp_path, files=NoRecords())
+    store = AgentCacheStore(tmp_path, files=NoRecords())
     with pytest.raises(OSError, match="no"):
         Agent(store).say(LONG[:700])
     assert blocks_in(tmp_path) == []
@@ -227,15 +227,15 @@ def test_a_file_that_cannot_be_removed_costs_a_warning_and_no_turn(tmp_path: Pat
                 raise OSError("not allowed")
             super().remove(path)
 
-    agent = Agent(AgentStore(tmp_path, files=Sticky(), max_bytes=50_000))
+    agent = Agent(AgentCacheStore(tmp_path, files=Sticky(), max_bytes=50_000))
     for length in (300, 600):
         agent.say(LONG[:length])
     assert agent.tokens() == LONG[:600]
     assert len(blocks_in(tmp_path)) == 2
 
 
-def test_a_block_another_agent_is_about_to_rely_on_is_not_evicted(tmp_path: Path) -> None:
-    """Agent `late` saves a turn whose first block is there; while it writes, eviction finds that nobody uses it."""
+def test_a_block_that_a_save_counts_on_is_not_evicted(tmp_path: Path) -> None:
+    """Agent `late` saves a turn whose first block is there; while it writes, eviction finds the block unused."""
     entered, evicted = threading.Event(), threading.Event()
 
     class SlowTail(FastDisk):
@@ -246,7 +246,7 @@ def test_a_block_another_agent_is_about_to_rely_on_is_not_evicted(tmp_path: Path
                 assert evicted.wait(20)
             super().write(path, data)
 
-    store = AgentStore(tmp_path, files=SlowTail())
+    store = AgentCacheStore(tmp_path, files=SlowTail())
     first = Agent(store, "first")
     first.say(LONG[:300])
     late = Agent(store, "late")
@@ -266,7 +266,7 @@ def test_a_block_another_agent_is_about_to_rely_on_is_not_evicted(tmp_path: Path
     [(MODEL, 700_000), (make_model("h", spec=SNAPSHOT_SPECS["hybrid"]), 560_000)],
     ids=["full", "hybrid"],
 )
-def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_true_books(
+def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_a_right_usage(
     tmp_path: Path, model: LoadedModel, max_bytes: int
 ) -> None:
     store = open_store(tmp_path, max_bytes=max_bytes, memory_max_bytes=200_000, keep_unused_s=0)
@@ -323,7 +323,7 @@ def test_a_failed_save_leaves_the_other_threads_files_alone(tmp_path: Path) -> N
                 raise OSError("no")
             super().rename(source, target)
 
-    store = AgentStore(tmp_path, files=Meeting())
+    store = AgentCacheStore(tmp_path, files=Meeting())
     slow = make_turn(Agent(store, "slow"), 0, make_transcript(LONG[:10]), None)
     slow = dataclasses.replace(slow, cache=Agent(store, "x").turn(LONG[:10]).cache)
     failing = make_turn(Agent(store, "failing"), 0, make_transcript(LONG[:20]), None)

@@ -1,4 +1,4 @@
-"""Cache files: valid safetensors, exact in every dtype, and believed only when they are what was asked for."""
+"""Cache files: valid safetensors, exact in every dtype, and loaded only if they are the piece asked for."""
 
 import os
 from dataclasses import replace
@@ -9,10 +9,10 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file
 
-from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
 from stoker_worker.memory.cache_layout import empty_layers, fits
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 UNEVEN = (LayerSpec(LayerKind.FULL, 2, 3, 5), LayerSpec(LayerKind.FULL, 1, 4, 4))
 PIECE = CachePiece("tail", "f" * 64, ModelCacheSpec(UNEVEN, "float32"), "ab" * 32, (5, 70_000, 9))
@@ -77,7 +77,7 @@ def test_files_are_valid_safetensors(tmp_path: Path) -> None:
     assert metadata["cache"] == PIECE.spec.describe()
 
 
-def test_bfloat16_is_named_so_in_the_file() -> None:
+def test_a_bfloat16_file_has_the_dtype_BF16() -> None:
     piece = replace(PIECE, spec=ModelCacheSpec(UNEVEN, "bfloat16"))
     data = b"".join(piece.encode(random_layers(piece.spec, 3), 0))
     entries = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def test_a_file_cut_short_or_grown_is_noticed(tmp_path: Path) -> None:
         replace(PIECE, spec=ModelCacheSpec(UNEVEN[::-1], "float32")),
     ],
 )
-def test_a_whole_file_that_is_not_what_was_asked_for_is_foreign(tmp_path: Path, asked: CachePiece) -> None:
+def test_an_intact_file_of_another_piece_is_foreign(tmp_path: Path, asked: CachePiece) -> None:
     path = write(tmp_path / "piece", PIECE, random_layers(PIECE.spec, 3))
     assert load(path, asked)[0] == "foreign"
 
@@ -124,9 +124,7 @@ def test_a_missing_and_an_unreadable_file_are_told_apart(tmp_path: Path) -> None
     assert load(tmp_path, PIECE)[0] == "unreadable"
 
 
-def test_a_file_that_the_system_hands_over_in_bits_is_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_system_returns_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = random_layers(PIECE.spec, 3)
     path = write(tmp_path / "piece", PIECE, layers)
     whole = os.readv

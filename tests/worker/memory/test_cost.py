@@ -1,4 +1,4 @@
-"""What a turn costs: its own tokens, however long the conversation is, in bytes written and in records read."""
+"""The cost of a turn, in bytes written and records read: its own tokens, however long the conversation is."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 
-from stoker_worker.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.recent import RecentAgents
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.recent_agents import RecentAgents
+from stoker_worker.memory.record import AgentState
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, Transcript
+from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 
 class CountingDisk(FastDisk):
@@ -37,7 +37,7 @@ def bytes_of(disk: CountingDisk, agent: Agent, prompt: tuple[int, ...], answer: 
 def test_adding_64_tokens_to_4096_writes_64_tokens_and_at_most_a_block(tmp_path: Path, stored: int) -> None:
     spec = ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 32, 32),) * 4, "float32")
     disk = CountingDisk()
-    agent = Agent(AgentStore(tmp_path, files=disk), model=make_model(spec=spec))
+    agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
     agent.say(ids(stored))
     written = bytes_of(disk, agent, ids(stored), ids(64, seed=1))
     assert written < 1.25 * (64 + 256) * spec.bytes_per_token
@@ -48,15 +48,16 @@ def test_a_hybrid_models_turn_writes_its_tokens_and_its_snapshots(tmp_path: Path
     state = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((16, 64), "float32"),))
     spec = ModelCacheSpec((full, window, state) * 2, "float32")
     disk = CountingDisk()
-    agent = Agent(AgentStore(tmp_path, files=disk), model=make_model(spec=spec))
+    agent = Agent(AgentCacheStore(tmp_path, files=disk), model=make_model(spec=spec))
     agent.say(ids(4096 + 200))
     written = bytes_of(disk, agent, ids(4096 + 200), ids(64, seed=1))
     assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + 2 * spec.snapshot_bytes(5000))
 
 
+@pytest.mark.slow
 def test_a_turns_record_does_not_grow_with_the_number_of_turns(tmp_path: Path) -> None:
     disk = CountingDisk()
-    agent = Agent(AgentStore(tmp_path, files=disk))
+    agent = Agent(AgentCacheStore(tmp_path, files=disk))
     shares = []
     for number in range(500):
         base = agent.open().transcript
@@ -75,14 +76,14 @@ def test_a_turns_record_does_not_grow_with_the_number_of_turns(tmp_path: Path) -
 
 def test_a_shared_system_prompt_is_written_once(tmp_path: Path) -> None:
     disk = CountingDisk()
-    store = AgentStore(tmp_path, files=disk)
+    store = AgentCacheStore(tmp_path, files=disk)
     system = ids(2048)
     first = bytes_of(disk, Agent(store, "first"), system, (1,))
     second = bytes_of(disk, Agent(store, "second"), system, (2,))
     assert second < first / 4
 
 
-def test_only_the_agents_used_last_are_held_in_memory() -> None:
+def test_only_recently_used_agents_are_held_in_memory() -> None:
     held = RecentAgents(max_record_bytes=100)
     blank = AgentState(AgentVersion("", 1, None), record_bytes=40)
     states = {
@@ -102,7 +103,7 @@ def test_only_the_agents_used_last_are_held_in_memory() -> None:
     assert [held.get(name) is not None for name in "abcd"] == [True, True, False, False]
 
 
-def test_an_agent_put_out_of_memory_is_read_again(tmp_path: Path) -> None:
+def test_an_agent_dropped_from_memory_is_read_again(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store._recent = RecentAgents(1)
     agents = [Agent(store, name) for name in "abc"]

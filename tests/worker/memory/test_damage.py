@@ -126,7 +126,7 @@ def test_a_missing_piece_is_a_named_miss(agent: Agent, tmp_path: Path) -> None:
     assert agent.cached((*NEXT, 4)) == len(NEXT)
 
 
-def test_only_what_this_agent_had_counts_as_missed(agent: Agent) -> None:
+def test_a_block_that_the_agent_never_had_is_no_miss(agent: Agent) -> None:
     assert Agent(agent.store, "new").restore(ids(600, seed=3)).miss_reason is None
     assert agent.restore((*LONG[:700], *ids(600, seed=3))).miss_reason is None
     assert agent.store.misses == {}
@@ -203,7 +203,7 @@ def expect_full_goes_on(agent: Agent, tmp_path: Path, usable: AgentVersion) -> N
     assert agent.open().number == usable.number + 2
 
 
-@pytest.mark.parametrize("position", [*range(0, 60, 7), 100, 500, -40, -2, -1])
+@pytest.mark.parametrize("position", [0, 7, 21, 42, 100, 500, -1])
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_changed_byte_in_a_record_is_never_a_shorter_conversation(
     agent: Agent, tmp_path: Path, version: int, position: int
@@ -217,7 +217,7 @@ def test_a_changed_byte_in_a_record_is_never_a_shorter_conversation(
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("how", ["cut short", "removed", "another agent's", "another version's", "rewritten"])
-def test_a_record_that_is_not_what_was_written_is_noticed(agent: Agent, tmp_path: Path, version: int, how: str) -> None:
+def test_a_replaced_record_is_noticed(agent: Agent, tmp_path: Path, version: int, how: str) -> None:
     folder, name = folder_of("agent", tmp_path), f"{version:08d}.json"
     if how == "cut short":
         truncate(folder / name)
@@ -249,7 +249,7 @@ def test_a_changed_byte_anywhere_in_head_is_noticed(agent: Agent, tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["removed", "empty", "cut short", "another agent's", "an old one"])
-def test_a_head_that_is_not_what_was_written_is_noticed(agent: Agent, tmp_path: Path, how: str) -> None:
+def test_a_replaced_head_is_noticed(agent: Agent, tmp_path: Path, how: str) -> None:
     head = folder_of("agent", tmp_path) / "HEAD"
     if how == "removed":
         head.unlink()
@@ -281,7 +281,7 @@ def test_old_damage_below_a_full_replacement_is_forgotten(agent: Agent, tmp_path
     assert len(agent.open().results) == 4
 
 
-def test_verify_names_what_is_damaged(agent: Agent, tmp_path: Path) -> None:
+def test_verify_lists_every_damaged_file(agent: Agent, tmp_path: Path) -> None:
     assert agent.store.verify() == []
     block, other = blocks_of(agent, tmp_path)
     flip(block, -1)
@@ -297,7 +297,7 @@ def test_verify_names_what_is_damaged(agent: Agent, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [MODEL, make_model("h", spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
-def test_verify_names_a_whole_piece_that_is_another_agents(tmp_path: Path, model: LoadedModel) -> None:
+def test_verify_lists_an_intact_file_of_another_agent(tmp_path: Path, model: LoadedModel) -> None:
     store = open_store(tmp_path)
     ours, theirs = Agent(store, "ours", model), Agent(store, "theirs", model)
     ours.say(LONG[:700], (1, 2))
@@ -314,7 +314,7 @@ def test_verify_names_a_whole_piece_that_is_another_agents(tmp_path: Path, model
 # --- turns that were not saved ---
 
 
-def test_after_an_unsaved_turn_append_is_refused_and_full_goes_on(agent: Agent, tmp_path: Path) -> None:
+def test_after_an_unsaved_turn_append_is_refused_and_full_continues(agent: Agent, tmp_path: Path) -> None:
     agent.store.mark_unsaved("agent")
     for _ in range(2):  # in memory, and then from disk
         with pytest.raises(AgentTranscriptUnreadable, match="last turn was not saved") as caught:
@@ -335,7 +335,7 @@ def test_a_new_agents_unsaved_turn_is_remembered_across_a_restart(tmp_path: Path
     expect_full_goes_on(agent, tmp_path, usable)
 
 
-def test_an_unsaved_turn_on_top_of_damage_still_leaves_full_a_way_on(agent: Agent, tmp_path: Path) -> None:
+def test_full_continues_after_an_unsaved_turn_on_a_damaged_agent(agent: Agent, tmp_path: Path) -> None:
     flip(folder_of("agent", tmp_path) / "00000003.json", 99)
     agent.store = reopen(agent.store, tmp_path)
     agent.store.mark_unsaved("agent")
@@ -350,7 +350,7 @@ def test_the_mark_does_not_touch_other_agents(agent: Agent) -> None:
     assert agent.store.open_agent("neighbour").number == 3
 
 
-def test_no_message_holds_the_conversation(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_message_quotes_the_conversation(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = make_transcript((1,), text="my secret prompt")
     agent.store.save(make_turn(agent, 3, secret, None))
     for path in files_below(folder_of("agent", tmp_path)):

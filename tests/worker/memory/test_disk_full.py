@@ -1,4 +1,4 @@
-"""A full disk costs a turn, never a conversation, and leaves nothing lying about."""
+"""A full disk costs a turn, never a conversation, and leaves no files behind."""
 
 import os
 import shutil
@@ -10,13 +10,14 @@ from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(900)
 HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_failures", [1, 3, 1000])
 @pytest.mark.parametrize("stored", [0, 400])
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
@@ -30,7 +31,7 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
     for fail_at in range(1, 100):
         folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
         files = FullFiles()
-        agent = Agent(AgentStore(folder, files=files), model=model)
+        agent = Agent(AgentCacheStore(folder, files=files), model=model)
         before, pieces = agent.open(), pieces_in(folder)
         turn = agent.turn(LONG[:700])
         files.arm(fail_at, n_failures)
@@ -73,7 +74,7 @@ def expect_unchanged_or_refused(agent: Agent, number: int) -> None:
 
 def test_the_same_turn_can_be_saved_when_there_is_room_again(tmp_path: Path) -> None:
     files = FullFiles()
-    agent = Agent(AgentStore(tmp_path, files=files))
+    agent = Agent(AgentCacheStore(tmp_path, files=files))
     agent.say(LONG[:400])
     turn = agent.turn(LONG[:700])
     for fail_at in range(1, 100):
@@ -93,7 +94,7 @@ def test_the_same_turn_can_be_saved_when_there_is_room_again(tmp_path: Path) -> 
 @pytest.mark.parametrize("stored", [0, 400])
 def test_a_turn_that_was_not_saved_can_be_marked_on_a_full_disk(tmp_path: Path, stored: int) -> None:
     files = FullFiles()
-    agent = Agent(AgentStore(tmp_path, files=files))
+    agent = Agent(AgentCacheStore(tmp_path, files=files))
     if stored:
         agent.say(LONG[:stored])
     files.arm(1, 1000)
@@ -108,11 +109,11 @@ def test_a_turn_that_was_not_saved_can_be_marked_on_a_full_disk(tmp_path: Path, 
 
 @pytest.mark.parametrize("small_disk", [600_000], indirect=True)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
-def test_on_a_disk_that_is_really_full_nothing_tears_and_the_books_are_right(
+def test_a_disk_that_is_really_full_leaves_whole_files_and_a_right_usage(
     small_disk: SmallDisk, model: LoadedModel
 ) -> None:
     folder = small_disk.path / "store"
-    store = AgentStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
+    store = AgentCacheStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
     said: dict[str, tuple[int, ...]] = {}
     small_disk.ballast.write_bytes(bytes(300_000))
 
@@ -148,12 +149,12 @@ def test_on_a_disk_that_is_really_full_nothing_tears_and_the_books_are_right(
 
 @pytest.mark.parametrize("small_disk", [400_000], indirect=True)
 def test_what_a_failed_turn_wrote_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
-    store = AgentStore(small_disk.path / "store", max_bytes=1 << 30)
+    store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
     small, large = Agent(store, "small"), Agent(store, "large")
     small.say(LONG[:10])
     small_disk.fill()
     os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 60_000)
-    store.protect(frozenset({"small", "large"}))
+    store.pin(frozenset({"small", "large"}))
     with pytest.raises(OSError, match="No space left"):
         large.say(LONG[:800])  # its first two blocks fit
     small.say(LONG[:11])

@@ -1,4 +1,4 @@
-"""The power may go at any instant: an agent is then at the version before the turn or at the one after it, whole."""
+"""After a power cut at any instant, an agent is whole, at the version before the turn or at the one after it."""
 
 import dataclasses
 import shutil
@@ -20,8 +20,10 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
+
+pytestmark = pytest.mark.slow
 
 LONG = ids(900)
 
@@ -94,7 +96,7 @@ def prepare(folder: Path, stored: int, model: LoadedModel = MODEL) -> Path:
 
 def run(folder: Path, turn: Callable[[Agent], None], files: CutFiles, cut_at: int, model: LoadedModel = MODEL) -> bool:
     """Take a turn in the store at `folder`; whether the power stayed on."""
-    store = AgentStore(folder, files=files)
+    store = AgentCacheStore(folder, files=files)
     files.arm(cut_at)
     try:
         turn(Agent(store, model=model))
@@ -149,12 +151,12 @@ def cut_everywhere(
 
 
 @pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-def test_a_power_cut_while_a_store_is_made_leaves_one_that_opens(tmp_path: Path, survivors: Survivors) -> None:
+def test_a_power_cut_while_a_store_is_made_leaves_a_store_that_opens(tmp_path: Path, survivors: Survivors) -> None:
     for cut_at in range(1, 100):
         folder, files = tmp_path / str(cut_at), CutFiles(survivors)
         files.arm(cut_at)
         try:
-            AgentStore(folder, files=files).close()
+            AgentCacheStore(folder, files=files).close()
         except PowerCut:
             state_of(folder)
         else:

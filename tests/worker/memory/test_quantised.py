@@ -1,4 +1,4 @@
-"""Blocks in 8 or 4 bits: never further off than half a step, never NaN, and never a different answer twice."""
+"""Blocks in 8 or 4 bits: the error is at most half a step, never NaN, and does not grow."""
 
 import dataclasses
 from pathlib import Path
@@ -23,9 +23,9 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec, group_size
 from stoker_worker.memory.quantised import BITS, dequantise, packed_shapes, quantise
 from stoker_worker.ports import Array, CacheSlice
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec, group_size
 
 LONG = ids(1000)
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -52,7 +52,8 @@ def rounding(array: Array, *, dtype: str) -> Array:
     """Half the distance between neighbours of each element's size, in its dtype."""
     bits, least = {"float32": (24, -149), "float16": (11, -24), "bfloat16": (8, -133)}[dtype]
     exponent = np.frexp(np.abs(array))[1]
-    return np.exp2(np.maximum(exponent - bits, least)) / 2
+    half: Array = np.exp2(np.maximum(exponent - bits, least)) / 2
+    return half
 
 
 def expect_close(array: Array, dtype: str, bits: int) -> None:
@@ -72,7 +73,7 @@ def expect_close(array: Array, dtype: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_element_is_further_off_than_half_a_step(dtype: str, bits: int) -> None:
+def test_the_error_is_at_most_half_a_step(dtype: str, bits: int) -> None:
     rng = np.random.default_rng(0)
     for scale, offset in ((1, 0), (1e-6, 0), (3, 100), (1e-3, -7), (1000, 0)):
         array = rng.normal(offset, scale, (2, 5, 128))
@@ -106,7 +107,7 @@ def test_constant_groups_and_the_ends_of_a_group_come_back_exactly(dtype: str, b
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_numbers_and_what_is_no_number_come_back_finite(dtype: str, bits: int) -> None:
+def test_the_largest_numbers_infinity_and_nan_come_back_finite(dtype: str, bits: int) -> None:
     most = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}[
         dtype
     ]
@@ -139,7 +140,7 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_storing_again_what_came_out_of_a_block_changes_nothing_more(dtype: str, bits: int) -> None:
+def test_quantising_twice_changes_nothing_more(dtype: str, bits: int) -> None:
     # An agent that turns away in mid-block stores what it had restored a second time.
     array = np.random.default_rng(3).normal(0, 2, (2, 9, 64))
     once = back(bfloat16(array) if dtype == "bfloat16" else array.astype(DTYPES[dtype]), bits)
@@ -151,7 +152,7 @@ def test_storing_again_what_came_out_of_a_block_changes_nothing_more(dtype: str,
 
 
 @pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 64), (80, 16), (96, 32), (3, 1), (5, 1), (1, 1)])
-def test_groups_never_reach_over_a_token(dim: int, group: int) -> None:
+def test_no_group_spans_two_tokens(dim: int, group: int) -> None:
     assert group_size(dim) == group
     assert packed_shapes((2, 7, dim), 4) == ((2, 7, (dim + 1) // 2), (2, 7, dim // group))
     rng = np.random.default_rng(dim)
@@ -161,7 +162,7 @@ def test_groups_never_reach_over_a_token(dim: int, group: int) -> None:
     for bits in (8, 4):
         q, scales, biases = quantise(array, bits)
         assert (q.shape, scales.shape, biases.shape) == (*packed_shapes((2, 7, dim), bits), scales.shape)
-        assert (q.dtype, scales.dtype, biases.dtype) == (np.uint8, np.float32, np.float32)
+        assert (q.dtype.name, scales.dtype.name, biases.dtype.name) == ("uint8", "float32", "float32")
         assert np.array_equal(back(array, bits)[:, :3], back(other, bits)[:, :3])
 
 
@@ -194,7 +195,7 @@ def agent_of(folder: Path, store_dtype: str, dtype: str = "float32") -> Agent:
 
 @pytest.mark.parametrize("store_dtype", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_conversation_goes_on_over_quantised_blocks(tmp_path: Path, store_dtype: str, dtype: str) -> None:
+def test_a_conversation_continues_on_quantised_blocks(tmp_path: Path, store_dtype: str, dtype: str) -> None:
     agent = agent_of(tmp_path, store_dtype, dtype)
     agent.say(LONG[:600])
     assert agent.cached((*LONG[:600], 1)) == 600
@@ -220,9 +221,7 @@ def test_bfloat16_blocks_come_back_as_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("store_dtype", "at_most"), [("q8", 0.35), ("q4", 0.23)])
-def test_blocks_take_less_room_and_tails_stay_as_the_model_made_them(
-    tmp_path: Path, store_dtype: str, at_most: float
-) -> None:
+def test_blocks_are_smaller_and_tails_keep_full_precision(tmp_path: Path, store_dtype: str, at_most: float) -> None:
     sizes = {}
     for name in ("native", store_dtype):
         agent = agent_of(tmp_path / name, name)
@@ -288,7 +287,7 @@ def test_a_block_of_another_precision_is_never_loaded(tmp_path: Path) -> None:
     assert other.restore((*LONG[:256], 1)).miss_reason == "block_foreign"
 
 
-def test_a_hybrid_model_keeps_snapshots_as_they_are(tmp_path: Path) -> None:
+def test_snapshots_are_never_quantised(tmp_path: Path) -> None:
     spec = dataclasses.replace(SNAPSHOT_SPECS["hybrid"], dtype="float32", store_dtype="q8")
     agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
     agent.say(LONG[:700], (1, 2))

@@ -1,4 +1,4 @@
-"""Records: any conversation, however it was rewritten, comes back exactly."""
+"""Records: any conversation comes back exactly, whatever was rewritten."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_shared.request import Message
+from stoker_worker.memory.checksummed_file import Damaged
 from stoker_worker.memory.record import CachedPrefix, TurnRecord, delta, record_checksum, replay
-from stoker_worker.memory.sealed import Damaged
 from stoker_worker.ports import AgentVersion, Delivery, Transcript
 
 json_values: Any = st.recursive(
@@ -40,11 +40,10 @@ def encode(base: Transcript | None, new: Transcript, *, version: int = 1, agent_
     record = TurnRecord(
         agent_id=agent_id,
         version=version,
-        parent="x" if base else None,
         delivery=Delivery("job", "now", 3),
         result={"text": "hi", "logprob": float("-inf"), "nothing": None},
         cache=CachedPrefix("model", None, 300, "root"),
-        **delta(base, new),
+        **delta(base, new, "x"),
     )
     return record.encode()
 
@@ -73,7 +72,7 @@ def test_a_tool_call_that_changed_only_the_type_of_a_number_is_new() -> None:
         assert delta(base, new)["keep_messages"] == 0
 
 
-def test_a_record_says_only_what_is_new() -> None:
+def test_a_record_contains_only_the_change() -> None:
     long = Transcript(tuple(range(10_000)), "t", None, "x" * 50_000, "eos")
     longer = dataclasses.replace(long, token_ids=(*long.token_ids, 7), text=f"{long.text}y")
     assert len(encode(long, longer)) < 1000
@@ -106,7 +105,7 @@ def test_another_agents_or_versions_record_is_refused() -> None:
         TurnRecord.decode(data, agent_id="agent", version=2)
 
 
-def test_a_record_of_a_later_format_says_so() -> None:
+def test_a_record_of_a_later_format_is_refused_by_its_format() -> None:
     data = encode(None, Transcript((1,), "t", None, None, "eos")).replace(b"stoker-record 1", b"stoker-record 2", 1)
     with pytest.raises(Damaged, match="format"):
         TurnRecord.decode(data, agent_id="agent", version=1)
@@ -136,7 +135,7 @@ NEW = Delivery("job", "2026", 1, "digest")
         (dataclasses.replace(NEW, created_at=""), dataclasses.replace(NEW, created_at=""), True),
     ],
 )
-def test_a_delivery_is_answered_from_history_if_it_is_the_same_as_far_as_the_record_tells(
+def test_a_delivery_is_answered_if_every_field_that_the_record_has_matches(
     remembered: Delivery, asked: Delivery, is_answered: bool
 ) -> None:
     version = AgentVersion("a", 1, None, {remembered: {"text": "then"}})

@@ -1,4 +1,4 @@
-"""One agent whose file system hangs: nobody else's save, restore or eviction waits for it."""
+"""An agent whose file system hangs: no other agent's save, restore or eviction waits for it."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ import pytest
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model
 
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 
 SHARED = ids(600)
@@ -78,11 +78,11 @@ HANGS_AT = {
 @pytest.mark.parametrize("memory_max_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("hangs_at", HANGS_AT.values(), ids=HANGS_AT)
-def test_a_sync_that_hangs_holds_up_nobody_else(
+def test_a_sync_that_hangs_delays_no_other_agent(
     tmp_path: Path, hangs_at: str, model: LoadedModel, memory_max_bytes: int
 ) -> None:
     disk = HangingDisk()
-    store = AgentStore(tmp_path, files=disk, memory_max_bytes=memory_max_bytes, keep_unused_s=0)
+    store = AgentCacheStore(tmp_path, files=disk, memory_max_bytes=memory_max_bytes, keep_unused_s=0)
     agents = {name: Agent(store, name, model) for name in ("slow", "beside", "idle")}
     for seed, agent in enumerate(agents.values()):
         agent.say((*SHARED[:200], *ids(200, seed=seed + 10)))
@@ -98,7 +98,7 @@ def test_a_sync_that_hangs_holds_up_nobody_else(
         assert newcomer.tokens() == ()
         newcomer.say((*SHARED, 3))
         assert newcomer.cached((*SHARED, 3, 1)) == 601
-        store.protect(frozenset({"beside"}))
+        store.pin(frozenset({"beside"}))
         store.budget.max_bytes = 1
         store.budget.make_room()
         assert agents["idle"].cached(agents["idle"].tokens()) == 0
@@ -114,5 +114,5 @@ def test_a_sync_that_hangs_holds_up_nobody_else(
     assert agents["slow"].cached((*SHARED, 1, 1)) == 601
     assert store.verify() == []
     store.close()
-    store = AgentStore(tmp_path, files=FastDisk(), max_bytes=1 << 30)
+    store = AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=1 << 30)
     assert Agent(store, "slow", model).cached((*SHARED, 1, 1)) == 601

@@ -1,6 +1,7 @@
 """Agent memory as a user sees it: conversations survive, and a next turn costs only its new tokens."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +23,14 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.errors import AgentVersionConflict
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, CacheStorePort, Transcript
 
 LONG = ids(1000)
 
 
-def cache_store_port(store: AgentStore) -> CacheStorePort:
+def cache_store_port(store: AgentCacheStore) -> CacheStorePort:
     return store  # mypy says whether it is one
-
-
-def test_an_agent_nobody_has_heard_of_is_at_version_0(tmp_path: Path) -> None:
-    agent = open_store(tmp_path).open_agent("nobody")
-    assert (agent.number, agent.transcript, dict(agent.results)) == (0, None, {})
 
 
 def test_a_conversation_and_its_results_survive_a_restart(tmp_path: Path) -> None:
@@ -51,14 +47,6 @@ def test_a_conversation_and_its_results_survive_a_restart(tmp_path: Path) -> Non
     assert version.results == {turn.delivery: turn.result_of(number) for number, turn in enumerate(turns, start=1)}
 
 
-def test_save_returns_the_number_and_the_result_it_remembered(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    turn = agent.turn(LONG[:10])
-    number, result = agent.store.save(turn)
-    assert (number, result) == (1, turn.result_of(1))
-    assert agent.open().results[turn.delivery] == result
-
-
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "\U0001f600 \u200d", " ", ".", "x" * 200, "CON", "Agent"])
 def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     agent = Agent(open_store(tmp_path / "store"), name)
@@ -68,31 +56,9 @@ def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 255, 256, 257, 511, 512, 513, 700])
-@pytest.mark.parametrize("answer_tokens", [0, 1, 60, 256])
-def test_the_next_turn_prefills_only_what_is_new(tmp_path: Path, prompt_tokens: int, answer_tokens: int) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:prompt_tokens], ids(answer_tokens, seed=1))
-    history = agent.tokens()
-    restored = agent.restore((*history, 1, 2, 3))
-    assert restored.prefix is not None
-    assert restored.prefix.n_tokens == len(history)
-    assert (restored.source, restored.miss_reason) == ("disk", None)
-    assert restored.saved_blocks == len(history) // 256
-
-
-@pytest.mark.parametrize("n_tokens", [1, 2, 256, 257, 512, 600])
-def test_an_identical_prompt_leaves_out_only_its_last_token(tmp_path: Path, n_tokens: int) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:n_tokens])
-    assert agent.cached(LONG[:n_tokens]) == n_tokens - 1
-    assert agent.restore(LONG[:n_tokens]).saved_blocks == n_tokens // 256
-    assert agent.restore(LONG[:n_tokens]).miss_reason is None
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 800), st.integers(0, 800), st.integers(0, 300))
-def test_what_is_reused_is_the_longest_common_prefix(tmp_path: Path, stored: int, shared: int, new: int) -> None:
+def test_any_longest_common_prefix_is_reused(tmp_path: Path, stored: int, shared: int, new: int) -> None:
     agent = Agent(open_store(tmp_path / f"{stored}-{shared}-{new}"))
     agent.say(LONG[:stored])
     shared = min(shared, stored)
@@ -119,15 +85,6 @@ def test_any_run_of_turns_keeps_the_transcript_and_its_cache(
     agent.store.close()
 
 
-def test_a_prompt_that_turns_away_in_mid_block_uses_the_blocks_first_part(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    assert agent.cached((*LONG[:400], 1, 2, 3)) == 400
-    agent.say((*LONG[:400], 1, 2, 3))
-    assert agent.tokens() == (*LONG[:400], 1, 2, 3)
-    assert agent.cached((*LONG[:400], 1, 2, 3, 4)) == 403
-
-
 def test_agents_share_the_blocks_of_a_common_prompt(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store, "first").say(LONG[:600])
@@ -135,15 +92,6 @@ def test_agents_share_the_blocks_of_a_common_prompt(tmp_path: Path) -> None:
     assert second.cached((*LONG[:560], 9)) == 512
     second.say((*LONG[:560], 9))
     assert len(files_below(tmp_path / "blocks")) == 2
-
-
-def test_agents_of_different_salt_share_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "first", salt="one").say(LONG[:600])
-    for salt in (None, "two"):
-        restored = Agent(store, "second", salt=salt).restore(LONG[:600])
-        assert (restored.prefix, restored.source, restored.miss_reason) == (None, "none", None)
-    assert Agent(store, "second", salt="one").cached(LONG[:600]) == 512
 
 
 def test_another_model_tokenizer_or_salt_is_a_named_miss_and_never_a_wrong_cache(tmp_path: Path) -> None:
@@ -164,6 +112,23 @@ def test_another_model_tokenizer_or_salt_is_a_named_miss_and_never_a_wrong_cache
     assert agent.cached((*LONG[:300], 1)) == 300
 
 
+def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    for model in (make_model("b"), make_model("b"), make_model("c")):
+        dataclasses.replace(agent, model=model).restore(LONG[:700])
+    only(tmp_path, "tail-*").unlink()
+    agent.restore(LONG[:700])
+    agent.store.close()
+    assert caplog.messages[-1] == "cache misses since the store was opened: 3 other_model, 1 tail_missing"
+    caplog.clear()
+    open_store(tmp_path).close()
+    assert not any("misses" in message for message in caplog.messages)
+
+
 def test_an_agent_can_move_to_another_model(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store).say(LONG[:300])
@@ -181,7 +146,7 @@ def test_bfloat16_caches_travel_as_uint16(tmp_path: Path) -> None:
     assert {array.dtype for pair in restored.prefix.layers for array in pair} == {np.dtype(np.uint16)}
 
 
-def test_a_turn_without_cache_keeps_the_transcript_and_the_blocks_it_still_stands_on(tmp_path: Path) -> None:
+def test_a_turn_without_cache_keeps_the_transcript_and_its_common_blocks(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
     transcript = make_transcript(LONG[:700])
@@ -229,7 +194,7 @@ def test_a_cache_that_is_not_the_transcripts_is_refused_before_anything_is_writt
     assert files_below(tmp_path / "blocks") == []
 
 
-def test_the_engine_may_hand_over_only_the_part_that_is_not_on_disk(tmp_path: Path) -> None:
+def test_a_cache_may_begin_at_the_first_block_that_is_not_on_disk(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
     turn = agent.turn(LONG[:1000])
@@ -274,7 +239,7 @@ def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
 
 
-def test_a_head_changed_behind_the_stores_back_is_not_answered_from_memory(tmp_path: Path) -> None:
+def test_a_head_changed_by_another_process_is_read_again(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:300])
     head = only(tmp_path, "HEAD")
@@ -285,7 +250,7 @@ def test_a_head_changed_behind_the_stores_back_is_not_answered_from_memory(tmp_p
     assert agent.open().number == 1
 
 
-def test_what_the_engine_gets_is_not_what_the_engine_gave(tmp_path: Path) -> None:
+def test_the_saved_cache_is_a_copy(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     turn = agent.turn(LONG[:300])
     agent.store.save(turn)

@@ -1,4 +1,4 @@
-"""The store's folder: one process at a time, one known format, nobody else's eyes."""
+"""The store's folder: one process at a time, one known format, readable by the owner only."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from tests.worker.memory.agents import Agent, files_below, ids, make_model, make
 from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.access import StoreAccess, hold, look_at
-from stoker_worker.memory.store import AgentStore
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 
-def test_a_second_opener_is_refused_and_told_who_was_first(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(StoreUnusable, match=f"in use by pid {os.getpid()} on "):
         open_store(tmp_path)
@@ -28,9 +28,8 @@ def test_a_second_opener_is_refused_and_told_who_was_first(tmp_path: Path) -> No
 
 
 def test_a_dead_process_leaves_no_lock(tmp_path: Path) -> None:
-    script = (
-        "import os, sys, pathlib, stoker_worker.memory.store as s; s.AgentStore(pathlib.Path(sys.argv[1])); os._exit(7)"
-    )
+    script = "import os, sys, pathlib, stoker_worker.memory.store as s\n"
+    script += "s.AgentCacheStore(pathlib.Path(sys.argv[1]))\nos._exit(7)"
     assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 7
     open_store(tmp_path)
 
@@ -46,7 +45,7 @@ def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: st
         (tmp_path / "store.json").unlink()
     else:
         (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(StoreUnusable, match=r"store.json says format .* reads format 4 and older"):
+    with pytest.raises(StoreUnusable, match=r"store.json has format .* reads format 4 and older"):
         open_store(tmp_path)
     (tmp_path / "store.json").write_text('{"format": 1}')
     assert Agent(open_store(tmp_path)).tokens() == ids(10)
@@ -68,7 +67,7 @@ V1_AGENTS = {
 """Version, token ids, and how many results are remembered."""
 
 
-def test_a_store_of_format_1_is_read_whole_and_goes_on_as_format_4(format_1: Path) -> None:
+def test_a_store_of_format_1_is_read_whole_and_becomes_format_4(format_1: Path) -> None:
     before = {path: path.read_bytes() for path in files_below(format_1)}
     assert StoreAccess(format_1).verify() == []
     store = open_store(format_1)
@@ -89,7 +88,7 @@ def test_a_store_of_format_1_is_read_whole_and_goes_on_as_format_4(format_1: Pat
     assert store.verify() == []
 
 
-def test_a_store_of_format_1_is_only_looked_at_by_commands_that_change_nothing(format_1: Path) -> None:
+def test_commands_that_only_read_leave_a_store_of_format_1_as_it_is(format_1: Path) -> None:
     before = {path: path.read_bytes() for path in files_below(format_1)}
     assert look_at(format_1).readable("a").version.number == 3
     with hold(format_1, clear=False) as access:
@@ -98,14 +97,14 @@ def test_a_store_of_format_1_is_only_looked_at_by_commands_that_change_nothing(f
 
 
 @pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-def test_a_power_cut_while_the_format_is_brought_up_leaves_one_that_opens(
+def test_a_power_cut_during_the_upgrade_leaves_a_store_that_opens(
     format_1: Path, tmp_path: Path, survivors: Survivors
 ) -> None:
     for cut_at in range(1, 30):
         folder, files = shutil.copytree(format_1, tmp_path / str(cut_at)), CutFiles(survivors)
         files.arm(cut_at)
         try:
-            AgentStore(folder, files=files).close()
+            AgentCacheStore(folder, files=files).close()
             break
         except PowerCut:
             assert json.loads((folder / "store.json").read_bytes())["format"] in (1, 4)
@@ -119,26 +118,26 @@ def test_a_store_of_a_newer_format_keeps_its_unfinished_files(tmp_path: Path) ->
     open_store(tmp_path).close()
     (tmp_path / "store.json").write_text('{"format": 5}')
     (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
-    with pytest.raises(StoreUnusable, match="says format 5, and this version of stoker reads format 4 and older"):
+    with pytest.raises(StoreUnusable, match="has format 5; this version of stoker reads format 4 and older"):
         open_store(tmp_path)
     assert (tmp_path / "tmp" / "0.tmp").exists()
 
 
-def test_a_folder_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StoreUnusable, match=r"the store folder .* cannot be used: "):
             open_store(folder)
 
 
-def test_missing_folders_above_are_made(tmp_path: Path) -> None:
+def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
     open_store(tmp_path / "a" / "b").close()
 
 
-def test_nobody_else_may_read_anything(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_store(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        store = AgentStore(tmp_path / "store")
+        store = AgentCacheStore(tmp_path / "store")
         Agent(store).say(ids(300))
         store.close()
     finally:

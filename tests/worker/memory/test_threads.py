@@ -1,4 +1,4 @@
-"""The loader reads while the finaliser writes: every answer is some whole version, every cache the right one."""
+"""The loader reads while finishers write: every version is whole, every cache the right one."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
 
-from stoker_worker.memory.block_search import n_readers
+from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.ports import LoadedModel
 
 ROUNDS = 25
@@ -53,7 +53,7 @@ def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])
-def test_a_restore_leaves_running_rows_half_of_the_cores_and_gives_the_same(
+def test_a_restore_beside_running_sequences_uses_half_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, alone: int, beside_others: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)

@@ -1,4 +1,4 @@
-"""Agents that travel: a file takes all of an agent along, and a file from anywhere cannot do harm."""
+"""Export and import: a file contains the whole agent, and no file can do harm."""
 
 import dataclasses
 import io
@@ -24,15 +24,13 @@ from tests.worker.memory.agents import (
 
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess, hold
-from stoker_worker.memory.agent_state import AgentState
-from stoker_worker.memory.blocks import chain, chain_root
+from stoker_worker.memory.agent_index import newest_blocks
+from stoker_worker.memory.archive import export_agent
+from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.cache_file import CachePiece
-from stoker_worker.memory.census import newest_blocks
-from stoker_worker.memory.export import export_agent
-from stoker_worker.memory.head import Head
+from stoker_worker.memory.checksummed_file import seal, unseal
 from stoker_worker.memory.importer import import_agent
-from stoker_worker.memory.record import CachedPrefix, TurnRecord, record_checksum
-from stoker_worker.memory.sealed import seal, unseal
+from stoker_worker.memory.record import AgentState, CachedPrefix, Head, TurnRecord, record_checksum
 from stoker_worker.ports import AgentVersion, LoadedModel
 
 LONG = ids(1000)
@@ -82,7 +80,7 @@ def pack(path: Path, files: Members) -> Path:
 
 @pytest.mark.parametrize("new_id", [None, "b/../\U0001f600"])
 @pytest.mark.parametrize("with_blocks", [True, False])
-def test_an_agent_goes_on_in_another_store(
+def test_an_exported_agent_continues_in_another_store(
     exported: Path, away: StoreAccess, new_id: str | None, with_blocks: bool
 ) -> None:
     done = import_agent(away, exported, new_id=new_id, with_blocks=with_blocks)
@@ -109,7 +107,7 @@ def test_only_the_owner_may_read_what_was_exported(exported: Path) -> None:
     assert set(members(exported)) >= {"HEAD", "00000001.json", "00000003.json", "tail.safetensors"}
 
 
-def test_export_replaces_no_file_and_takes_no_agent_that_cannot_be_read(exported: Path) -> None:
+def test_export_replaces_no_file_and_refuses_an_unreadable_agent(exported: Path) -> None:
     before = exported.read_bytes()
     home = StoreAccess(exported.parent / "home")
     with pytest.raises(AgentMemoryError, match="exists already"):
@@ -121,7 +119,7 @@ def test_export_replaces_no_file_and_takes_no_agent_that_cannot_be_read(exported
     assert not exported.with_name("b.tar").exists()
 
 
-def test_an_agent_that_is_there_is_never_replaced(exported: Path, away: StoreAccess) -> None:
+def test_import_never_replaces_an_agent(exported: Path, away: StoreAccess) -> None:
     before = content(away)
     with pytest.raises(AgentMemoryError, match="there is an agent 'other' already"):
         import_agent(away, exported, new_id="other")
@@ -162,16 +160,16 @@ def _with_an_exchanged_block(files: Members) -> None:
     files[first], files[second] = files[second], files[first]
 
 
-def _with_a_block_of_somebody_elses(files: Members) -> None:
-    tokens, root = ids(256, seed=9), chain_root(MODEL.fingerprint, None)
-    address = chain(root, tokens)[1]
-    piece = CachePiece("block", MODEL.fingerprint, MODEL.spec, root, tokens)
+def _with_a_block_of_another_agent(files: Members) -> None:
+    chain = BlockChain(MODEL.fingerprint, None, ids(256, seed=9))
+    tokens, address = chain.token_ids, chain.last
+    piece = CachePiece("block", MODEL.fingerprint, MODEL.spec, chain.root, tokens)
     data = b"".join(bytes(chunk) for chunk in piece.encode(cache_of(tokens), 0))
     files[f"blocks/{MODEL.fingerprint[:16]}/{address[:2]}/{address}.safetensors"] = data
 
 
 def _resealed(change: Callable[[dict], None]) -> Callable[[Members], None]:  # type: ignore[type-arg]
-    """Rewrites the newest record and HEAD as somebody would who knows the format."""
+    """Rewrites the newest record and HEAD with right checksums, as a forger would."""
 
     def reseal(files: Members) -> None:
         body = json.loads(unseal("stoker-record", files["00000003.json"]))
@@ -195,7 +193,7 @@ def _resealed(change: Callable[[dict], None]) -> Callable[[Members], None]:  # t
         _with_a_block_as_tail,
         _with_a_damaged_block,
         _with_an_exchanged_block,
-        _with_a_block_of_somebody_elses,
+        _with_a_block_of_another_agent,
         _resealed(lambda record: record["cache"].update(model="../../../" + "a" * 64)),
         _resealed(lambda record: record["cache"].update(tokens=10**9)),
         _resealed(lambda record: record["cache"].update(last_block="0" * 64)),
@@ -206,7 +204,7 @@ def _resealed(change: Callable[[dict], None]) -> Callable[[Members], None]:  # t
         _resealed(lambda record: record.update(surprise=1)),
     ],
 )
-def test_a_file_that_does_not_hold_together_is_refused_and_leaves_nothing(
+def test_an_inconsistent_file_is_refused_and_leaves_nothing(
     exported: Path, away: StoreAccess, tmp_path: Path, change: Callable[[Members], None]
 ) -> None:
     files = members(exported)
@@ -261,9 +259,9 @@ BLOCK = f"blocks/{'a' * 16}/00/{'0' * 64}.safetensors"
         (_member(BLOCK, size=2**33 - 1), "has 8589934591 bytes"),
         (_member(BLOCK, size=2**31), "cut short"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_hostile_archive_is_refused_by_its_list_alone(
+def test_a_hostile_archive_is_refused_by_its_headers(
     exported: Path, away: StoreAccess, tmp_path: Path, info: tarfile.TarInfo, why: str
 ) -> None:
     data = exported.read_bytes()
@@ -291,7 +289,7 @@ def test_a_file_cut_short_is_refused(exported: Path, away: StoreAccess, tmp_path
         import_agent(away, cut, with_blocks=True)
 
 
-def test_blocks_that_are_there_stay_as_they_are(exported: Path, away: StoreAccess) -> None:
+def test_import_never_replaces_a_block(exported: Path, away: StoreAccess) -> None:
     store = open_store(away.path)
     Agent(store, "neighbour", salt="s").say(LONG[:600])
     store.close()
@@ -300,7 +298,7 @@ def test_blocks_that_are_there_stay_as_they_are(exported: Path, away: StoreAcces
     assert {path: data for path, data in content(away).items() if path in before} == before
 
 
-def test_an_agent_whose_first_turn_never_was_is_no_agent(exported: Path, away: StoreAccess) -> None:
+def test_an_agent_without_a_committed_turn_does_not_exist(exported: Path, away: StoreAccess) -> None:
     folder = away.agent("a")
     away.writer.make_folder(folder.path)
     (folder.path / "HEAD").write_bytes(Head(0).encode())
@@ -363,7 +361,7 @@ def _without_a_record_of_them(files: Members) -> None:
 
 
 @pytest.mark.parametrize("change", [_damaged, _exchanged, _that_is_the_tail, _without_a_record_of_them])
-def test_snapshots_that_are_not_the_records_are_refused(
+def test_snapshots_of_another_record_are_refused(
     exported_snapshots: tuple[Path, LoadedModel], away: StoreAccess, tmp_path: Path, change: Callable[[Members], None]
 ) -> None:
     archive, _ = exported_snapshots
@@ -376,7 +374,7 @@ def test_snapshots_that_are_not_the_records_are_refused(
     assert list(away.temp.iterdir()) == []
 
 
-def test_a_snapshot_that_says_it_stands_elsewhere_is_refused(tmp_path: Path, away: StoreAccess) -> None:
+def test_a_snapshot_with_another_number_of_tokens_is_refused(tmp_path: Path, away: StoreAccess) -> None:
     model = make_model("s", spec=SNAPSHOT_SPECS["recurrent"])
     store = open_store(tmp_path / "home")
     Agent(store, "a", model=model).say(LONG[:300], (1,))
@@ -384,7 +382,7 @@ def test_a_snapshot_that_says_it_stands_elsewhere_is_refused(tmp_path: Path, awa
     with hold(tmp_path / "home") as home:
         export_agent(home, "a", tmp_path / "a.tar")
     files = members(tmp_path / "a.tar")
-    piece = CachePiece.snapshot(model.fingerprint, None, model.spec, LONG[:299])
+    piece = CachePiece.snapshot(model.spec, BlockChain(model.fingerprint, None, LONG[:299]))
     for after_tokens, is_refused in ((299, False), (298, True)):
         forged = dataclasses.replace(piece, after_tokens=after_tokens).encode_states(states_of(LONG[:299], model))
         files["snapshot-0.safetensors"] = b"".join(bytes(chunk) for chunk in forged)
@@ -397,10 +395,10 @@ def test_a_snapshot_that_says_it_stands_elsewhere_is_refused(tmp_path: Path, awa
 
 
 @pytest.mark.parametrize("counts", [[0], [5, 5], [9, 5], [10**9], [1, 2, 3]])
-def test_a_record_whose_snapshots_stand_nowhere_is_refused(
+def test_a_record_with_impossible_snapshots_is_refused(
     exported: Path, away: StoreAccess, tmp_path: Path, counts: list[int]
 ) -> None:
     files = members(exported)
     _resealed(lambda record: record["cache"].update(snapshots=counts))(files)
-    with pytest.raises(AgentMemoryError, match="its snapshots stand where none can be"):
+    with pytest.raises(AgentMemoryError, match="its snapshots are at impossible places"):
         import_agent(away, pack(tmp_path / "forged.tar", files))

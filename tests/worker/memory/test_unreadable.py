@@ -1,6 +1,6 @@
-"""What cannot be read, for whatever reason the system gives: a named miss for `full`, a refusal for `append`.
+"""Unreadable files and folders: a named miss for `full`, a refusal for `append`.
 
-As root, permissions stop nobody, so that some faults are played; the others are real ones of the file system.
+Permissions do not stop root, so some faults are simulated; the others are real ones of the file system.
 """
 
 import errno
@@ -87,7 +87,7 @@ def opened_for_full(agent: Agent) -> AgentVersion:
 
 
 @pytest.mark.parametrize(("place", "kind", "is_warm"), FAULTS)
-def test_it_costs_full_its_cache_and_append_its_turn(store: Path, place: str, kind: str, is_warm: bool) -> None:
+def test_full_loses_its_cache_and_append_is_refused(store: Path, place: str, kind: str, is_warm: bool) -> None:
     path = PLACES[place](look_at(store).agent("agent").path)
     opened = open_store(store)
     if is_warm:
@@ -115,9 +115,7 @@ SAVES = [
 
 
 @pytest.mark.parametrize(("place", "kind"), SAVES)
-def test_a_turn_that_cannot_be_saved_there_touches_nothing_and_is_not_forgotten(
-    store: Path, place: str, kind: str
-) -> None:
+def test_a_turn_that_cannot_be_saved_changes_nothing_and_is_marked(store: Path, place: str, kind: str) -> None:
     """Also where the folder can be written and only not listed: its records would be replaced, from the first on."""
     folder = look_at(store).agent("agent").path
     before = {path: path.read_bytes() for path in files_below(folder)}

@@ -1,1 +1,1 @@
-"""Everything MLX. Only modules in here import mlx or mlx_lm, and only the engine thread calls into those that do."""
+"""The continuous batch. Only the engine thread uses this package; only it and `models` import mlx or mlx_lm."""

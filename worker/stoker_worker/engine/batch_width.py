@@ -1,7 +1,8 @@
-"""How many rows may run together: fewer for a while after a step that broke, fewer for good after the second. Pure.
+"""How many sequences may run together: fewer for a while after a step that broke, for good after a second one. Pure.
 
-A step may break because of one row in it, or because so many rows cannot run together. The engine finds out which by
-running fewer and fewer. Breaks are on record by the number of rows, until a row in them is found to break alone.
+A step may break because of one sequence in it, or because so many cannot run together. The engine finds out which by
+running fewer and fewer. Breaks are recorded by the number of sequences, until a sequence in them is found to break
+alone.
 """
 
 import logging
@@ -10,10 +11,10 @@ from collections.abc import Collection
 from typing import Final
 
 _QUIET_STEPS: Final = 64
-"""Steps without a break after which twice as many rows may run together again."""
+"""After so many steps without a break, twice as many sequences may run together."""
 
 _MOST_BREAKS: Final = 2
-"""Breaks of a width for which nobody but the width is to blame: it is not tried again."""
+"""A width that breaks so often, without a sequence to blame, is not tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 class BatchWidth:
     """
     Attributes:
-        now: most rows that may run together now.
+        now: most sequences that may run together now.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,33 +33,33 @@ class BatchWidth:
 
     @property
     def most(self) -> int:
-        """Most rows that may ever run together again."""
+        """Most sequences that may ever run together again."""
         bad = [width for width, breaks in self._breaks.items() if len(breaks) >= _MOST_BREAKS]
         return min([self._most, *(width - 1 for width in bad)])
 
     @property
     def is_searching(self) -> bool:
-        """Whether what broke a step is still looked for."""
+        """Whether the cause of a broken step is still searched."""
         return self.now < self.most
 
     def broke(self, uids: Collection[int]) -> None:
-        """A step of the rows `uids` broke: half as many from here on."""
+        """A step of the sequences `uids` broke: half as many may run together from here on."""
         n, before = len(uids), self.most
         self.now, self._quiet_steps = max(1, min(self.now, n) // 2), 0
         if n > 1:
             self._breaks[n].append(frozenset(uids))
         if self.most < before:
             cannot = "cannot batch this model: " if self.most == 1 else ""
-            _log.error("%s%d rows together broke twice; at most %d from now on", cannot, n, self.most)
+            _log.error("%s%d sequences together broke twice; at most %d from now on", cannot, n, self.most)
 
     def blame(self, uid: int) -> None:
-        """The row `uid` breaks alone too: the steps it was in did not break for their width."""
+        """The sequence `uid` breaks alone too: the steps with it did not break because of their width."""
         self._breaks = defaultdict(
-            list, {width: [rows for rows in breaks if uid not in rows] for width, breaks in self._breaks.items()}
+            list, {width: [uids for uids in breaks if uid not in uids] for width, breaks in self._breaks.items()}
         )
 
     def went_well(self) -> None:
-        """A step did not break: after enough of those more rows may run together."""
+        """A step did not break: after enough of those, more sequences may run together."""
         self._quiet_steps += 1
         if self.is_searching and self._quiet_steps >= _QUIET_STEPS:
             self.now, self._quiet_steps = min(self.most, 2 * self.now), 0

@@ -1,11 +1,11 @@
 """Counts 256-token blocks of KV memory against a budget. Pure bookkeeping: no arrays, no MLX; engine thread.
 
-Owns who holds how many blocks. What a row costs is `pricing`'s business, who may come in or has to go is the engine's.
+Owns which sequence holds how many blocks. Their cost is `kv_cost`'s; admission and preemption are the scheduler's.
 """
 
 
 class BlockPool:
-    """`total` blocks, handed to rows by uid. Every call takes the same time, however many blocks there are."""
+    """`total` blocks, given to sequences by uid. Every call takes the same time, however many blocks there are."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -25,7 +25,7 @@ class BlockPool:
         return self._held.get(uid, 0)
 
     def resize(self, uid: int, blocks: int) -> bool:
-        """Let `uid` hold `blocks` blocks from now on; ``False``, and nothing changed, when too few are free."""
+        """Let `uid` hold `blocks` blocks from now on; ``False``, and nothing changes, when too few are free."""
         more = blocks - self._held.get(uid, 0)
         if more > self.free:
             return False
@@ -34,5 +34,5 @@ class BlockPool:
         return True
 
     def release(self, uid: int) -> None:
-        """Give back what `uid` holds; nothing when it holds nothing."""
+        """Free all blocks that `uid` holds, if any."""
         self._used -= self._held.pop(uid, 0)

@@ -1,7 +1,7 @@
-"""Tries a model before it is served: finds the widest mode in which every row answers as it does alone. Engine thread.
+"""Tries a model before it is served: finds the widest mode in which each sequence answers as alone. Engine thread.
 
-Owns the order in which modes are tried, and how long that may take. How a trial is made is `trial.py`, with which rows
-`trial_rows.py`. No architecture is known by name here: what a model does is looked at.
+Owns the order in which modes are tried, and the time that the proof may take. `trial.py` runs one trial,
+`trial_sequences.py` plans its sequences. No architecture is known by name here: only the model's behaviour counts.
 """
 
 import logging
@@ -13,18 +13,20 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from stoker_worker.engine.probe import can_be_batched
-from stoker_worker.engine.trial import Found, Limit, Reference, may_pass, try_rows
-from stoker_worker.engine.trial_rows import TrialPlan, plan
-from stoker_worker.ports import LoadedModel, TextCodec
-from stoker_worker.serving_mode import WIDEST_FIRST, Rows, ServingMode
+from stoker_shared.error_line import one_line
+from stoker_worker.engine.trial import Found, Limit, Reference, may_pass, try_plan
+from stoker_worker.engine.trial_sequences import TrialPlan, plan
+from stoker_worker.engine.verdicts import Verdict
+from stoker_worker.models.cache_probe import can_be_batched
+from stoker_worker.ports import LoadedModel, TokenizerPort
+from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
 
 LEAST_BUDGET_S: Final = 5.0
 LOAD_SHARE: Final = 0.03
-"""A proof may take this share of the time the model took to load, or `LEAST_BUDGET_S`, the longer of both."""
+"""A proof may take this share of the time the model took to load, or `LEAST_BUDGET_S`, whichever is longer."""
 
 _TRIAL_COSTS: Final = 3.0
-"""Times the reference's seconds that it and one trial take together."""
+"""The reference and one trial together take so many times as long as the reference."""
 
 _SPAN: Final = re.compile(r"window|top_?k|sparse|chunk|block", re.ASCII)
 _SPANS: Final = range(8, 1 << 20)
@@ -37,54 +39,38 @@ _TEXT: Final = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """
-    Attributes:
-        mode: the widest mode that is right.
-        why: what is wrong with wider ones, and what was not tried; empty when there is nothing to be told.
-        seconds: how long the proof took.
-        may_pass: whether a wider mode failed for a reason that may pass by itself.
-    """
-
-    mode: ServingMode
-    why: tuple[str, ...]
-    seconds: float
-    may_pass: bool = False
-
-
 def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.0) -> Verdict:
     """Find out how `model` may be served.
 
     Args:
         model: an mlx-lm model, evaluated on this thread.
-        max_batch: most rows that will run together.
+        max_batch: most sequences that will run together.
         load_s: seconds that loading the model took.
     """
     began = time.perf_counter()
     try:
-        with_rows = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
-    except Exception as error:  # the model itself cannot do with rows of more than one token
-        alone = f"alone: {type(error).__name__}: {' '.join(str(error).split())}"
+        planned = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
+    except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
+        alone = f"alone: {one_line(error)}"
         return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began, may_pass(error))
-    why = [with_rows.untried] if with_rows.untried else []
+    why = [planned.untried] if planned.untried else []
     if not can_be_batched(model):
-        why.append(f"{Rows.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
+        why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
 
     def found_in(mode: ServingMode, limit: Limit) -> Found:
-        asked = replace(loaded, mode=mode)
-        found = try_rows(model, asked, with_rows.plan, with_rows.reference, max_batch=max_batch, limit=limit)
+        in_mode = replace(loaded, mode=mode)
+        found = try_plan(model, in_mode, planned.plan, planned.reference, max_batch=max_batch, limit=limit)
         _log.debug("tried %s: %s", mode, found)
         return found
 
-    limit = Limit.of(with_rows.dtype)
-    if not limit.at_every_step:  # how much is rounding shows in a row that runs alone
-        limit = Limit.of(with_rows.dtype, rounding=found_in(ServingMode(Rows.ALONE), limit).apart)
-    right_when_fresh: set[Rows] = set()
+    limit = Limit.of(planned.dtype)
+    if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
+        limit = Limit.of(planned.dtype, rounding=found_in(ServingMode(Batching.ONE_AT_A_TIME), limit).apart)
+    right_when_fresh: set[Batching] = set()
     passing = False
     mode = WIDEST_FIRST[-1]
     for candidate in _candidates(model, loaded):
-        if candidate.rows in right_when_fresh:
+        if candidate.batching in right_when_fresh:
             mode = candidate
             break
         found = found_in(candidate, limit)
@@ -93,33 +79,33 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
             mode = candidate
             break
         if found.fresh is None:
-            right_when_fresh.add(candidate.rows)
+            right_when_fresh.add(candidate.batching)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
     return Verdict(mode, tuple(why), time.perf_counter() - began, passing)
 
 
 def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:
-    """Modes to be tried, the widest first; the last one is not tried, since it is what others are compared with."""
+    """Modes to try, the widest first; mlx-lm's own way is not tried, since others are compared with it."""
     batched = can_be_batched(model)
     for mode in WIDEST_FIRST:
-        if mode.rows in (Rows.BATCHED, Rows.SINGLE_PREFILL) and not batched:
+        if mode.batching in (Batching.BATCHED, Batching.SINGLE_PREFILL) and not batched:
             continue
-        if mode.rows != Rows.WHOLE and (loaded.spec.can_be_stored or not mode.memory):
+        if mode.batching != Batching.AS_MLX_LM and (loaded.spec.can_be_stored or not mode.memory):
             yield mode
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Planned:
     plan: TrialPlan
     reference: Reference
     dtype: str
     untried: str
 
 
-def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _Rows:
-    """The rows to try, each with what it is alone; across windows and sparse budgets where there is time for it."""
+def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _Planned:
+    """The sequences to try, each with its reference; across windows and sparse budgets where there is time for it."""
     logits = model(mx.array([[0, 1]]))
-    text_ids = _text_ids(loaded.codec, logits.shape[-1])
+    text_ids = _text_ids(loaded.tokenizer, logits.shape[-1])
     kv_heads = {layer.n_kv_heads for layer in loaded.spec.layers}
     dtype = str(logits.dtype).rpartition(".")[2]
     chosen = plan(text_ids, kv_heads=kv_heads, max_batch=max_batch, span=0)
@@ -134,18 +120,18 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _
             chosen, reference = longer, Reference(model, longer)
             break
         untried.append(span)
-    told = f"not tried: rows longer than {', '.join(map(str, untried))} tokens" if untried else ""
-    return _Rows(chosen, reference, dtype, told)
+    left_out = f"not tried: sequences longer than {', '.join(map(str, untried))} tokens" if untried else ""
+    return _Planned(chosen, reference, dtype, left_out)
 
 
-def _text_ids(codec: TextCodec, vocabulary: int) -> list[int]:
-    """Token ids of real text: behind random ones a model's guesses are flat, and differences drown in noise."""
-    ids = codec.encode(_TEXT, special_start=False)
-    return [token for token in ids if token < vocabulary and token not in codec.eos_ids]
+def _text_ids(tokenizer: TokenizerPort, vocabulary: int) -> list[int]:
+    """Token ids of real text: after random ones a model's distribution is flat, and differences drown in noise."""
+    ids = tokenizer.encode(_TEXT, special_start=False)
+    return [token for token in ids if token < vocabulary and token not in tokenizer.eos_ids]
 
 
 def _spans(model: Any, loaded: LoadedModel) -> set[int]:
-    """Numbers of tokens beyond which the model may behave differently: windows, and what its config calls such."""
+    """Numbers of tokens beyond which the model may behave differently: windows, and config values named like one."""
     spans = {layer.window_tokens for layer in loaded.spec.layers}
     spans |= {n for name, n in _numbers(getattr(model, "args", None)) if _SPAN.search(name)}
     return {n for n in spans if n in _SPANS and n < loaded.context_tokens}

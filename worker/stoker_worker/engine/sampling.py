@@ -1,31 +1,35 @@
-"""One row's sampling: what happens between the model's logits and the row's next token. Engine thread.
+"""One sequence's sampling: from the model's logits to the sequence's next token. Engine thread.
 
-Nothing here raises into mlx-lm: an exception in the middle of a step leaves the cache of every row one token ahead of
-what was said. A row whose sampling fails goes on greedily for a step, and its error says that it must not.
+Nothing here raises into mlx-lm: an exception in the middle of a step leaves the cache of every sequence one token ahead
+of its output. A sequence whose sampling fails goes on greedily for a step, and its `error` tells the engine to fail it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
 
 from stoker_shared.request import GenerationRequest
+from stoker_shared.result import TokenLogprob, TopLogprob
+from stoker_worker.ports import TokenizerPort
 
 Sampler = Callable[[mx.array], mx.array]
 """From normalised log-probabilities (1, vocabulary) to a token id (1,)."""
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-"""From the row's tokens so far and its logits (1, vocabulary) to logits."""
+"""From the sequence's tokens so far and its logits (1, vocabulary) to logits."""
 
 
-class RowSampling:
-    """The sampler and the processors of one row.
+class SequenceSampling:
+    """The sampler and the processors of one sequence. Implements `generator.Sampling`.
 
     Attributes:
-        sampler: ``None`` for a greedy row: all of those share the batch's one argmax.
-        error: what went wrong in one of them.
+        sampler: ``None`` for a greedy sequence: all of those share the batch's one argmax.
+        error: the exception that one of them raised.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -33,14 +37,14 @@ class RowSampling:
         self._seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.error: Exception | None = None
         self.sampler: Sampler | None = None
-        self.processors: Sequence[LogitsProcessor] = ()
+        self.processors: list[LogitsProcessor] = []
         self.start(0)
 
     def start(self, n_drawn: int) -> None:
-        """Make the callables for a row that has said `n_drawn` tokens."""
-        sampler = row_sampler(self._request, self._seed, n_drawn)
+        """Make the callables for a sequence that has generated `n_drawn` tokens."""
+        sampler = make_sampler(self._request, self._seed, n_drawn)
         self.sampler = None if sampler is None else partial(self._sample, sampler)
-        self.processors = [partial(self._process, processor) for processor in row_processors(self._request)]
+        self.processors = [partial(self._process, processor) for processor in make_processors(self._request)]
 
     def _sample(self, sampler: Sampler, logprobs: mx.array) -> mx.array:
         try:
@@ -60,10 +64,10 @@ class RowSampling:
         return logits
 
 
-def row_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
+def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
     """A sampler for `request`, ``None`` for greedy decoding.
 
-    Token i is drawn with a key made of (seed, i) and nothing else, so the same seed and prompt give the same text alone
+    Token i is drawn with a key made of (seed, i) alone, so the same seed and prompt give the same text alone
     and in any batch; mlx-lm's own samplers draw from one random state for the whole process. Filters are applied in
     mlx-lm's order: top_p, min_p, top_k, on the untempered distribution.
     """
@@ -89,7 +93,7 @@ def row_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler 
     return sample
 
 
-def row_processors(request: GenerationRequest) -> list[LogitsProcessor]:
+def make_processors(request: GenerationRequest) -> list[LogitsProcessor]:
     """mlx-lm's own repetition penalty, over its own default of the last 20 tokens, prompt included."""
     if request.repetition_penalty in (None, 1.0):
         return []
@@ -106,3 +110,24 @@ def _top_k(logprobs: mx.array, k: int) -> mx.array:
     # mlx-lm raises for k >= vocabulary.
     kept: mx.array = apply_top_k(logprobs, top_k=k) if k < logprobs.shape[-1] else logprobs
     return kept
+
+
+def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: TokenizerPort) -> TokenLogprob:
+    """The log-probability of a generated token, and those of the `n_top` likeliest in its place.
+
+    Args:
+        logprobs: (vocabulary,), evaluated and normalised; after a repetition penalty, before temperature and filters.
+    """
+    values = np.asarray(logprobs.astype(mx.float32))
+    likeliest = np.argsort(-values, kind="stable")[:n_top].tolist() if n_top else []
+    return TokenLogprob(
+        **_about(token_id, tokenizer),
+        logprob=float(values[token_id]),
+        top_logprobs=[TopLogprob(**_about(top, tokenizer), logprob=float(values[top])) for top in likeliest],
+    )
+
+
+def _about(token_id: int, tokenizer: TokenizerPort) -> dict[str, Any]:
+    # A token may be part of a character: then its text has a replacement character, and its bytes are not known.
+    text = tokenizer.decode([token_id])
+    return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}

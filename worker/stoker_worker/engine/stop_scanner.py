@@ -1,4 +1,4 @@
-"""Finds the first stop string in a growing sequence of tokens. Owns where it looks; no MLX.
+"""Finds the first stop string in a growing sequence of tokens. Owns the search; no MLX.
 
 Stop strings may cross token borders, and so may characters.
 """
@@ -6,14 +6,14 @@ Stop strings may cross token borders, and so may characters.
 from collections.abc import Sequence
 
 from stoker_worker.engine.growing_text import GrowingText
-from stoker_worker.ports import TextCodec
+from stoker_worker.ports import TokenizerPort
 
 
 class StopScanner:
-    """Feed it token ids; it tells when a stop string is in their text, and where to cut."""
+    """Takes token ids, and finds the first stop string in their text and the place to cut."""
 
-    def __init__(self, codec: TextCodec, stops: Sequence[str]) -> None:
-        self._growing = GrowingText(codec)
+    def __init__(self, tokenizer: TokenizerPort, stops: Sequence[str]) -> None:
+        self._growing = GrowingText(tokenizer)
         self._stops = tuple(stops)
         self._overlap = max(len(stop) for stop in stops) - 1
         self._boundaries: list[tuple[int, int]] = [(0, 0)]  # (tokens, characters) at every whole-character point
@@ -21,7 +21,7 @@ class StopScanner:
 
     @property
     def text(self) -> str:
-        """What the answer holds whatever comes next: without an end that may be the beginning of a stop string."""
+        """The text that later tokens cannot take back: without an end that may begin a stop string."""
         text = self._growing.text
         for length in range(min(self._overlap, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -39,11 +39,14 @@ class StopScanner:
         return self._cut is not None
 
     def cut(self) -> tuple[str, int, str]:
-        """After `add` said ``True``.
+        """After `add` returned ``True``.
 
         Returns:
-            the text before the stop string; how many tokens lie wholly inside it; the rest of it that those tokens do
-            not cover.
+            The text before the stop string, the number of tokens that lie wholly inside that text, and the rest of it
+            that those tokens do not cover.
+
+        Raises:
+            ValueError: no stop string has been found.
         """
         if self._cut is None:
             raise ValueError("no stop string has been found")

@@ -1,6 +1,6 @@
-"""Remembers which mode each model was found right in, so that only its first start pays for the proof. Engine thread.
+"""Remembers the mode that each model was proved in, so that only its first start pays for the proof. Engine thread.
 
-A verdict holds for one model, one device and one set of versions: a new mlx-lm may break what was right, or mend it.
+A verdict holds for one model, one device and one set of versions: a new mlx-lm may break or mend a mode.
 """
 
 import hashlib
@@ -11,43 +11,53 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from stoker_worker.engine.memo_file import read_memo, write_memo
-from stoker_worker.engine.proof import Verdict
-from stoker_worker.serving_mode import Rows, ServingMode
+from stoker_worker.models.memo_file import read_memo, write_memo
+from stoker_worker.ports.serving_mode import Batching, ServingMode
 
 _VERSIONS: Final = ("mlx", "mlx-lm", "stoker")
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class Verdict:
     """
     Attributes:
-        memo: JSON file; ``None``: every start proves anew.
+        mode: the widest mode that is right.
+        why: the faults of wider modes, and the trials that were left out; empty when there is nothing to report.
+        seconds: duration of the proof.
+        may_pass: whether a wider mode failed for a reason that may pass by itself.
     """
 
-    memo: Path | None
+    mode: ServingMode
+    why: tuple[str, ...]
+    seconds: float
+    may_pass: bool = False
 
-    def of(self, fingerprint: str, *, max_batch: int, device: str, prove: Callable[[], Verdict]) -> Verdict:
-        """The verdict on a model: the remembered one, or what `prove` finds."""
-        versions = {name: version(name) for name in _VERSIONS}
-        parts = json.dumps([fingerprint, max_batch, device, versions], sort_keys=True)
-        key = hashlib.sha256(parts.encode()).hexdigest()
-        known = read_memo(self.memo)
-        remembered = _verdict(known.get(key))
-        if remembered is not None:
-            return remembered
-        verdict = prove()
-        if verdict.may_pass:  # memory was short, perhaps: the next start tries again
-            return verdict
+
+def remembered_or_proved(
+    memo: Path | None, fingerprint: str, *, max_batch: int, device: str, prove: Callable[[], Verdict]
+) -> Verdict:
+    """The verdict on a model: the remembered one, or that of `prove`.
+
+    Args:
+        memo: JSON file of earlier verdicts; ``None``: every start proves anew.
+    """
+    versions = {name: version(name) for name in _VERSIONS}
+    parts = json.dumps([fingerprint, max_batch, device, versions], sort_keys=True)
+    key = hashlib.sha256(parts.encode()).hexdigest()
+    known = read_memo(memo)
+    if (remembered := _verdict(known.get(key))) is not None:
+        return remembered
+    verdict = prove()
+    if not verdict.may_pass:  # else memory was short, perhaps, and the next start tries again
         mode = verdict.mode
-        entry = {"rows": mode.rows.name, "memory": mode.memory, "why": verdict.why, "versions": versions}
-        write_memo(self.memo, {**known, key: entry})
-        return verdict
+        entry = {"rows": mode.batching.name, "memory": mode.memory, "why": verdict.why, "versions": versions}
+        write_memo(memo, {**known, key: entry})
+    return verdict
 
 
 def _verdict(entry: Any) -> Verdict | None:
     try:
-        mode = ServingMode(Rows[entry["rows"]], memory=entry["memory"] is True)
+        mode = ServingMode(Batching[entry["rows"]], memory=entry["memory"] is True)
         return Verdict(mode, tuple(str(reason) for reason in entry["why"]), 0.0)
     except (KeyError, TypeError):
         return None

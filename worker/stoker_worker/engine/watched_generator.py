@@ -1,6 +1,6 @@
-"""A generator whose rows say settled tokens, and which is listened to. Engine thread; only in trials of a model.
+"""A generator whose sequences output planned tokens, and whose log-probabilities are observed. Engine thread.
 
-Owns nothing of the rows: it passes every call on to the generator it is put around.
+Used only in trials of a model. Owns no sequence: it passes every call on to the generator that it wraps.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,44 +9,49 @@ from typing import Any
 
 import mlx.core as mx
 
-from stoker_worker.engine.generator import Generator, Prefilled, RowStart, Said, TakenOut
-from stoker_worker.engine.trial_rows import TrialPlan, TrialRow
+from stoker_worker.engine.generator import Generator, Prefilled, SequenceStart, TakenOut, TokenOutput
+from stoker_worker.engine.trial_sequences import TrialPlan, TrialSequence
 
 
 class WatchedGenerator:
-    """A generator whose rows say the tokens of a plan, in chunks of the plan's size."""
+    """A generator whose sequences output the tokens of a plan, in chunks of the plan's size."""
 
     def __init__(
         self,
         generator: Generator,
         plan: TrialPlan,
-        heard: Callable[[TrialRow, int, Any], None],
-        broke: Callable[[Exception], None],
+        on_logprobs: Callable[[TrialSequence, int, Any], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
+        """
+        Args:
+            on_logprobs: called with each sequence, its number of tokens and the log-probabilities after them.
+            on_error: called with the exception of a step that breaks, before it is raised.
+        """
         self._generator = generator
         self._plan = plan
-        self._heard = heard
-        self._broke = broke
-        self._at: dict[int, tuple[TrialRow, int]] = {}
+        self._on_logprobs = on_logprobs
+        self._on_error = on_error
+        self._at: dict[int, tuple[TrialSequence, int]] = {}
 
-    def insert(self, row: RowStart) -> int:
-        ids = (*row.cached_ids, *(token for segment in row.segments for token in segment))
-        planned = next(one for one in self._plan.rows if one.ids[: len(ids)] == ids)
-        uid = self._generator.insert(replace(row, sampler=_says(planned.ids[len(ids) :])))
+    def insert(self, start: SequenceStart) -> int:
+        ids = (*start.cached_ids, *(token for segment in start.segments for token in segment))
+        planned = next(sequence for sequence in self._plan.sequences if sequence.ids[: len(ids)] == ids)
+        uid = self._generator.insert(replace(start, sampler=_planned_sampler(planned.ids[len(ids) :])))
         self._at[uid] = planned, len(ids)
         return uid
 
-    def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[Said]]:
+    def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
         try:
-            prefilled, said = self._generator.next(self._plan.chunk_tokens)
-            for one in said:
-                row, n_tokens = self._at[one.uid]
-                self._heard(row, n_tokens, one.logprobs)
-                self._at[one.uid] = row, n_tokens + 1
+            prefilled, outputs = self._generator.next(self._plan.chunk_tokens)
+            for output in outputs:
+                sequence, n_tokens = self._at[output.uid]
+                self._on_logprobs(sequence, n_tokens, output.logprobs)
+                self._at[output.uid] = sequence, n_tokens + 1
         except Exception as error:
-            self._broke(error)
+            self._on_error(error)
             raise
-        return prefilled, said
+        return prefilled, outputs
 
     def peek(self, uid: int) -> list[Any]:
         return self._generator.peek(uid)
@@ -57,15 +62,11 @@ class WatchedGenerator:
     def remove(self, uid: int) -> None:
         self._generator.remove(uid)
 
-    @property
-    def nbytes(self) -> int:
-        return self._generator.nbytes
-
     def close(self) -> None:
         self._generator.close()
 
 
-def _says(ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
-    """A sampler that draws `ids`, one after the other; mlx-lm asks for one more than it says."""
+def _planned_sampler(ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
+    """A sampler that draws `ids`, one after the other; mlx-lm samples one token more than it outputs."""
     left = iter(ids)
     return lambda logprobs: mx.array([next(left, ids[-1])])

@@ -1,4 +1,4 @@
-"""Agent memory on disk: transcripts, which are the truth, and cache blocks, which only save time.
+"""Agent memory on disk: transcripts, which are the truth, and caches, which only save time.
 
-`store.AgentStore` is the way in; ``docs/storage-format.md`` describes every file. No MLX, no Redis, no rq.
+`store.AgentCacheStore` is the way in; ``docs/storage-format.md`` describes every file. No MLX, no Redis, no rq.
 """

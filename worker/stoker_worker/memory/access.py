@@ -1,7 +1,7 @@
-"""A store's folders for whoever looks after it from a shell, with its lock or without. No turns are taken here.
+"""The parts of a store by name, and the two ways to open one from a shell: to read, or locked. Any thread.
 
-Looking needs no lock: a worker makes files whole and then renames them, so a reader beside it sees old or new, never
-half. Everything that changes the store holds the lock, which a running worker has.
+Reading needs no lock: a worker makes files whole and then renames them, so a reader beside it sees old or new, never
+half. Every change of the store needs the lock, which a running worker holds.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,10 @@ from stoker_shared.errors import (
 )
 from stoker_shared.request import AgentId
 from stoker_worker.memory.agent_folder import AgentFolder
-from stoker_worker.memory.agent_state import AgentState
+from stoker_worker.memory.agent_writer import AgentWriter
 from stoker_worker.memory.block_folder import BlockFolder
 from stoker_worker.memory.files import Disk, DurableWriter, Files
+from stoker_worker.memory.record import AgentState
 from stoker_worker.memory.store_folder import StoreFolder, check_format
 from stoker_worker.memory.tombstones import Tombstones
 from stoker_worker.memory.verify import verify_agents, verify_blocks
@@ -33,7 +34,7 @@ _AGENT_ID: Final[TypeAdapter[str]] = TypeAdapter(AgentId)
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """The parts of the store at `path`."""
+    """The store at `path`."""
 
     path: Path
     files: Files = field(default_factory=Disk)
@@ -59,10 +60,13 @@ class StoreAccess:
         return BlockFolder(self.path / "blocks", files=self.files, writer=self.writer)
 
     def agent(self, agent_id: str) -> AgentFolder:
-        return AgentFolder(self.agents, agent_id, files=self.files, writer=self.writer)
+        return AgentFolder(self.agents, agent_id)
+
+    def agent_writer(self, agent_id: str) -> AgentWriter:
+        return AgentWriter(self.agent(agent_id), files=self.files, writer=self.writer)
 
     def readable(self, agent_id: str) -> AgentState:
-        """The state of an agent whose transcript is beyond doubt.
+        """The state of an agent whose transcript is intact.
 
         Raises:
             AgentNotFound: there is no such agent.
@@ -77,11 +81,11 @@ class StoreAccess:
         return state
 
     def vacant(self, agent_id: str) -> AgentState:
-        """The state of an agent that has yet to take its first turn.
+        """The state of an agent that does not exist yet.
 
         Raises:
-            AgentExists: there is such an agent already.
-            AgentMemoryError: there can be none of this id.
+            AgentExists: it exists.
+            AgentMemoryError: no agent can have this id.
         """
         try:
             _AGENT_ID.validate_python(agent_id)
@@ -93,14 +97,14 @@ class StoreAccess:
         return state
 
     def verify(self) -> list[str]:
-        """As `AgentStore.verify`, without the lock."""
-        return [*verify_blocks(self.blocks.path), *verify_agents(self.agents, self.agent)]
+        """One line for everything in the store that is not as it was written; reads all of it."""
+        return [*verify_blocks(self.blocks.path), *verify_agents(self.agents)]
 
     def discard(self, folder: Path) -> None:
-        """Remove an agent's folder: durably out of sight first, then its files.
+        """Remove an agent's folder: first a durable rename into the temp folder, then the files.
 
         Raises:
-            OSError: it is whole and where it was, or out of sight in the temp folder, which the next opener empties.
+            OSError: it is whole and where it was, or in the temp folder, which the next opening empties.
         """
         gone = self.temp / f"{folder.name}.removed"
         self.files.rename(folder, gone)
@@ -110,7 +114,7 @@ class StoreAccess:
 
 
 def look_at(path: Path) -> StoreAccess:
-    """The store, to be read only.
+    """The store, to read only.
 
     Raises:
         StoreUnusable: there is none at `path`, or it is of an unknown format.
@@ -126,7 +130,7 @@ def hold(path: Path, *, clear: bool = True) -> Iterator[StoreAccess]:
     """The store, locked; `clear` removes what a crash left in its temp folder.
 
     Raises:
-        StoreUnusable: as `look_at`; or a worker has it, and the message says which.
+        StoreUnusable: as `look_at`; or a worker has it, and the message names it.
     """
     access = look_at(path)
     with closing(StoreFolder(path, access.files, clear=clear)):

@@ -1,12 +1,11 @@
-"""One agent's folder: its records, HEAD, tail and snapshots. Owns what crashes, full disks and damage may do to them.
+"""One agent's folder: the names of its files, and what can be read of them after crashes and damage. Any thread.
 
-A turn is committed by the rename of HEAD and by nothing else. HEAD exists before the first record, so records
-without a HEAD are damage and never a turn that was merely cut short. Read on any thread, written by the finaliser.
+`AgentWriter` writes it.
 """
 
 import contextlib
 import hashlib
-import logging
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,70 +14,68 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from stoker_worker.memory.agent_state import AgentState
-from stoker_worker.memory.files import Chunk, DurableWriter, Files
-from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import MOST_SNAPSHOTS, CachedPrefix, TurnRecord, record_checksum, replay
-from stoker_worker.memory.sealed import Damaged
+from stoker_worker.memory.checksummed_file import Damaged
+from stoker_worker.memory.record import (
+    MOST_SNAPSHOTS,
+    AgentState,
+    CachedPrefix,
+    Head,
+    TurnRecord,
+    record_checksum,
+    replay,
+)
 from stoker_worker.ports import AgentVersion, Delivery, Transcript
 
-_log = logging.getLogger(__name__)
 _RECORD_NAME: Final = re.compile(r"\d{8,}\.json")
-
-Pieces = Mapping[Path, Iterable[Chunk]]
-"""The tail and the snapshots of a version: their files and the bytes of them."""
+_MOST_READS: Final = 5
 
 
 class AgentFolder:
     """``STORE/agents/<hh>/<sha256 of the agent id>``."""
 
-    def __init__(self, agents: Path, agent_id: str, *, files: Files, writer: DurableWriter) -> None:
+    def __init__(self, agents: Path, agent_id: str) -> None:
         name = hashlib.sha256(agent_id.encode()).hexdigest()
         self.agent_id = agent_id
         self.path = agents / name[:2] / name
-        self._head = self.path / "HEAD"
-        self._unsaved = self.path / "HEAD.unsaved"
-        self._files = files
-        self._writer = writer
+        self.head = self.path / "HEAD"
+        self.unsaved = self.path / "HEAD.unsaved"
 
     def record_path(self, version: int) -> Path:
         return self.path / f"{version:08d}.json"
 
     def tail_path(self, version: int) -> Path:
-        # Two names in turn: the newest version's tail is never the one being written, and a crash leaves no third.
+        # Two names in turn: the newest version's tail is never the one being written, and a crash leaves no others.
         return self.path / f"tail-{version % 2}.safetensors"
 
     def snapshot_path(self, version: int, index: int) -> Path:
         return self.path / f"snapshot-{version % 2}-{index}.safetensors"
 
     def piece_paths(self, version: int) -> list[Path]:
-        """Every name that a piece of cache of this version may have."""
+        """Where the tail and the snapshots of this version may be, in this order."""
         return [self.tail_path(version), *(self.snapshot_path(version, index) for index in range(MOST_SNAPSHOTS))]
 
-    # --- reading ---
-
     def read_head(self) -> bytes:
-        """HEAD as it is; empty when there is none (or the last turn was not saved)."""
-        return _bytes_of(self._head)
+        """HEAD byte for byte; empty when there is none, or the last turn was not saved."""
+        return _bytes_of(self.head)
 
     def read(self) -> AgentState:
-        """The agent's state, whatever is in the folder: damage is a `problem`, never an exception."""
+        """The agent's state. Damage is a `problem`, never an exception."""
         head, fault = b"", None
         try:
-            head = _bytes_if_there(self._head)
+            head = _bytes_if_there(self.head)
         except OSError as error:
             fault = error
         try:
             names = self._names()
         except OSError as error:
             return replace(self._broken(f"its folder cannot be read: {error}", 0, {}), unreadable=error)
-        numbers, unsaved = _record_numbers(names), not head and self._unsaved.name in names
+        numbers, unsaved = _record_numbers(names), not head and self.unsaved.name in names
         if fault is not None:
             return self._broken(f"HEAD cannot be read: {fault}", max(numbers, default=0), self._read_records(numbers))
         if not head and not unsaved and not numbers:
             return AgentState(AgentVersion(self.agent_id, 0, None))
         try:
-            state = self._read_to(Head.decode(_bytes_of(self._unsaved) if unsaved else head), numbers)
+            state = self._read_to(Head.decode(_bytes_of(self.unsaved) if unsaved else head), numbers)
         except Damaged as damage:
             why = f"HEAD is unusable: {damage}" if head or unsaved else "HEAD is missing"
             state = self._broken(why, max(numbers, default=0), self._read_records(numbers))
@@ -86,15 +83,24 @@ class AgentFolder:
             return replace(state, head=b"", problem="its last turn was not saved")
         return replace(state, head=head)
 
+    def read_settled(self) -> AgentState:
+        """As `read`, again when a worker moved HEAD meanwhile."""
+        for _ in range(_MOST_READS):
+            head = self.read_head()
+            state = self.read()
+            if state.problem is None or self.read_head() == head:
+                break
+        return state
+
     def read_records(self) -> dict[int, TurnRecord]:
-        """Every record that can be read by itself, by version, oldest first; also one that was never committed."""
+        """Every record that is whole, by version, oldest first; also one that was never committed."""
         return {number: record for number, (record, _) in self.read_history().items()}
 
     def read_version(self, version: int) -> tuple[Transcript, CachedPrefix | None]:
-        """The transcript at `version`, and which cache of it was saved then.
+        """The transcript at `version`, and how much of it was cached then.
 
         Raises:
-            Damaged: a record that it needs is missing, damaged, or not the one its child names.
+            Damaged: a record that it needs is missing, damaged, or not the one that the next record names.
             OSError: the folder cannot be read.
         """
         records = self._read_records(number for number in _record_numbers(self._names()) if number <= version)
@@ -102,7 +108,7 @@ class AgentFolder:
         return replay(chain), chain[-1].cache
 
     def read_history(self) -> dict[int, tuple[TurnRecord, bool]]:
-        """As `read_records`, and of each whether `read_version` can give it, as far as seals and parents tell."""
+        """As `read_records`, and for each whether `read_version` can return it, by checksums and parents alone."""
         names: list[str] = []
         with contextlib.suppress(OSError):
             names = self._names()
@@ -116,14 +122,14 @@ class AgentFolder:
         return history
 
     def _names(self) -> list[str]:
-        """What is in the folder. Raises `OSError`: one that cannot be read is not one that is not there."""
+        """What is in the folder, nothing when there is none. Raises `OSError` when it cannot be read."""
         try:
             return os.listdir(self.path)
         except FileNotFoundError:
             return []
 
     def _read_to(self, head: Head, numbers: list[int]) -> AgentState:
-        """The state that `head` names. A record just above it is a turn that was never committed."""
+        """The state at `head`. A record just above it is a turn that was never committed."""
         if any(number > head.version + 1 for number in numbers):
             return self._broken("HEAD is older than the records", max(numbers), self._read_records(numbers))
         if head.version == 0:
@@ -154,7 +160,7 @@ class AgentFolder:
         return records
 
     def _chain(self, head: Head, records: Mapping[int, "_ReadRecord"]) -> list[TurnRecord]:
-        """The records to replay, oldest first: back from the newest to the last one that keeps nothing."""
+        """The records to replay, oldest first: from the last one that keeps nothing up to `head`."""
         chain: list[TurnRecord] = []
         version, expected = head.version, head.record
         while not (chain and chain[-1].keeps_nothing):
@@ -170,83 +176,23 @@ class AgentFolder:
         return chain[::-1]
 
     def _broken(self, why: str, number: int, records: Mapping[int, "_ReadRecord"]) -> AgentState:
-        """What is left: no transcript, but the results that can still be read, and a number no version is above."""
+        """No transcript, but the results that can still be read. No version is above `number`."""
         return AgentState(AgentVersion(self.agent_id, number, None, _results(records)), problem=why)
 
-    # --- writing ---
 
-    def commit(self, state: AgentState, version: int, record: bytes, pieces: Pieces) -> bytes:
-        """Make `version` the agent's newest: tail and snapshots, record, then HEAD.
-
-        Returns:
-            HEAD as written.
-
-        Raises:
-            OSError: the agent is still at `state`.
-        """
-        head = Head(version, record_checksum(record)).encode()
-        before = state.head
-        if not before and state.problem is None:
-            before = Head(0).encode()
-            self._writer.make_folder(self.path)
-            self._writer.put(self._head, [before])
-            self._files.flush(self.path)
-        staged: Path | None = None
+def agent_id_in(folder: Path) -> str | None:
+    """Whose folder it is: the id in the first record that can be read and whose hash is the folder's name."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+    for name in names:
         try:
-            for path in self.piece_paths(version):
-                if path in pieces:
-                    self._writer.put(path, pieces[path])
-                else:  # perhaps left by a turn that a crash cut short
-                    self._files.remove(path)
-            self._writer.put(self.record_path(version), [record])
-            staged = self._writer.stage([head])
-            self._files.flush(self.path)
-            self._writer.place(staged, self._head)
-            self._files.flush(self.path)
-        except OSError:
-            if staged is not None:
-                with contextlib.suppress(OSError):
-                    self._files.remove(staged)
-            self._take_back(before, version)
-            raise
-        with contextlib.suppress(OSError):  # committed: what is left over now does no harm
-            for path in (*self.piece_paths(version + 1), self._unsaved):
-                self._files.remove(path)
-        return head
-
-    def _take_back(self, before: bytes, version: int) -> None:
-        """Undo a turn that failed on its way. If HEAD cannot be put back, the turn stays whole and marked unsaved."""
-        try:
-            if self.read_head() != before:
-                if before:
-                    self._writer.put(self._head, [before])
-                else:
-                    self._files.remove(self._head)
-                self._files.flush(self.path)
-            for path in (self.record_path(version), *self.piece_paths(version)):
-                self._files.remove(path)
-        except OSError as error:
-            _log.error("agent %r: could not take back version %d: %s", self.agent_id, version, error)
-            if self.read_head() != before:
-                self.mark_unsaved()
-
-    def mark_unsaved(self) -> None:
-        """Make `append` refuse, after a restart too. A rename needs no space; for an agent without HEAD, try."""
-        try:
-            if self._head.exists():
-                self._files.rename(self._head, self._unsaved)
-            elif not self._unsaved.exists():
-                self._writer.make_folder(self.path)
-                self._files.write(self._unsaved, [])
-            self._files.flush(self.path)
-        except OSError as error:
-            _log.error("agent %r: could not mark its last turn as not saved: %s", self.agent_id, error)
-
-    def mark_saved(self) -> None:
-        """Take back `mark_unsaved`: all that was lost is there after all. Raises `OSError`."""
-        if not self._head.exists():
-            self._files.rename(self._unsaved, self._head)
-        self._files.flush(self.path)
+            agent_id = json.loads((folder / name).read_bytes().partition(b"\n")[2])["agent_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(agent_id, str) and hashlib.sha256(agent_id.encode()).hexdigest() == folder.name:
+            return agent_id
+    return None
 
 
 @dataclass(frozen=True)
@@ -274,7 +220,7 @@ def _bytes_if_there(path: Path) -> bytes:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """The file's content; nothing when it is missing or cannot be read, which no seal takes for whole."""
+    """The file's content; nothing when it is missing or cannot be read, which no checksum takes for whole."""
     try:
         return path.read_bytes()
     except OSError:

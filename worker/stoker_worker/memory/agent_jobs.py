@@ -1,58 +1,59 @@
-"""What jobs about an agent's memory do in the running worker: look at it, forget it, fork it, roll it back.
+"""Carries out jobs about an agent's memory in the running worker: info, forget, fork, rollback. Finisher threads,
+beside saves and restores of other agents.
 
-Each change is durable in one step, and that step remembers the delivery: a second one is answered, and changes nothing.
-Finaliser threads, beside saves and restores of other agents. The same is done from a shell by the modules that this one
-uses; here the worker's own knowledge (budget, RAM, recent agents) goes along.
+Each change is durable in one step that remembers the delivery: a second delivery is answered and changes nothing. The
+commands of the shell use the same modules; here the worker's own state (budget, RAM, recent agents) follows.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult, PastVersion, read_agent_result
+from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory.access import StoreAccess
+from stoker_worker.memory.agent_index import AgentIndexEntry, history_blocks, newest_blocks
 from stoker_worker.memory.agent_locks import AgentLocks
-from stoker_worker.memory.agent_state import AgentState
 from stoker_worker.memory.budget import DiskBudget
-from stoker_worker.memory.census import AgentEntry, history_blocks, newest_blocks
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.gc import size_of
-from stoker_worker.memory.hot import HotMemory
-from stoker_worker.memory.recent import RecentAgents
+from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.recent_agents import RecentAgents
+from stoker_worker.memory.record import AgentState
 from stoker_worker.memory.rollback import roll_back
 from stoker_worker.memory.summary import AgentSummary, versions_of
-from stoker_worker.ports import Delivery
+from stoker_worker.ports import AgentJobsPort, Delivery
 
 _MOST_VERSIONS = 100
 
 
-class AgentJobs:
+class AgentJobs(AgentJobsPort):
     def __init__(
         self,
         store: StoreAccess,
         *,
         locks: AgentLocks,
         budget: DiskBudget,
-        hot: HotMemory,
+        ram_cache: RamCache,
         recent: RecentAgents,
         unsaved: set[str],
         state_of: Callable[[str], AgentState],
     ) -> None:
-        """`unsaved`: agents whose last turn is known to be lost, also where the disk took no mark of it."""
+        """`unsaved`: agents whose last turn is lost, also where the disk could not be marked."""
         self._store = store
         self._tombstones = store.tombstones
         self._locks = locks
         self._budget = budget
-        self._hot = hot
+        self._ram_cache = ram_cache
         self._recent = recent
         self._unsaved = unsaved
         self._state_of = state_of
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """What this delivery was answered, if it has taken effect.
+        """See `AgentJobsPort.answer`.
 
         Raises:
-            OSError: it cannot be known, or what it began cannot be brought to an end.
+            OSError: that cannot be known, or an unfinished change cannot be finished.
         """
         if request.action == "info":
             return None
@@ -66,19 +67,19 @@ class AgentJobs:
         if known is None:
             return None
         if state.problem and state.version.transcript and known["version"] == state.version.number:
-            # It was written, and the disk failed then: it is marked as not saved.
-            self._store.agent(agent_id).mark_saved()
+            # The version is whole, but the disk failed afterwards and it was marked as not saved.
+            self._store.agent_writer(agent_id).mark_saved()
             self._unsaved.discard(agent_id)
             self._budget.look_again(agent_id)
         return read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
-        """Do it; once for each delivery, if `answer` was asked before.
+        """See `AgentJobsPort.run`: once for each delivery, if `answer` was called first.
 
         Raises:
             AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable: it cannot be done, and nothing
                 has changed.
-            OSError: likewise; or it is done, and `answer` gives its result.
+            OSError: nothing has changed, or it is done and `answer` returns its result.
         """
         if request.action == "info":
             return self._info(request.agent_id, delivery)
@@ -96,7 +97,6 @@ class AgentJobs:
             return self._roll_back(request, state, delivery)
 
     def ended(self, request: AgentRequest, delivery: Delivery) -> None:
-        """The job's end is written: nobody delivers it again. Raises `OSError`."""
         if request.action == "forget":
             self._tombstones.remove(request.agent_id, delivery)
             self._look_at_tomb(request.agent_id, delivery)
@@ -106,30 +106,20 @@ class AgentJobs:
         if not state.version.number and state.problem is None:
             return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
         blocks = newest_blocks(state, self._store.blocks.path_of)
-        entry = AgentEntry(self._store.agent(agent_id).path, agent_id, state, blocks)
+        entry = AgentIndexEntry(self._store.agent(agent_id).path, agent_id, state, blocks)
         seen = AgentSummary.of(entry, self._budget.users_of(blocks))
-        is_unsaved = agent_id in self._unsaved
-        return AgentInfo(
-            job_id=delivery.job_id,
-            agent_id=agent_id,
-            exists=True,
-            version=seen.version,
-            tokens=seen.tokens,
-            messages=seen.messages,
-            text_chars=seen.text_chars,
-            cached_tokens=seen.cached_tokens,
-            own_bytes=seen.record_bytes + seen.tail_bytes + seen.snapshot_bytes,
-            block_bytes=seen.block_bytes,
-            shared_bytes=seen.shared_bytes,
-            last_used=seen.last_used,
-            state="unsaved" if is_unsaved else seen.state,
-            problem="its last turn was not saved" if is_unsaved else seen.problem,
-            versions=tuple(
-                PastVersion(version=x.version, tokens=x.tokens, job_id=x.job_id, saved_at=x.saved_at)
-                for x in versions_of(self._store, entry)
-                if x.can_return
-            )[-_MOST_VERSIONS:],
+        if agent_id in self._unsaved:
+            seen = replace(seen, state="unsaved", problem="its last turn was not saved")
+        fields = (
+            asdict(seen)
+            | {  # of these, `AgentInfo` takes those that it has
+                "job_id": delivery.job_id,
+                "exists": True,
+                "own_bytes": seen.record_bytes + seen.tail_bytes + seen.snapshot_bytes,
+                "versions": [asdict(x) for x in versions_of(self._store, entry) if x.can_return][-_MOST_VERSIONS:],
+            }
         )
+        return AgentInfo.model_validate(fields)
 
     def _forget(self, agent_id: str, state: AgentState, delivery: Delivery) -> AgentForgotten:
         if state.unreadable is not None:
@@ -153,7 +143,7 @@ class AgentJobs:
                 self._tombstones.bury(folder.path, forgotten, delivery)
             finally:
                 self._recent.drop(agent_id)
-                self._hot.drop(agent_id)
+                self._ram_cache.drop(agent_id)
                 self._look_at_tomb(agent_id, delivery)
         self._unsaved.discard(agent_id)
         self._budget.forgotten(agent_id, used)
@@ -185,10 +175,10 @@ class AgentJobs:
             blocks = newest_blocks(self._state_of(agent_id), self._store.blocks.path_of)
             self._budget.saved(agent_id, blocks)
         self._unsaved.discard(agent_id)
-        self._hot.renumber(agent_id, back.from_version, back.version)
+        self._ram_cache.renumber(agent_id, back.from_version, back.version)
         self._budget.make_room()
         return back
 
     def _look_at_tomb(self, agent_id: str, delivery: Delivery) -> None:
-        tomb = self._tombstones.path_of(agent_id, delivery)
-        self._budget.look_at(tomb.parent, tomb, *self._tombstones.files_of(tomb))
+        tomb, answer = self._tombstones.paths_of(agent_id, delivery)
+        self._budget.look_at(tomb.parent, tomb, answer)

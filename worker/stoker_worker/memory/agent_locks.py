@@ -1,6 +1,6 @@
-"""One lock for each agent that is being written, so that what two jobs do to one agent is one after the other.
+"""One lock for each agent that is being written. Any thread.
 
-Jobs of one agent do not meet, but a fork writes an agent that is not its own. Any thread.
+Jobs of one agent never run at the same time, but a fork also writes an agent that is not the job's own.
 """
 
 import threading
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class AgentLocks:
-    """Keeps a lock only while somebody holds it or waits for it."""
+    """Keeps a lock only while a thread holds it or waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

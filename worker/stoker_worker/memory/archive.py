@@ -1,7 +1,8 @@
-"""The tar file an agent travels in: plain ustar, its own few names and nothing else. Owns the names and the limits.
+"""An exported agent as a tar file: plain ustar with a few fixed names. Owns the names, the limits, and the export.
 
-Reading trusts nothing: regular files only, each name of the expected form and once, each size within its limit and
-within the file. So there are no links, no paths, no extended headers, no sparse files, and nothing is unpacked here.
+A reader trusts nothing: only regular files, each name of an expected form and once, each size within its limit and the
+file. So there are no links, paths, extended headers or sparse files, and nothing is unpacked here. An export changes
+nothing in the store, which must be locked.
 """
 
 import io
@@ -9,16 +10,21 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from stoker_shared.durable_file import draft_of
+from stoker_shared.errors import AgentMemoryError
+from stoker_worker.memory.access import StoreAccess
+from stoker_worker.memory.agent_index import newest_blocks
+from stoker_worker.memory.checksummed_file import Damaged
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.record import MOST_SNAPSHOTS
-from stoker_worker.memory.sealed import Damaged
 
 PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
-"""In the order of `AgentFolder.piece_paths`; without a version, because an archive holds the newest one only."""
+"""In the order of `AgentFolder.piece_paths`; without a number, because an archive holds the newest version's only."""
 _BLOCK: Final = re.compile(r"blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
 _RECORD: Final = re.compile(r"(0\d{7}|[1-9]\d{7,11})\.json")
 
@@ -33,7 +39,7 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Member:
-    """One file in the archive: where its bytes are."""
+    """One file in the archive, and the place of its bytes."""
 
     name: str
     offset: int
@@ -41,7 +47,7 @@ class Member:
 
     @property
     def version(self) -> int | None:
-        """The record's version; ``None`` when it is no record."""
+        """Of a record; ``None`` for any other file."""
         return int(self.name.removesuffix(".json")) if _RECORD.fullmatch(self.name) else None
 
     @property
@@ -67,15 +73,15 @@ class Member:
 
 
 def list_members(archive: IO[bytes]) -> dict[str, Member]:
-    """What is in the archive, by name.
+    """The files in the archive, by name.
 
     Raises:
-        Damaged: it is no tar file, cut short, or has anything in it that does not belong there.
+        Damaged: it is no tar file, is cut short, or contains something else.
     """
     members: dict[str, Member] = {}
     at = 0
     while True:
-        archive.seek(at)  # behind the end of a file that is cut short, where nothing is read
+        archive.seek(at)  # past the end of a file that is cut short, where nothing is read
         header = archive.read(_BLOCK_BYTES)
         if header == bytes(_BLOCK_BYTES):
             return members
@@ -95,7 +101,7 @@ def list_members(archive: IO[bytes]) -> dict[str, Member]:
 
 
 class ArchiveWriter:
-    """Writes the members one after the other, the same bytes each time."""
+    """Writes members in order; equal content gives equal bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
@@ -120,7 +126,7 @@ class ArchiveWriter:
 
 
 def _limit(member: Member) -> int:
-    """Most bytes of a member of this name.
+    """The most bytes that a member of this name may have.
 
     Raises:
         Damaged: no member has such a name.
@@ -132,3 +138,44 @@ def _limit(member: Member) -> int:
     if member.name in PIECE_NAMES or _BLOCK.fullmatch(member.name):
         return MAX_PIECE_BYTES
     raise Damaged(f"{member.name!r} does not belong in it")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The new file: the agent's version, how many blocks, and its size."""
+
+    version: int
+    blocks: int
+    n_bytes: int
+
+
+def export_agent(store: StoreAccess, agent_id: str, target: Path, *, with_blocks: bool = False) -> Exported:
+    """Write the agent's records, HEAD, tail and snapshots to a new file, mode 0600, and with `with_blocks` its blocks.
+
+    Raises:
+        AgentMemoryError: there is no such agent, or `target` exists.
+        AgentTranscriptUnreadable: its transcript is damaged, or lacks its last turn.
+        OSError: it could not be written; there is no file.
+    """
+    state = store.readable(agent_id)
+    if target.exists():
+        raise AgentMemoryError(f"{target} exists already")
+    folder = store.agent(agent_id)
+    version = state.version.number
+    blocks = sorted(newest_blocks(state, store.blocks.path_of)) if with_blocks else []
+    blocks = [path for path in blocks if path.exists()]
+    with (
+        draft_of(target) as draft,
+        open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
+        closing(ArchiveWriter(file)) as archive,
+    ):
+        archive.add("HEAD", state.head)
+        for number in (n for n in folder.read_records() if n <= version):
+            path = folder.record_path(number)
+            archive.add_file(path.name, path)
+        for name, path in zip(PIECE_NAMES, folder.piece_paths(version), strict=True):
+            if path.exists():
+                archive.add_file(name, path)
+        for path in blocks:
+            archive.add_file(path.relative_to(store.path).as_posix(), path)
+    return Exported(version, len(blocks), target.stat().st_size)

@@ -1,17 +1,16 @@
-"""Full blocks on disk, shared by all agents: where they are and how they get there. Loader and finaliser threads.
+"""The folder of the full blocks, which all agents share. Loader and finisher threads.
 
-Files are immutable and named by their address, so two threads that write or remove the same one do no harm: the worst
-is a block that has to be computed again.
+Files are immutable and named by their address, so two threads may write or remove the same one: at worst a block is
+computed again.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
-from stoker_worker.cache_spec import BLOCK_TOKENS
-from stoker_worker.memory.blocks import chain
+from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.files import DurableWriter, Files
-from stoker_worker.ports import LayerKV
+from stoker_worker.ports import CacheSlice
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
 class BlockFolder:
@@ -25,31 +24,23 @@ class BlockFolder:
     def path_of(self, model: str, address: str) -> Path:
         return self.path / model[:16] / address[:2] / f"{address}.safetensors"
 
-    def save(self, run: CachePiece, layers: tuple[LayerKV, ...]) -> str:
-        """Make every full block of a run of tokens durable, except those that are there.
+    def save(self, chain: BlockChain, cache: CacheSlice, spec: ModelCacheSpec) -> None:
+        """Make every full block of `chain` from `cache.start` on durable, except those that are there.
 
-        Args:
-            run: the tokens, how many there are, and the address of the block before them.
-            layers: their cache.
-
-        Returns:
-            address of the last full block (`run.parent` when there is none).
+        Raises:
+            OSError: not all of them could be written.
         """
-        addresses = chain(run.parent, run.token_ids)
         touched = set()
-        # Without full-attention layers a model has nothing that could be cut into blocks.
-        for index, address in enumerate(addresses[1:] if run.spec.full_layers else ()):
-            start = index * BLOCK_TOKENS
-            ids = run.token_ids[start : start + BLOCK_TOKENS]
-            piece = replace(run, kind="block", parent=addresses[index], token_ids=ids)
-            path = self.path_of(run.model, address)
+        # A model without full-attention layers has no blocks.
+        for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks) if spec.full_layers else ():
+            piece = CachePiece("block", chain.model, spec, chain.parent(index), chain.block(index))
+            path = self.path_of(chain.model, chain.addresses[index])
             if not _has_size(path, piece):
                 self._writer.make_folder(path.parent)
-                self._writer.put(path, piece.encode(layers, start))
+                self._writer.put(path, piece.encode(cache.layers, index * BLOCK_TOKENS - cache.start))
                 touched.add(path.parent)
         for folder in sorted(touched):
             self._files.sync_folder(folder)
-        return addresses[-1]
 
 
 def _has_size(path: Path, piece: CachePiece) -> bool:

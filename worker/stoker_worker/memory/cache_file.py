@@ -1,8 +1,8 @@
-"""One piece of cache as a file: safetensors in layout, with a header that is fully known before the file is read.
+"""One piece of cache as a safetensors file. Owns the format and its check.
 
-Owns the format and its check. A reader builds the header it expects (model, cache layout, parent, token ids) and
-compares bytes, so nothing of a file is believed that was not asked for. Writing streams the engine's arrays as they
-are; reading fills memory that the caller names. Loader thread (reads) and finaliser thread (writes).
+A reader builds the header that it expects (model, cache layout, parent, token ids) and compares bytes, so no content
+of a file is trusted unseen. Writing streams the engine's arrays without a copy; reading fills memory of the caller.
+Loader thread (reads) and finisher threads (writes).
 """
 
 import json
@@ -18,35 +18,35 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from xxhash import xxh3_128
 
-from stoker_worker.cache_spec import BLOCK_TOKENS, ModelCacheSpec
-from stoker_worker.memory import blocks
+from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.cache_layout import CacheLayout, PieceKind, is_quantised, layout_of
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.quantised import BITS, dequantise, quantise
 from stoker_worker.ports import Array, LayerKV, LayerState
+from stoker_worker.ports.cache_spec import ModelCacheSpec
 
 Fault = Literal["missing", "corrupt", "foreign", "unreadable"]
-"""Why a file cannot be used. ``foreign``: whole, but not what belongs at this place. ``unreadable``: an I/O error."""
+"""Why a file cannot be used. ``foreign``: intact, but another piece. ``unreadable``: an I/O error."""
 
 _FORMAT: Final = "stoker-cache 1"
 _ALIGNMENT: Final = 64
 _CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
 _ZEROS: Final = b"0" * 32
 _READ_BYTES: Final = 1 << 20
-"""Read and hashed at a time: little enough that what was read is hashed out of the processor's cache."""
+"""Read and hashed at once: few enough to be hashed out of the processor's cache."""
 _MOST_TARGETS: Final = 256
-"""Stretches of memory filled by one system call; every system takes at least 1024."""
+"""Buffers filled by one system call; every system allows at least 1024."""
 
 
 @dataclass(frozen=True)
 class CachePiece:
-    """What a cache file is asked to be.
+    """The content that a cache file must have.
 
     Attributes:
         model: fingerprint of the model.
         parent: address of the block before it, or the chain's root.
-        token_ids: the tokens whose cache it holds; of a snapshot: those between `parent` and where it stands.
-        after_tokens: of a snapshot: how many tokens of the conversation it stands after.
+        token_ids: the tokens whose cache it holds; of a snapshot: those between `parent` and the snapshot.
+        after_tokens: of a snapshot: how many tokens of the conversation come before it.
     """
 
     kind: PieceKind
@@ -57,12 +57,9 @@ class CachePiece:
     after_tokens: int = 0
 
     @classmethod
-    def snapshot(cls, model: str, salt: str | None, spec: ModelCacheSpec, token_ids: tuple[int, ...]) -> Self:
-        """The snapshot after `token_ids`, which are all tokens of a conversation up to there."""
-        n_tokens = len(token_ids)
-        parent = blocks.chain(blocks.chain_root(model, salt), token_ids)[-1]
-        rest = token_ids[n_tokens // BLOCK_TOKENS * BLOCK_TOKENS :]
-        return cls("snapshot", model, spec, parent, rest, after_tokens=n_tokens)
+    def snapshot(cls, spec: ModelCacheSpec, chain: BlockChain) -> Self:
+        """The snapshot after all tokens of `chain`."""
+        return cls("snapshot", chain.model, spec, chain.last, chain.rest, after_tokens=len(chain.token_ids))
 
     @cached_property
     def layout(self) -> CacheLayout:
@@ -98,16 +95,13 @@ class CachePiece:
         return len(self.header) + self.layout.n_bytes
 
     def encode(self, layers: tuple[LayerKV, ...], offset: int) -> Iterator[Chunk]:
-        """The bytes of a block or tail, given arrays in which its tokens start at `offset`.
-
-        Arrays that are stored as they are are not copied.
-        """
+        """The bytes of a block or tail, from arrays in which its tokens start at `offset`; copied only if quantised."""
         stop = offset + len(self.token_ids)
         arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
         if self.is_quantised:
             bits = BITS[self.spec.store_dtype]
             arrays = chain.from_iterable(quantise(array, bits) for array in arrays)
-        # Head by head: the longest stretches that are contiguous in the engine's arrays.
+        # Head by head: the longest contiguous parts of the engine's arrays.
         return self._encode([_bytes_of(head) for array in arrays for head in array])
 
     def encode_states(self, states: tuple[LayerState, ...]) -> Iterator[Chunk]:
@@ -115,7 +109,7 @@ class CachePiece:
         return self._encode([_bytes_of(array) for array in chain.from_iterable(states)])
 
     def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
-        """Read the data of a file into `targets` (bytes, together `layout.n_bytes`) and verify all of the file.
+        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file.
 
         After a fault the targets hold anything.
         """
@@ -128,7 +122,7 @@ class CachePiece:
             return "unreadable"
 
     def unpack(self, data: Array, layers: tuple[LayerKV, ...], start: int, n_tokens: int) -> None:
-        """Put the first `n_tokens` tokens of a block's or tail's loaded data (uint8) into `layers`, from `start` on."""
+        """Copy the first `n_tokens` tokens of a block's or tail's loaded data (uint8) to `layers`, from `start` on."""
         arrays = iter(self._views(data))
         bits = BITS.get(self.spec.store_dtype, 0)
         for target in chain.from_iterable(layers):
@@ -174,7 +168,7 @@ class CachePiece:
 
 
 def is_intact(file: FileIO) -> bool:
-    """Whether a cache file, whichever it is, is as it was written: its checksum matches."""
+    """Whether the checksum of a cache file, of any piece, matches."""
     file.seek(0)
     head = bytearray(file.read(_CHECKSUM_AT + 32))
     stored = bytes(head[_CHECKSUM_AT:])
@@ -186,7 +180,7 @@ def is_intact(file: FileIO) -> bool:
 
 
 def read_metadata(file: FileIO) -> dict[str, Any]:
-    """What an intact cache file says of itself. Raises `ValueError` when it is not JSON of that shape."""
+    """The metadata of an intact cache file. Raises `ValueError` when it is not JSON of that shape."""
     file.seek(0)
     size = int.from_bytes(file.read(8), "little")
     metadata = json.loads(file.read(min(size, 64 * _READ_BYTES)))["__metadata__"]
@@ -205,7 +199,7 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same memory in the same order, some of it at a time."""
+    """The same memory in the same order, in parts for one system call."""
     some: list[memoryview] = []
     room = _READ_BYTES
     for stretch in _stretches(targets):

@@ -1,7 +1,7 @@
-"""Which tensors a cache file holds, in which order and shape. Pure: no I/O, any thread.
+"""The tensors of a cache file: names, order, shapes. Pure: no I/O, any thread.
 
-Blocks and tails hold the K/V of the full-attention layers, snapshots the whole state of the others. Layers are
-numbered as the model has them, so the files of a hybrid model leave numbers out.
+Blocks and tails hold the K/V of the full-attention layers, snapshots the whole state of the others. Layers have the
+model's own numbers, so each file of a hybrid model skips some.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from stoker_worker.cache_spec import ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.memory.quantised import BITS, packed_shapes
 from stoker_worker.ports import LayerKV, LayerState, as_uint16_if_bfloat16
+from stoker_worker.ports.cache_spec import ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec
 
 PieceKind = Literal["block", "tail", "snapshot"]
-"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial one. ``snapshot``: the
-window and recurrent layers of an agent after some tokens."""
+"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block. ``snapshot``:
+the window and recurrent layers of an agent after some tokens."""
 
 _SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
@@ -74,7 +74,7 @@ class CacheLayout:
 
 @lru_cache(maxsize=300)
 def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
-    """What a block or tail of `n_tokens` tokens holds, or a snapshot after that many. Made once for all blocks."""
+    """The layout of a block or tail of `n_tokens` tokens, or of a snapshot after that many. Cached."""
     parts: list[Tensor] = []
     for index, layer in enumerate(spec.layers):
         if (layer.kind == LayerKind.FULL) == (kind == "snapshot"):
@@ -93,14 +93,14 @@ def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayo
 
 
 def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
-    """Only blocks are: a tail and a snapshot are small, and replaced every turn."""
+    """Blocks may be; tails and snapshots are small, and replaced every turn."""
     return kind == "block" and spec.store_dtype != "native"
 
 
 def empty_layers(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerKV, ...]:
     """Uninitialised arrays for the full-attention layers' cache of `n_tokens` tokens."""
-    # One array a side and a layer, from malloc: the C library hands the last restore's memory out again, where pages
-    # fresh from the system would first have to be zeroed.
+    # One array per side and layer, from malloc: the C library reuses the last restore's memory, while the system would
+    # have to zero new pages first.
     dtype = as_uint16_if_bfloat16(spec.dtype)
     return tuple(
         (np.empty((x.n_kv_heads, n_tokens, x.key_dim), dtype), np.empty((x.n_kv_heads, n_tokens, x.value_dim), dtype))
@@ -117,7 +117,7 @@ def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
 
 
 def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
-    """Whether arrays that somebody else made are the full-attention layers' cache of `n_tokens` tokens."""
+    """Whether arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
     dtype = as_uint16_if_bfloat16(spec.dtype)
     return len(layers) == len(spec.full_layers) and all(
         keys.shape == (layer.n_kv_heads, n_tokens, layer.key_dim)
@@ -128,7 +128,7 @@ def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bo
 
 
 def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
-    """Whether arrays that somebody else made are a snapshot after `n_tokens` tokens."""
+    """Whether arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
     if len(states) != len(spec.snapshot_layers):
         return False
     for layer, arrays in zip(spec.snapshot_layers, states, strict=True):

@@ -1,7 +1,6 @@
-"""How much disk a store's files and folders take, asked of the file system. Reads only; any thread.
+"""Measures a store's files and folders: allocated bytes, as `du` counts them. Reads only; any thread.
 
-Allocated bytes, as `du` counts them. What is not part of the store's format (``redis/``), and files that are just being
-written, are not counted.
+It leaves out files that are not part of the store's format (``redis/``), and files that are just being written.
 """
 
 import os
@@ -30,9 +29,9 @@ class FolderUse:
     """One agent's folder, in allocated bytes.
 
     Attributes:
-        kept_bytes: the folder itself, records, HEAD: never evicted.
-        piece_bytes: tail and snapshots: may go at any time.
-        settled: records up to this version never change any more; `settled_bytes` of `kept_bytes` are theirs.
+        kept_bytes: of the folder itself, the records and HEAD: never evicted.
+        piece_bytes: of the tail and the snapshots.
+        settled: records up to this version never change again; `settled_bytes` of `kept_bytes` are theirs.
     """
 
     kept_bytes: int
@@ -45,7 +44,7 @@ NOTHING: Final = FolderUse(0, 0)
 
 
 def allocated_bytes(path: Path | os.DirEntry[str]) -> int | None:
-    """Of one file or folder, without what is in it; ``None`` when it is not there."""
+    """Of one file, or of a folder without its content; ``None`` when it is not there."""
     try:
         found = path.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -54,7 +53,7 @@ def allocated_bytes(path: Path | os.DirEntry[str]) -> int | None:
 
 
 def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
-    """Of an agent's folder; ``None`` when it is not there. Records that `before` calls settled are not asked again."""
+    """Of an agent's folder; ``None`` when it is not there. Settled records of `before` are not measured again."""
     kept, pieces = allocated_bytes(folder), 0
     if kept is None:
         return None
@@ -70,7 +69,7 @@ def agent_use(folder: Path, before: FolderUse = NOTHING) -> FolderUse | None:
             pieces += n_bytes
         else:
             kept += n_bytes
-    newest = max(records, default=0)  # the next save may replace it: it may not have been committed
+    newest = max(records, default=0)  # perhaps not committed: the next save may replace it
     settled_bytes = before.settled_bytes + sum(n_bytes for version, n_bytes in records.items() if version < newest)
     kept += before.settled_bytes + sum(records.values())
     return FolderUse(kept, pieces, max(before.settled, newest - 1), settled_bytes)
@@ -82,7 +81,7 @@ def pieces_in(folder: Path) -> list[Path]:
 
 
 def store_parts(store: Path) -> Iterator[Path]:
-    """Every file and folder of a store, the agents' folders for all that is in them (see `agent_use`)."""
+    """Every file and folder of a store; of the agents' folders not the content (see `agent_use`)."""
     yield store
     yield from (store / name for name in STORE_PARTS)
     yield from _below(store / "blocks")
@@ -94,13 +93,13 @@ def store_parts(store: Path) -> Iterator[Path]:
 
 
 def agent_folders(agents: Path) -> list[Path]:
-    """What stands where an agent's folder belongs, in order. Raises `OSError` when the place itself cannot be read."""
+    """Every entry at the place of an agent's folder, sorted. Raises `OSError` when `agents` cannot be read."""
     halves = [Path(entry.path) for entry in _entries(agents) if entry.is_dir(follow_symlinks=False)]
     return sorted(Path(entry.path) for half in halves for entry in entries_of(half))
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing when it cannot be read: one agent's folder must not stop what is done for all."""
+    """The entries of a folder; none when it cannot be read: one agent's folder must not stop work on the others."""
     try:
         return _entries(folder)
     except OSError:

@@ -1,11 +1,10 @@
-"""The file operations that can fail or be cut short, each on its own. Owns durability; knows no format.
+"""Every operation that changes the store on disk, each a step that can fail or be cut short. Knows no format.
 
-`Disk` is the real thing; tests put an object in its place that stops after every single step. Writes run on finaliser
-threads only; the loader thread reads, and removes what it found damaged.
+`Disk` is the real one; tests use others that stop after any step. Finisher threads write; the loader thread only
+removes damaged files.
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -13,18 +12,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
-Chunk = bytes | memoryview
-"""A run of bytes; arrays travel as views of their own memory, never as copies."""
+from stoker_shared.durable_file import sync, write_new
 
-_FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
+Chunk = bytes | memoryview
+"""Some bytes; arrays travel as views of their own memory, never as copies."""
+
 _READ_BYTES: Final = 1 << 20
 
 
 class Files(Protocol):
-    """Every step that changes the disk. All of them raise `OSError`."""
+    """The steps. All of them raise `OSError`."""
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder, mode 0700; one that is there already is fine."""
+        """Make one folder, mode 0700, unless it is there."""
         ...
 
     def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
@@ -32,23 +32,23 @@ class Files(Protocol):
         ...
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomically give a file another name, replacing what had it."""
+        """Atomically give a file or folder another name; a file of that name is replaced."""
         ...
 
     def remove(self, path: Path) -> None:
-        """Remove a file; one that is not there is fine."""
+        """Remove a file, if it is there."""
         ...
 
     def remove_folder(self, path: Path) -> None:
-        """Remove a folder with all that is in it; follows no link."""
+        """Remove a folder and everything in it; follows no link."""
         ...
 
     def sync_folder(self, path: Path) -> None:
-        """Make names made in this folder survive a crash, as far as the drive's own cache."""
+        """Make the names in this folder survive a crash, as far as the drive's own cache."""
         ...
 
     def flush(self, path: Path) -> None:
-        """`sync_folder`, and everything synced before it is on the platter when this returns."""
+        """`sync_folder`, and everything synced before it reaches the platter."""
         ...
 
 
@@ -59,11 +59,7 @@ class Disk:
         path.mkdir(mode=0o700, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, chunks)
 
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
@@ -75,33 +71,26 @@ class Disk:
         shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
-        with _opened_folder(path) as descriptor:
-            os.fsync(descriptor)
+        sync(path)
 
     def flush(self, path: Path) -> None:
-        with _opened_folder(path) as descriptor:
-            os.fsync(descriptor)
-            if _FULL_SYNC is not None:
-                # On macOS fsync stops at the drive's cache. One full sync covers all that was synced before, so two
-                # a turn are enough. A file system that refuses it has nothing better than fsync.
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(descriptor, _FULL_SYNC)
+        sync(path, to_platter=True)
 
 
 class DurableWriter:
-    """Whole files or none: writes into the store's temp folder, then renames into place.
+    """Makes files whole or not at all: writes into the store's temp folder, then renames.
 
-    One temp folder for the whole store, on its file system: leftovers of a crash are found without a walk.
+    One temp folder for the whole store, on its file system: what a crash leaves is found without a search.
     """
 
-    _numbers = itertools.count()  # of the process: several writers may use one temp folder
+    _numbers = itertools.count()  # of the process: several writers share one temp folder
 
     def __init__(self, files: Files, temp_folder: Path) -> None:
         self._files = files
         self._temp_folder = temp_folder
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, durably."""
+        """Make a folder and its parents, durably."""
         if path.is_dir():
             return
         self.make_folder(path.parent)
@@ -109,7 +98,7 @@ class DurableWriter:
         self._files.sync_folder(path.parent)
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
-        """Write a synced temp file; the caller gives it its name with `place`."""
+        """Write a synced temp file, for `place`."""
         path = self._temp_folder / f"{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
             self._files.write(path, chunks)
@@ -121,12 +110,12 @@ class DurableWriter:
             self._files.rename(staged, target)
 
     def put(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        """Write a file whole; its name is durable after the next sync of its folder."""
+        """Write a file; its name is durable after the next sync of its folder."""
         self.place(self.stage(chunks), path)
 
     @contextlib.contextmanager
     def _removed_on_failure(self, staged: Path) -> Iterator[None]:
-        """Other threads write here too, so a step that fails (the disk is full) takes back its own file only."""
+        """A step that fails removes its own file and no other: other threads write here too."""
         try:
             yield
         except OSError:
@@ -135,7 +124,7 @@ class DurableWriter:
             raise
 
     def clear(self) -> None:
-        """Remove what a crash or a full disk left in the temp folder."""
+        """Empty the temp folder of what a crash or a full disk left."""
         for path in list(self._temp_folder.iterdir()):
             if path.is_dir() and not path.is_symlink():  # an agent on its way out, or on its way in
                 self._files.remove_folder(path)
@@ -144,7 +133,7 @@ class DurableWriter:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the file is there as far as can be seen; never raises, as `Path.exists` does for lack of permission."""
+    """Whether the file can be seen. Never raises, as `Path.exists` does for lack of permission."""
     try:
         path.stat()
     except OSError:
@@ -153,16 +142,7 @@ def is_there(path: Path) -> bool:
 
 
 def chunks_of(path: Path) -> Iterator[bytes]:
-    """A file's bytes, a piece at a time. Raises `OSError`."""
+    """A file's bytes, a part at a time. Raises `OSError`."""
     with open(path, "rb") as file:
         while chunk := file.read(_READ_BYTES):
             yield chunk
-
-
-@contextlib.contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

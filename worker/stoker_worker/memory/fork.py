@@ -1,8 +1,7 @@
-"""Lets one agent begin where another stands. The store must be held.
+"""Makes an agent that continues from another one. The store must be locked.
 
-The new agent has the transcript, as one record of its own, copies of the tail and the snapshots, and by their addresses
-the same blocks. It has none of the deliveries but the fork's own: those jobs were the other agent's, and answering one
-again is not this agent's business.
+The new agent gets the transcript as one record of its own, copies of the tail and the snapshots, and the same blocks by
+their addresses. Of the deliveries it gets the fork's alone: the others were answered for the other agent.
 """
 
 from stoker_shared.agent_result import AgentForked
@@ -18,7 +17,7 @@ def fork_agent(store: StoreAccess, source: str, target: str, delivery: Delivery 
     Raises:
         AgentNotFound: there is no `source`.
         AgentExists: there is a `target`.
-        AgentTranscriptUnreadable: nobody can be sure of the transcript of `source`.
+        AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
         OSError: it could not be written; there is no `target`.
     """
     state = store.readable(source)
@@ -36,7 +35,6 @@ def fork_agent(store: StoreAccess, source: str, target: str, delivery: Delivery 
     record = TurnRecord(
         agent_id=target,
         version=1,
-        parent=None,
         delivery=delivery,
         result=forked.model_dump(mode="json"),
         cache=state.cache,
@@ -45,5 +43,5 @@ def fork_agent(store: StoreAccess, source: str, target: str, delivery: Delivery 
     theirs = store.agent(source).piece_paths(number)
     copies = zip(store.agent(target).piece_paths(1), theirs, strict=True)
     pieces = {ours: chunks_of(path) for ours, path in copies if path.exists()}
-    store.agent(target).commit(empty, 1, record.encode(), pieces)
+    store.agent_writer(target).commit(empty, 1, record.encode(), pieces)
     return forked

@@ -1,8 +1,8 @@
-"""Takes an agent out of a file into the store (see `archive`). The store must be held.
+"""Imports an agent from a file into the store (see `archive`). The store must be locked.
 
-Everything is put together in the store's temp folder and verified there, with the code that reads agents; then one
-rename makes the agent visible. A file that is refused leaves nothing. What no check can tell is whether the numbers in
-a block are the model's own, and blocks are shared: they are taken only when asked for, and never replace one.
+The agent is put together in the temp folder and verified with the code that reads agents; then one rename makes it
+visible. A refused file leaves nothing. No check can tell whether the model computed the numbers in a block, and agents
+share blocks: they are imported only on request, and never replace a block.
 """
 
 from collections.abc import Iterable
@@ -15,23 +15,19 @@ from pydantic import ValidationError
 from stoker_shared.errors import AgentMemoryError
 from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.agent_folder import AgentFolder
-from stoker_worker.memory.agent_state import AgentState
+from stoker_worker.memory.agent_index import newest_blocks
 from stoker_worker.memory.archive import PIECE_NAMES, list_members
 from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.block_paths import is_fingerprint
-from stoker_worker.memory.blocks import chain, chain_root
-from stoker_worker.memory.census import newest_blocks
+from stoker_worker.memory.checksummed_file import Damaged, unseal
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.head import Head
-from stoker_worker.memory.record import TurnRecord, are_snapshots, record_checksum
-from stoker_worker.memory.sealed import Damaged, unseal
+from stoker_worker.memory.record import AgentState, Head, TurnRecord, are_snapshots, record_checksum
 from stoker_worker.memory.verify import verify_blocks, verify_pieces
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Which agent is there now; how many blocks were taken from the file, and how many left out because nobody asked
-    for them. Those that were there already are neither."""
+    """The new agent; how many blocks were imported, and how many left out because they were not requested. Blocks that
+    were in the store before count as neither."""
 
     agent_id: str
     version: int
@@ -40,11 +36,11 @@ class Imported:
 
 
 def import_agent(store: StoreAccess, source: Path, *, new_id: str | None = None, with_blocks: bool = False) -> Imported:
-    """Make the agent in the file one of this store, by its own id or by `new_id`.
+    """Import the agent in the file, under its own id or `new_id`.
 
     Raises:
         AgentMemoryError: the file is refused, or there is such an agent already.
-        OSError: it could not be read, or not be written; there is no such agent.
+        OSError: it could not be read or written; there is no such agent.
     """
     try:
         with open(source, "rb") as archive:
@@ -56,7 +52,7 @@ def import_agent(store: StoreAccess, source: Path, *, new_id: str | None = None,
 
 
 class _Import:
-    """One file on its way in; `run` is called once."""
+    """The import of one file; `run` is called once."""
 
     def __init__(self, store: StoreAccess, archive: IO[bytes], with_blocks: bool) -> None:
         self._store = store
@@ -74,8 +70,8 @@ class _Import:
             agent_id = new_id
             head, records = _renamed(head, records, new_id)
         self._store.vacant(agent_id)
-        folder = AgentFolder(self._agents, agent_id, files=self._store.files, writer=self._store.writer)
-        self._write(folder.path / "HEAD", [head.encode()])
+        folder = AgentFolder(self._agents, agent_id)
+        self._write(folder.head, [head.encode()])
         for number, record in records.items():
             self._write(folder.record_path(number), [record])
         state = folder.read()
@@ -92,23 +88,23 @@ class _Import:
         return Imported(agent_id, head.version, len(blocks), 0 if self._with_blocks else len(self._blocks))
 
     def _read(self) -> tuple[Head, str, dict[int, bytes]]:
-        """HEAD, whose it is, and every record as it is."""
+        """HEAD, the agent's id, and every record's bytes."""
         numbered = {member.version: member for member in self._members.values() if member.version is not None}
         if "HEAD" not in self._members:
             raise Damaged("HEAD is not in it")
         head = Head.decode(self._members["HEAD"].read(self._archive))
         if type(head.version) is not int or head.version not in numbered or max(numbered) > head.version:
-            raise Damaged("its records are not those that HEAD speaks of")
+            raise Damaged("its records do not match its HEAD")
         records = {number: numbered[number].read(self._archive) for number in sorted(numbered)}
         newest = _decoded(records[head.version])
         for number, data in records.items():
             record = TurnRecord.decode(data, agent_id=newest.agent_id, version=number)
             if not all(0 <= token < 2**32 for token in record.new_tokens):
-                raise Damaged(f"record {number} has token ids that are none")
+                raise Damaged(f"record {number} has invalid token ids")
         return head, newest.agent_id, records
 
     def _stage_blocks(self, state: AgentState) -> list[Path]:
-        """Put the blocks that this agent uses and the store lacks into the temp folder, and verify them."""
+        """Write the blocks that the agent uses and the store lacks into the temp folder, and verify them."""
         wanted = newest_blocks(state, self._staged_blocks.path_of)
         taken = []
         for member in self._blocks:
@@ -123,7 +119,7 @@ class _Import:
         return taken
 
     def _reveal(self, folder: AgentFolder, blocks: list[Path]) -> None:
-        """Blocks first, durable before the agent that speaks of them; the agent by one rename."""
+        """Blocks first, durable before the agent that uses them; then the agent, by one rename."""
         store, files = self._store, self._store.files
         targets = [self._in_store(path) for path in blocks]
         for path, target in zip(blocks, targets, strict=True):
@@ -148,7 +144,7 @@ class _Import:
 
 
 def _decoded(data: bytes) -> TurnRecord:
-    """A record, whosever it is. Raises `Damaged`."""
+    """A record of any agent. Raises `Damaged`."""
     try:
         return TurnRecord.model_validate_json(unseal("stoker-record", data))
     except ValidationError:
@@ -156,7 +152,7 @@ def _decoded(data: bytes) -> TurnRecord:
 
 
 def _renamed(head: Head, records: dict[int, bytes], agent_id: str) -> tuple[Head, dict[int, bytes]]:
-    """The same history for another agent: each record names the checksum of the one before it, so all change."""
+    """The same history for another agent id. Each record has the checksum of the one before it, so all change."""
     renamed: dict[int, bytes] = {}
     checksums: dict[str, str] = {}
     for number, data in records.items():
@@ -168,15 +164,16 @@ def _renamed(head: Head, records: dict[int, bytes], agent_id: str) -> tuple[Head
 
 
 def _check_cache(state: AgentState) -> None:
-    """Raises `Damaged` unless what the newest record says of its cache can be true."""
+    """Raises `Damaged` unless the newest record's cache fits its transcript."""
     cache, transcript = state.cache, state.version.transcript
     if cache is None or transcript is None:
         return
-    if not is_fingerprint(cache.model):
-        raise Damaged("its model's fingerprint is none")
+    chain = cache.chain(transcript.token_ids)
+    if not chain.has_fingerprint:
+        raise Damaged("its model's fingerprint is invalid")
     if not 0 <= cache.tokens <= len(transcript.token_ids):
-        raise Damaged("it speaks of more cache than it has tokens")
+        raise Damaged("its cache is longer than its transcript")
     if not are_snapshots(cache.snapshots, cache.tokens):
-        raise Damaged("its snapshots stand where none can be")
-    if chain(chain_root(cache.model, cache.salt), transcript.token_ids[: cache.tokens])[-1] != cache.last_block:
+        raise Damaged("its snapshots are at impossible places")
+    if chain.last != cache.last_block:
         raise Damaged("its cache is not that of its tokens")

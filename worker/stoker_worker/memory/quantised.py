@@ -1,8 +1,8 @@
-"""K/V in 8 or 4 bits an element, for blocks at rest: affine, in groups of neighbours along the head's dim.
+"""K/V in 8 or 4 bits per element, for blocks on disk: affine, in groups of neighbours along the head's dim.
 
-Pure NumPy, any thread. An element is ``q * scale + bias`` with its group's float32 scale and bias; no element is
-further off than half a scale, beside the rounding of its own dtype. Groups never reach over a token, so elements that
-came out of a block and go into another one come out the same again.
+Pure NumPy, any thread. An element is ``q * scale + bias`` with its group's float32 scale and bias. The error is at most
+half a scale, and the rounding of the element's dtype. No group spans two tokens, so elements that were read from one
+block and written to another do not change again.
 """
 
 from typing import Final
@@ -10,17 +10,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker_worker.cache_spec import group_size
 from stoker_worker.ports import Array
+from stoker_worker.ports.cache_spec import group_size
 
 BITS: Final = {"q8": 8, "q4": 4}
 """Bits per element, by `StoreDtype`."""
 
 _WIDE: Final = 1e35
-"""From this scale on `q * scale` could leave float32, so it is computed in float64. No real model comes near."""
+"""From this scale on `q * scale` could exceed float32, so it is computed in float64. No real model comes near."""
 
 _MOST: Final = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "uint16": (2 - 2**-7) * 2.0**127}
-"""Largest number of each dtype; uint16 stands for bfloat16."""
+"""Largest number of each dtype; uint16 holds bfloat16."""
 
 Quantised = tuple[Array, Array, Array]
 """(elements as uint8, scales, biases): shapes (heads, tokens, bytes), and twice (heads, tokens, groups) in float32."""
@@ -35,8 +35,8 @@ def packed_shapes(shape: tuple[int, int, int], bits: int) -> tuple[tuple[int, in
 def quantise(array: Array, bits: int) -> Quantised:
     """
     Args:
-        array: (heads, tokens, dim) in float32, float16, or uint16 that stands for bfloat16. What is not finite is
-            no cache of a working model: NaN becomes 0, infinity the largest number of the dtype.
+        array: (heads, tokens, dim) in float32, float16, or uint16 that holds bfloat16. No working model has elements
+            that are not finite: NaN becomes 0, infinity the largest number of the dtype.
     """
     heads, tokens, dim = array.shape
     group = group_size(dim)
@@ -48,7 +48,7 @@ def quantise(array: Array, bits: int) -> Quantised:
     levels = 2**bits - 1
     exact = (high.astype(np.float64) - low) / levels
     scales = exact.astype(np.float32)
-    # Rounded up, so that all levels together reach from the lowest element to the highest, subnormal or not.
+    # Rounded up, so that the levels span from the lowest element to the highest, subnormal or not.
     scales = np.where(scales < exact, np.nextafter(scales, np.float32(np.inf)), scales)
     steps = np.where(scales > 0, scales, 1)[..., None]
     offsets = wide - (low if scales.max(initial=0) < _WIDE else low.astype(np.float64))[..., None]
@@ -92,7 +92,7 @@ def _to_bfloat16(array: Array) -> Array:
 
 
 def _packed(elements: Array) -> Array:
-    """Two elements a byte, the first in the low half; an odd dim's last one stands alone."""
+    """Two elements per byte, the first in the low half; the last element of an odd dim has a byte of its own."""
     packed = elements[..., 0::2].copy()
     packed[..., : elements.shape[-1] // 2] |= elements[..., 1::2] << 4
     return packed

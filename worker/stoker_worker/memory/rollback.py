@@ -1,18 +1,16 @@
-"""Takes an agent back to what it was at an earlier version: as its next version, because versions only grow.
+"""Takes an agent back to an earlier version, as its next version: versions only grow. The store must be locked.
 
-The store must be held. Records are never removed, so every version whose records can be read can be gone back to. Of
-its cache the full blocks serve as far as they are still there; its tail and snapshots are gone.
+Records are never removed, so any version whose records can be read is a possible goal. Of its cache only the full
+blocks are left, and not all of them may be there; its tail and snapshots are gone.
 """
 
 from stoker_shared.agent_result import AgentRolledBack
 from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
-from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_state import AgentState
-from stoker_worker.memory.blocks import chain, chain_root
-from stoker_worker.memory.record import NO_JOB, CachedPrefix, TurnRecord, delta
-from stoker_worker.memory.sealed import Damaged
+from stoker_worker.memory.checksummed_file import Damaged
+from stoker_worker.memory.record import NO_JOB, AgentState, CachedPrefix, TurnRecord, delta
 from stoker_worker.ports import Delivery
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
 def roll_back(
@@ -23,15 +21,15 @@ def roll_back(
     *,
     state: AgentState | None = None,
 ) -> AgentRolledBack:
-    """Commit a new version with the transcript of `version`, by default the one before the newest. Also where the
-    newest cannot be read, or lacks its last turn.
+    """Commit a new version with the transcript of `version`, by default the one before the newest. The newest may be
+    unreadable, or lack its last turn.
 
     Args:
         state: the agent's, if it has been read already.
 
     Raises:
         AgentNotFound: there is no such agent, or it has no such version.
-        AgentTranscriptUnreadable: nobody can be sure of the transcript of that version.
+        AgentTranscriptUnreadable: the transcript of that version is damaged.
         OSError: it could not be written; the agent is as it was.
     """
     folder = store.agent(agent_id)
@@ -52,17 +50,15 @@ def roll_back(
         from_version=newest,
         tokens=len(transcript.token_ids),
     )
-    changes = delta(state.version.transcript, transcript)
     record = TurnRecord(
         agent_id=agent_id,
         version=newest + 1,
-        parent=state.record if changes["keep_tokens"] or changes["keep_messages"] or changes["keep_text"] else None,
         delivery=delivery,
         result=back.model_dump(mode="json"),
         cache=_in_blocks(cache, transcript.token_ids),
-        **changes,
+        **delta(state.version.transcript, transcript, state.record),
     )
-    folder.commit(state, newest + 1, record.encode(), {})
+    store.agent_writer(agent_id).commit(state, newest + 1, record.encode(), {})
     return back
 
 
@@ -77,9 +73,8 @@ def _goal(agent_id: str, newest: int, version: int | None) -> int:
 
 
 def _in_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...]) -> CachedPrefix | None:
-    """What of the cache full blocks hold; nothing of one that also needs a snapshot."""
+    """The full blocks of the cache; nothing of a cache that also needs a snapshot."""
     if cache is None or cache.snapshots:
         return None
-    tokens = cache.tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    last_block = chain(chain_root(cache.model, cache.salt), token_ids[:tokens])[-1]
-    return CachedPrefix(cache.model, cache.salt, tokens, last_block)
+    chain = cache.chain(token_ids)
+    return CachedPrefix.of(chain.up_to(chain.n_blocks * BLOCK_TOKENS))

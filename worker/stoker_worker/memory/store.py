@@ -1,10 +1,10 @@
-"""`AgentStore`: agent memory on disk, as the worker sees it (`CacheStorePort`).
+"""`AgentCacheStore`: agent memory on disk, as the worker sees it (`CacheStorePort`). The way into this package.
 
-Owns the order of a save, and what is known of each agent; what a prompt gets of it is `recall`'s, the files are in the
-modules beside it. `open_agent` and `restore` run on the loader thread, `save` and `mark_unsaved` on finaliser threads,
-at the same time, for different agents.
+Owns the order of a save, and the cached state of each agent. `open_agent` and `restore` run on the loader thread,
+`save` and `mark_unsaved` on finisher threads, at the same time, for different agents.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,34 +12,33 @@ from types import MappingProxyType
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
-from stoker_worker.cache_spec import BLOCK_TOKENS
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_folder import AgentFolder, Pieces
 from stoker_worker.memory.agent_jobs import AgentJobs
 from stoker_worker.memory.agent_locks import AgentLocks
-from stoker_worker.memory.agent_state import AgentState
-from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.block_paths import cached_blocks, chain_paths
-from stoker_worker.memory.block_search import n_readers
+from stoker_worker.memory.agent_writer import Pieces
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk, Files
-from stoker_worker.memory.hot import HotMemory
-from stoker_worker.memory.recall import Question, Recall
-from stoker_worker.memory.recent import RecentAgents
-from stoker_worker.memory.record import TurnRecord, delta, record_checksum
+from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
+from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.recent_agents import RecentAgents
+from stoker_worker.memory.record import AgentState, CachedPrefix, TurnRecord, delta, record_checksum
 from stoker_worker.memory.store_folder import StoreFolder
-from stoker_worker.memory.turn_cache import cached_prefix, own_pieces, run_of
-from stoker_worker.memory.verify import verify_agents, verify_blocks
-from stoker_worker.ports import AgentVersion, CacheSlice, LoadedModel, Restored, Turn
+from stoker_worker.memory.turn_cache import cached_chain, own_pieces
+from stoker_worker.ports import AgentVersion, CacheSlice, CacheStorePort, LoadedModel, Restored, Turn
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
 
 
-class AgentStore:
+class AgentCacheStore(CacheStorePort):
     """Agent memory in one folder.
 
     Attributes:
-        budget: what is on disk, and how much may be.
-        hot: what is in RAM, and how much may be.
-        agent_jobs: what jobs about an agent's memory do.
+        budget: the bytes on disk, and their limit.
+        ram_cache: the caches in RAM, and their limit.
+        agent_jobs: carries out jobs about an agent's memory.
 
     Raises:
         StoreUnusable: the folder is locked, of an unknown format, or cannot be written.
@@ -55,33 +54,29 @@ class AgentStore:
         keep_unused_s: float = KEEP_UNUSED_S,
         wait: bool = False,
     ) -> None:
-        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `HotMemory`, `wait` as in
+        """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
         `StoreFolder`."""
         files = Disk() if files is None else files
-        self._files = files
         self._folder = StoreFolder(folder, files, wait=wait)
-        self._blocks = BlockFolder(self._folder.blocks, files=files, writer=self._folder.writer)
+        self._store = StoreAccess(folder, files)
+        self._blocks = self._store.blocks
         self._recent = RecentAgents()
         self._unsaved: set[str] = set()
         self._locks = AgentLocks()
-        access = StoreAccess(folder, files)
-        self.hot = HotMemory(memory_max_bytes)
+        self.ram_cache = RamCache(memory_max_bytes)
         try:
             self.budget = DiskBudget(
-                access,
-                max_bytes=max_bytes,
-                keep_unused_s=keep_unused_s,
-                on_evicted=self.hot.drop,
+                self._store, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
             )
         except OSError as error:
             self._folder.close()
             raise StoreUnusable(f"the store folder {folder} cannot be read: {error}") from error
-        self._recall = Recall(files, self._blocks, self.budget, self.hot, folder_of=self._agent, state_of=self._state)
+        self._prefixes = PrefixLookup(self._store, self.budget, self.ram_cache, state_of=self._state)
         self.agent_jobs = AgentJobs(
-            access,
+            self._store,
             locks=self._locks,
             budget=self.budget,
-            hot=self.hot,
+            ram_cache=self.ram_cache,
             recent=self._recent,
             unsaved=self._unsaved,
             state_of=self._state,
@@ -90,10 +85,9 @@ class AgentStore:
     @property
     def misses(self) -> Counter[str]:
         """How often less was reused than an agent's history allowed, by reason."""
-        return self._recall.misses
+        return self._prefixes.misses
 
     def open_agent(self, agent_id: str) -> AgentVersion:
-        """See `CacheStorePort.open_agent`."""
         state = self._state(agent_id)
         problem = "its last turn was not saved" if agent_id in self._unsaved else state.problem
         if problem is not None:
@@ -109,10 +103,10 @@ class AgentStore:
         salt: str | None,
         beside_others: bool = False,
     ) -> Restored:
-        """See `CacheStorePort.restore`."""
         if not model.has_memory or (agent is None and model.spec.snapshot_layers):
             return Restored(None, "none")
-        return self._recall.answer(Question(tuple(prompt_ids), agent, model, salt, n_readers(beside_others)))
+        prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
+        return self._prefixes.find(Lookup(prompt, agent, model, n_readers(beside_others)))
 
     def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
         """See `CacheStorePort.save`.
@@ -133,48 +127,36 @@ class AgentStore:
             raise AgentVersionConflict(
                 f"agent {turn.agent_id!r} is at version {state.version.number}, the turn continues {turn.parent}"
             )
-        cached = cached_prefix(turn, state)
+        chain = cached_chain(turn, state)
+        snapshots = tuple(snapshot.n_tokens for snapshot in turn.cache.snapshots) if turn.cache else ()
+        cached = CachedPrefix.of(chain, snapshots) if chain is not None else None
         result = turn.result_of(turn.parent + 1)
-        changes = delta(state.version.transcript, turn.transcript)
-        kept = changes["keep_tokens"] or changes["keep_messages"] or changes["keep_text"]
         record = TurnRecord(
             agent_id=turn.agent_id,
             version=turn.parent + 1,
-            parent=state.record if kept else None,
             delivery=turn.delivery,
             result=dict(result),
             cache=cached,
-            **changes,
+            **delta(state.version.transcript, turn.transcript, state.record),
         ).encode()
-        blocks = cached_blocks(cached, turn.transcript.token_ids, self._blocks.path_of)
-        written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
-        try:
-            with self.budget.using(turn.agent_id, blocks):
-                try:
-                    head = self._write(turn, state, record)
-                finally:
-                    self.budget.look_again(turn.agent_id, written)
-                self.budget.saved(turn.agent_id, blocks)
-        except OSError:
-            self._after_failure(turn)
-            raise
-        self._unsaved.discard(turn.agent_id)
+        head = self._write(turn, state, record, chain)
         results = MappingProxyType({**state.version.results, turn.delivery: result})
         version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
         size = state.record_bytes + len(record)
         self._recent.put(AgentState(version, record_checksum(record), cached, head, record_bytes=size))
-        self.hot.saved(turn)
+        self._unsaved.discard(turn.agent_id)
+        self.ram_cache.saved(turn)
         return version.number, result
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
     ) -> None:
-        """See `CacheStorePort.save_blocks`."""
-        blocks = chain_paths(model.fingerprint, salt, token_ids, self._blocks.path_of)
+        chain = BlockChain(model.fingerprint, salt, token_ids)
+        blocks = chain.paths(self._blocks.path_of)
         try:
             with self.budget.lending(blocks):
                 try:
-                    self._blocks.save(run_of(token_ids, model, salt, cache), cache.layers)
+                    self._blocks.save(chain, cache, model.spec)
                 finally:
                     self.budget.look_again(None, blocks[cache.start // BLOCK_TOKENS :])
         except OSError:
@@ -183,31 +165,27 @@ class AgentStore:
         self.budget.make_room()
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """See `CacheStorePort.mark_unsaved`."""
         self._unsaved.add(agent_id)
         self._recent.drop(agent_id)
-        self._agent(agent_id).mark_unsaved()
+        self._store.agent_writer(agent_id).mark_unsaved()
         self.budget.look_again(agent_id)
 
-    def protect(self, agents: frozenset[str]) -> None:
-        """See `CacheStorePort.protect`."""
-        self.budget.protect(agents)
-        self.hot.protect(agents)
+    def pin(self, agents: frozenset[str]) -> None:
+        self.budget.pin(agents)
+        self.ram_cache.pin(agents)
 
     def verify(self) -> list[str]:
-        """One line for everything in the store that is not as it was written; reads all of it."""
-        return [*verify_blocks(self._folder.blocks), *verify_agents(self._folder.agents, self._agent)]
+        return self._store.verify()
 
     def close(self) -> None:
-        """Let go of the folder; nothing is pending, every save was durable when it returned."""
+        """Log this run's misses, and unlock the folder. Every save was durable when it returned."""
+        if misses := ", ".join(f"{n_times} {reason}" for reason, n_times in self.misses.most_common()):
+            _log.info("cache misses since the store was opened: %s", misses)
         self._folder.close()
 
-    def _agent(self, agent_id: str) -> AgentFolder:
-        return AgentFolder(self._folder.agents, agent_id, files=self._files, writer=self._folder.writer)
-
     def _state(self, agent_id: str) -> AgentState:
-        """The agent's state: from memory while HEAD is what it was, else from its records."""
-        folder, held = self._agent(agent_id), self._recent.get(agent_id)
+        """The agent's state: from memory while HEAD is the same, else from its records."""
+        folder, held = self._store.agent(agent_id), self._recent.get(agent_id)
         if held is not None and held.head == folder.read_head():
             return held
         state = folder.read()
@@ -215,19 +193,33 @@ class AgentStore:
             self._recent.put(state)
         return state
 
+    def _write(self, turn: Turn, state: AgentState, record: bytes, chain: BlockChain | None) -> bytes:
+        """Write blocks and record within the budget; returns HEAD as written."""
+        blocks = chain.paths(self._blocks.path_of) if chain is not None else ()
+        written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
+        try:
+            with self.budget.using(turn.agent_id, blocks):
+                try:
+                    head = self._commit(turn, state, record, chain)
+                finally:
+                    self.budget.look_again(turn.agent_id, written)
+                self.budget.saved(turn.agent_id, blocks)
+        except OSError:
+            self._after_failure(turn)
+            raise
+        return head
+
+    def _commit(self, turn: Turn, state: AgentState, record: bytes, chain: BlockChain | None) -> bytes:
+        """Blocks first, durable before the record that names them; returns HEAD as written."""
+        pieces: Pieces = {}
+        if turn.cache is not None and chain is not None:
+            self._blocks.save(chain, turn.cache, turn.model.spec)
+            pieces = own_pieces(turn, turn.cache, self._store.agent(turn.agent_id), chain)
+        return self._store.agent_writer(turn.agent_id).commit(state, turn.parent + 1, record, pieces)
+
     def _after_failure(self, turn: Turn) -> None:
-        """If the turn could not even be taken back, `append` refuses from now on. Its blocks are of no use."""
+        """If the turn could not be undone, `append` is refused from now on. The blocks written for it are useless."""
         self._recent.drop(turn.agent_id)
         if self._state(turn.agent_id).version.number != turn.parent:
             self._unsaved.add(turn.agent_id)
         self.budget.not_saved(turn.agent_id)
-
-    def _write(self, turn: Turn, state: AgentState, record: bytes) -> bytes:
-        """Blocks first, durable before the record that speaks of them; returns HEAD as written."""
-        folder, cache = self._agent(turn.agent_id), turn.cache
-        pieces: Pieces = {}
-        if cache is not None and turn.model.has_memory:
-            run = run_of(turn.transcript.token_ids, turn.model, turn.cache_salt, cache)
-            last_block = self._blocks.save(run, cache.layers)
-            pieces = own_pieces(turn, cache, folder, last_block)
-        return folder.commit(state, turn.parent + 1, record, pieces)

@@ -1,4 +1,4 @@
-"""The store's folder: who may use it and which format it has. Runs once, on the main thread, before the worker does."""
+"""The store's folder: its lock and its format. Runs once, on the main thread, before the worker starts."""
 
 import contextlib
 import fcntl
@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 FORMAT: Final = 4
 _READABLE: Final = (1, 2, 3, FORMAT)
-"""Format 1 knew native blocks and tails only, format 2 no digest of the request, format 3 no message without content
-and no ``forgotten/``: all that is in them is valid in 4."""
+"""Format 1 had native blocks and tails only, format 2 no digest of the request, format 3 no message without content and
+no ``forgotten/``: everything in them is valid in 4."""
 
 
 class StoreFolder:
-    """An open store, locked for as long as this object lives.
+    """An open store, locked until `close`.
 
     Raises:
         StoreUnusable: another process has it, it is of an unknown format, or it cannot be written.
@@ -31,8 +31,8 @@ class StoreFolder:
     def __init__(self, path: Path, files: Files, *, clear: bool = True, wait: bool = False) -> None:
         """
         Args:
-            clear: empty the temp folder, where a crash may have left something, and bring an old format up.
-            wait: for a process that has the store to be gone, instead of refusing.
+            clear: empty the temp folder of what a crash left, and upgrade an old format.
+            wait: wait for a process that holds the store to end, instead of refusing.
         """
         self.agents = path / "agents"
         self.blocks = path / "blocks"
@@ -48,7 +48,7 @@ class StoreFolder:
             self.writer.make_folder(temp)
             if clear:
                 self.writer.clear()
-                if written != FORMAT:  # before anything is written that the format before did not know
+                if written != FORMAT:  # before anything is written that is new in this format
                     self.writer.put(path / "store.json", [json.dumps({"format": FORMAT}).encode() + b"\n"])
                     files.flush(path)
             self.writer.make_folder(self.agents)
@@ -64,37 +64,37 @@ class StoreFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Unlock the store."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _known_format(self, path: Path) -> int | None:
-        """What store.json says; ``None`` in a store that is about to be made."""
+        """The format in store.json; ``None`` for a store that does not exist yet."""
         return check_format(path) if path.exists() or self.agents.exists() else None
 
 
 def check_format(path: Path) -> int:
-    """The format that `path` (store.json) says.
+    """The format in `path` (store.json).
 
     Raises:
-        StoreUnusable: it is none that this code reads.
+        StoreUnusable: this code does not read it.
     """
     found = _format_of(path)
     if type(found) is not int or found not in _READABLE:
-        raise StoreUnusable(f"{path} says format {found!r}, and this version of stoker reads format {FORMAT} and older")
+        raise StoreUnusable(f"{path} has format {found!r}; this version of stoker reads format {FORMAT} and older")
     return found
 
 
 def _format_of(path: Path) -> Any:
-    """The format written in store.json; ``None`` when it says none."""
+    """The format in store.json; ``None`` when there is none."""
     with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):
         return json.loads(path.read_bytes()).get("format")
     return None
 
 
 def _locked(path: Path, *, wait: bool) -> int:
-    """Descriptor of the lock file, locked until it is closed; the kernel lets go of it when the process dies."""
+    """Descriptor of the lock file, locked until it is closed; the kernel unlocks it when the process dies."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:

@@ -1,4 +1,4 @@
-"""What a person wants to know of an agent in a store, as plain values. Reads, changes nothing; also beside a worker."""
+"""Summaries of a store's agents and their versions, as plain values. Reads only; also beside a worker."""
 
 import contextlib
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Literal, Self
 
 from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.census import AgentEntry
+from stoker_worker.memory.agent_index import AgentIndexEntry
 from stoker_worker.memory.gc import size_of
 from stoker_worker.memory.record import NO_JOB, TurnRecord
 
 
 @dataclass(frozen=True)
 class AgentSummary:
-    """One agent; ``None`` is what cannot be known, or does not apply. Sizes in bytes.
+    """One agent. ``None``: unknown, or not applicable. Sizes in bytes.
 
     Attributes:
         turns: jobs whose results are remembered; a fork starts without those of its source.
-        messages, text_chars: of the conversation: one of them is ``None``.
-        cached_tokens: how many of `tokens` its newest version has saved a cache for.
-        blocks: how many of its blocks are there, `block_bytes` large; `shared_bytes` of them other agents use too.
+        messages, text_chars: of the conversation; one of them is ``None``.
+        cached_tokens: how many of `tokens` have a cache.
+        blocks: how many of its blocks are on disk, with `block_bytes`; other agents use `shared_bytes` of them too.
         last_used: when its newest version was saved, ISO 8601, UTC.
-        state: ``unsaved``: its last turn is not in its transcript, so `append` is refused; `problem` says it in words.
+        state: ``unsaved``: the last turn is not in its transcript, so `append` is refused. `problem` gives the reason.
     """
 
     agent_id: str | None
@@ -45,8 +45,8 @@ class AgentSummary:
     folder: str
 
     @classmethod
-    def of(cls, entry: AgentEntry, users: Mapping[Path, int]) -> Self:
-        """`users` says how many agents use each block."""
+    def of(cls, entry: AgentIndexEntry, users: Mapping[Path, int]) -> Self:
+        """`users`: how many agents use each block."""
         state, transcript = entry.state, entry.state.version.transcript
         there = [path for path in entry.blocks if path.exists()]
         return cls(
@@ -75,12 +75,12 @@ class VersionSummary:
     """One version of an agent.
 
     Attributes:
-        job_id: which job's delivery made it; ``None``: a command at the store did.
+        job_id: the job that made it; ``None``: a command did.
         made_by: ``turn``, ``fork`` (from another agent) or ``rollback`` (to an earlier version).
-        tokens: in the transcript; `new_tokens` of them are not the version's before.
-        finish_reason: as the job was answered; `ended_by` says more: ``eos``, ``stop`` or ``length``.
+        tokens: in the transcript; `new_tokens` of them are not in the version before.
+        finish_reason: of the job's result; `ended_by` is more exact: ``eos``, ``stop`` or ``length``.
         saved_at: ISO 8601, UTC.
-        can_return: whether `rollback` can go back to it.
+        can_return: whether `rollback` can restore it.
     """
 
     version: int
@@ -95,7 +95,7 @@ class VersionSummary:
     can_return: bool
 
 
-def versions_of(store: StoreAccess, entry: AgentEntry) -> list[VersionSummary]:
+def versions_of(store: StoreAccess, entry: AgentIndexEntry) -> list[VersionSummary]:
     """Every version of the agent whose record can be read, oldest first."""
     if entry.agent_id is None:
         return []

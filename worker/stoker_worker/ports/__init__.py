@@ -1,14 +1,14 @@
-"""The seams of the worker, and the values that cross them. No I/O, no MLX, no rq; every value is frozen.
+"""The worker's interfaces, and the values that cross them. No I/O, no MLX, no rq.
 
-Threads hand these to one another through queues and never share anything mutable. Arrays cross as NumPy arrays whose
-bytes nobody else writes to; bfloat16 travels as uint16 (`ModelCacheSpec.dtype` says which it is).
+Every value is frozen, except `CancelToken`. Threads hand these values to one another through queues. Arrays cross as
+NumPy arrays that nothing writes to any more; bfloat16 travels as uint16 (`ModelCacheSpec.dtype` tells which it is).
 """
 
 from stoker_worker.ports.agents import UNUSED, Busy, MemoryUse
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
-    Completion,
+    CompletedGeneration,
     EndedBy,
     GenerationEnginePort,
     GenerationTiming,
@@ -16,46 +16,11 @@ from stoker_worker.ports.engine import (
     LayerKV,
     LayerState,
     RestoredPrefix,
-    RowProgress,
+    SequenceProgress,
     Snapshot,
     Stage,
     as_uint16_if_bfloat16,
 )
 from stoker_worker.ports.memory import AgentJobsPort, AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
-from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TextCodec
-from stoker_worker.ports.queue import CancelReason, ClaimedJob, Latch, QueuePort, Serving
-
-__all__ = [
-    "UNUSED",
-    "AgentJobsPort",
-    "AgentVersion",
-    "Array",
-    "Busy",
-    "CacheSlice",
-    "CacheStorePort",
-    "CancelReason",
-    "ClaimedJob",
-    "Completion",
-    "Delivery",
-    "EndedBy",
-    "GenerationEnginePort",
-    "GenerationTiming",
-    "GenerationWork",
-    "Latch",
-    "LayerKV",
-    "LayerState",
-    "LoadedModel",
-    "MemoryUse",
-    "ModelProviderPort",
-    "QueuePort",
-    "Restored",
-    "RestoredPrefix",
-    "RowProgress",
-    "Serving",
-    "Snapshot",
-    "Stage",
-    "TextCodec",
-    "Transcript",
-    "Turn",
-    "as_uint16_if_bfloat16",
-]
+from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
+from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving

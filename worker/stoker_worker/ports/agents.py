@@ -1,4 +1,4 @@
-"""Whose memory a job uses and how, and which agents' memory is in use. Pure; any thread."""
+"""How a job uses an agent's memory, and which agents' memory is in use. Immutable values, no I/O; any thread."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from stoker_shared.request import Access
 
 
 class MemoryUse(NamedTuple):
-    """`agent_id` is ``None`` when, and only when, `access` is ``none``."""
+    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``."""
 
     access: Access
     agent_id: str | None
 
     @classmethod
     def of(cls, access: Access, agent_id: str | None) -> "MemoryUse":
-        """Of a request's own fields: a job that does not touch its agent's memory is as good as one without agent."""
+        """From a request's fields. A job that does not use its agent's memory counts as a job without an agent."""
         return UNUSED if access == "none" or agent_id is None else cls(access, agent_id)
 
 
@@ -24,12 +24,12 @@ UNUSED = MemoryUse("none", None)
 
 @dataclass(frozen=True)
 class Busy:
-    """What must not be started beside what is in flight.
+    """Agents and jobs that are in use, so that certain jobs may not start.
 
     Attributes:
-        writing: agents of which nothing may start.
-        reading: agents of which nothing that writes may start.
-        job_ids: jobs that may not start themselves, though their agents are free.
+        writing: agents whose memory is being written: none of their jobs may start.
+        reading: agents whose memory is being read: none of their jobs that write may start.
+        job_ids: jobs that may not start, even if their agents are free.
     """
 
     writing: frozenset[str] = frozenset()
@@ -38,14 +38,15 @@ class Busy:
 
     @property
     def agents(self) -> frozenset[str]:
+        """The agents whose memory is in use."""
         return self.writing | self.reading
 
     def bars(self, use: MemoryUse) -> bool:
-        """Whether a job that uses memory in this way has to wait."""
+        """Whether a job that uses memory like this has to wait."""
         return use.agent_id in self.writing or (use.access == "write" and use.agent_id in self.reading)
 
     def beside(self, uses: Iterable[MemoryUse]) -> "Busy":
-        """The same, with these in flight too."""
+        """The same, with jobs in flight that use memory like this."""
         all_uses = list(uses)
         return Busy(
             self.writing.union(use.agent_id for use in all_uses if use.agent_id and use.access == "write"),

@@ -1,4 +1,4 @@
-"""The seam of the engine: one sequence's work in, its end out. No I/O, no MLX."""
+"""The engine's interface: one sequence's work goes in, its completion comes out. No I/O, no MLX."""
 
 import time
 from dataclasses import dataclass, field
@@ -49,8 +49,7 @@ class CacheSlice:
 
     Attributes:
         layers: tokens [start, stop) of the full-attention layers.
-        snapshots: for models with window or recurrent layers: where the sequence can be taken up again, in order.
-            None is after `stop`.
+        snapshots: of the window and recurrent layers, in the order of their tokens; none lies after `stop`.
     """
 
     start: int
@@ -65,8 +64,8 @@ class GenerationWork:
 
     Attributes:
         prompt_ids: the whole prompt, cached part included; at least one token more than `prefix` holds.
-        save_from: first token whose cache the engine hands back at the end (a multiple of the block size, inside what
-            was restored or just behind it); ``None``: nothing is handed back.
+        save_from: the engine hands back the cache from this token on: a multiple of the block size, inside the
+            restored prefix or at its end. ``None``: it hands back nothing.
     """
 
     request: GenerationRequest
@@ -85,18 +84,18 @@ class GenerationTiming:
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletedGeneration:
     """How a sequence ended.
 
     Attributes:
-        generated_ids: every token generated and in the cache, in order; the last may be an end-of-sequence token.
-        text: what they say, without end-of-sequence tokens and without the stop string.
-        ended_by: ``None`` when the sequence did not end by itself (`outcome` is not ``finished``).
-        kept: how many of `generated_ids` belong into the transcript: all, or those before a stop string.
-        carry_text: the end of `text` that no whole kept token covers (the stop string began inside a token).
+        outcome: ``finished``, ``cancelled`` (by `cancel`) or ``failed`` (with `error`).
+        generated_ids: every token generated, in order; the last may be an end-of-sequence token.
+        text: their text, without an end-of-sequence token and without the stop string.
+        ended_by: ``None`` unless `outcome` is ``finished``.
+        kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string.
+        carry_text: the end of `text` that no whole kept token covers, when the stop string began inside a token.
         cache: cache from `save_from` to the last kept token.
-        cached_tokens: how many of the prompt's tokens this answer did not have to prefill.
-        outcome: ``finished``, ``cancelled`` (by `cancel`) or ``failed`` (then `error` says why).
+        cached_tokens: tokens of the prompt that were restored instead of prefilled.
     """
 
     uid: int
@@ -114,12 +113,13 @@ class Completion:
 
 
 Stage = Literal["loading", "waiting", "prefill", "decode"]
-"""Where a job is: its agent's memory is read; it waits for a place in the batch; its prompt is read; it generates."""
+"""Where a job is: its agent's memory is loaded, it waits for a place in the batch, its prompt is prefilled, or it
+generates."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowProgress:
-    """How far a sequence is.
+class SequenceProgress:
+    """How far a sequence has come.
 
     Attributes:
         tokens: generated so far.
@@ -131,10 +131,10 @@ class RowProgress:
     tokens_per_s: float = 0.0
 
     @classmethod
-    def since(cls, first_token_at: float, stage: Stage, tokens: int) -> "RowProgress":
+    def since(cls, first_token_at: float, stage: Stage, tokens: int) -> "SequenceProgress":
         """
         Args:
-            first_token_at: by `time.perf_counter`; counts only when there are two tokens.
+            first_token_at: by `time.perf_counter`; not used before there are two tokens.
         """
         since_s = time.perf_counter() - first_token_at
         return cls(stage, tokens, (tokens - 1) / since_s if tokens > 1 and since_s > 0 else 0.0)
@@ -147,37 +147,36 @@ class GenerationEnginePort(Protocol):
         """Add a sequence; returns its uid.
 
         Raises:
-            BlockPoolTooSmall: it could never fit into the pool.
-            RequestNotServed: it asks for something this engine does not do.
+            BlockPoolTooSmall: prompt + max_tokens could never fit into the pool.
         """
         ...
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[CompletedGeneration]:
         """One round of prefill and decode; returns the sequences that ended in it."""
         ...
 
-    def cancel(self, uid: int) -> Completion | None:
-        """Take a sequence out at any stage; ``None`` when it is not there (any more)."""
+    def cancel(self, uid: int) -> CompletedGeneration | None:
+        """Take a sequence out at any stage; ``None`` when it is not, or no longer, in the engine."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Sequences submitted and not ended."""
+        """How many sequences were submitted and have not ended."""
         ...
 
-    def progress(self) -> dict[int, RowProgress]:
-        """How far each sequence is, by uid."""
+    def progress(self) -> dict[int, SequenceProgress]:
+        """How far each sequence in flight has come, by uid."""
         ...
 
     def text(self, uid: int) -> str:
-        """The beginning of a sequence's answer, as far as nothing that comes can change it: no half character, nothing
-        that may be the beginning of a stop string. Each call's text begins with that of the call before; empty when
-        the sequence is not there."""
+        """The part of a sequence's answer that later tokens cannot change: it ends neither inside a character nor in
+        the possible beginning of a stop string. Each call's text begins with that of the call before. Empty when the
+        sequence is not in flight."""
         ...
 
     def close(self) -> None: ...
 
 
 def as_uint16_if_bfloat16(dtype: str) -> "np.dtype[Any]":
-    """NumPy dtype in which a cache dtype travels."""
+    """The NumPy dtype in which arrays of a cache dtype leave MLX."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""The seam of agent memory: versions, turns, and the store that keeps them. No I/O."""
+"""The interface of agent memory: versions, turns, and the store that keeps them. No I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from stoker_worker.ports.model import LoadedModel
 
 @dataclass(frozen=True)
 class Delivery:
-    """One enqueue of one job: recovery and requeueing keep it, RQ's Repeat and a reused id make a new one.
+    """One enqueue of one job. Recovery and requeueing keep it; RQ's Repeat and a reused id make a new one.
 
     Attributes:
-        created_at: as the job's hash has it; empty where its enqueuer wrote none.
+        created_at: from the job's hash; empty when its enqueuer wrote none.
         request: digest of the request; empty in records older than store format 3.
     """
 
@@ -28,15 +28,15 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Transcript:
-    """An agent's conversation up to a version: small, the truth, never evicted.
+    """An agent's conversation up to a version. Small, and never evicted: it is the truth.
 
     Attributes:
-        token_ids: every token of it, as the model saw or made them.
-        tokenizer_fingerprint: the tokenizer and template these ids belong to.
-        messages: what the ids stand for, when the agent talks in chat messages (the model's answers included).
-        text: what the ids stand for, when the agent talks in raw prompts.
+        token_ids: every token, as the model saw or made it.
+        tokenizer_fingerprint: of the tokenizer and template that the ids belong to.
+        messages: the same conversation as chat messages, the model's answers included; ``None`` for raw prompts.
+        text: the same conversation as text; ``None`` for chat messages.
         ended_by: how the last turn ended.
-        carry_text: the end of the last answer that `token_ids` does not cover (see `Completion`).
+        carry_text: the end of the last answer, if `token_ids` does not cover it (see `CompletedGeneration`).
     """
 
     token_ids: tuple[int, ...]
@@ -49,19 +49,19 @@ class Transcript:
 
 @dataclass(frozen=True)
 class AgentVersion:
-    """A transcript state. `number` 0 with no transcript is an agent nobody has heard of."""
+    """A state of an agent's transcript. An unknown agent is at `number` 0, without a transcript."""
 
     agent_id: str
     number: int
     transcript: Transcript | None
     results: Mapping[Delivery, Mapping[str, Any]] = field(default_factory=dict)
-    """Result (as JSON) of every delivery remembered in the agent's history."""
+    """The result (as JSON) of every delivery in the agent's history."""
 
     def answer_to(self, delivery: Delivery) -> Mapping[str, Any] | None:
-        """What `delivery` was answered, if it was.
+        """The answer that `delivery` was given, if any.
 
-        A record that does not say the request counts when it has the job's time: without one, any later job of the
-        same id would be taken for it, and an answer to another prompt is worse than a turn taken twice.
+        A record without the digest of its request counts if it has the job's `created_at`. Without both, any later job
+        of the same id would match, and an answer to another prompt is worse than a turn taken twice.
         """
         answer = self.results.get(delivery)
         if answer is None and delivery.created_at:
@@ -71,25 +71,25 @@ class AgentVersion:
 
 @dataclass(frozen=True)
 class Restored:
-    """What the store gives for a prompt: a prefix, or none and the reason."""
+    """The cached prefix of a prompt, or none and the reason."""
 
     prefix: RestoredPrefix | None
     source: Literal["memory", "disk", "none"]
     saved_blocks: int = 0
-    """Full blocks of the prompt's chain that are on disk: they need no second write. Verified when read from there."""
+    """Leading full blocks of the prompt that are on disk and need no second write. Verified if they were read."""
     miss_reason: str | None = None
     shared_blocks: int = 0
-    """For a job without an agent: full blocks of the prompt's chain that the prompt of another such job had too."""
+    """For a job without an agent: leading full blocks of the prompt that another such job's prompt had too."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Everything that becomes version `parent + 1` of an agent.
+    """Version `parent + 1` of an agent, to be saved.
 
     Attributes:
         cache: cache of [start, stop) of `transcript.token_ids`; `start` is a multiple of the block size and all
             blocks before it are on disk; ``None`` saves the transcript alone.
-        result_of: called with the new version's number; returns the result to remember and to finalise with.
+        result_of: returns the job's result, to remember and to answer with, for the new version's number.
     """
 
     agent_id: str
@@ -103,14 +103,17 @@ class Turn:
 
 
 class CacheStorePort(Protocol):
-    """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finaliser threads."""
+    """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finisher threads."""
+
+    agent_jobs: "AgentJobsPort"
+    """Carries out jobs about an agent's memory."""
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         """The agent's newest version.
 
         Raises:
             AgentTranscriptUnreadable: a record is damaged, missing or foreign, or the last turn was not saved. The
-                error's `.usable` holds what `context="full"` may still go on from.
+                error's `.usable` is the version that `context="full"` may still continue from.
         """
         ...
 
@@ -123,13 +126,13 @@ class CacheStorePort(Protocol):
         salt: str | None,
         beside_others: bool = False,
     ) -> Restored:
-        """The longest verified cache prefix of `prompt_ids`, at most all but its last token. Never raises for a
-        damaged, missing or foreign piece: that is a miss with a reason.
+        """The longest verified cached prefix of `prompt_ids`, at most all but its last token. Damaged, missing and
+        foreign files are a miss with a reason, never an error.
 
         Args:
-            agent: ``None`` for a job without one: it gets what others of its salt left, and nothing is noted of it but
-                how its prompt begins.
-            beside_others: whether other sequences are running: they keep half of the processor.
+            agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
+                prompt is remembered.
+            beside_others: whether other sequences are running: they keep half of the cores.
         """
         ...
 
@@ -137,9 +140,10 @@ class CacheStorePort(Protocol):
         """Make the turn durable as the agent's next version: blocks first, then the record, then HEAD.
 
         Returns:
-            the new version's number and the result that was remembered with it.
+            the new version's number, and the result that was saved with it.
 
         Raises:
+            AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
             OSError: it could not be written; the agent is still at `turn.parent`.
         """
         ...
@@ -147,8 +151,8 @@ class CacheStorePort(Protocol):
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
     ) -> None:
-        """Keep the full blocks of `token_ids` from `cache.start` on, for whoever begins with these tokens: no agent's,
-        and the first to go when there is too much.
+        """Save the full blocks of `token_ids` from `cache.start` on for other prompts that begin with these tokens. No
+        agent owns them, so they are the first to be evicted.
 
         Raises:
             OSError: they could not be written.
@@ -156,37 +160,32 @@ class CacheStorePort(Protocol):
         ...
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """Remember that a finished turn of this agent is not in its transcript: `append` must refuse from now on."""
+        """Remember that a finished turn of this agent is not in its transcript: `append` is refused from now on."""
         ...
 
-    @property
-    def agent_jobs(self) -> "AgentJobsPort":
-        """What jobs about an agent's memory do."""
-        ...
-
-    def protect(self, agents: frozenset[str]) -> None:
-        """Which agents have work queued or running, as of now: they lose no cache. Any thread, waits for nobody."""
+    def pin(self, agents: frozenset[str]) -> None:
+        """These agents, and no others, have work queued or running: they lose no cache. Any thread; never blocks."""
         ...
 
     def close(self) -> None: ...
 
 
 class AgentJobsPort(Protocol):
-    """Jobs about an agent's memory. Finaliser threads; never two jobs of one agent at the same time."""
+    """Jobs about an agent's memory. Finisher threads; never two jobs of one agent at once."""
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """What this delivery was answered, if it has taken effect. Raises `OSError` where that cannot be known."""
+        """The answer of this delivery, if it has taken effect. Raises `OSError` when that cannot be known."""
         ...
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
-        """Do it, durably, in one step that remembers the delivery.
+        """Carry the job out, durably, in one step that remembers the delivery.
 
         Raises:
             AgentMemoryError: it cannot be done, and nothing has changed.
-            OSError: likewise; or it is done, and `answer` gives its result.
+            OSError: nothing has changed, or it is done and `answer` returns its result.
         """
         ...
 
     def ended(self, request: AgentRequest, delivery: Delivery) -> None:
-        """The job's end is written: nobody delivers it again. Raises `OSError`."""
+        """Forget the answer that only this delivery can ask for: its end is written. Raises `OSError`."""
         ...

@@ -1,31 +1,31 @@
-"""The seam of the model: its tokenizer, what the worker knows of it, and who loads it. No I/O, no MLX."""
+"""The model's interface: its tokenizer, its identity, and the provider that loads it. No I/O, no MLX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from stoker_shared.request import Message
-from stoker_worker.cache_spec import ModelCacheSpec
+from stoker_worker.ports.cache_spec import ModelCacheSpec
 from stoker_worker.ports.engine import GenerationEnginePort
-from stoker_worker.serving_mode import WIDEST, ServingMode
+from stoker_worker.ports.serving_mode import WIDEST, ServingMode
 
 
 @runtime_checkable
-class TextCodec(Protocol):
+class TokenizerPort(Protocol):
     """Text to token ids and back, and the chat template. Not thread-safe: each thread uses its own `fork()`."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token: no text of more than `context * max_token_bytes` bytes can fit."""
+        """Most bytes of text in one token: a text of more than `context * max_token_bytes` bytes cannot fit."""
         ...
 
-    def fork(self) -> "TextCodec": ...
+    def fork(self) -> "TokenizerPort": ...
     def encode(self, text: str, *, special_start: bool) -> list[int]:
         """Token ids of `text`. Control tokens written in it count as control tokens.
 
-        `special_start` adds what the tokenizer puts before a text (BOS), unless the text begins with it already.
+        `special_start` adds the tokenizer's own beginning of a text (BOS), unless the text has it already.
         """
         ...
 
@@ -41,10 +41,10 @@ class TextCodec(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        """The conversation as the model's template writes it, for `encode_rendered` and for comparing.
+        """The conversation as the model's template writes it, for `encode_rendered` and for comparisons.
 
-        What looks like a control token in a message that is not the model's own is written in an escaped form; equal
-        messages have equal escapes.
+        Text that looks like a control token is escaped in every message but the model's own. Equal messages have equal
+        escapes.
 
         Raises:
             TemplateError: there is no template, or it refused the messages.
@@ -52,7 +52,7 @@ class TextCodec(Protocol):
         ...
 
     def rest_of(self, rendered: str, *, after: str) -> str | None:
-        """What of `rendered` follows the plain text `after`; ``None`` when it does not begin with it."""
+        """The part of `rendered` after the plain text `after`; ``None`` when it does not begin with it."""
         ...
 
     def encode_rendered(self, rendered: str) -> list[int]:
@@ -69,15 +69,15 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the rest of the worker knows of the model in the engine.
+    """The model in the engine, as the rest of the worker sees it.
 
     Attributes:
         name: as given with ``--model`` (or the folder's name); `request.model` must equal it, if given.
         fingerprint: hex digest over weights, config, tokenizer, chat template, cache layout and dtype. Cache bytes of
             another fingerprint, and so those made in another mode, are never loaded.
-        tokenizer_fingerprint: hex digest over tokenizer and chat template: token ids of another one mean nothing.
-        context_tokens: the most tokens (prompt + generated) the model can attend to.
-        mode: how its rows run, and whether its caches may be kept.
+        tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
+        context_tokens: most tokens (prompt + generated) that the model can attend to.
+        mode: how its sequences run, and whether its caches may be kept.
     """
 
     name: str
@@ -85,7 +85,7 @@ class LoadedModel:
     tokenizer_fingerprint: str
     context_tokens: int
     spec: ModelCacheSpec
-    codec: TextCodec
+    tokenizer: TokenizerPort
     mode: ServingMode = WIDEST
 
     @property
@@ -101,10 +101,10 @@ class ModelProviderPort(Protocol):
         """Load the model.
 
         Raises:
-            ModelNotLoadable: it is not there, or cannot be served.
+            ModelNotLoadable: the model is not there, or cannot be served.
         """
         ...
 
     def leave_thread(self) -> None:
-        """The last call on the engine thread, also after a failed `load`: let go of what belongs to the thread."""
+        """The last call on the engine thread, also after a failed `load`: release everything that belongs to it."""
         ...

@@ -1,69 +1,123 @@
-"""The seam of the queue: claimed jobs, and what may be done with them. No I/O, no rq."""
+"""The interface of the queue: claimed jobs, and the queue they come from. No I/O, no rq, no Redis."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports.agents import Busy, MemoryUse
-from stoker_worker.ports.engine import RowProgress
+from stoker_worker.ports.engine import SequenceProgress
 from stoker_worker.ports.memory import Delivery
 
+CancelReason = Literal["withdrawn", "timed out", "stopping"]
+"""The job was canceled, stopped or deleted; its own timeout passed; the worker stops and gives it back."""
 
-class Latch:
-    """Set once, with a reason, by one thread; read by others."""
+
+class CancelToken:
+    """Set by any thread, read by any thread; the first reason stays."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._reason: CancelReason | None = None
 
     @property
-    def reason(self) -> "CancelReason | None":
+    def reason(self) -> CancelReason | None:
         return self._reason
 
-    def set(self, reason: "CancelReason") -> None:
-        self._reason = self._reason or reason
+    def set(self, reason: CancelReason) -> None:
+        with self._lock:
+            self._reason = self._reason or reason
 
 
-CancelReason = Literal["withdrawn", "timed out", "stopping"]
-"""Somebody canceled, stopped or deleted the job; its own timeout passed; the worker stops and gives it back."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClaimedJob(Protocol):
+    """A job that is this worker's to run, until it is released. Two of them are equal only if they are the same object.
 
-
-@dataclass(frozen=True)
-class ClaimedJob:
-    """A job that is this worker's to run.
+    Each job is ended by one of `finish`, `fail`, `stop`, `give_back` and `drop`, and then released. They run on a
+    finisher thread, or on the fetcher thread for a job that is not passed on. They may be repeated after
+    `RedisUnavailable`, and each raises it.
 
     Attributes:
         attempt: 1, or more after a worker died with this job in flight.
-        lost_alone: how many of these workers ran nothing else.
+        losses_alone: how many of these workers ran nothing else.
         enqueued_at, claimed_at: Unix time in seconds.
-        claim_number: grows with each job this process claims: the order to give them back in. A clock may jump.
+        claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
+            this order.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
-        handle: the queue adapter's own record of it; nobody else looks inside.
-        cancel: set by the inbox when the job must not go on; the loader and the engine look at it.
+        cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
     """
 
     job_id: str
     queue: str
-    request: GenerationRequest | AgentRequest
+    request: GenerationRequest | AgentRequest = field(repr=False)
     delivery: Delivery
     attempt: int
+    losses_alone: int = 0
     enqueued_at: float
     claimed_at: float
     claim_number: int
     deadline: float | None
-    handle: Any = field(repr=False)
-    lost_alone: int = 0
-    cancel: Latch = field(default_factory=Latch, repr=False, compare=False)
+    cancel: CancelToken = field(default_factory=CancelToken, repr=False)
 
     @property
     def memory_use(self) -> MemoryUse:
         return MemoryUse.of(self.request.access, self.request.agent_id)
 
+    def is_ours(self) -> bool:
+        """Whether this run of the job is still this worker's to end."""
+        ...
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Post the result (JSON values).
+
+        Raises:
+            OwnershipLost: the run is not ours any more; nothing was written.
+        """
+        ...
+
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
+        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself.
+
+        Raises:
+            OwnershipLost: the run is not ours any more; nothing was written.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End a job that was withdrawn."""
+        ...
+
+    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        """Put the job back at the very front of its queue.
+
+        Args:
+            counts_as_attempt: count it as lost with its worker.
+            alone: nothing ran beside it when it was lost.
+
+        Returns:
+            ``False`` when it has ended meanwhile, or its queue is not ours any more.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Remove our run of a job that is not ours any more; the job's own state is left as it is."""
+        ...
+
+    def release(self) -> None:
+        """Free the job's place and its agent: this worker has nothing more to do with it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Serving:
-    """What a worker offers: its model, the longest prompt and answer together in tokens, and how its rows run."""
+    """What a worker offers.
+
+    Attributes:
+        context_tokens: the longest prompt and answer together.
+        mode: how its sequences run.
+    """
 
     model: str
     context_tokens: int
@@ -74,13 +128,26 @@ class Serving:
 
 
 class QueuePort(Protocol):
-    """The durable queue. Claiming and watching run on the inbox thread, ending jobs on the finaliser thread."""
+    """The durable queue, and the one table of the jobs that this worker has in flight.
+
+    Runs on the fetcher thread where nothing else is noted. Each call that asks Redis raises `RedisUnavailable` while
+    the server is away or cannot work.
+    """
 
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
-        """Take up to `limit` waiting jobs that may run beside one another and beside what is busy.
+        """Take up to `limit` waiting jobs that may run beside one another and beside what is busy. They are in flight
+        from then on.
 
-        Of an agent's jobs none passes by one that waits before it, unless both only read.
+        No job of an agent passes one that waits before it, unless both only read.
         """
+        ...
+
+    def in_flight(self) -> tuple[ClaimedJob, ...]:
+        """The jobs that were claimed and not released, in the order of their claim: a snapshot for any thread."""
+        ...
+
+    def wait_for_release(self, timeout_s: float) -> bool:
+        """Wait until a job was released since the last call that returned ``True``; ``False`` when none was in time."""
         ...
 
     def has_unread(self) -> bool:
@@ -88,65 +155,27 @@ class QueuePort(Protocol):
         ...
 
     def waiting_agents(self) -> frozenset[str]:
-        """Agents of waiting jobs, as far as `claim` has looked; asks nobody. The same object while nothing changes."""
+        """Agents of waiting jobs, as far as `claim` has looked. No round trip; the same object until they change."""
         ...
 
-    def withdrawn(self, jobs: Sequence[ClaimedJob], progress: Mapping[str, RowProgress]) -> list[ClaimedJob]:
-        """Which of `jobs` somebody canceled, stopped or deleted meanwhile; publishes `progress`, which is by job id (a
-        job that is not in it is being loaded), and notices who wants to read along."""
+    def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
+        """The jobs in flight that were canceled, stopped or deleted meanwhile.
+
+        Publishes `progress`, which is by job id (a job that is missing there is being loaded), and notices new readers
+        of a job's text.
+        """
         ...
 
     def listened_to(self) -> frozenset[int]:
-        """Jobs in flight whose text somebody reads as it is generated, by `claim_number`; asks nobody."""
+        """Jobs in flight whose text is read as it is generated, by `claim_number`; no round trip."""
         ...
 
     def tell(self, texts: Mapping[int, str]) -> None:
         """Publish the texts of such jobs as far as they go, by `claim_number`."""
         ...
 
-    def owns(self, job: ClaimedJob) -> bool:
-        """Whether this execution is still this worker's to end."""
-        ...
-
-    def finish(self, job: ClaimedJob, result: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            OwnershipLost: the execution is not ours any more; nothing was written.
-        """
-        ...
-
-    def fail(
-        self, job: ClaimedJob, error: Exception, partial_text: str | None = None, *, may_retry: bool = True
-    ) -> None:
-        """Fail the job with one readable line; RQ retries it if it has retries left and `error` may pass by itself.
-
-        Raises:
-            OwnershipLost: the execution is not ours any more; nothing was written.
-        """
-        ...
-
-    def stopped(self, job: ClaimedJob) -> None:
-        """End a job that `withdrawn` named."""
-        ...
-
-    def drop(self, job: ClaimedJob) -> None:
-        """Forget a job that is not ours any more: our execution is removed, the job's own state is left as it is."""
-        ...
-
-    def give_back(self, jobs: Sequence[ClaimedJob], *, counts_as_attempt: bool, alone: bool = False) -> int:
-        """Put jobs back at the front of their queues, in their order.
-
-        Args:
-            counts_as_attempt: they were lost, as if with their worker.
-            alone: one that nothing ran beside when it was.
-
-        Returns:
-            how many: none that has ended meanwhile, and none at all when the queue is not ours any more.
-        """
-        ...
-
     def recover(self) -> int:
-        """Put back what dead workers had in flight; returns how many jobs that were."""
+        """Put back the jobs that dead workers had in flight; returns how many. At the start on the recovery thread."""
         ...
 
     def tidy(self) -> bool:
@@ -157,14 +186,18 @@ class QueuePort(Protocol):
         """
         ...
 
-    def announce(self, serving: Serving) -> None:
-        """What this worker serves, for all who look for one; asks nobody. Main thread."""
-        ...
-
     def is_empty(self) -> bool:
         """Whether no job waits in any of the queues."""
         ...
 
+    def announce(self, serving: Serving) -> None:
+        """Show producers what this worker serves; no round trip. Main thread."""
+        ...
+
     def beat(self) -> bool:
-        """Show that this worker lives; ``False`` when it has been deposed. Heartbeat thread."""
+        """Show that this worker lives; ``False`` when another has taken over its queues. Heartbeat thread."""
+        ...
+
+    def hang_up(self) -> None:
+        """Stop waiting for an unreachable server: calls under way fail now, later ones soon. Main thread."""
         ...

@@ -1,0 +1,173 @@
+"""Agent memory without a disk: `CacheStorePort` for the tests of everything above the store.
+
+`AgentCacheStore` passes the same contract suite (tests/worker/memory/test_store_contract.py). Any thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from tests.in_memory.agent_jobs import InMemoryAgentJobs
+from tests.in_memory.agent_memory import AgentMemory, SavedCache, SavedVersion, cut, join
+
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_worker.memory.block_chain import BlockChain, common_length
+from stoker_worker.memory.cache_layout import fits, state_fits
+from stoker_worker.ports import AgentVersion, CacheSlice, CacheStorePort, LoadedModel, Restored, RestoredPrefix, Turn
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+
+class InMemoryAgentStore(CacheStorePort):
+    """Never evicts.
+
+    Attributes:
+        memory: what is in it; tests look there, and set `memory.before_write` to play a full or a slow disk.
+        beside_others: of each call of `restore`, in order.
+    """
+
+    def __init__(self) -> None:
+        self.memory = AgentMemory()
+        self.beside_others: list[bool] = []
+        self.agent_jobs = InMemoryAgentJobs(self.memory)
+        self._begun: set[str] = set()
+
+    def open_agent(self, agent_id: str) -> AgentVersion:
+        with self.memory.lock:
+            version = self.memory.newest(agent_id)
+            if agent_id in self.memory.unsaved:
+                problem = f"the transcript of agent {agent_id!r}: its last turn was not saved"
+                raise AgentTranscriptUnreadable(problem, usable=version)
+            return version
+
+    def restore(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        agent: AgentVersion | None,
+        model: LoadedModel,
+        salt: str | None,
+        beside_others: bool = False,
+    ) -> Restored:
+        if not model.has_memory or (agent is None and model.spec.snapshot_layers):
+            return Restored(None, "none")
+        chain = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
+        limit = max(0, len(prompt_ids) - 1)
+        with self.memory.lock:
+            self.beside_others.append(beside_others)
+            shared = 0
+            if agent is None:
+                shared = sum(1 for _ in takewhile(self._begun.__contains__, chain.addresses))
+                self._begun.update(chain.addresses)
+            else:
+                self.memory.counted_on.setdefault(agent.agent_id, set()).update(chain.addresses)
+            saved = sum(
+                1 for _ in takewhile(self.memory.blocks.__contains__, chain.addresses[: -(-limit // BLOCK_TOKENS)])
+            )
+            own, reason = self._own_cache(agent, model, salt)
+            prefix = self._longest_prefix(chain, limit, saved, own, model.spec)
+        if prefix is None:
+            return Restored(None, "none", 0 if model.spec.snapshot_layers else saved, reason, shared)
+        if prefix.n_tokens == limit:
+            reason = None
+        return Restored(prefix, "memory", min(saved, -(-prefix.n_tokens // BLOCK_TOKENS)), reason, shared)
+
+    def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
+        check_cache(turn)
+        self.memory.before_write(turn.agent_id)
+        with self.memory.lock:
+            number = self.memory.newest(turn.agent_id).number
+            if number != turn.parent:
+                raise AgentVersionConflict(
+                    f"agent {turn.agent_id!r} is at version {number}, the turn continues {turn.parent}"
+                )
+            result = turn.result_of(turn.parent + 1)
+            cache = self._cache_after(turn)
+            self.memory.add_version(turn.agent_id, SavedVersion(turn.delivery, turn.transcript, dict(result), cache))
+            return turn.parent + 1, result
+
+    def save_blocks(
+        self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
+    ) -> None:
+        self.memory.before_write(None)
+        with self.memory.lock:
+            self._add_blocks(BlockChain(model.fingerprint, salt, token_ids), cache)
+
+    def mark_unsaved(self, agent_id: str) -> None:
+        with self.memory.lock:
+            self.memory.unsaved.add(agent_id)
+
+    def pin(self, agents: frozenset[str]) -> None:
+        self.memory.pinned = agents
+
+    def close(self) -> None:
+        pass
+
+    # --- caches ---
+
+    def _own_cache(
+        self, agent: AgentVersion | None, model: LoadedModel, salt: str | None
+    ) -> tuple[SavedCache | None, str | None]:
+        """The cache of the agent's newest version if this model and salt may use it, else why not."""
+        versions = self.memory.agents.get(agent.agent_id, []) if agent is not None else []
+        if agent is None or not versions or len(versions) != agent.number or (cache := versions[-1].cache) is None:
+            return None, None
+        if versions[-1].transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
+            return None, "other_tokenizer"
+        if cache.chain.model != model.fingerprint:
+            return None, "other_model"
+        return (cache, None) if cache.chain.salt == salt else (None, "other_salt")
+
+    def _longest_prefix(
+        self, chain: BlockChain, limit: int, saved_blocks: int, own: SavedCache | None, spec: ModelCacheSpec
+    ) -> RestoredPrefix | None:
+        own_tokens = common_length(own.chain.token_ids, chain.token_ids[:limit]) if own else 0
+        if spec.snapshot_layers:
+            usable = [snapshot for snapshot in own.snapshots if snapshot.n_tokens <= own_tokens] if own else []
+            if own is None or not usable:
+                return None
+            n_tokens = usable[-1].n_tokens
+            return RestoredPrefix(n_tokens, cut(own.layers, 0, n_tokens), usable[-1].states)
+        n_tokens = max(own_tokens, min(limit, saved_blocks * BLOCK_TOKENS))
+        if not n_tokens:
+            return None
+        if own is not None and n_tokens == own_tokens:
+            return RestoredPrefix(n_tokens, cut(own.layers, 0, n_tokens))
+        blocks = [self.memory.blocks[address] for address in chain.addresses[:saved_blocks]]
+        return RestoredPrefix(n_tokens, cut(join(blocks), 0, n_tokens))
+
+    def _cache_after(self, turn: Turn) -> SavedCache | None:
+        model, cache = turn.model, turn.cache
+        if not model.has_memory:
+            return None
+        chain = BlockChain(model.fingerprint, turn.cache_salt, turn.transcript.token_ids)
+        if cache is None:  # the full blocks of the tokens that stay are still right
+            old, _ = self._own_cache(self.memory.newest(turn.agent_id), model, turn.cache_salt)
+            if old is None or not model.spec.full_layers:
+                return None
+            n_tokens = common_length(old.chain.token_ids, chain.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+            return SavedCache(chain.up_to(n_tokens), model.spec, cut(old.layers, 0, n_tokens))
+        chain = chain.up_to(cache.stop)
+        layers = cache.layers
+        if model.spec.full_layers:
+            before = [self.memory.blocks[address] for address in chain.addresses[: cache.start // BLOCK_TOKENS]]
+            self._add_blocks(chain, cache)
+            layers = join([*before, cache.layers])
+        return SavedCache(chain, model.spec, layers, cache.snapshots)
+
+    def _add_blocks(self, chain: BlockChain, cache: CacheSlice) -> None:
+        for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks):
+            start = index * BLOCK_TOKENS - cache.start
+            self.memory.blocks.setdefault(chain.addresses[index], cut(cache.layers, start, start + BLOCK_TOKENS))
+
+
+def check_cache(turn: Turn) -> None:
+    """Raises `ValueError` unless the turn's cache is the cache of its transcript."""
+    cache, spec, n_tokens = turn.cache, turn.model.spec, len(turn.transcript.token_ids)
+    if cache is None or not turn.model.has_memory:
+        return
+    if cache.start % BLOCK_TOKENS or not cache.start <= cache.stop <= n_tokens:
+        raise ValueError(f"cache of tokens {cache.start} to {cache.stop}, of a transcript of {n_tokens}")
+    if not fits(spec, cache.layers, cache.stop - cache.start):
+        raise ValueError("the cache arrays are not of the model's shapes and dtype")
+    if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in cache.snapshots):
+        raise ValueError("the snapshot's arrays are not of the model's shapes and dtypes")

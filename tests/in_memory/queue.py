@@ -1,0 +1,257 @@
+"""A `QueuePort` without a server, for one worker. It keeps the contract in tests/worker/queue/test_queue_contract.py.
+
+What producers, operators and other workers do is done by methods of its own (`enqueue` to `take_over`); `away` makes
+each call raise `RedisUnavailable`. Safe for the worker's threads.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.in_memory.queue_entry import Entry, State
+
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
+from stoker_shared.request import GenerationRequest, build_request
+from stoker_worker.ports import Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving
+from stoker_worker.queue.in_flight import JobsInFlight
+
+
+class InMemoryQueue(QueuePort):
+    """One queue and one worker's hold on it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entries: dict[str, Entry] = {}
+        self.waiting: list[str] = []
+        self.is_held = True
+        self.away = False
+        self.serving: Serving | None = None
+        self.hung_up = False
+        self.given_back: list[str] = []
+        self.dropped: list[str] = []
+        self._numbers = itertools.count()
+        self._in_flight: JobsInFlight[InMemoryJob] = JobsInFlight()
+
+    # --- producers, operators, other workers ---
+
+    def enqueue(
+        self,
+        *,
+        job_id: str | None = None,
+        request: GenerationRequest | AgentRequest | None = None,
+        retries: int = 0,
+        timeout_s: float | None = None,
+        **fields: Any,
+    ) -> str:
+        """Enqueue a job; `fields` are those of a generation request, for which there is a prompt already."""
+        with self.lock:
+            number = next(self._numbers)
+            job_id = job_id or f"job-{number}"
+            request = request or build_request({"prompt": "p", **fields})
+            self.entries[job_id] = Entry(job_id, request, retries, timeout_s, created_at=str(number))
+            self.waiting.append(job_id)
+            return job_id
+
+    def cancel(self, job_id: str) -> None:
+        with self.lock:
+            self.entries[job_id].state = "canceled"
+            if job_id in self.waiting:
+                self.waiting.remove(job_id)
+
+    def ask_to_stop(self, job_id: str) -> None:
+        with self.lock:
+            self.entries[job_id].stop_asked = True
+
+    def listen(self, job_id: str) -> None:
+        with self.lock:
+            self.entries[job_id].is_listened_to = True
+
+    def take_over(self) -> None:
+        """Another worker has the queue now."""
+        self.is_held = False
+
+    def state(self, job_id: str) -> State:
+        return self.entries[job_id].state
+
+    def ask(self) -> None:
+        """
+        Raises:
+            RedisUnavailable: the server is away.
+        """
+        if self.away:
+            raise RedisUnavailable("Redis is away (in memory)")
+
+    # --- the port ---
+
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+        self.ask()
+        with self.lock:
+            return list(self._claim(limit, busy))
+
+    def _claim(self, limit: int, busy: Busy) -> "list[InMemoryJob]":
+        running = self._in_flight.snapshot()
+        if not self.is_held or any(job.attempt > 1 for job in running):
+            return []
+        claimed: list[InMemoryJob] = []
+        for job_id in list(self.waiting):
+            if len(claimed) >= limit:
+                break
+            job = self._job(self.entries[job_id])
+            use = job.memory_use
+            alone = job.attempt > 1
+            if busy.bars(use) or (alone and (running or claimed)):
+                busy = busy.beside([use])  # no later job of this agent passes it
+                continue
+            busy = busy.beside([use])
+            claimed.append(job)
+            if alone:
+                break
+        for job in claimed:
+            self.waiting.remove(job.job_id)
+            job.entry.state, job.entry.run = "started", job.claim_number
+            self._in_flight.add(job)
+        return claimed
+
+    def in_flight(self) -> tuple[ClaimedJob, ...]:
+        return self._in_flight.snapshot()
+
+    def wait_for_release(self, timeout_s: float) -> bool:
+        return self._in_flight.wait_for_release(timeout_s)
+
+    def has_unread(self) -> bool:
+        return False
+
+    def waiting_agents(self) -> frozenset[str]:
+        with self.lock:
+            requests = [self.entries[job_id].request for job_id in self.waiting]
+            return frozenset(request.agent_id for request in requests if request.agent_id)
+
+    def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
+        self.ask()
+        found: list[ClaimedJob] = []
+        for job in self._in_flight.snapshot():
+            job.entry.progress = progress.get(job.job_id, SequenceProgress("loading"))
+            if job.entry.stop_asked or not job.runs:
+                found.append(job)
+        return found
+
+    def listened_to(self) -> frozenset[int]:
+        return frozenset(job.claim_number for job in self._in_flight.snapshot() if job.entry.is_listened_to)
+
+    def tell(self, texts: Mapping[int, str]) -> None:
+        self.ask()
+        for job in self._in_flight.snapshot():
+            job.entry.text = texts.get(job.claim_number, job.entry.text)
+
+    def recover(self) -> int:
+        self.ask()
+        return 0
+
+    def tidy(self) -> bool:
+        self.ask()
+        return False
+
+    def is_empty(self) -> bool:
+        self.ask()
+        return not self.waiting
+
+    def announce(self, serving: Serving) -> None:
+        self.serving = serving
+
+    def beat(self) -> bool:
+        self.ask()
+        return self.is_held
+
+    def hang_up(self) -> None:
+        self.hung_up = True
+
+    # --- for its jobs ---
+
+    def remove(self, job: "InMemoryJob") -> None:
+        self._in_flight.remove(job)
+
+    def _job(self, entry: Entry) -> "InMemoryJob":
+        now = time.monotonic()
+        return InMemoryJob(
+            job_id=entry.job_id,
+            queue="generate",
+            request=entry.request,
+            delivery=Delivery(entry.job_id, entry.created_at),
+            attempt=entry.lost + 1,
+            losses_alone=entry.losses_alone,
+            enqueued_at=entry.enqueued_at,
+            claimed_at=time.time(),
+            claim_number=next(self._numbers),
+            deadline=None if entry.timeout_s is None else now + entry.timeout_s,
+            entry=entry,
+            owner=self,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InMemoryJob(ClaimedJob):
+    """See `ClaimedJob`."""
+
+    entry: Entry = field(repr=False)
+    owner: InMemoryQueue = field(repr=False)
+
+    @property
+    def runs(self) -> bool:
+        """Whether this run may still end the job."""
+        return self.entry.state == "started" and self.entry.run == self.claim_number
+
+    def is_ours(self) -> bool:
+        with self.owner.lock:
+            self.owner.ask()
+            return self.owner.is_held and self.runs
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        with self.owner.lock:
+            self._check()
+            self.entry.state, self.entry.result = "finished", result
+
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
+        with self.owner.lock:
+            self._check()
+            self.entry.error, self.entry.partial_text = error, partial_text
+            if self.entry.retries_left and may_retry and not isinstance(error, RequestError):
+                self.entry.retries_left -= 1
+                self._requeue()
+            else:
+                self.entry.state = "failed"
+
+    def stop(self) -> None:
+        with self.owner.lock:
+            if self.is_ours():
+                self.entry.state = "stopped"
+
+    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        with self.owner.lock:
+            if not self.is_ours():
+                return False
+            if counts_as_attempt:
+                self.entry.lost += 1
+                self.entry.losses_alone += alone
+            self._requeue()
+            self.owner.given_back.append(self.job_id)
+            return True
+
+    def drop(self) -> None:
+        with self.owner.lock:
+            self.owner.ask()
+            self.owner.dropped.append(self.job_id)
+
+    def release(self) -> None:
+        self.owner.remove(self)
+
+    def _check(self) -> None:
+        if not self.is_ours():
+            raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
+
+    def _requeue(self) -> None:
+        self.entry.state, self.entry.run = "queued", None
+        self.owner.waiting.insert(0, self.job_id)

@@ -1,0 +1,151 @@
+"""A batch in Redis: two processes work on it, and its ends are read."""
+
+import json
+import time
+
+import pytest
+from tests.producer.played_worker import PlayedWorker
+
+from stoker.batch.ends import ends_of, server_ms
+from stoker.batch.feeding import Feeder
+from stoker.batch.fields import LineOptions
+from stoker.batch.input_file import InputFile
+from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register
+from stoker.batch.sent_lines import sent_lines, take_out
+from stoker.driver import carry_out, run
+from stoker.job_options import JobOptions
+from stoker.operations import Watched
+
+LINES = 4
+DAY_S = 86_400
+
+
+@pytest.fixture
+def lines(tmp_path):
+    body = {"model": "m", "prompt": "x", "user": "a"}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    text = "".join(f"{json.dumps({'custom_id': f'c{n}', **line})}\n" for n in range(LINES))
+    (tmp_path / "in.jsonl").write_text(text + "no line\n")
+    with InputFile(tmp_path / "in.jsonl") as lines:
+        yield lines
+
+
+@pytest.fixture
+def record(connection, lines):
+    record = BatchRecord("b-1", "generate", "in.jsonl", lines.n_requests, lines.n_lines, DAY_S, int(time.time()))
+    return run(connection, register(record))
+
+
+@pytest.fixture
+def feeder(connection, lines):
+    return Feeder(connection, lines, LineOptions(), JobOptions(ttl_s=DAY_S), None)
+
+
+def test_two_that_would_send_the_same_lines_send_them_once(connection, record, feeder):
+    assert feeder.feed(record, 2)
+    assert not feeder.feed(record, 2)
+    assert connection.llen("rq:queue:generate") == 2
+    assert run(connection, read_record("b-1")).next_line == 3
+
+
+def test_a_batch_is_registered_once(connection, record, feeder):
+    feeder.feed(record, 2)
+    assert run(connection, register(record)).next_line == 3
+
+
+def test_lines_that_are_answered_already_are_not_sent(connection, record, feeder):
+    assert feeder.feed(record, 100, {1, 3})
+    assert [line.number for line in run(connection, sent_lines("b-1", 0, 100))] == [2, 4, 5]
+    assert connection.llen("rq:queue:generate") == 2
+
+
+def test_jobs_that_ended_since_the_walk_began_are_left_for_the_next(connection, record, feeder):
+    """Otherwise an agent's later line could be found without the earlier one on the page before."""
+    feeder.feed(record, 100)
+    sent = run(connection, sent_lines("b-1", 0, 100))
+    before_ms = run(connection, server_ms())
+    PlayedWorker(connection).finish(sent[0].job_id("b-1"))
+    found = [
+        list(run(connection, ends_of("b-1", sent, before_ms=ms, look_at_all=look_at_all)))
+        for ms in (before_ms, before_ms + 1000)
+        for look_at_all in (False, True)
+    ]
+    bad = sent[-1]
+    assert found == [[bad], [bad], [sent[0], bad], [sent[0], bad]]
+
+
+def test_a_line_that_was_taken_out_twice_counts_once(connection, record, feeder):
+    feeder.feed(record, 100)
+    sent = run(connection, sent_lines("b-1", 0, 100))
+    PlayedWorker(connection).finish(sent[0].job_id("b-1"))
+    for _ in range(2):
+        run(connection, take_out(record, {sent[0]: True, sent[-1]: False}, "here"))
+    now = run(connection, read_record("b-1"))
+    assert (now.n_taken, now.n_failed, now.output) == (2, 1, "here")
+    assert len(run(connection, sent_lines("b-1", 0, 100))) == LINES - 1
+    assert not list(connection.scan_iter(f"rq:*:{sent[0].job_id('b-1')}"))
+
+
+def test_everything_expires_and_a_batch_outlives_its_jobs(connection, record, feeder):
+    feeder.feed(record, 100)
+    job_id = run(connection, sent_lines("b-1", 0, 1))[0].job_id("b-1")
+    assert 0 < connection.ttl(f"rq:job:{job_id}") <= DAY_S
+    for key in connection.scan_iter("stoker:batch:b-1*"):
+        assert connection.ttl(key) > 2 * DAY_S
+    run(connection, forget("b-1"))
+    assert not list(connection.scan_iter("stoker:batch:*"))
+
+
+def test_every_change_of_a_batch_tolerates_writes_by_other_processes(connection, record, feeder, monkeypatch):
+    """Another write interrupts each watched transaction three times before it succeeds."""
+    feeder.feed(record, 2)
+    interfered = []
+
+    def interfering(client, step):
+        if isinstance(step, Watched) and len(interfered) % 4 < 3:
+            write = step.write
+
+            def written_to(replies):
+                connection.hset(step.keys[-1], "touched", len(interfered))
+                return write(replies)
+
+            step = Watched(step.keys, step.reads, written_to)
+        if isinstance(step, Watched):
+            interfered.append(step)
+        return carry_out(client, step)
+
+    monkeypatch.setattr("stoker.driver.carry_out", interfering)
+    now = run(connection, read_record("b-1"))
+    assert feeder.feed(now, 2)
+    assert len(interfered) == 4
+    now = run(connection, read_record("b-1"))
+    assert now
+    [first, *_] = run(connection, sent_lines("b-1", 0, 100))
+    run(connection, take_out(now, {first: True}, "out"))
+    run(connection, mark_canceled(now))
+    assert len(interfered) == 12
+    after = run(connection, read_record("b-1"))
+    assert (after.canceled, after.n_taken, after.n_sent) == (True, 1, 4)
+
+
+def test_a_batch_that_goes_while_its_answers_are_taken_out_leaves_no_half_record(
+    connection, record, feeder, monkeypatch
+):
+    feeder.feed(record, 2)
+    [first, *_] = run(connection, sent_lines("b-1", 0, 100))
+
+    def losing_all(client, step):
+        if isinstance(step, Watched) and connection.exists("stoker:batch:b-1"):
+            write = step.write
+
+            def too_late(replies):
+                commands = write(replies)
+                run(connection, forget("b-1"))
+                return commands
+
+            step = Watched(step.keys, step.reads, too_late)
+        return carry_out(client, step)
+
+    monkeypatch.setattr("stoker.driver.carry_out", losing_all)
+    run(connection, take_out(record, {first: True}, "out"))
+    assert connection.keys("stoker:batch:*") == []

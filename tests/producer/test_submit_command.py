@@ -1,0 +1,183 @@
+"""`stoker submit`: every field and option arrives; the request comes from options, a file or stdin."""
+
+import json
+import pty
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker.cli import main
+from stoker.job_options import JobOptions
+from stoker.submit_command import JOB_OPTIONS, submit
+from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import DEFAULT_QUEUE
+
+pytestmark = pytest.mark.server
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
+FIELDS = {
+    "agent_id": (["--agent", "a"], "a"),
+    "messages": (["--messages-file", "messages.json"], MESSAGES),
+    "context": (["--context", "append"], "append"),
+    "expect_version": (["--expect-version", "0"], 0),
+    "must_exist": (["--must-exist"], True),
+    "cache": (["--cache", "read"], "read"),
+    "max_tokens": (["--max-tokens", "7"], 7),
+    "temperature": (["--temperature", "1"], 1.0),
+    "top_p": (["--top-p", "0.5"], 0.5),
+    "top_k": (["--top-k", "5"], 5),
+    "min_p": (["--min-p", "0.25"], 0.25),
+    "seed": (["--seed", "0"], 0),
+    "stop": (["--stop", "x", "--stop", "y"], ["x", "y"]),
+    "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "logprobs": (["--logprobs"], True),
+    "top_logprobs": (["--top-logprobs", "2"], 2),
+    "tools": (["--tools-file", "tools.json"], TOOLS),
+    "chat_template_kwargs": (["--chat-template-kwargs", '{"deep": false}'], {"deep": False}),
+    "cache_salt": (["--cache-salt", "s"], "s"),
+    "model": (["--model", "m"], "m"),
+    "metadata": (["--metadata", "k=v=w", "--metadata", "l="], {"k": "v=w", "l": ""}),
+}
+
+
+@pytest.fixture
+def request_of(redis_url):
+    """The request on the wire, of the job whose id a command printed."""
+    with Redis.from_url(redis_url) as connection:
+        yield lambda ran: PlayedWorker(connection).job(ran[1].strip()).kwargs["request"]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "messages.json").write_text(json.dumps(MESSAGES))
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    (tmp_path / "request.json").write_text(json.dumps({"v": 1, "agent_id": "f", "prompt": "p", "max_tokens": 9}))
+
+
+def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of):
+    assert {*FIELDS, "prompt", "v"} == set(GenerationRequest.model_fields)
+    ran = stoker("submit", *(word for words, _ in FIELDS.values() for word in words))
+    assert ran[::2] == (0, "")
+    assert request_of(ran) == {"v": 2, **{name: value for name, (_, value) in FIELDS.items()}}
+    assert request_of(stoker("submit", "--prompt", " p ")) == {"v": 2, "prompt": " p "}
+    assert request_of(stoker("submit", "--message", "m")) == {"v": 2, "messages": [{"role": "user", "content": "m"}]}
+
+
+def test_every_option_of_a_job_arrives(stoker, redis_url):
+    of_a_job = {field.name for field in fields(JobOptions) if field.init and field.name != "stream"}
+    assert of_a_job | {"queue", "job_id"} == set(JOB_OPTIONS)
+    assert set(JOB_OPTIONS) <= {option.name for option in submit.params}
+    first, second = (stoker("submit", "--message", "m")[1].strip() for _ in range(2))
+    times = ["--job-timeout-s", "5", "--result-ttl-s", "6", "--failure-ttl-s", "-1", "--ttl-s", "8"]
+    behind = ["--depends-on", first, "--depends-on", second, "--allow-dependency-failures", "--at-front"]
+    ran = stoker("submit", "--message", "m", "--queue", "q", "--job-id", "j", "--retry", "2", *times, *behind)
+    assert ran == (0, "j\n", "")
+    with Redis.from_url(redis_url) as connection:
+        job = PlayedWorker(connection).job("j")
+    assert (job.origin, job.timeout, job.result_ttl, job.failure_ttl, job.ttl) == ("q", 5, 6, -1, 8)
+    assert (job.retries_left, job.enqueue_at_front, job.allow_dependency_failures) == (2, True, True)
+    assert sorted(job.dependency_ids) == sorted([first, second])
+
+
+def test_the_defaults_in_the_help_are_the_models():
+    shown = {
+        option.name: option.help.rpartition("[")[2].rstrip("]") for option in submit.params if "  [" in str(option.help)
+    }
+    del shown["redis"]
+    defaults = {
+        **{name: str(field.default) for name, field in GenerationRequest.model_fields.items()},
+        **{field.name: str(field.default) for field in fields(JobOptions) if field.init},
+        "agent_id": "none: no memory",
+        "queue": DEFAULT_QUEUE,
+    }
+    names = {"agent_id", "context", "cache", "max_tokens", "temperature", "queue"}
+    assert shown == {name: defaults[name] for name in names | {"job_timeout_s", "result_ttl_s", "failure_ttl_s"}}
+
+
+def test_a_file_that_is_not_json_or_has_the_wrong_form_is_a_usage_error(stoker):
+    for wrong in (
+        ["--metadata", "k"],
+        ["--metadata", "k=1", "--metadata", "k=2"],
+        ["--chat-template-kwargs", "[1]"],
+        ["--chat-template-kwargs", "{"],
+        ["--tools-file", "request.json"],
+        ["--tools-file", "missing.json"],
+        ["--must-exist"],
+    ):
+        code, out, err = stoker("submit", "--message", "hi", *wrong)
+        assert (code, out) == (2, ""), wrong
+        assert "Traceback" not in err
+    assert "missing" not in stoker("submit", "--json-file", "messages.json")[1]
+
+
+def test_an_option_replaces_that_field_of_the_file(stoker, request_of):
+    file = ("submit", "--json-file", "request.json")
+    assert request_of(stoker(*file)) == {"v": 1, "agent_id": "f", "prompt": "p", "max_tokens": 9}
+    assert request_of(stoker(*file, "--agent", "g", "--seed", "1")) == {
+        "v": 1, "agent_id": "g", "prompt": "p", "max_tokens": 9, "seed": 1,
+    }  # fmt: skip
+    assert request_of(stoker(*file, "--message", "m")) == {
+        "v": 1, "agent_id": "f", "messages": [{"role": "user", "content": "m"}], "max_tokens": 9,
+    }  # fmt: skip
+    from_stdin = stoker("submit", "--json-file", "-", stdin=b'{"max_tokens": 3, "prompt": "z"}')
+    assert request_of(from_stdin) == {"v": 2, "prompt": "z", "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (b"[]", "JSON object"),
+        (b"{", "JSON object"),
+        (b'{"prompt": "p", "colour": 1}', "colour"),
+        (b'{"prompt": "p", "queue": "q"}', "queue"),
+        (b'{"prompt": "p", "v": 99}', "v 99"),
+        (b'{"max_tokens": 3}', "no input"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_request_is_refused_by_name(stoker, file, told):
+    code, out, err = stoker("submit", "--json-file", "-", stdin=file)
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_stdin_is_the_users_message_where_nothing_else_gives_the_input(stoker, request_of):
+    said = [{"role": "user", "content": "two\nlines"}]
+    assert request_of(stoker("submit", "--agent", "a", stdin=b"two\nlines\n"))["messages"] == said
+    Path("partial.json").write_text('{"max_tokens": 3}')
+    assert request_of(stoker("submit", "--json-file", "partial.json", stdin=b"two\nlines\r\n")) == {
+        "v": 2, "messages": said, "max_tokens": 3,
+    }  # fmt: skip
+    assert "prompt" in request_of(stoker("submit", "--prompt", "given", stdin=b"not read"))
+
+
+def test_a_prompt_or_messages_or_tools_may_be_in_stdin_as_they_are(stoker, request_of):
+    assert request_of(stoker("submit", "--prompt-file", "-", stdin=" zwölf\n\n".encode()))["prompt"] == " zwölf\n\n"
+    ran = stoker("submit", "--messages-file", "-", stdin=json.dumps(MESSAGES).encode())
+    assert request_of(ran)["messages"] == MESSAGES
+    ran = stoker("submit", "--message", "m", "--tools-file", "-", stdin=json.dumps(TOOLS).encode())
+    assert request_of(ran)["tools"] == TOOLS
+    code, _, err = stoker("submit", "--prompt-file", "-", stdin=b"\xff\xfe")
+    assert code == 2
+    assert "UTF-8" in err
+
+
+def test_stdin_is_read_for_one_option_only(stoker):
+    code, _, err = stoker("submit", "--messages-file", "-", "--tools-file", "-", stdin=b"[]")
+    assert code == 2
+    assert "one option" in err
+
+
+def test_without_any_input_the_ways_to_give_one_are_named(stoker, redis_url, monkeypatch, capsys):
+    assert "--message" in stoker("submit", "--agent", "a")[2]  # as under cron
+    _, terminal = pty.openpty()
+    with open(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(SystemExit, match="2"):
+            main(["submit", "--agent", "a"])
+    assert "no input" in capsys.readouterr().err

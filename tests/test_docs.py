@@ -1,0 +1,76 @@
+"""The pages name existing things: links within the repository, and mlx-lm's private names as the worker uses them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from stoker_worker.cli.main import run
+from stoker_worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_within_the_repository_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes from a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+OUR_PAGES = [page for page in PAGES if page.name != "upstream.md"]  # it names files of mlx-lm and RQ
+
+
+@pytest.mark.parametrize("page", OUR_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_a_page_names_exist(page):
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`", page.read_text()))
+    roots = (ROOT, ROOT / "worker" / "stoker_worker", ROOT / "producer" / "stoker", ROOT / "shared")
+    assert not {name for name in named if not any((root / name).exists() for root in roots)}
+
+
+def test_the_decision_on_composition_lists_every_private_name_of_mlx_lm_that_is_used():
+    used = set()
+    for room in ("engine", "models"):
+        for file in (ROOT / "worker" / "stoker_worker" / room).rglob("*.py"):
+            used |= private_names(ast.parse(file.read_text()))
+    page = (ROOT / "docs" / "decisions.md").read_text()
+    _, entry = page.split("Composition over `BatchGenerator`")
+    listed = set(re.findall(r"[`.](_[a-z]\w*)`", entry))
+    assert used == listed
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private attributes of other objects than `self` and `cls`, and private names imported from mlx-lm."""
+    imported = {
+        name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm")
+        for name in node.names
+        if name.name.startswith("_")
+    }
+    attributes = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match("_[a-z]", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os"))
+    }
+    return imported | attributes
+
+
+def test_every_option_of_the_worker_is_a_variable_too_as_the_readme_promises():
+    assert "Every option of the worker is also a variable" in (ROOT / "README.md").read_text()
+    assert {option.name for option in run.params} <= set(WorkerSettings.model_fields)

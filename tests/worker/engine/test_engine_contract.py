@@ -1,0 +1,190 @@
+"""The contract of `GenerationEnginePort`, for the real engine (over a tiny model) and the scripted one."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, work
+from tests.worker.engine.reading import STAGES, read_along
+
+from stoker_shared import build_request
+from stoker_worker.engine.scripted import ScriptedEngine, ScriptedTokenizer
+from stoker_worker.ports import GenerationWork
+
+
+class Real:
+    """`BlockPoolBatchEngine` over a tiny Llama. No token ends an answer, unless a test asks for one."""
+
+    def __init__(self):
+        self.layout = Layout("llama", eos=False)
+
+    @property
+    def tokenizer(self):
+        return self.layout.loaded.tokenizer
+
+    def engine(self, max_batch=4):
+        return self.layout.engine(max_batch=max_batch)
+
+    def work(self, number, max_tokens=8, **fields):
+        return work(random_ids(random.Random(number), 40 + 7 * number), max_tokens, **fields)
+
+    def next_turn(self, last, done, n_cached):
+        ids = (*last.prompt_ids, *done.generated_ids, 1, 2, 3)
+        return work(ids, 8, prefix_of(done.cache, n_cached) if n_cached else None)
+
+    def ending(self):
+        """An implementation of the same kind, and work whose answer ends by itself there."""
+        one = self.work(0)
+        (done,) = run(self.engine(), [one])
+        ending = Real()
+        tokenizer: Any = Numbers(frozenset({done.generated_ids[2]}))
+        ending.layout.loaded = replace(ending.layout.loaded, tokenizer=tokenizer)
+        return ending, one
+
+
+class Scripted:
+    """`ScriptedEngine`. Its answers to these prompts never end by themselves, unless a test asks for one."""
+
+    tokenizer = ScriptedTokenizer()
+
+    def engine(self, max_batch=4):
+        return ScriptedEngine(max_batch=max_batch, steps_per_s=1e9)
+
+    def work(self, number, max_tokens=8, prompt=None, save_from=0, **fields):
+        text = prompt or f"question {number} " * (number + 1)
+        request = build_request({"agent_id": "a", "prompt": text, "max_tokens": max_tokens, **fields})
+        return GenerationWork(request, tuple(text.encode()), None, save_from)
+
+    def next_turn(self, last, done, n_cached):
+        request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 8})
+        ids = (*last.prompt_ids, *done.generated_ids, 1, 2, 3)
+        return GenerationWork(request, ids, prefix_of(done.cache, n_cached) if n_cached else None)
+
+    def ending(self):
+        return self, self.work(0, prompt="say hi")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(Real, marks=pytest.mark.mlx), Scripted])
+def side(request):
+    return request.param()
+
+
+def run(engine, works):
+    uids = [engine.submit(one) for one in works]
+    done = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    engine.close()
+    return [done[uid] for uid in uids]
+
+
+def test_each_sequence_ends_once_and_is_counted_until_it_does(side):
+    engine = side.engine(max_batch=2)
+    uids = [engine.submit(side.work(n, max_tokens=3 + n)) for n in range(5)]
+    ended = []
+    while engine.in_flight:
+        assert engine.progress().keys() == set(uids) - set(ended)
+        assert engine.in_flight == len(uids) - len(ended)
+        ended += [completion.uid for completion in engine.step()]
+    assert Counter(ended) == Counter(uids)
+    assert engine.step() == []
+    assert engine.progress() == {}
+    engine.close()
+
+
+def test_only_a_batch_of_sequences_runs_and_the_others_wait_in_order(side):
+    engine = side.engine(max_batch=2)
+    uids = [engine.submit(side.work(n)) for n in range(5)]
+    first_to_run = []
+    while engine.in_flight:
+        engine.step()
+        running = [uid for uid, progress in engine.progress().items() if progress.stage != "waiting"]
+        assert len(running) <= 2
+        first_to_run += [uid for uid in sorted(running) if uid not in first_to_run]
+    assert first_to_run == uids
+    engine.close()
+
+
+def test_an_answer_is_the_same_alone_and_in_a_batch(side):
+    works = [side.work(n) for n in range(4)]
+    alone = [run(side.engine(), [one])[0] for one in works]
+    assert [done.generated_ids for done in run(side.engine(), works)] == [done.generated_ids for done in alone]
+    assert len({done.generated_ids for done in alone}) == 4
+
+
+def test_an_answer_ends_at_max_tokens_and_is_kept_whole(side):
+    (done,) = run(side.engine(), [side.work(0, max_tokens=7)])
+    assert (done.outcome, done.ended_by, len(done.generated_ids), done.kept) == ("finished", "length", 7, 7)
+    assert (done.text, done.carry_text) == (side.tokenizer.decode(done.generated_ids), "")
+    assert (done.error, done.logprobs) == (None, None)
+
+
+def test_an_end_of_sequence_token_is_kept_but_not_in_the_text(side):
+    ending, one = side.ending()
+    (done,) = run(ending.engine(), [one])
+    assert (done.ended_by, done.kept) == ("eos", len(done.generated_ids))
+    assert done.generated_ids[-1] in ending.tokenizer.eos_ids
+    assert done.text == ending.tokenizer.decode(done.generated_ids[:-1])
+    assert done.cache.stop == len(one.prompt_ids) + len(done.generated_ids)
+
+
+def test_a_stop_string_and_everything_after_it_are_cut_from_text_and_cache(side):
+    (plain,) = run(side.engine(), [side.work(1)])
+    stop = plain.text[5:8]
+    (done,) = run(side.engine(), [side.work(1, stop=[stop])])
+    assert (done.outcome, done.ended_by) == ("finished", "stop")
+    assert done.text == plain.text[: plain.text.index(stop)]
+    assert side.tokenizer.decode(done.generated_ids[: done.kept]) + done.carry_text == done.text
+    assert done.cache.stop == len(side.work(1).prompt_ids) + done.kept
+
+
+def test_the_cache_is_returned_from_the_requested_token_on_or_not_at_all(side):
+    one = side.work(9)
+    whole, half, none = run(side.engine(), [one, side.work(9, save_from=32), side.work(9, save_from=None)])
+    assert (whole.cache.start, whole.cache.stop) == (0, len(one.prompt_ids) + 8)
+    assert (half.cache.start, half.cache.stop) == (32, whole.cache.stop)
+    assert none.cache is None
+    for (keys, values), (half_keys, half_values) in zip(whole.cache.layers, half.cache.layers, strict=True):
+        assert keys.shape[1] == whole.cache.stop
+        assert abs(keys[:, 32:] - half_keys).max() < 1e-4
+        assert abs(values[:, 32:] - half_values).max() < 1e-4
+
+
+def test_a_restored_prefix_gives_the_uncached_answer_and_is_counted(side):
+    one = side.work(2)
+    (done,) = run(side.engine(), [one])
+    for n_cached in (done.cache.stop, len(one.prompt_ids), 5):
+        cached, uncached = (run(side.engine(), [side.next_turn(one, done, n)])[0] for n in (n_cached, 0))
+        assert cached.generated_ids == uncached.generated_ids
+        assert (cached.cached_tokens, uncached.cached_tokens) == (n_cached, 0)
+
+
+def test_a_sequence_can_be_cancelled_at_any_stage_and_changes_no_other_answer(side):
+    plain = run(side.engine(), [side.work(0, max_tokens=30)])[0]
+    engine = side.engine(max_batch=2)
+    kept, running, waiting = (engine.submit(side.work(n, max_tokens=30)) for n in range(3))
+    while engine.progress()[running].tokens < 3:
+        engine.step()
+    assert engine.cancel(waiting).generated_ids == ()
+    cancelled = engine.cancel(running)
+    assert (cancelled.outcome, cancelled.ended_by, cancelled.cache) == ("cancelled", None, None)
+    assert cancelled.text == side.tokenizer.decode(cancelled.generated_ids)
+    assert engine.cancel(running) is None
+    assert engine.text(running) == ""
+    done = []
+    while engine.in_flight:
+        done += engine.step()
+    assert [completion.uid for completion in done] == [kept]
+    assert done[0].generated_ids == plain.generated_ids
+    engine.close()
+
+
+def test_every_answer_can_be_read_while_it_grows(side):
+    works = [side.work(n, max_tokens=20) for n in range(3)]
+    done, read, stages = read_along(side.engine(max_batch=2), works)
+    assert all(len(set(texts)) > 10 for texts in read)
+    assert {stage for seen in stages for stage in seen} <= set(STAGES)
+    assert stages[2][0] == "waiting"
+    assert all(completion.timing.decode_s >= 0 for completion in done)

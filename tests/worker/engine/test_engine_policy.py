@@ -1,0 +1,146 @@
+"""The engine's pure policies: the cost of a batch, the prefill of a step, the order of waiting sequences."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker_worker.engine.kv_cost import KVCost
+from stoker_worker.engine.prefill_budget import PrefillBudget
+from stoker_worker.engine.scheduler import MOST_OVERTAKEN, WaitingSequences
+from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
+
+FULL = LayerSpec(LayerKind.FULL, 2, 8, 8)
+WINDOW = LayerSpec(LayerKind.WINDOW, 2, 8, 8, window_tokens=64)
+STATE = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((4, 8), "float32"),))
+SPECS = {
+    "full": ModelCacheSpec((FULL, FULL), "float32"),
+    "window": ModelCacheSpec((WINDOW, FULL), "bfloat16"),
+    "recurrent": ModelCacheSpec((STATE, STATE), "float32"),
+    "hybrid": ModelCacheSpec((STATE, FULL, WINDOW), "float16"),
+}
+
+
+# --- cost ---
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@given(n=st.integers(1, 5000), blocks=st.integers(0, 60))
+def test_the_longest_sequence_fits_and_one_token_more_does_not(spec, n, blocks):
+    kv_cost = KVCost(spec, 64)
+    assert kv_cost.sequence_blocks(n) <= kv_cost.sequence_blocks(n + 1)
+    longest = kv_cost.longest_sequence(blocks)
+    assert longest == 0 or kv_cost.sequence_blocks(longest) <= blocks
+    assert kv_cost.sequence_blocks(longest + 1) > blocks or longest >= 2**31
+
+
+def test_short_sequences_beside_a_long_one_cost_as_much_as_the_long_one():
+    kv_cost = KVCost(SPECS["full"], 64)
+    cost = kv_cost.of_batch([4096, *[64] * 7], [])
+    assert cost.decoding == kv_cost.sequence_blocks(4096) == 17
+    assert kv_cost.of_batch([64] * 8, []).decoding == 2
+
+
+def test_a_window_costs_no_more_than_its_size_and_the_prefilled_tokens():
+    kv_cost = KVCost(SPECS["window"], 64)
+    beside = kv_cost.sequence_blocks(100_000) * kv_cost.block_bytes - (100_000 + 255) * 64
+    assert beside < 2 * (64 + 64) * 64 + kv_cost.block_bytes
+
+
+def test_a_model_without_full_attention_costs_the_same_at_any_length():
+    kv_cost = KVCost(SPECS["recurrent"], 64)
+    assert kv_cost.block_bytes == 2 * 4 * 8 * 4
+    assert kv_cost.sequence_blocks(1) == kv_cost.sequence_blocks(1_000_000) == 1
+
+
+# --- prefill budget ---
+
+
+def simulate(*, decoding, wanting, pass_s=0.1, token_s=0.002, decode_s=0.1, steps=400, max_step_s=0.5):
+    """A machine where a pass costs `pass_s` and each token `token_s`; returns chunks and seconds of every step."""
+    budget, chunks, seconds = PrefillBudget(max_step_s, 1024), [], []
+    for _ in range(10):
+        budget.note(decode_s, decoding=decoding, wanting=0, prefill_tokens=0)
+    for _ in range(steps):
+        chunk = budget.chunk_tokens(decoding=decoding, prefilling=1, waiting=wanting - 1)
+        step_s = (decode_s if decoding else 0.0) + (pass_s + token_s * chunk if chunk else 0.0)
+        budget.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=chunk)
+        chunks.append(chunk)
+        seconds.append(step_s)
+    return chunks, seconds
+
+
+def test_one_prompt_beside_many_decoding_sequences_takes_half_of_the_time():
+    chunks, seconds = simulate(decoding=7, wanting=1)
+    quiet_s = 0.1 * len(seconds)
+    assert 0.5 <= quiet_s / sum(seconds) <= 0.6
+    assert max(seconds) <= 0.1 + 0.55
+    assert max(chunks) == pytest.approx(200, abs=5)  # as large as possible: few passes for many tokens
+    assert 0 in chunks
+
+
+@pytest.mark.parametrize(("decoding", "wanting"), [(0, 1), (1, 15), (8, 8)])
+def test_a_half_empty_batch_is_filled_without_a_pause_in_steps_of_twice_the_limit(decoding, wanting):
+    chunks, seconds = simulate(decoding=decoding, wanting=wanting)
+    assert 0 not in chunks
+    assert seconds[-1] == pytest.approx(1.0 + (0.1 if decoding else 0.0), abs=0.02)
+
+
+def test_chunks_follow_the_machine_and_stay_within_their_bounds():
+    assert PrefillBudget(0.5, 1024).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 64
+    assert PrefillBudget(0.5, 32).chunk_tokens(decoding=0, prefilling=1, waiting=0) == 32
+    fast, _ = simulate(decoding=0, wanting=1, pass_s=0.001, token_s=1e-6)
+    assert fast[:4] == [64, 256, 1024, 1024]
+    slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)
+    assert slow[-1] == 16
+
+
+def test_moving_a_long_prefix_takes_no_more_than_half_a_step_of_decoding():
+    budget = PrefillBudget(0.5, 1024)
+    assert budget.move_s(decoding=3) == 0.5  # no measurement yet
+    budget.note(0.1, decoding=3, wanting=0, prefill_tokens=0)
+    assert budget.move_s(decoding=3) == 0.05
+    assert budget.move_s(decoding=0) == 0.5
+
+
+# --- waiting sequences ---
+
+
+def _is_small(one: Any) -> bool:
+    return bool(one.size < 5)
+
+
+def sequence(uid, size=1):
+    return SimpleNamespace(uid=uid, size=size)
+
+
+def test_sequences_run_in_the_order_they_were_submitted_also_after_a_preemption():
+    waiting = WaitingSequences()
+    for uid in (3, 1, 2):
+        waiting.add(sequence(uid))
+    assert [waiting.take(lambda one: True).uid for _ in range(3)] == [1, 2, 3]
+    assert waiting.take(lambda one: True) is None
+
+
+def test_small_sequences_overtake_a_large_one_only_a_limited_number_of_times():
+    waiting = WaitingSequences()
+    waiting.add(sequence(0, size=9))
+    passed = 0
+    for uid in range(1, 200):
+        waiting.add(sequence(uid))
+        if waiting.take(_is_small) is None:
+            break
+        passed += 1
+    assert passed == MOST_OVERTAKEN
+    assert waiting.take(lambda one: True).uid == 0  # the batch has drained
+    assert waiting.take(_is_small).uid == passed + 1
+
+
+def test_a_removed_sequence_is_gone():
+    waiting, one = WaitingSequences(), sequence(5)
+    waiting.add(one)
+    waiting.discard(one)
+    waiting.discard(one)
+    assert list(waiting) == []

@@ -1,0 +1,81 @@
+"""The contract of `ModelProviderPort`, for MLX's provider (on a tiny model's folder) and the scripted one."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tests.worker.models.gguf.gguf_writer import write_gguf
+from tests.worker.models.gguf.tiny_gguf import metadata, random_weights
+
+from stoker_shared import build_request
+from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.engine.provider import MlxProvider
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.ports import GenerationWork
+from stoker_worker.settings import read_settings
+
+
+def mlx_provider(folder):
+    from stoker_worker.models.gguf.importer import import_gguf
+
+    if not (folder / "tiny").exists():
+        weights, _ = random_weights(biases=True, tied=True)
+        write_gguf(folder / "tiny.gguf", metadata("qwen2", pre="qwen2"), weights)
+        import_gguf(folder / "tiny.gguf", folder / "tiny")
+    return MlxProvider(read_settings({"store": folder / "store", "model": str(folder / "tiny"), "max_batch": 2}))
+
+
+def scripted_provider(folder):
+    return ScriptedProvider(max_batch=2, steps_per_s=1e9)
+
+
+@pytest.fixture(params=[pytest.param(mlx_provider, marks=pytest.mark.mlx), scripted_provider])
+def make_provider(request, tmp_path):
+    return lambda: request.param(tmp_path)
+
+
+def on_a_thread(provider, use):
+    """As in the worker: load, use and leave on one thread that then ends."""
+
+    def work():
+        try:
+            return use(*provider.load())
+        finally:
+            provider.leave_thread()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def test_the_engine_answers_prompts_of_the_models_tokenizer(make_provider):
+    def use(engine, model):
+        ids = tuple(model.tokenizer.encode("hello", special_start=True))
+        assert model.tokenizer.decode(ids).endswith("hello")
+        engine.submit(GenerationWork(build_request({"agent_id": "a", "prompt": "hello", "max_tokens": 3}), ids))
+        done = []
+        while engine.in_flight:
+            done += engine.step()
+        engine.close()
+        return done, model, len(ids)
+
+    (completion,), model, n_prompt = on_a_thread(make_provider(), use)
+    assert completion.outcome == "finished"
+    assert 1 <= len(completion.generated_ids) <= 3
+    assert completion.cache.stop == n_prompt + len(completion.generated_ids)
+    assert len(completion.cache.layers) == len(model.spec.full_layers)
+    assert model.has_memory
+    assert model.context_tokens > n_prompt + 3
+
+
+def test_the_same_model_has_the_same_identity_after_a_restart(make_provider):
+    first, second = (on_a_thread(make_provider(), lambda engine, model: model) for _ in range(2))
+    assert (first.name, first.fingerprint) == (second.name, second.fingerprint)
+    assert first.tokenizer_fingerprint == second.tokenizer_fingerprint
+    assert {len(first.fingerprint), len(first.tokenizer_fingerprint)} == {64}
+    assert (first.spec, first.mode, first.context_tokens) == (second.spec, second.mode, second.context_tokens)
+
+
+@pytest.mark.mlx
+def test_a_thread_may_be_left_after_a_load_that_failed(tmp_path):
+    provider = MlxProvider(read_settings({"store": tmp_path, "model": str(tmp_path / "nowhere")}))
+    with pytest.raises(ModelNotLoadable):
+        on_a_thread(provider, lambda engine, model: None)

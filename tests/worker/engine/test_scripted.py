@@ -1,0 +1,26 @@
+"""The scripted engine's texts can be read as they grow, with characters and stop strings that cross tokens."""
+
+from tests.worker.engine.reading import read_along
+
+from stoker_shared import build_request
+from stoker_worker.engine.scripted import ScriptedEngine
+from stoker_worker.ports import GenerationWork
+
+
+def work(prompt, **fields):
+    request = build_request({"agent_id": "a", "prompt": prompt, "max_tokens": 400, **fields})
+    return GenerationWork(request, tuple(prompt.encode()))
+
+
+def test_texts_grow_by_whole_characters_and_never_show_a_stop_string():
+    engine = ScriptedEngine(max_batch=2, steps_per_s=1e9)
+    works = [work("say héllo \U0001f469\u200d\U0001f4bb"), work("say a <s<st><stop>b", stop=["<stop>"]), work("x")]
+    done, read, stages = read_along(engine, works)
+    assert [one.text for one in done[:2]] == ["héllo \U0001f469\u200d\U0001f4bb", "a <s<st>"]
+    assert stages[2][0] == "waiting"
+    assert stages[2][-1] == "decode"
+    assert "\ufffd" not in "".join(read[0])
+    assert not any(text.endswith("<") for text in read[1])
+    assert (
+        max(len(text) for text in read[2]) == len(done[2].text) - 1
+    )  # the last character comes in the step that ends it

@@ -1,0 +1,299 @@
+"""Caches in RAM: the same as from disk, within a limit, and never a wrong one."""
+
+import dataclasses
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.worker.memory.agents import (
+    MODEL,
+    SPEC,
+    Agent,
+    FastDisk,
+    cache_of,
+    cut,
+    files_below,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+)
+
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.ram_cache_entry import RamCacheEntry, Segment
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import (
+    AgentVersion,
+    Array,
+    CacheSlice,
+    Delivery,
+    LayerState,
+    LoadedModel,
+    RestoredPrefix,
+    Snapshot,
+    Turn,
+)
+from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
+
+LONG = ids(1500)
+PLENTY = 1 << 30
+TOKEN_BYTES = SPEC.bytes_per_token
+
+
+def open_store(folder: Path, memory_max_bytes: int = PLENTY) -> AgentCacheStore:
+    return AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=memory_max_bytes)
+
+
+def source_of(agent: Agent, prompt: tuple[int, ...]) -> tuple[str, int]:
+    restored = agent.restore(prompt)
+    return restored.source, restored.prefix.n_tokens if restored.prefix else 0
+
+
+def test_the_next_turn_reads_no_file(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    history: tuple[int, ...] = ()
+    for number, new in enumerate((300, 1, 512, 40)):
+        history += ids(new, seed=number)
+        agent.say(history, ids(20, seed=number))
+        history = agent.tokens()
+        for path in [*files_below(tmp_path / "blocks"), *tmp_path.rglob("tail-*")]:
+            path.rename(path.with_suffix(".away"))
+        assert source_of(agent, (*history, 1, 2)) == ("memory", len(history))
+        for path in tmp_path.rglob("*.away"):
+            path.rename(path.with_suffix(".safetensors"))
+    assert agent.store.verify() == []
+
+
+def test_a_cache_read_from_disk_stays_in_ram_without_a_copy(tmp_path: Path) -> None:
+    first_store = open_store(tmp_path)
+    Agent(first_store).say(LONG[:600])
+    first_store.close()
+    agent = Agent(open_store(tmp_path))
+    first = agent.restore((*LONG[:600], 1))
+    second = agent.restore((*LONG[:600], 1))
+    assert (first.source, second.source) == ("disk", "memory")
+    assert first.prefix is not None
+    assert second.prefix is not None
+    for ours, theirs in zip(first.prefix.layers, second.prefix.layers, strict=True):
+        assert all(a is b for a, b in zip(ours, theirs, strict=True))
+    assert agent.store.ram_cache.n_bytes == 600 * TOKEN_BYTES
+    assert second.saved_blocks == first.saved_blocks == 2
+
+
+@pytest.mark.parametrize("shared", [0, 1, 255, 256, 300, 511, 512, 599, 600])
+@pytest.mark.parametrize("new", [0, 1, 300])
+def test_ram_and_disk_give_the_same_cache(tmp_path: Path, shared: int, new: int) -> None:
+    prompt = LONG[:shared] + ids(new, seed=9)
+    given = []
+    for name, limit in (("ram_cache", PLENTY), ("cold", 0)):
+        agent = Agent(open_store(tmp_path / name, limit))
+        agent.say(LONG[:400])
+        agent.say(LONG[:400], LONG[400:600])
+        restored = agent.restore(prompt)
+        tokens = restored.prefix.n_tokens if restored.prefix else 0
+        assert restored.source == ("none" if not tokens else "memory" if limit else "disk")
+        given.append((tokens, restored.saved_blocks))
+        agent.say(prompt, (5,))
+        assert agent.tokens() == (*prompt, 5)
+        assert agent.cached((*prompt, 5, 6)) == len(prompt) + 1
+        assert agent.store.verify() == []
+    assert given[0] == given[1]
+
+
+def test_the_disk_is_asked_when_another_agents_blocks_reach_further(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "short").say(LONG[:300])
+    Agent(store, "long").say(LONG[:1300])
+    assert source_of(Agent(store, "short"), LONG[:1200]) == ("disk", 1024)
+    assert source_of(Agent(store, "long"), LONG[:1200]) == ("memory", 1199)
+
+
+def test_another_model_or_salt_is_never_served_from_memory(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:300])
+    prompt = (*LONG[:300], 1)
+    for change in ({"model": make_model("b")}, {"salt": "salt"}):
+        other = dataclasses.replace(agent, **change)
+        assert source_of(other, prompt) == ("none", 0)
+    ram_cache = agent.store.ram_cache
+    for name, salt, number, fingerprint, is_given in (
+        ("agent", None, 1, MODEL.fingerprint, True),
+        ("agent", None, 1, make_model("b").fingerprint, False),
+        ("agent", "salt", 1, MODEL.fingerprint, False),
+        ("agent", None, 2, MODEL.fingerprint, False),
+        ("other", None, 1, MODEL.fingerprint, False),
+    ):
+        chain, version = BlockChain(fingerprint, salt, prompt), AgentVersion(name, number, None)
+        assert (ram_cache.restore(chain, agent=version, spec=SPEC, disk_tokens=0) is not None) is is_given
+
+
+def test_a_turn_of_another_parent_is_not_appended(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    turn = agent.turn(LONG[:700])
+    agent.store.ram_cache.saved(dataclasses.replace(turn, parent=7))
+    assert "agent" not in agent.store.ram_cache
+    agent.store.save(turn)
+    assert source_of(agent, LONG[:800]) == ("disk", 700)
+    other = make_transcript((*ids(512, seed=4), *LONG[512:900]))
+    agent.store.ram_cache.saved(dataclasses.replace(turn, parent=2, transcript=other))
+    assert "agent" not in agent.store.ram_cache
+
+
+def test_a_turn_saved_without_cache_leaves_none_in_memory(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    assert source_of(agent, LONG[:800]) == ("disk", 512)
+
+
+def test_memory_stays_within_its_limit_and_the_agent_used_last_stays(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1000 * TOKEN_BYTES)
+    agents = [Agent(store, name) for name in "abc"]
+    for agent in agents[:2]:
+        agent.say(ids(400, seed=ord(agent.name)))
+    agents[0].restore(ids(400, seed=ord("a")))
+    agents[2].say(ids(400, seed=ord("c")))
+    assert store.ram_cache.n_bytes <= store.ram_cache.max_bytes
+    assert [agent.name in store.ram_cache for agent in agents] == [True, False, True]
+    Agent(store, "large").say(ids(1100, seed=5))
+    assert [agent.name in store.ram_cache for agent in agents] == [True, False, True]
+    assert "large" not in store.ram_cache
+
+
+def test_an_agent_with_work_stays_in_ram(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1100 * TOKEN_BYTES)
+    store.pin(frozenset("ab"))
+    for name in "abc":
+        Agent(store, name).say(ids(400, seed=ord(name)))
+    assert [name in store.ram_cache for name in "abc"] == [True, True, False]
+    store.pin(frozenset("b"))
+    assert source_of(Agent(store, "c"), ids(400, seed=ord("c"))) == ("disk", 399)
+    assert [name in store.ram_cache for name in "abc"] == [False, True, True]
+
+
+def test_a_limit_of_zero_keeps_nothing(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path, 0))
+    agent.say(LONG[:300])
+    assert source_of(agent, LONG[:400]) == ("disk", 300)
+    assert source_of(agent, LONG[:400]) == ("disk", 300)
+    assert agent.store.ram_cache.n_bytes == 0
+
+
+def test_every_byte_kept_alive_is_counted() -> None:
+    base = np.zeros((2, 1000, 4), np.float32)
+    piece = (base[:, :100], base[:, 100:200])
+    segments = (Segment(0, 100, (piece, (np.zeros((2, 100, 4), np.float32), piece[0]))),)
+    cache = RamCacheEntry(1, "m", None, tuple(range(100)), segments, (), has_all=True)
+    assert cache.n_bytes == base.nbytes + 2 * 100 * 4 * 4
+
+
+def test_joining_segments_frees_the_arrays_they_were_cut_from(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    agent.say(LONG[:600], LONG[600:650])
+    assert agent.store.ram_cache.n_bytes > 650 * TOKEN_BYTES
+    assert source_of(agent, LONG[:700]) == ("memory", 650)
+    assert agent.store.ram_cache.n_bytes == 650 * TOKEN_BYTES
+
+
+def test_joining_never_holds_a_second_copy_of_it_all() -> None:
+    model = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 32, 32),) * 20, "float32"))
+    ram_cache, n_bytes = RamCache(PLENTY), 1000 * model.spec.bytes_per_token
+    tracemalloc.start()
+    try:
+        for parent, start, stop in ((0, 0, 600), (1, 512, 1000)):
+            layers = tuple((ones(stop - start), ones(stop - start)) for _ in range(20))
+            turn = turn_of(ONLY_STATES, parent, start, stop, ())
+            ram_cache.saved(dataclasses.replace(turn, model=model, cache=CacheSlice(start, stop, layers)))
+        del layers, turn
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        prefix = take(ram_cache, model, 2, LONG[:1100], disk=1000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert before > n_bytes
+    assert peak - before < 0.2 * n_bytes
+    assert prefix is not None
+    assert prefix.layers[19][1].shape == (2, 1000, 32)
+    assert ram_cache.n_bytes == n_bytes
+
+
+def ones(n_tokens: int) -> Array:
+    return np.ones((2, n_tokens, 32), np.float32)
+
+
+def test_a_prompt_that_is_never_saved_leaves_the_longer_cache(tmp_path: Path) -> None:
+    """A prompt that turns away early and is never saved leaves the longer cache where it is."""
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:600])
+    assert source_of(agent, (*LONG[:100], 1, 2)) == ("memory", 100)
+    assert source_of(agent, (*LONG[:600], 1)) == ("memory", 600)
+
+
+# --- models with window or recurrent layers ---
+
+STATE = LayerSpec(LayerKind.RECURRENT, arrays=(ArraySpec((2, 3), "float32"),))
+HYBRID = make_model("h", spec=ModelCacheSpec((SPEC.layers[0], STATE), "float32"))
+FULL_ONLY = make_model("h", spec=ModelCacheSpec((SPEC.layers[0],), "float32"))
+ONLY_STATES = make_model("s", spec=ModelCacheSpec((STATE,), "float32"))
+
+
+def state_after(token_ids: tuple[int, ...]) -> tuple[LayerState, ...]:
+    return ((np.full((2, 3), float(sum(token_ids)), np.float32),),)
+
+
+def turn_of(model: LoadedModel, parent: int, start: int, stop: int, at: tuple[int, ...]) -> Turn:
+    layers = cut(cache_of(LONG[:stop], FULL_ONLY), start, stop) if model.spec.full_layers else ()
+    cache = CacheSlice(start, stop, layers, tuple(Snapshot(n, state_after(LONG[:n])) for n in at))
+    transcript = make_transcript(LONG[:stop])
+    return Turn("agent", parent, Delivery("job", ""), transcript, model, None, cache, lambda version: {})
+
+
+def take(
+    ram_cache: RamCache, model: LoadedModel, version: int, prompt: tuple[int, ...], disk: int
+) -> RestoredPrefix | None:
+    agent = AgentVersion("agent", version, None)
+    chain = BlockChain(model.fingerprint, None, prompt)
+    return ram_cache.restore(chain, agent=agent, spec=model.spec, disk_tokens=disk)
+
+
+@pytest.mark.parametrize("model", [HYBRID, ONLY_STATES], ids=["hybrid", "recurrent"])
+def test_a_snapshot_in_ram_is_used_exactly_where_it_was_taken(model: LoadedModel) -> None:
+    ram_cache = RamCache(PLENTY)
+    ram_cache.saved(turn_of(model, 0, 0, 300, (280, 300)))
+    ram_cache.saved(turn_of(model, 1, 256, 700, (650, 700)))
+    for prompt, wanted in (
+        (LONG[:900], 700),
+        (LONG[:700], 650),  # the last token of a prompt has to be seen
+        ((*LONG[:690], 1, 2), 650),
+        (LONG[:651], 650),
+        (LONG[:650], 0),
+        ((*LONG[:300], 1, 2), 0),
+    ):
+        prefix = take(ram_cache, model, 2, prompt, disk=min(len(prompt) - 1, 700))
+        assert (prefix.n_tokens if prefix else 0) == wanted
+        if prefix is not None:
+            assert np.array_equal(prefix.states[0][0], state_after(LONG[:wanted])[0][0])
+            expected = cache_of(LONG[:wanted], FULL_ONLY) if model.spec.full_layers else ()
+            for ours, theirs in zip(expected, prefix.layers, strict=True):
+                assert all(np.array_equal(a, b) and b.flags.c_contiguous for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_snapshot_from_disk_gives_way_where_the_disk_may_have_a_later_one() -> None:
+    ram_cache = RamCache(PLENTY)
+    layers = cache_of(LONG[:300], FULL_ONLY)
+    prefix = RestoredPrefix(300, layers, state_after(LONG[:300]))
+    agent = AgentVersion("agent", 4, None)
+    ram_cache.loaded(prefix, BlockChain(HYBRID.fingerprint, None, LONG[:400]), agent=agent, has_all=False)
+    assert take(ram_cache, HYBRID, 4, LONG[:400], disk=399) is None
+    assert take(ram_cache, HYBRID, 4, (*LONG[:300], 1, 2), disk=300) is not None
+
+
+def test_snapshots_count_towards_the_limit() -> None:
+    ram_cache = RamCache(PLENTY)
+    ram_cache.saved(turn_of(ONLY_STATES, 0, 0, 300, (280, 300)))
+    assert ram_cache.n_bytes == 2 * 2 * 3 * 4

@@ -1,0 +1,135 @@
+"""Jobs without an agent: the common beginnings of their prompts are cached, and nothing else of them is on disk."""
+
+from itertools import count
+from pathlib import Path
+
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    cache_of,
+    cut,
+    files_below,
+    ids,
+    make_model,
+    open_store,
+)
+
+from stoker_worker.memory.shared_prefixes import SharedPrefixes
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import CacheSlice, Restored
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+COMMON = ids(600)
+SEEDS = count(1)
+
+
+def ask(store: AgentCacheStore, prompt: tuple[int, ...], *, salt: str | None = None) -> Restored:
+    """A whole job: check the restored prefix, and save the shared blocks as the finisher does."""
+    restored = store.restore(prompt, agent=None, model=MODEL, salt=salt)
+    if restored.prefix is not None:
+        for ours, theirs in zip(cache_of(prompt[: restored.prefix.n_tokens]), restored.prefix.layers, strict=True):
+            assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    if restored.shared_blocks > restored.saved_blocks:
+        start, stop = restored.saved_blocks * BLOCK_TOKENS, len(prompt)
+        cache = CacheSlice(start, stop, cut(cache_of(prompt), start, stop))
+        store.save_blocks(prompt[: restored.shared_blocks * BLOCK_TOKENS], cache, model=MODEL, salt=salt)
+    return restored
+
+
+def question() -> tuple[int, ...]:
+    return (*COMMON, *ids(300, seed=next(SEEDS)))
+
+
+def cached(restored: Restored) -> int:
+    return restored.prefix.n_tokens if restored.prefix else 0
+
+
+def test_the_third_job_with_a_common_beginning_finds_the_blocks_of_the_second(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert [cached(ask(store, question())) for _ in range(4)] == [0, 0, 512, 512]
+    assert len(files_below(tmp_path / "blocks")) == 2
+    assert files_below(tmp_path / "agents") == []
+
+
+def test_prompts_without_a_common_beginning_leave_no_blocks(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert [cached(ask(store, ids(700, seed=seed))) for seed in range(20)] == [0] * 20
+    assert files_below(tmp_path / "blocks") == files_below(tmp_path / "agents") == []
+
+
+def test_jobs_of_different_salts_share_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for _ in range(3):
+        ask(store, question(), salt="one")
+    assert cached(ask(store, question(), salt="another")) == 0
+    assert cached(ask(store, question(), salt="one")) == 512
+
+
+def test_a_job_without_an_agent_uses_an_agents_blocks(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    Agent(store).say(COMMON)
+    assert cached(ask(store, question())) == 512
+
+
+def test_a_repeated_prompt_is_cached_except_for_its_last_token(tmp_path: Path) -> None:
+    store, prompt = open_store(tmp_path), ids(512)
+    assert [cached(ask(store, prompt)) for _ in range(3)] == [0, 0, 511]
+
+
+def test_shared_blocks_are_evicted_before_any_agents(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    agent = Agent(store)
+    agent.say(ids(600, seed=1000))
+    for _ in range(3):
+        ask(store, question())
+    store.budget.max_bytes = store.budget.total_bytes - 1
+    store.budget.make_room()
+    assert agent.restore((*ids(600, seed=1000), 1)).miss_reason is None
+    assert cached(ask(store, question())) < 512
+
+
+def test_recently_used_shared_blocks_stay_longest(tmp_path: Path) -> None:
+    store, others = open_store(tmp_path), ids(600, seed=77)
+    for start in (COMMON, others, COMMON, others, COMMON):
+        ask(store, (*start, *ids(10, seed=next(SEEDS))))
+    store.budget.max_bytes = store.budget.total_bytes - 1
+    store.budget.make_room()
+    assert cached(ask(store, question())) == 512
+
+
+def test_shared_blocks_are_counted(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for _ in range(3):
+        ask(store, question())
+    on_disk = sum(path.lstat().st_blocks * 512 for path in (tmp_path, *tmp_path.rglob("*")))
+    assert store.budget.total_bytes == on_disk
+
+
+def test_a_damaged_shared_block_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for _ in range(3):
+        ask(store, question())
+    for path in files_below(tmp_path / "blocks"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damaged = ask(store, question())
+    assert (cached(damaged), damaged.miss_reason) == (0, "block_corrupt")
+    ask(store, question())
+    assert cached(ask(store, question())) == 512
+
+
+def test_models_with_snapshots_share_nothing_without_an_agent(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for spec in SNAPSHOT_SPECS.values():
+        for _ in range(3):
+            restored = store.restore(question(), agent=None, model=make_model(spec=spec), salt=None)
+            assert (restored.prefix, restored.shared_blocks) == (None, 0)
+
+
+def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_from_the_end() -> None:
+    prefixes = SharedPrefixes(most_blocks=5)
+    one, two = [f"one{n}" for n in range(4)], [f"two{n}" for n in range(3)]
+    assert prefixes.note(one) == 0
+    assert prefixes.note(one) == 4
+    assert prefixes.note(two) == 0
+    assert prefixes.note(one) == 2

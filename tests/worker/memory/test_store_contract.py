@@ -1,0 +1,390 @@
+"""The contract of an agent store, on disk or in memory: the tests of the worker's stages may use either."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    SPEC,
+    AgentOf,
+    FastDisk,
+    cache_of,
+    cut,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+)
+
+from stoker_shared.agent_request import build_agent_request
+from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import CacheSlice, CacheStorePort, Delivery
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.serving_mode import ServingMode
+
+LONG = ids(1400)
+STORES: dict[str, Callable[[Path], CacheStorePort]] = {
+    "disk": lambda folder: AgentCacheStore(folder, files=FastDisk()),
+    "disk and RAM": lambda folder: AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=2**30),
+    "in memory": lambda folder: InMemoryAgentStore(),
+}
+_numbers = count(1)
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheStorePort]:
+    store = STORES[request.param](tmp_path / "store")
+    yield store
+    store.close()
+
+
+def delivery() -> Delivery:
+    return Delivery(f"agent-job-{next(_numbers)}", "2026-01-01T00:00:00Z")
+
+
+def run(store: CacheStorePort, action: str, agent: str = "agent", **fields: Any) -> AgentResult:
+    return store.agent_jobs.run(build_agent_request({"action": action, "agent_id": agent, **fields}), delivery())
+
+
+# --- turns ---
+
+
+def test_an_unknown_agent_is_at_version_0(store: CacheStorePort) -> None:
+    agent = store.open_agent("nobody")
+    assert (agent.number, agent.transcript, dict(agent.results)) == (0, None, {})
+
+
+def test_every_turn_is_the_next_version_and_remembers_its_delivery(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    turns = []
+    for length in (10, 300, 305, 40, 900):
+        turns.append(agent.turn(LONG[:length], (7, 8)))
+        assert store.save(turns[-1]) == (len(turns), turns[-1].result_of(len(turns)))
+    version = agent.open()
+    assert (version.number, version.transcript) == (5, turns[-1].transcript)
+    assert version.results == {turn.delivery: turn.result_of(number) for number, turn in enumerate(turns, start=1)}
+    assert version.answer_to(turns[1].delivery) == turns[1].result_of(2)
+    assert version.answer_to(replace(turns[1].delivery, repeats_left=1)) is None
+
+
+def test_a_turn_is_not_saved_twice(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    turn = agent.turn(LONG[:300])
+    store.save(turn)
+    with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
+        store.save(turn)
+    assert agent.open().number == 1
+
+
+def test_a_cache_that_is_not_the_transcripts_is_refused(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    layers = cache_of(LONG[:300])
+    for start, stop, arrays in ((0, 301, layers), (10, 300, layers), (0, 299, layers), (0, 300, layers[:1])):
+        with pytest.raises(ValueError, match="cache"):
+            store.save(make_turn(agent, 0, make_transcript(LONG[:300]), CacheSlice(start, stop, arrays)))
+    assert agent.open().number == 0
+
+
+def test_an_agent_whose_turn_is_lost_is_refused_until_the_next_turn(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:300])
+    store.mark_unsaved("agent")
+    with pytest.raises(AgentTranscriptUnreadable, match="its last turn was not saved") as refused:
+        agent.open()
+    usable = refused.value.usable
+    assert usable.number == 1
+    agent.say(LONG[:310], agent=usable)
+    assert (agent.open().number, agent.tokens()) == (2, LONG[:310])
+
+
+# --- prefixes ---
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 255, 256, 257, 511, 512, 513, 700])
+@pytest.mark.parametrize("answer_tokens", [0, 1, 60, 256])
+def test_the_next_turn_prefills_only_what_is_new(store: CacheStorePort, prompt_tokens: int, answer_tokens: int) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:prompt_tokens], ids(answer_tokens, seed=1))
+    history = agent.tokens()
+    restored = agent.restore((*history, 1, 2, 3))
+    assert restored.prefix is not None
+    assert (restored.prefix.n_tokens, restored.saved_blocks) == (len(history), len(history) // 256)
+    assert (restored.source in ("memory", "disk"), restored.miss_reason) == (True, None)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 256, 257, 512, 600])
+def test_the_last_token_of_a_prompt_never_comes_from_the_cache(store: CacheStorePort, n_tokens: int) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:n_tokens])
+    assert agent.cached(LONG[:n_tokens]) == n_tokens - 1
+    restored = agent.restore(LONG[:n_tokens])
+    assert (restored.saved_blocks, restored.miss_reason) == (n_tokens // 256, None)
+
+
+@pytest.mark.parametrize("shared", [0, 1, 200, 256, 400, 599, 600])
+def test_the_longest_common_prefix_is_reused(store: CacheStorePort, shared: int) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:600])
+    prompt = (*LONG[:shared], *ids(100, seed=2))
+    assert agent.cached(prompt) == shared
+    agent.say(prompt)
+    assert agent.cached((*prompt, 1)) == shared + 100
+
+
+def test_agents_of_one_salt_share_the_blocks_of_a_common_beginning(store: CacheStorePort) -> None:
+    AgentOf(store, "first", salt="one").say(LONG[:600])
+    second = AgentOf(store, "second", salt="one")
+    assert second.cached((*LONG[:560], 9)) == 512
+    second.say((*LONG[:560], 9))
+    assert second.cached((*LONG[:560], 9, 10)) == 561
+    for salt in (None, "two"):
+        restored = AgentOf(store, "third", salt=salt).restore(LONG[:600])
+        assert (restored.prefix, restored.source, restored.miss_reason) == (None, "none", None)
+
+
+def test_another_agents_longer_prefix_wins_over_the_agents_own(store: CacheStorePort) -> None:
+    AgentOf(store, "first").say(LONG[:1300])
+    second = AgentOf(store, "second")
+    second.say(LONG[:600])
+    assert second.cached(LONG[:1300]) == 1280
+
+
+def test_a_cache_of_another_model_tokenizer_or_salt_is_a_named_miss(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:300])
+    for reason, changes in {
+        "other_model": {"model": make_model("b")},
+        "other_tokenizer": {"model": make_model("a", tokenizer="new")},
+        "other_salt": {"salt": "salt"},
+    }.items():
+        other: AgentOf[CacheStorePort] = replace(agent, **changes)  # type: ignore[arg-type]
+        assert other.restore((*LONG[:300], 1)).miss_reason == reason
+    assert agent.cached((*LONG[:300], 1)) == 300
+
+
+def test_a_turn_without_cache_keeps_the_blocks_of_the_tokens_that_stay(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:600])
+    store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    assert agent.cached(LONG[:800]) == 512
+    assert agent.say(LONG[:800]) == 3
+    assert agent.cached(LONG[:900]) == 800
+
+
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_a_snapshot_is_used_exactly_where_it_was_taken(store: CacheStorePort, kind: str) -> None:
+    agent = AgentOf(store, model=make_model(kind, spec=SNAPSHOT_SPECS[kind]))
+    agent.say(LONG[:600], LONG[600:610])
+    for prompt, n_tokens in (
+        ((*LONG[:610], 1), 610),
+        ((*LONG[:605], 1), 599),
+        (LONG[:600], 599),
+        ((*LONG[:599], 1), 599),
+        (LONG[:599], 0),
+    ):
+        assert agent.cached(prompt) == n_tokens
+    agent.say((*LONG[:610], *ids(40, seed=3)))
+    assert agent.cached((*LONG[:610], *ids(40, seed=3), 1)) == 650
+    assert AgentOf(store, "other", model=agent.model).cached(LONG[:600]) == 0
+    store.save(make_turn(agent, 2, make_transcript(LONG[:700], tokenizer="tok"), None))
+    assert agent.cached(LONG[:800]) == 0
+
+
+@pytest.mark.parametrize("why", ["unknown layer", "mode"])
+def test_a_model_without_memory_leaves_transcripts_only(store: CacheStorePort, why: str) -> None:
+    if why == "mode":
+        model = replace(MODEL, mode=ServingMode(memory=False))
+    else:
+        model = make_model(spec=ModelCacheSpec((*SPEC.layers, LayerSpec(LayerKind.UNKNOWN)), "float32"))
+    agent = AgentOf(store, model=model)
+    store.save(make_turn(agent, 0, make_transcript(LONG[:300]), None))
+    assert agent.tokens() == LONG[:300]
+    restored = agent.restore(LONG[:400])
+    assert (restored.prefix, restored.source, restored.miss_reason) == (None, "none", None)
+
+
+def test_arrays_are_copies_on_both_sides(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    turn = agent.turn(LONG[:300])
+    store.save(turn)
+    if not isinstance(store, AgentCacheStore) or not store.ram_cache.max_bytes:  # there they are lent, not copied
+        assert turn.cache is not None
+        for keys, values in turn.cache.layers:
+            keys[:], values[:] = 0, 0
+    assert agent.cached(LONG[:300]) == 299
+
+
+def test_jobs_without_an_agent_share_the_blocks_that_two_of_them_begin_with(store: CacheStorePort) -> None:
+    first = store.restore(LONG[:700], agent=None, model=MODEL, salt=None)
+    assert (first.prefix, first.source, first.saved_blocks, first.shared_blocks) == (None, "none", 0, 0)
+    second = store.restore((*LONG[:600], 5), agent=None, model=MODEL, salt=None)
+    assert (second.prefix, second.shared_blocks) == (None, 2)
+    store.save_blocks(LONG[:512], CacheSlice(0, 600, cache_of(LONG[:600])), model=MODEL, salt=None)
+    third = store.restore((*LONG[:600], 6), agent=None, model=MODEL, salt=None)
+    assert (third.saved_blocks, third.shared_blocks) == (2, 2)
+    assert third.prefix is not None
+    assert third.prefix.n_tokens == 512
+    wanted = cut(cache_of(LONG[:512]), 0, 512)
+    for ours, theirs in zip(wanted, third.prefix.layers, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert store.restore(LONG[:600], agent=None, model=MODEL, salt="other").shared_blocks == 0
+    assert AgentOf(store).cached(LONG[:600]) == 512
+
+
+# --- jobs about an agent's memory ---
+
+
+def test_info_changes_nothing_and_knows_the_versions_behind_the_newest(store: CacheStorePort) -> None:
+    nothing = run(store, "info")
+    assert isinstance(nothing, AgentInfo)
+    assert (nothing.exists, nothing.version) == (False, 0)
+    agent = AgentOf(store)
+    agent.say(LONG[:300])
+    agent.say(LONG[:600])
+    AgentOf(store, "other").say((*LONG[:256], *ids(300, seed=5)))
+    info = run(store, "info")
+    assert isinstance(info, AgentInfo)
+    assert (info.exists, info.version, info.tokens, info.messages, info.cached_tokens) == (True, 2, 600, 1, 600)
+    assert (info.state, info.problem, info.block_bytes) == ("ok", None, 2 * info.shared_bytes)
+    assert info.own_bytes > 0 < info.shared_bytes
+    assert [(x.version, x.tokens, x.job_id) for x in info.versions] == [(1, 300, "job-1")]
+    store.mark_unsaved("agent")
+    unsaved = run(store, "info")
+    assert isinstance(unsaved, AgentInfo)
+    assert (unsaved.state, unsaved.problem) == ("unsaved", "its last turn was not saved")
+
+
+def test_a_rollback_is_a_new_version_with_an_earlier_conversation(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:600])
+    agent.say(LONG[:1000])
+    before = agent.open().transcript
+    agent.say(ids(50, seed=3))
+    back = run(store, "rollback")
+    assert isinstance(back, AgentRolledBack)
+    assert (back.version, back.to_version, back.from_version, back.tokens) == (4, 2, 3, 1000)
+    assert (agent.open().number, agent.open().transcript) == (4, before)
+    assert agent.cached((*LONG[:1000], 7)) == 768
+    assert run(store, "rollback", version=1).tokens == 600  # type: ignore[union-attr]
+    for version in (6, 9):
+        with pytest.raises(AgentNotFound, match=f"no version {version}"):
+            run(store, "rollback", version=version)
+    with pytest.raises(AgentNotFound, match="no agent 'nobody'"):
+        run(store, "rollback", "nobody")
+
+
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_a_rollback_never_gives_another_versions_snapshot(store: CacheStorePort, kind: str) -> None:
+    agent = AgentOf(store, model=make_model(kind, spec=SNAPSHOT_SPECS[kind]))
+    agent.say(LONG[:300], LONG[300:310])
+    agent.say(LONG[:600], LONG[600:610])
+    run(store, "rollback")
+    agent.cached((*LONG[:310], 1))  # `restore` compares what it gets with what it should be
+    assert agent.say(LONG[:400]) == 4
+    assert agent.cached((*LONG[:400], 1)) == 400
+
+
+def test_a_rollback_clears_the_mark_of_a_lost_turn(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:10])
+    store.mark_unsaved("agent")
+    run(store, "rollback", version=1)
+    assert (agent.open().number, agent.tokens()) == (2, LONG[:10])
+
+
+def test_a_fork_has_its_own_future_and_no_other_deliveries(store: CacheStorePort) -> None:
+    agent, fork = AgentOf(store), AgentOf(store, "fork")
+    agent.say(LONG[:700])
+    made = run(store, "fork", target="fork")
+    assert isinstance(made, AgentForked)
+    assert (made.version, made.from_version, made.tokens) == (1, 1, 700)
+    assert (fork.open().number, fork.cached((*LONG[:700], 1)), len(fork.open().results)) == (1, 700, 1)
+    fork.say(LONG[:800])
+    agent.say(LONG[:750])
+    assert (fork.tokens(), agent.tokens()) == (LONG[:800], LONG[:750])
+    for target in ("fork", "agent"):
+        with pytest.raises(AgentExists):
+            run(store, "fork", target=target)
+    with pytest.raises(AgentNotFound):
+        run(store, "fork", "nobody", target="other")
+    store.mark_unsaved("agent")
+    with pytest.raises(AgentTranscriptUnreadable):
+        run(store, "fork", target="other")
+
+
+def test_a_fork_and_the_first_turn_of_its_target_do_not_overwrite_each_other(store: CacheStorePort) -> None:
+    agent, target = AgentOf(store), AgentOf(store, "target")
+    agent.say(LONG[:10])
+    in_flight = target.turn(ids(5, seed=9))
+    run(store, "fork", target="target")
+    with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
+        store.save(in_flight)
+    assert target.tokens() == LONG[:10]
+
+
+def test_a_forgotten_agent_leaves_only_the_blocks_of_others(store: CacheStorePort) -> None:
+    agent, other = AgentOf(store), AgentOf(store, "other")
+    agent.say(LONG[:600])
+    agent.say((*LONG[:300], *ids(500, seed=4)))  # the blocks of its older version are its own too
+    other.say((*LONG[:300], *ids(300, seed=5)))
+    gone = run(store, "forget")
+    assert isinstance(gone, AgentForgotten)
+    assert (gone.existed, gone.version, gone.blocks, gone.shared_blocks) == (True, 2, 3, 1)
+    assert agent.open().number == 0
+    assert other.cached((*other.tokens(), 1)) == 600
+    assert agent.cached(LONG[:600]) == 256
+    assert agent.say(LONG[:20]) == 1
+    assert run(store, "forget", "nobody").existed is False  # type: ignore[union-attr]
+
+
+def test_the_blocks_that_a_pinned_agents_work_counts_on_outlive_their_owner(store: CacheStorePort) -> None:
+    agent, other = AgentOf(store), AgentOf(store, "other")
+    agent.say(LONG[:600])
+    store.pin(frozenset({"other"}))
+    turn = other.turn(LONG[:700])
+    gone = run(store, "forget")
+    assert isinstance(gone, AgentForgotten)
+    assert (gone.blocks, gone.shared_blocks) == (0, 2)
+    store.save(turn)
+    assert other.cached((*LONG[:700], 1)) == 700
+
+
+@pytest.mark.parametrize(
+    ("action", "fields"), [("forget", {}), ("fork", {"target": "fork"}), ("rollback", {"version": 1})]
+)
+def test_a_second_delivery_is_answered_and_changes_nothing(
+    store: CacheStorePort, action: str, fields: dict[str, Any]
+) -> None:
+    agent, by, jobs = AgentOf(store), delivery(), store.agent_jobs
+    agent.say(LONG[:300])
+    agent.say(LONG[:600])
+    request = build_agent_request({"action": action, "agent_id": "agent", **fields})
+    assert jobs.answer(request, by) is None
+    first = jobs.run(request, by)
+    agent.say(ids(30, seed=6))
+    number = agent.open().number
+    assert jobs.answer(request, by) == first
+    assert jobs.answer(request, delivery()) is None
+    assert (agent.open().number, agent.tokens()) == (number, ids(30, seed=6))
+    jobs.ended(request, by)
+
+
+@pytest.mark.parametrize("action", ["forget", "fork", "rollback"])
+def test_an_agent_that_went_on_meanwhile_is_left_as_it_is(store: CacheStorePort, action: str) -> None:
+    agent = AgentOf(store)
+    agent.say(LONG[:10])
+    agent.say(LONG[:20])
+    fields = {"target": "new"} if action == "fork" else {}
+    with pytest.raises(AgentVersionConflict, match="is at version 2, not 1"):
+        run(store, action, expect_version=1, **fields)
+    assert (agent.open().number, agent.tokens()) == (2, LONG[:20])
+    run(store, action, expect_version=2, **fields)

@@ -1,0 +1,144 @@
+"""GGUF import: the imported model computes the same as the original. Tiny models made here, and the real SmolLM2."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.worker.models.gguf.gguf_writer import write_gguf
+from tests.worker.models.gguf.tiny_gguf import (
+    HEADS,
+    HIDDEN,
+    INTER,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    metadata,
+    permuted,
+    random_weights,
+)
+
+from stoker_worker.models.gguf.importer import import_gguf
+
+
+def logits(folder: Path) -> Any:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    return np.array(model(mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])))
+
+
+def reference_logits(architecture: str, weights: dict[str, Any], *, tied: bool) -> Any:
+    import importlib
+
+    import mlx.core as mx
+
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    args = module.ModelArgs(
+        model_type=architecture,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        intermediate_size=INTER,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCAB,
+        rope_theta=5000.0,
+        rope_traditional=False,
+        tie_word_embeddings=tied,
+    )
+    model = module.Model(args)
+    model.load_weights([(name, mx.array(array)) for name, array in weights.items()])
+    return np.array(model(mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])))
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_qwen2_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Path, tied: bool) -> None:
+    ours, theirs = random_weights(biases=True, tied=tied)
+    file = write_gguf(tmp_path / "tiny.gguf", metadata("qwen2", pre="qwen2"), ours)
+
+    import_gguf(file, tmp_path / "tiny")
+
+    np.testing.assert_allclose(logits(tmp_path / "tiny"), reference_logits("qwen2", theirs, tied=tied), atol=1e-4)
+
+
+@pytest.mark.mlx
+def test_a_llama_file_with_permuted_queries_and_keys_gives_the_unpermuted_models_logits(tmp_path: Path) -> None:
+    ours, theirs = random_weights(biases=False, tied=False)
+    for layer in range(LAYERS):
+        for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            ours[f"blk.{layer}.{part}.weight"] = permuted(ours[f"blk.{layer}.{part}.weight"], heads)
+    file = write_gguf(tmp_path / "tiny.gguf", metadata("llama", pre="gpt-2"), ours)
+
+    import_gguf(file, tmp_path / "tiny")
+
+    np.testing.assert_allclose(logits(tmp_path / "tiny"), reference_logits("llama", theirs, tied=False), atol=1e-4)
+
+
+@pytest.mark.mlx
+def test_packed_layers_keep_their_bits_and_everything_else_becomes_half_precision(tmp_path: Path) -> None:
+    ours, _ = random_weights(biases=False, tied=True)
+    generator = np.random.default_rng(1)
+
+    def packed(kind: str, shape: tuple[int, int], block_bytes: int) -> tuple[str, tuple[int, int], bytes]:
+        blocks = generator.integers(0, 256, (shape[0] * shape[1] // 32, block_bytes), dtype=np.uint8)
+        blocks[:, :2] = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
+        return kind, shape, blocks.tobytes()
+
+    for name, array in list(ours.items()):
+        if name.startswith("blk") and array.ndim == 2:
+            ours[name] = packed("Q4_0", array.shape, 18)
+    ours["token_embd.weight"] = packed("Q8_0", (VOCAB, HIDDEN), 34)
+    file = write_gguf(tmp_path / "tiny.gguf", metadata("llama", pre="gpt-2"), ours)
+
+    import_gguf(file, tmp_path / "tiny", name="renamed")
+
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    assert config["quantization"] == {
+        "group_size": 32,
+        "bits": 4,
+        "model.embed_tokens": {"group_size": 32, "bits": 8},
+    }
+    assert config["_name_or_path"] == "renamed"
+    assert logits(tmp_path / "tiny").dtype == np.float16
+
+
+@pytest.mark.mlx
+def test_mlx_still_reads_q6_k_tensors_exactly(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    generator = np.random.default_rng(2)
+    blocks = generator.integers(0, 256, (VOCAB * 256 // 256, 210), dtype=np.uint8)
+    scale = generator.uniform(0.001, 0.01, len(blocks)).astype(np.float16)
+    blocks[:, 208:210] = scale.view(np.uint8).reshape(-1, 2)
+    low, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    lows = (low >> np.array([0, 4], dtype=np.uint8).reshape(1, 1, 2, 1)) & 15
+    highs = (high >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)) & 3
+    values = (lows.reshape(-1, 16, 16) | (highs.reshape(-1, 16, 16) << 4)).astype(np.int8) - 32
+    expected = scale[:, None, None].astype(np.float32) * blocks[:, 192:208].view(np.int8)[:, :, None] * values
+    file = write_gguf(
+        tmp_path / "q6.gguf", {"general.architecture": "x"}, {"a": ("Q6_K", (VOCAB, 256), blocks.tobytes())}
+    )
+
+    tensors: Any = mx.load(str(file))
+    read = np.array(tensors["a"].astype(mx.float32))
+
+    np.testing.assert_allclose(read, expected.reshape(VOCAB, 256), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.model
+def test_imported_smollm2_knows_the_capital_of_france(smollm2: Path) -> None:
+    import mlx.core as mx
+    from mlx_lm import generate, load
+    from mlx_lm.utils import dequantize_model
+
+    model, tokenizer = load(str(smollm2))
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
+    )
+    assert generate(model, tokenizer, ids, max_tokens=16) == "The capital of France is Paris."

@@ -1,0 +1,143 @@
+"""The fetcher: it pins the cache of waiting agents in time, and claims again when there is a reason."""
+
+import time
+from typing import Any
+
+import pytest
+from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.in_memory.queue import InMemoryQueue
+from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader
+
+from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
+from stoker_worker.pipeline.job import Job
+from stoker_worker.ports import Busy, ClaimedJob
+
+
+def fetcher_of(
+    queue: InMemoryQueue, loader: NotedLoader, store: InMemoryAgentStore | None = None, **options: Any
+) -> Fetcher:
+    """A fetcher that claims once a minute, unless there is a reason to claim at once."""
+    values: dict[str, Any] = {"max_in_flight": 1, "poll_s": 60, "recover_s": 100, "burst": False, **options}
+    fetcher = Fetcher(queue, store or InMemoryAgentStore(), loader.engine, loader, **values)
+    fetcher.start()
+    return fetcher
+
+
+def end(fetcher: Fetcher, queue: InMemoryQueue) -> None:
+    fetcher.leave()
+    queue.enqueue(job_id="last")
+    for job in queue.claim(1, Busy()):
+        job.release()  # so that it wakes up
+    fetcher.join(TIMEOUT_S)
+    assert not fetcher.is_alive()
+
+
+def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_it_has_ended() -> None:
+    events: list[Any] = []
+
+    class Store(InMemoryAgentStore):
+        def pin(self, agents: frozenset[str]) -> None:
+            events.append(set(agents))
+
+    class Loader(NotedLoader):
+        def put(self, job: Job) -> None:
+            events.append(job.job_id)
+            super().put(job)
+
+    queue, loader = InMemoryQueue(), Loader()
+    for agent_id in "ab":
+        queue.enqueue(job_id=agent_id, agent_id=agent_id)
+    fetcher = fetcher_of(queue, loader, Store(), burst=True, poll_s=0.001)
+    for _ in range(2):
+        job = loader.jobs.get(timeout=TIMEOUT_S)
+        job.claimed.finish({})
+        job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+    assert events == [{"a", "b"}, "a", {"b"}, "b", set()]
+
+
+class LongQueue(InMemoryQueue):
+    """A queue with jobs that only the tenth claim finds: behind many jobs of another agent, or among many due ones."""
+
+    def __init__(self, hidden: str) -> None:
+        super().__init__()
+        self._hidden = hidden
+        self.looks = 0
+
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+        self.looks += 1
+        if self.looks == 10:
+            self.enqueue(job_id="a")
+        return super().claim(limit, busy)
+
+    def has_unread(self) -> bool:
+        return self._hidden == "behind" and self.looks < 10
+
+    def tidy(self) -> bool:
+        return self._hidden == "due" and self.looks < 10
+
+
+@pytest.mark.parametrize("hidden", ["behind", "due"])
+def test_the_fetcher_claims_again_at_once_while_a_slot_is_free_and_jobs_are_unread(hidden: str) -> None:
+    queue, loader = LongQueue(hidden), NotedLoader()
+    fetcher = fetcher_of(queue, loader)
+    job = loader.jobs.get(timeout=TIMEOUT_S)
+    assert job.job_id == "a"
+    fetcher.leave()
+    job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+
+
+def test_with_every_slot_taken_the_fetcher_keeps_its_interval() -> None:
+    queue, loader = LongQueue("behind"), NotedLoader()
+    fetcher = fetcher_of(queue, loader, max_in_flight=0)
+    while not queue.looks:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert queue.looks == 1
+    end(fetcher, queue)
+
+
+def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published() -> None:
+    queue, loader = InMemoryQueue(), NotedLoader()
+    for job_id, timeout_s in (("canceled", None), ("stopped", None), ("late", 0.05), ("fine", 60)):
+        queue.enqueue(job_id=job_id, agent_id=job_id, timeout_s=timeout_s)
+    queue.listen("fine")
+    fetcher = fetcher_of(queue, loader, max_in_flight=4, poll_s=0.01)
+    jobs = {job.job_id: job for job in (loader.jobs.get(timeout=TIMEOUT_S) for _ in range(4))}
+    loader.engine._texts = {jobs["fine"].claimed.claim_number: "so far"}
+    queue.cancel("canceled")
+    queue.ask_to_stop("stopped")
+    end_at = time.monotonic() + TIMEOUT_S
+    while any(jobs[name].cancel.reason is None for name in ("canceled", "stopped", "late")):
+        assert time.monotonic() < end_at
+        time.sleep(0.01)
+    assert [jobs[name].cancel.reason for name in jobs] == ["withdrawn", "withdrawn", "timed out", None]
+    assert queue.entries["fine"].text == "so far"
+    fetcher.leave()
+    fetcher.join(TIMEOUT_S)
+
+
+def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, loader = InMemoryQueue(), NotedLoader()
+    queue.away = True
+    fetcher = fetcher_of(queue, loader, poll_s=0.01)
+    time.sleep(0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(queue, "tidy", lambda: 1 / 0)
+        queue.away = False
+        time.sleep(0.6)
+    queue.enqueue(job_id="a")
+    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "a"
+    fetcher.leave()
+    fetcher.join(TIMEOUT_S)
+
+
+def test_the_fetcher_counts_writing_and_reading_agents_and_free_slots() -> None:
+    queue = InMemoryQueue()
+    for job_id, cache in (("a", "readwrite"), ("b", "read"), ("none", "off")):
+        queue.enqueue(job_id=job_id, agent_id=job_id, cache=cache)
+    jobs = queue.claim(3, Busy())
+    assert busy_beside(jobs) == Busy(writing=frozenset({"a"}), reading=frozenset({"b"}))

@@ -1,0 +1,311 @@
+"""The finisher: a slow disk for one agent, an outage of Redis, and the jobs left at a stop."""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.in_memory.queue import InMemoryJob, InMemoryQueue
+from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
+
+from stoker_shared.agent_request import build_agent_request
+from stoker_shared.errors import AgentVersionConflict, RedisUnavailable, WorkerLostTooOften
+from stoker_worker.pipeline.finisher import Finisher
+from stoker_worker.pipeline.job import AgentChange, Failed, GivenBack, Job, Replayed
+from stoker_worker.pipeline.prompt import Prompt
+from stoker_worker.ports import CacheSlice, Restored
+
+TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
+
+
+class Scene:
+    """Saves of the agent in `slow` wait until `disk` is set."""
+
+    def __init__(self) -> None:
+        self.queue, self.store = InMemoryQueue(), InMemoryAgentStore()
+        self.slow: str | None = None
+        self.disk = threading.Event()
+        self.store.memory.before_write = self._before_write
+        self.finisher = Finisher(self.store, loaded_model(), retry_s=0.01)
+
+    def _before_write(self, agent_id: str | None) -> None:
+        if agent_id is not None and agent_id == self.slow:
+            self.disk.wait(TIMEOUT_S)
+
+    def put_finished(self, agent_id: str, **fields: Any) -> Job:
+        job = loaded_job(self.queue, agent_id, **fields)
+        self.finisher.put(job, generated())
+        return job
+
+    def states(self, *agents: str) -> list[str]:
+        return [self.queue.state(f"job-{agent}") for agent in agents]
+
+    def wait_for_release(self, n_left: int = 0) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while len(self.queue.in_flight()) > n_left:
+            assert time.monotonic() < end
+            self.queue.wait_for_release(0.05)
+
+    def finish(self) -> None:
+        self.finisher.finish()
+        self.join()
+
+    def join(self) -> None:
+        for thread in self.finisher.threads:
+            thread.join()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    scene.finisher.start()
+    yield scene
+    scene.disk.set()
+    scene.queue.away = False
+    scene.finish()
+
+
+def test_a_disk_that_hangs_for_one_agent_delays_no_other_agents_result(scene: Scene) -> None:
+    scene.slow = "slow"
+    for agent_id in ("slow", "a", "b", "c", "d"):
+        scene.put_finished(agent_id)
+    scene.wait_for_release(n_left=1)
+    assert scene.states("slow", "a", "b", "c", "d") == ["started"] + ["finished"] * 4
+    scene.disk.set()
+    scene.wait_for_release()
+    assert scene.states("slow") == ["finished"]
+
+
+def test_late_results_of_a_deposed_worker_are_dropped_and_counted(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = [loaded_job(scene.queue, agent_id) for agent_id in "ab"]
+    scene.queue.take_over()
+    for n_left, job in enumerate(reversed(jobs)):
+        scene.finisher.put(job, generated())
+        scene.wait_for_release(n_left=1 - n_left)
+    assert scene.states("a", "b") == ["started"] * 2
+    assert scene.queue.dropped == ["job-b", "job-a"]
+    assert scene.store.memory.agents == {}
+    assert [line for line in caplog.messages if "dropped" in line] == [
+        "result dropped, number 1 of this worker: job job-b is no longer this worker's",
+        "result dropped, number 2 of this worker: job job-a is no longer this worker's",
+    ]
+
+
+def test_a_result_waits_until_redis_is_back_and_is_then_posted(scene: Scene) -> None:
+    job = loaded_job(scene.queue, "a")
+    scene.queue.away = True
+    scene.finisher.put(job, generated())
+    time.sleep(0.1)
+    assert scene.states("a") == ["started"]
+    scene.queue.away = False
+    scene.wait_for_release()
+    assert scene.states("a") == ["finished"]
+
+
+def test_a_stop_while_redis_is_away_saves_finished_turns_and_leaves_the_rest_to_recovery(scene: Scene) -> None:
+    finished, cut_short = loaded_job(scene.queue, "a"), loaded_job(scene.queue, "b")
+    forget = build_agent_request({"agent_id": "c", "action": "forget"})
+    change = Job(claimed(scene.queue, job_id="job-c", request=forget))
+    scene.queue.away = True
+    scene.finisher.put(finished, generated())
+    scene.finisher.put(change, AgentChange(forget))
+    scene.finisher.put(cut_short, TO_GIVE_BACK)
+    scene.finisher.abandon()
+    scene.finish()
+    assert scene.queue.in_flight() == ()
+    assert scene.states("a", "b", "c") == ["started"] * 3
+    answer = scene.store.open_agent("a").answer_to(finished.claimed.delivery)
+    assert answer is not None  # so the next worker answers from the history
+    assert answer["text"] == "x"
+    assert scene.store.open_agent("b").number == 0
+
+
+def test_interrupted_jobs_go_back_in_order_after_the_last_result_was_posted(scene: Scene) -> None:
+    scene.slow = "slow"
+    for agent_id in "abcdef":
+        scene.finisher.put(loaded_job(scene.queue, agent_id), TO_GIVE_BACK)
+    scene.put_finished("slow")
+    scene.finisher.finish()
+    scene.disk.wait(0.3)
+    assert scene.queue.given_back == []  # a result is not posted yet
+    assert len(scene.queue.in_flight()) == 7  # so no slot is free for another job
+    scene.disk.set()
+    scene.join()
+    assert scene.states("slow") == ["finished"]
+    assert scene.queue.waiting == [f"job-{agent_id}" for agent_id in "abcdef"]
+    assert scene.queue.in_flight() == ()
+
+
+def test_one_job_that_cannot_be_given_back_stops_no_other(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = InMemoryJob.give_back
+
+    def give_back(job: InMemoryJob, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        if job.job_id == "job-odd":
+            raise ValueError("WRONGTYPE Operation against a key holding the wrong kind of value")
+        return real(job, counts_as_attempt=counts_as_attempt, alone=alone)
+
+    monkeypatch.setattr(InMemoryJob, "give_back", give_back)
+    for agent_id in ("a", "odd", "b"):
+        scene.finisher.put(loaded_job(scene.queue, agent_id), TO_GIVE_BACK)
+    with caplog.at_level(logging.INFO):
+        scene.finish()
+    assert scene.queue.given_back == ["job-b", "job-a"]
+    assert "2 jobs given back" in caplog.messages
+
+
+def test_a_deposed_worker_does_not_report_jobs_as_given_back(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    for agent_id in "ab":
+        scene.finisher.put(loaded_job(scene.queue, agent_id), TO_GIVE_BACK)
+    scene.queue.take_over()
+    with caplog.at_level(logging.INFO):
+        scene.finish()
+    assert "jobs given back" not in caplog.text
+    assert "2 jobs not given back" in caplog.text
+
+
+@pytest.mark.parametrize(("n_running", "losses"), [(1, [(1, 1)]), (2, [(1, 0)] * 2)])
+def test_a_job_that_was_alone_in_a_broken_engine_is_marked(
+    scene: Scene, n_running: int, losses: list[tuple[int, int]]
+) -> None:
+    for number in range(n_running):
+        scene.finisher.put(loaded_job(scene.queue, f"r{number}"), GivenBack(counts_as_attempt=True))
+    scene.finisher.put(loaded_job(scene.queue, "loaded"), TO_GIVE_BACK)
+    scene.finish()
+    entries = [scene.queue.entries[f"job-r{number}"] for number in range(n_running)]
+    assert [(entry.lost, entry.losses_alone) for entry in entries] == losses
+    assert scene.queue.entries["job-loaded"].lost == 0
+    assert len(scene.queue.given_back) == n_running + 1
+
+
+def test_shared_blocks_that_cannot_be_written_fail_no_job(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    def save_blocks(token_ids: tuple[int, ...], cache: CacheSlice, *, model: object, salt: str | None) -> None:
+        saved.append((len(token_ids), cache.start, cache.stop, salt))
+        raise OSError("disk full")
+
+    monkeypatch.setattr(scene.store, "save_blocks", save_blocks)
+    job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"))
+    job.restored = Restored(None, "none", saved_blocks=1, shared_blocks=2)
+    job.salt = "tenant"
+    with caplog.at_level(logging.WARNING):
+        scene.finisher.put(job, generated(cache=CacheSlice(256, 701, ())))
+        scene.wait_for_release()
+    assert saved == [(512, 256, 701, "tenant")]
+    assert scene.queue.state("job") == "finished"
+    assert "its blocks are not saved: OSError: disk full" in caplog.text
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_whose_agent_was_meanwhile_made_by_a_fork_fails_with_that_reason(scene: Scene, context: str) -> None:
+    scene.put_finished("a")
+    scene.wait_for_release()
+    job = loaded_job(scene.queue, "a", job_id="late", context=context)  # loaded before the fork
+    scene.finisher.put(job, generated())
+    scene.wait_for_release()
+    entry = scene.queue.entries["late"]
+    if context == "append":
+        assert (entry.state, type(entry.error)) == ("failed", AgentVersionConflict)
+    else:
+        assert entry.result is not None
+        report = entry.result["cache"]
+        assert (report["saved"], report["replaced_version"]) == (False, None)
+        assert "AgentVersionConflict" in report["save_error"]
+
+
+def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(job: InMemoryJob, result: object) -> None:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(InMemoryJob, "finish", finish)
+    scene.put_finished("a")
+    scene.wait_for_release()
+    assert scene.states("a") == ["failed"]
+
+
+def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent is free only after every step of its job's end, also the store's."""
+    forget = build_agent_request({"agent_id": "a", "action": "forget"})
+    in_flight: list[int] = []
+    real = scene.store.agent_jobs.ended
+
+    def ended(*args: Any) -> None:
+        in_flight.append(len(scene.queue.in_flight()))
+        real(*args)
+
+    monkeypatch.setattr(scene.store.agent_jobs, "ended", ended)
+    scene.put_finished("a")
+    scene.wait_for_release()
+    scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=forget)), AgentChange(forget))
+    scene.wait_for_release()
+    assert scene.queue.state("forget") == "finished"
+    assert in_flight == [1]
+
+
+def test_an_answer_from_the_history_is_posted_as_it_is(scene: Scene) -> None:
+    scene.finisher.put(loaded_job(scene.queue, "a"), Replayed({"text": "before"}))
+    scene.wait_for_release()
+    assert scene.queue.entries["job-a"].result == {"text": "before"}
+
+
+def test_the_total_time_includes_the_save(scene: Scene) -> None:
+    def slowly(agent_id: str | None) -> None:
+        time.sleep(0.3)
+
+    scene.store.memory.before_write = slowly
+    job = loaded_job(scene.queue, "a")
+    began = time.time()
+    scene.finisher.put(job, generated())
+    scene.wait_for_release()
+    result = scene.queue.entries["job-a"].result
+    assert result is not None
+    assert result["timing"]["total_s"] >= began - job.claimed.enqueued_at + 0.3
+    remembered = scene.store.open_agent("a").answer_to(job.claimed.delivery)
+    assert remembered is not None
+    assert remembered["timing"]["total_s"] < result["timing"]["total_s"]
+
+
+def test_a_transient_error_of_redis_is_no_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, errors = InMemoryJob.finish, [RedisUnavailable("busy"), RedisUnavailable("busy")]
+
+    def finish(job: InMemoryJob, result: dict[str, object]) -> None:
+        if errors:
+            raise errors.pop()
+        real(job, result)
+
+    monkeypatch.setattr(InMemoryJob, "finish", finish)
+    scene.put_finished("a")
+    scene.wait_for_release()
+    assert scene.states("a") == ["finished"]
+
+
+def test_a_job_that_lost_too_many_workers_is_not_retried(scene: Scene) -> None:
+    """A retry counts worker losses from zero again, so it would cost as many workers again."""
+    scene.finisher.put(loaded_job(scene.queue, "a", retries=2), Failed(WorkerLostTooOften("alone, three times")))
+    scene.wait_for_release()
+    assert scene.states("a") == ["failed"]
+
+
+def test_nothing_of_an_ended_job_stays_in_memory_while_no_other_ends(scene: Scene) -> None:
+    """The completion holds the arrays of the job's cache."""
+    job, outcome = loaded_job(scene.queue, "a"), generated()
+    held = weakref.ref(outcome.completion)
+    scene.finisher.put(job, outcome)
+    del job, outcome
+    scene.wait_for_release()
+    end = time.monotonic() + TIMEOUT_S
+    while held() is not None:
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,116 @@
+"""The loader: where its jobs go next, and its calls of agent memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.in_memory.queue import InMemoryQueue
+from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedEngine, NotedFinisher, claimed, loaded_model
+
+from stoker_shared.errors import AgentNotFound, AgentVersionConflict, EngineFailed, WorkerLostTooOften
+from stoker_worker.pipeline.job import Cancelled, Failed, GivenBack, Job, Replayed
+from stoker_worker.pipeline.loader import Loader
+from stoker_worker.ports import Busy, Transcript, Turn
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.queue, self.store, self.finisher = InMemoryQueue(), InMemoryAgentStore(), NotedFinisher()
+        self.engine = NotedEngine(self.finisher)
+        self.loader = Loader(self.store, loaded_model(), self.engine, self.finisher)
+
+    def put(self, agent_id: str, **fields: Any) -> Job:
+        job = Job(claimed(self.queue, agent_id, **fields))
+        self.loader.put(job)
+        return job
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    if not scene.loader.is_alive():
+        scene.loader.start()
+    scene.loader.finish()
+    scene.loader.join(TIMEOUT_S)
+
+
+def test_a_job_records_whether_another_follows_and_the_store_learns_whether_sequences_run(scene: Scene) -> None:
+    scene.engine.busy = iter([False, True])
+    scene.put("a")
+    scene.put("b")
+    scene.loader.start()
+    assert [scene.engine.next().has_next for _ in range(2)] == [True, False]
+    assert scene.store.beside_others == [False, True]
+    assert scene.finisher.ended.empty()
+
+
+def lost(scene: Scene, agent_id: str, *, alone: int, among_others: int) -> None:
+    """Load a job that lost this many workers."""
+    job_id = f"job-{agent_id}"
+    scene.queue.enqueue(job_id=job_id, agent_id=agent_id)
+    entry = scene.queue.entries[job_id]
+    entry.lost, entry.losses_alone = alone + among_others, alone
+    (job,) = scene.queue.claim(1, Busy())
+    scene.loader.put(Job(job))
+    job.release()
+
+
+def test_a_job_is_failed_only_for_worker_losses_while_it_ran_alone(scene: Scene) -> None:
+    lost(scene, "innocent", alone=2, among_others=1)
+    lost(scene, "poison", alone=3, among_others=0)
+    scene.loader.start()
+    assert scene.engine.next().job_id == "job-innocent"
+    job, outcome = scene.finisher.next()
+    assert isinstance(outcome, Failed)
+    assert (job.job_id, type(outcome.error)) == ("job-poison", WorkerLostTooOften)
+
+
+def save(scene: Scene, job: Job, text: str) -> None:
+    transcript = Transcript((1, 2), MODEL.tokenizer_fingerprint, None, text, "eos")
+    parent, delivery = scene.store.open_agent("a").number, job.claimed.delivery
+    scene.store.save(Turn("a", parent, delivery, transcript, MODEL, None, None, lambda number: {"text": text}))
+
+
+def test_the_expected_version_is_checked_only_for_a_delivery_without_an_answer(scene: Scene) -> None:
+    saved = scene.put("a", context="append", expect_version=0, job_id="saved")
+    save(scene, saved, "done")
+    scene.put("a", context="append", expect_version=0, job_id="late")
+    scene.put("nobody", context="append", must_exist=True, job_id="none")
+    scene.put("a", context="append", expect_version=1, must_exist=True, job_id="fine")
+    scene.loader.start()
+    assert scene.engine.next().job_id == "fine"
+    (job, answered), (_, late), (_, none) = (scene.finisher.next() for _ in range(3))
+    assert (job.job_id, answered) == ("saved", Replayed({"text": "done"}))
+    assert isinstance(late, Failed)
+    assert isinstance(late.error, AgentVersionConflict)
+    assert isinstance(none, Failed)
+    assert isinstance(none.error, AgentNotFound)
+
+
+def test_a_job_cancelled_before_it_is_loaded_never_reaches_the_engine(scene: Scene) -> None:
+    for reason in ("withdrawn", "stopping", "timed out"):
+        scene.put(reason).cancel.set(reason)
+    scene.loader.start()
+    withdrawn, stopping, late = (scene.finisher.next()[1] for _ in range(3))
+    assert (withdrawn, stopping) == (Cancelled(), GivenBack(counts_as_attempt=False))
+    assert isinstance(late, Failed)
+    assert str(late.error) == "the job's timeout passed after 0 generated tokens"
+    assert scene.engine.jobs.empty()
+
+
+def test_a_damaged_store_costs_one_job(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scene.store.open_agent
+
+    def open_agent(agent_id: str) -> object:
+        if agent_id == "damaged":
+            raise EngineFailed("whatever it is")
+        return real(agent_id)
+
+    monkeypatch.setattr(scene.store, "open_agent", open_agent)
+    scene.put("damaged")
+    scene.put("sound")
+    scene.loader.start()
+    assert scene.engine.next().job_id == "job-sound"
+    assert isinstance(scene.finisher.next()[1], Failed)

@@ -1,0 +1,179 @@
+"""From requests to tokens: `full` encodes the request alone, `append` continues the stored ids."""
+
+import dataclasses
+
+import pytest
+
+from stoker_shared import build_request
+from stoker_shared.errors import (
+    AgentNotFound,
+    AgentVersionConflict,
+    ContextLimitExceeded,
+    RequestTooLarge,
+    TranscriptMismatch,
+)
+from stoker_worker.engine.scripted import END, ScriptedProvider, ScriptedTokenizer
+from stoker_worker.pipeline.prompt import build_prompt, check_expectations, next_transcript, replaced_version
+from stoker_worker.ports import AgentVersion, CompletedGeneration
+
+CODEC = ScriptedTokenizer()
+MODEL = ScriptedProvider(max_batch=1, steps_per_s=1e9).load()[1]
+
+
+def request(**fields):
+    return build_request({"agent_id": "a", **fields})
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answered(prompt, text, *, ended_by="eos", generated=None, kept=None, carry_text=""):
+    ids = generated if generated is not None else [*text.encode(), END]
+    done = CompletedGeneration(
+        0, "finished", tuple(ids), text, ended_by, len(ids) if kept is None else kept, carry_text
+    )
+    return next_transcript(prompt, done, MODEL)
+
+
+def first_turn(**fields):
+    return build_prompt(request(**fields), None, MODEL, CODEC)
+
+
+def append(transcript, model=MODEL, **fields):
+    return build_prompt(request(context="append", **fields), transcript, model, CODEC)
+
+
+def test_an_unknown_agents_append_is_its_first_turn():
+    assert append(None, prompt="hi").ids == first_turn(prompt="hi").ids
+    assert append(None, messages=[user("hi")]).ids == first_turn(messages=[user("hi")]).ids
+
+
+def test_append_of_messages_equals_the_whole_conversation_rendered_at_once():
+    transcript = answered(first_turn(messages=[user("one")]), "two")
+    whole = first_turn(messages=[user("one"), {"role": "assistant", "content": "two"}, user("three")])
+    assert append(transcript, messages=[user("three")]).ids == whole.ids
+
+
+def test_a_new_system_message_comes_after_the_stored_messages():
+    system = {"role": "system", "content": "be brief"}
+    later = {"role": "system", "content": "be rude"}
+    transcript = answered(first_turn(messages=[system, user("one")]), "two")
+    prompt = append(transcript, messages=[later, user("three")])
+    answer = {"role": "assistant", "content": "two"}
+    assert prompt.ids == first_turn(messages=[system, user("one"), answer, later, user("three")]).ids
+    assert prompt.ids[: len(transcript.token_ids)] == transcript.token_ids
+    assert [m.content for m in prompt.messages] == ["be brief", "one", "two", "be rude", "three"]
+
+
+def test_append_keeps_the_stored_ids_even_where_encoding_their_text_would_differ():
+    odd = [300]  # an id that no encoding produces; it decodes to a text that no template writes
+    transcript = dataclasses.replace(answered(first_turn(prompt="x"), "y"), token_ids=(*b"xy", *odd), text="xy")
+    assert append(transcript, prompt="z").ids == (*b"xy", *odd, ord("z"))
+
+
+def test_a_turn_that_ended_by_length_is_closed_before_the_next_begins():
+    transcript = answered(first_turn(messages=[user("one")]), "tw", ended_by="length", generated=b"tw")
+    prompt = append(transcript, messages=[user("three")])
+    assert prompt.ids[: len(transcript.token_ids)] == transcript.token_ids
+    assert prompt.ids[len(transcript.token_ids)] == END
+
+
+def test_a_turn_cut_inside_a_token_by_a_stop_string_continues_with_the_text_the_producer_saw():
+    chat = answered(first_turn(messages=[user("q")]), "abc", ended_by="stop", generated=b"abcX", kept=2, carry_text="c")
+    whole = first_turn(messages=[user("q"), {"role": "assistant", "content": "abc"}, user("r")])
+    assert append(chat, messages=[user("r")]).ids == whole.ids
+    raw = answered(first_turn(prompt="q"), "abc", ended_by="stop", generated=b"abcX", kept=2, carry_text="c")
+    assert bytes(append(raw, prompt="!").ids) == b"qabc!"
+
+
+def test_a_template_that_rewrites_history_is_rendered_in_full_with_a_reason():
+    class Forgetful(ScriptedTokenizer):
+        def render(self, messages, **options):
+            return super().render(messages[-1:], **options)
+
+    transcript = answered(first_turn(messages=[user("one")]), "two")
+    prompt = build_prompt(request(context="append", messages=[user("three")]), transcript, MODEL, Forgetful())
+    assert prompt.rendered_anew == "template_rewrote_history"
+    assert [m.content for m in prompt.messages] == ["one", "two", "three"]
+
+
+def test_with_another_tokenizer_the_stored_text_is_encoded_again():
+    other = dataclasses.replace(MODEL, tokenizer_fingerprint="another")
+    chat = append(answered(first_turn(messages=[user("one")]), "two"), other, messages=[user("three")])
+    raw = append(answered(first_turn(prompt="a"), "b"), other, prompt="c")
+    assert chat.rendered_anew == raw.rendered_anew == "other_tokenizer"
+    assert bytes(raw.ids) == b"abc"
+
+
+def test_prompts_and_messages_do_not_mix_in_one_transcript():
+    with pytest.raises(TranscriptMismatch, match="made of messages"):
+        append(answered(first_turn(messages=[user("one")]), "two"), prompt="three")
+    with pytest.raises(TranscriptMismatch, match="made of prompts"):
+        append(answered(first_turn(prompt="one"), "two"), messages=[user("three")])
+
+
+def test_full_replaces_the_conversation_whatever_it_was_before():
+    transcript = answered(first_turn(messages=[user("one")]), "two")
+    full = build_prompt(request(prompt="new"), transcript, MODEL, CODEC)
+    assert (full.text, full.messages, bytes(full.ids)) == ("new", None, b"new")
+
+
+def test_prompt_and_max_tokens_over_the_context_are_refused_with_the_numbers():
+    small = dataclasses.replace(MODEL, context_tokens=20)
+    build_prompt(request(prompt="x" * 12, max_tokens=8), None, small, CODEC)
+    with pytest.raises(ContextLimitExceeded, match=r"12 tokens \+ max_tokens 9 = 21.*context is 20"):
+        build_prompt(request(prompt="x" * 12, max_tokens=9), None, small, CODEC)
+
+
+def test_a_text_no_tokenization_could_fit_is_refused_before_it_is_encoded():
+    class Unused(ScriptedTokenizer):
+        def encode(self, text, *, special_start):
+            raise AssertionError("encoded a text that cannot fit")
+
+    small = dataclasses.replace(MODEL, context_tokens=20)
+    with pytest.raises(RequestTooLarge, match="101 bytes"):
+        build_prompt(request(prompt="x" * 101), None, small, Unused())
+
+
+@pytest.mark.parametrize(
+    ("fields", "number", "error"),
+    [
+        ({"expect_version": 3}, 3, None),
+        ({"expect_version": 3}, 4, AgentVersionConflict),
+        ({"expect_version": 3}, 0, AgentVersionConflict),
+        ({"expect_version": 0}, 0, None),
+        ({"expect_version": 0}, 1, AgentVersionConflict),
+        ({"must_exist": True}, 0, AgentNotFound),
+        ({"must_exist": True}, 1, None),
+        ({}, 0, None),
+    ],
+)
+def test_an_append_may_name_the_version_it_expects(fields, number, error):
+    asked = request(prompt="x", context="append", **fields)
+    agent = AgentVersion("a", number, None)
+    if error is None:
+        check_expectations(asked, agent)
+    else:
+        with pytest.raises(error):
+            check_expectations(asked, agent)
+
+
+def test_a_version_is_replaced_unless_the_conversation_continues():
+    def replaced(stored, **fields):
+        return replaced_version(first_turn(**fields), AgentVersion("a", 7, stored))
+
+    asked, answer = user("one"), {"role": "assistant", "content": "two"}
+    chat = answered(first_turn(messages=[asked]), "two")
+    # The same text, but in other tokens of the model than the tokenizer would choose.
+    odd = answered(first_turn(messages=[asked]), "two", generated=[*b"t", 1000, END])
+    for stored in (chat, odd):
+        assert replaced(stored, messages=[asked, answer, user("three")]) is None
+        assert replaced(stored, messages=[asked, answer]) is None
+        assert replaced(stored, messages=[asked, {**answer, "content": "2"}, user("three")]) == 7
+        assert replaced(stored, messages=[asked]) == 7
+        assert replaced(stored, prompt="one") == 7
+    prompted = answered(first_turn(prompt="one "), "two", generated=[1000, END])
+    assert replaced(prompted, prompt="one two three") is None
+    assert replaced(prompted, prompt="one 2 three") == 7
+    assert replaced(None, prompt="x") is None

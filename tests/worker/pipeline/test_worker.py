@@ -1,0 +1,223 @@
+"""The life of the process: all stages together, and its message if it ends before it is ready."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.in_memory.agent_store import InMemoryAgentStore
+from tests.in_memory.queue import InMemoryQueue
+from tests.worker.pipeline.stages import TIMEOUT_S
+
+from stoker_shared.errors import EngineFailed, QueueHeld, RedisUnavailable
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.pipeline.worker import Worker
+from stoker_worker.ports import Busy, ClaimedJob
+from stoker_worker.settings import read_settings
+
+FAST = ScriptedProvider(max_batch=4, steps_per_s=1000)
+
+
+class SlowProvider:
+    """A model that loads for as long as the test lasts."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def load(self) -> Any:
+        self.release.wait(30)
+        raise RuntimeError("not loaded")
+
+    def leave_thread(self) -> None:
+        pass
+
+
+def test_a_worker_deposed_while_its_model_loads_reports_that() -> None:
+    provider, queue = SlowProvider(), InMemoryQueue()
+    queue.take_over()
+    settings = read_settings({"heartbeat_s": 0.05, "lease_ttl_s": 1.0})
+    worker = Worker(settings, queue, InMemoryAgentStore(), provider, burst=False)
+    try:
+        with pytest.raises(QueueHeld, match="taken over"):
+            worker.run()
+    finally:
+        provider.release.set()
+
+
+class HangingQueue(InMemoryQueue):
+    """A queue whose server does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.release = threading.Event(), threading.Event()
+
+    def recover(self) -> int:
+        self.is_asked.set()
+        self.release.wait()
+        return 0
+
+
+def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> None:
+    queue = HangingQueue()
+    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), FAST, burst=False)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        assert queue.is_asked.wait(TIMEOUT_S)
+        worker.request_stop()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    finally:
+        queue.release.set()
+        thread.join()
+
+
+class EndlessQueue(InMemoryQueue):
+    """A queue with a new job for every free slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claims = 0
+        self.claimed_again = threading.Event()
+
+    def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+        if not limit:
+            return []
+        self.claims += 1
+        if self.claims > 1:
+            self.claimed_again.set()
+        self.enqueue(agent_id=f"agent-{self.claims}", max_tokens=5, cache="off")
+        return super().claim(limit, busy)
+
+
+class BreakingProvider(ScriptedProvider):
+    """An engine that breaks in its first step and is slow to close."""
+
+    def __init__(self, closing: Callable[[], Any]) -> None:
+        super().__init__(max_batch=1, steps_per_s=1000)
+        object.__setattr__(self, "closing", closing)
+
+    def load(self) -> Any:
+        engine, loaded = super().load()
+
+        def step() -> Any:
+            raise RuntimeError("out of memory")
+
+        engine.step, engine.close = step, self.closing  # type: ignore[method-assign, attr-defined]
+        return engine, loaded
+
+
+def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
+    queue = EndlessQueue()
+    provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(1))
+    settings = read_settings({"max_batch": 1, "poll_s": 0.001})
+    with pytest.raises(EngineFailed, match="out of memory"):
+        Worker(settings, queue, InMemoryAgentStore(), provider, burst=False).run()
+    assert (queue.claims, len(queue.given_back)) == (1, 1)
+
+
+def run_burst(queue: InMemoryQueue, **settings: Any) -> InMemoryAgentStore:
+    store = InMemoryAgentStore()
+    Worker(read_settings({"poll_s": 0.005, **settings}), queue, store, FAST, burst=True).run()
+    return store
+
+
+def test_a_burst_ends_every_job_and_saves_each_turn_once() -> None:
+    queue = InMemoryQueue()
+    for turn in range(3):
+        for agent_id in "abc":
+            queue.enqueue(
+                job_id=f"{agent_id}{turn}", agent_id=agent_id, context="append", prompt="say so", max_tokens=9
+            )
+    queue.enqueue(job_id="broken", agent_id="d", prompt="fail because", retries=1)
+    store = run_burst(queue, max_batch=4)
+    states = {job_id: entry.state for job_id, entry in queue.entries.items()}
+    assert states.pop("broken") == "failed"
+    assert set(states.values()) == {"finished"}
+    assert [store.open_agent(agent_id).number for agent_id in "abcd"] == [3, 3, 3, 0]
+    result = queue.entries["a2"].result
+    assert result is not None
+    assert (result["text"], result["cache"]["agent_version"], result["cache"]["saved"]) == ("so", 3, True)
+    assert queue.in_flight() == ()
+    assert queue.serving is not None
+
+
+def stopped_after(worker: Worker, queue: InMemoryQueue, act: Callable[[], None]) -> float:
+    """Run the worker, call `act` once a job is in the engine, and stop it; return how long the stop took."""
+    running = threading.Thread(target=worker.run, daemon=True)
+    running.start()
+    end = time.monotonic() + TIMEOUT_S
+    while not any(entry.progress and entry.progress.tokens for entry in queue.entries.values()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    act()
+    began = time.monotonic()
+    worker.request_stop()
+    running.join(TIMEOUT_S)
+    assert not running.is_alive()
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_stop_lets_running_jobs_finish_and_leaves_the_rest_in_the_queue() -> None:
+    queue = InMemoryQueue()
+    queue.enqueue(job_id="running", agent_id="a", max_tokens=1500)
+    queue.enqueue(job_id="waiting", agent_id="b", max_tokens=5)
+    settings = read_settings({"max_batch": 1, "poll_s": 0.005})
+    worker = Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False)
+    stopped_after(worker, queue, lambda: None)
+    assert (queue.state("running"), queue.state("waiting")) == ("finished", "queued")
+
+
+def test_a_stop_without_grace_gives_running_jobs_back_in_their_order() -> None:
+    queue = InMemoryQueue()
+    for name in ("first", "second", "third"):
+        queue.enqueue(job_id=name, agent_id=name, max_tokens=1_000_000)
+    settings = read_settings({"max_batch": 2, "poll_s": 0.005, "grace_s": 0.0})
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False), queue, lambda: None)
+    assert queue.waiting == ["first", "second", "third"]
+    assert [entry.lost for entry in queue.entries.values()] == [0] * 3
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_redis_that_is_away() -> None:
+    queue = InMemoryQueue()
+    queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
+
+    def go_away() -> None:
+        queue.away = True
+
+    settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 600.0})
+    worker = Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False)
+    assert stopped_after(worker, queue, go_away) < 5
+    assert queue.state("long") == "started"  # recovery will take it up
+    assert queue.hung_up
+
+
+class StuckQueue(InMemoryQueue):
+    """Its server stops answering when the first job is given back. The heartbeat gives up soon, others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck, self.hangs_up = threading.Event(), threading.Event()
+
+    def ask(self) -> None:
+        if threading.current_thread().name.startswith("finisher"):
+            self.is_stuck.set()
+            self.hangs_up.wait()
+        if self.is_stuck.is_set():
+            raise RedisUnavailable("it hangs (in memory)")
+
+    def hang_up(self) -> None:
+        self.hangs_up.set()
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() -> None:
+    queue = StuckQueue()
+    queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
+    settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 0.0})
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False), queue, lambda: None)
+    assert queue.is_stuck.is_set()
+    assert queue.state("long") == "started"  # recovery takes it up

@@ -1,0 +1,286 @@
+"""A job in flight at a worker loss then runs alone, soon, whatever other queues do; only losses while it runs alone
+count against it."""
+
+from contextlib import ExitStack
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.worker.queue.ends import finish
+from tests.worker.queue.looking import taken_over
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_worker.ports import Busy
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+WAIT = "stoker_worker.queue.claim_order._QUARANTINED_WAITS_S"
+
+
+@pytest.fixture
+def opened(redis_url):
+    """Opens a worker's queues, `high` before `generate`; the next call opens them for the next worker."""
+    with ExitStack() as at_the_end:
+        workers = []
+
+        def open_next():
+            for earlier in workers:
+                earlier.close()
+            workers.append(ExitStack())
+            at_the_end.callback(workers[-1].close)
+            settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+            return workers[-1].enter_context(open_queue(settings, redis_url)).rq_queue
+
+        yield open_next
+
+
+def submit(producer, *agents, queue="generate"):
+    return [producer.submit(agent_id=agent, prompt="x", queue=queue).job_id for agent in agents]
+
+
+def claim(queue, limit=16, running=()):
+    return queue.claim(limit, Busy().beside(job.memory_use for job in running))
+
+
+def ids(jobs):
+    return [job.job_id for job in jobs]
+
+
+def lose(opened, *, n_jobs):
+    """A worker claims this many jobs and is lost; the next one has queued them again."""
+    assert len(claim(opened(), n_jobs)) == n_jobs
+    queue = opened()
+    assert queue.recover() == n_jobs
+    return queue
+
+
+def counted(connection, job_id):
+    return [int(field or 0) for field in connection.hmget(f"rq:job:{job_id}", FIELD_ATTEMPTS, FIELD_LOST_ALONE)]
+
+
+def test_after_a_crash_the_quarantined_jobs_of_every_queue_run_first_one_after_another(producer, opened):
+    lost = submit(producer, "a", "b")
+    queue = lose(opened, n_jobs=2)
+    urgent = submit(producer, "u", "v", queue="high")
+    for quarantined in lost:
+        (job,) = claim(queue)
+        assert job.job_id == quarantined
+        assert claim(queue, running=[job]) == []
+        finish(job, {})
+    assert ids(claim(queue)) == urgent
+
+
+def test_a_quarantined_job_runs_alone_soon_though_a_higher_queue_never_runs_empty(
+    connection, producer, opened, monkeypatch
+):
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    quarantined, *beside = submit(producer, "a", "b", "c", "d")
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+
+    monkeypatch.setattr(WAIT, 3600)
+    for n in range(1, 4):  # while it waits, other jobs with room go on
+        submit(producer, f"u{n}", queue="high")
+        running += claim(queue, limit=2, running=running)
+    assert set(beside) < set(ids(running))
+    assert len(running) == 7
+
+    monkeypatch.setattr(WAIT, 0)
+    while running:
+        submit(producer, f"more {len(running)}", queue="high")
+        assert claim(queue, running=running) == []
+        finish(running.pop(), {})
+    (job,) = claim(queue)
+    assert job.job_id == quarantined
+    assert claim(queue, running=[job]) == []
+    finish(job, {})
+    assert len(claim(queue)) == 7
+
+
+def test_the_waiting_time_of_a_quarantined_job_starts_when_it_is_first_read(connection, producer, opened, monkeypatch):
+    monkeypatch.setattr(WAIT, 3600)
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    for n in (1, 2):
+        (quarantined,) = submit(producer, f"a{n}")
+        connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+        assert queue._claim_order._quarantined_since is None
+        assert claim(queue, running=running) == claim(queue, running=running) == []
+        assert queue._claim_order._quarantined_since is not None
+        connection.lrem("rq:queue:generate", 1, quarantined)  # canceled
+        finish(running.pop(), {})
+        submit(producer, f"u{n}", queue="high")
+        running = claim(queue)
+        assert [job.queue for job in running] == ["high"]
+        assert queue._claim_order._quarantined_since is None
+
+
+def test_no_job_waits_for_a_quarantined_job_that_was_canceled_meanwhile(connection, producer, opened, monkeypatch):
+    queue = opened()
+    submit(producer, "u0", queue="high")
+    running = claim(queue)
+    quarantined, other = submit(producer, "a", "b")
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    assert ids(claim(queue, running=running)) == [other]
+    Job.fetch(quarantined, connection, JSONSerializer).cancel()
+    monkeypatch.setattr(WAIT, 0)
+    urgent = submit(producer, "u1", queue="high")
+    assert ids(claim(queue, running=running)) == urgent
+
+
+def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, producer, opened, monkeypatch):
+    monkeypatch.setattr(WAIT, 3600)
+    queue = opened()
+    submit(producer, "u", queue="high")
+    running = claim(queue)
+    quarantined, second, other = submit(producer, "a", "a", "b")
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    running += claim(queue, running=running)
+    assert ids(running[1:]) == [other]
+    for job in running:
+        finish(job, {})
+    (first,) = claim(queue)
+    assert first.job_id == quarantined
+    finish(first, {})
+    assert ids(claim(queue)) == [second]
+
+
+def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(
+    connection, producer, opened, monkeypatch
+):
+    queue = opened()
+    submit(producer, "u", queue="high")
+    running = claim(queue)
+    (quarantined,) = submit(producer, "a")
+    queue.claim(0, Busy())  # the job is read
+    connection.hset(f"rq:job:{quarantined}", FIELD_ATTEMPTS, 1)
+    assert claim(queue, running=running) == []
+    assert claim(queue, running=running) == []
+    finish(running[0], {})
+    assert ids(claim(queue)) == [quarantined]
+    assert counted(connection, quarantined) == [1, 0]
+
+
+def test_the_first_loss_counts_against_a_job_only_if_it_ran_alone(connection, producer, opened):
+    first, second, alone = submit(producer, "a", "b", "c")
+    queue = lose(opened, n_jobs=2)
+    assert [counted(connection, job_id) for job_id in (first, second)] == [[1, 0], [1, 0]]
+    for job_id in (first, second):
+        (job,) = claim(queue)
+        assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 2, 0)
+        finish(job, {})
+    (job,) = claim(queue)
+    opened().recover()
+    assert job.job_id == alone
+    assert counted(connection, alone) == [1, 1]
+
+
+def test_a_job_ran_alone_also_if_the_other_queues_jobs_have_ended(connection, producer, opened):
+    queue = opened()
+    submit(producer, "u", queue="high")
+    (job_id,) = submit(producer, "a")
+    finish(next(job for job in claim(queue) if job.queue == "high"), {})
+    opened().recover()
+    assert counted(connection, job_id) == [1, 1]
+
+
+def test_a_claim_in_doubt_holds_up_all_queues_when_the_lease_of_one_is_lost(connection, producer, opened):
+    first, _ = submit(producer, "a", "a", queue="high")
+    queue = opened()
+    queue._in_doubt = True
+    connection.lmove("rq:queue:high", "rq:queue:high:intermediate")
+    taken_over(connection)  # `generate`; this worker learns it only at the next heartbeat
+    assert claim(queue) == []  # and not the agent's second job
+    connection.delete("stoker:lease:generate", "stoker:fence:generate")
+    assert [job.job_id for job in claim(queue)] == [first]
+
+
+def test_jobs_of_two_queues_count_as_running_together(connection, producer, opened):
+    (urgent,) = submit(producer, "u", queue="high")
+    (job_id,) = submit(producer, "a")
+    lose(opened, n_jobs=2)
+    assert counted(connection, urgent) == counted(connection, job_id) == [1, 0]
+
+
+def test_every_later_loss_counts_and_an_end_resets_the_count(connection, producer, opened):
+    job_id, _ = submit(producer, "a", "b")
+    lose(opened, n_jobs=2)
+    for n in (1, 2):
+        queue = lose(opened, n_jobs=1)
+        assert counted(connection, job_id) == [1 + n, n]
+    (job,) = claim(queue)
+    assert (job.job_id, job.attempt, job.losses_alone) == (job_id, 4, 2)
+    finish(job, {})
+    assert counted(connection, job_id) == [0, 0]
+
+
+def test_a_later_loss_counts_also_if_the_execution_is_gone(connection, producer, opened):
+    job_id, _ = submit(producer, "a", "b")
+    queue = lose(opened, n_jobs=2)
+    assert len(claim(queue)) == 1
+    connection.delete(*connection.scan_iter(f"rq:execution:{job_id}:*"))
+    opened().recover()
+    assert counted(connection, job_id) == [2, 1]
+
+
+def test_a_job_that_was_claimed_and_not_started_is_not_quarantined(connection, producer, opened):
+    claimed, beside = submit(producer, "a", "b")
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    queue = opened()
+    assert queue.recover() == 1
+    assert [(job.job_id, job.attempt) for job in claim(queue)] == [(claimed, 1), (beside, 1)]
+
+
+def test_a_recovery_whose_reply_is_lost_counts_no_job_as_alone_that_was_not(connection, producer, opened, monkeypatch):
+    ids = submit(producer, "a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    real = type(queue._requeue).all
+
+    def lost(*args):
+        real(*args)
+        raise RedisConnectionError("gone")
+
+    monkeypatch.setattr(type(queue._requeue), "all", lost)
+    with pytest.raises(RedisUnavailable):
+        queue.recover()
+    monkeypatch.undo()
+    assert queue.recover() == 0
+    assert [counted(connection, job_id) for job_id in ids] == [[1, 0]] * 3
+
+
+def test_jobs_that_ran_together_go_back_in_one_transaction(connection, producer, opened):
+    ids = submit(producer, "a", "b", "c")
+    assert len(claim(opened())) == 3
+    queue = opened()
+    with connection.monitor() as monitor:
+        assert queue.recover() == 3
+        connection.ping()
+        seen = []
+        while not (seen and seen[-1] == "PING"):
+            seen.append(monitor.next_command()["command"].split(" ")[0].upper())
+    calls = [name for name in seen if name in {"MULTI", "EVALSHA", "EXEC"}]
+    assert ["MULTI", "EVALSHA", "EVALSHA", "EVALSHA", "EXEC"] in [calls[n : n + 5] for n in range(len(calls))]
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+
+
+def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, producer, opened):
+    """Otherwise it would be claimed and given back forever, and block the jobs behind it."""
+    queue = opened()
+    submit(producer, "a")
+    running = claim(queue)
+    wrong, behind = submit(producer, "a", "b")
+    connection.hset(f"rq:job:{wrong}", FIELD_AGENT, "somebody else")
+    assert ids(claim(queue, running=running)) == [behind]
+    for _ in range(3):
+        assert claim(queue, running=running) == []
+    assert queue.waiting_agents() == {"a"}
+    assert counted(connection, wrong) == [0, 0]
+    finish(running[0], {})
+    assert ids(claim(queue)) == [wrong]

@@ -1,0 +1,336 @@
+"""Claiming looks ahead, claims in order, and leaves an id in exactly one list."""
+
+import json
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
+
+from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_worker.ports import Busy
+from stoker_worker.queue.claimer import Claimer
+
+pytestmark = pytest.mark.server
+
+LEASE = "mine"
+SIDES = ("before", "behind")
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        connection.set(LEASE_KEY.format(queue="generate"), LEASE)
+        yield connection
+
+
+@pytest.fixture
+def claimer(connection):
+    return Claimer(connection, "generate")
+
+
+@pytest.fixture
+def submit(producer, connection):
+    return lambda *agents: [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
+
+
+def waiting(connection):
+    return Queue("generate", connection=connection, serializer=JSONSerializer).get_job_ids()
+
+
+def claimed(connection):
+    return [job_id.decode() for job_id in connection.lrange("rq:queue:generate:intermediate", 0, -1)]
+
+
+def claim(claimer, limit=10, busy=(), lease=LEASE):
+    now = Busy(writing=frozenset(busy))
+    claimer.read_ahead(limit, now)
+    return claimer.claim(limit, now, lease)
+
+
+def claim_soon(claimer, **options):
+    """Claim several times: reading thousands of jobs takes more than one claim."""
+    return next((found for _ in range(100) if (found := claim(claimer, **options))), [])
+
+
+def test_the_oldest_job_of_each_free_agent_is_claimed_in_queue_order(connection, claimer, submit):
+    a1, _, b1, c1 = submit("a", "a", "b", "c")
+    assert claim(claimer, busy=["c"]) == [a1, b1]
+    assert claimed(connection) == [a1, b1]
+    assert c1 in waiting(connection)
+    assert len(waiting(connection)) == 2
+
+
+def test_no_more_than_the_limit_is_claimed(claimer, submit):
+    ids = submit("a", "b", "c")
+    assert claim(claimer, limit=2) == ids[:2]
+    assert claim(claimer, limit=2) == ids[2:]
+
+
+def test_an_agent_behind_thousands_of_anothers_jobs_is_found(connection, producer, claimer, submit):
+    producer.submit_many([{"agent_id": "greedy", "prompt": "x"}] * 1500)
+    (other,) = submit("other")
+    assert claim_soon(claimer, busy=["greedy"]) == [other]
+    assert len(waiting(connection)) == 1500
+
+
+def test_an_agents_first_job_is_claimed_next_but_one_at_most_behind_agents_with_many(connection, claimer, submit):
+    submit(*["heavy"] * 30)
+    assert claim(claimer, limit=1)
+    (other,) = submit("other")
+    assert [other] in [claim(claimer, limit=1), claim(claimer, limit=1)]
+    assert len(waiting(connection)) == 28
+
+
+def test_an_agents_first_job_is_found_while_every_slot_is_taken(connection, producer, claimer, submit):
+    producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 1500)
+    (other,) = submit("other")
+    for _ in range(200):
+        assert claim(claimer, limit=0) == []
+    assert [other] in [claim(claimer, limit=1), claim(claimer, limit=1)]
+
+
+def test_a_failed_claim_costs_no_agent_its_turn(connection, claimer, submit):
+    submit(*["heavy"] * 5)
+    assert claim(claimer, limit=1)
+    (other,) = submit("other")
+    for _ in range(5):
+        assert claim(claimer, limit=1, lease="somebody else's") == []
+    assert claim(claimer, limit=1) == [other]
+
+
+def test_a_worker_that_lost_its_lease_claims_nothing(connection, claimer, submit):
+    ids = submit("a")
+    assert claim(claimer, lease="somebody else's") == []
+    assert (waiting(connection), claimed(connection)) == (ids, [])
+
+
+def test_a_job_that_was_canceled_after_it_was_read_is_not_claimed(connection, claimer, submit):
+    a, b = submit("a", "b")
+    assert claim(claimer, busy=["a", "b"]) == []
+    connection.lrem("rq:queue:generate", 1, a)
+    assert claim(claimer) == [b]
+
+
+def test_an_unreadable_job_is_claimed_so_that_it_can_be_refused(connection, claimer, submit):
+    (good,) = submit("a")
+    connection.rpush("rq:queue:generate", "no-hash")
+    connection.hset("rq:job:junk", mapping={"data": b"\x80junk", FIELD_ATTEMPTS: "many"})
+    connection.set("rq:job:text", "not a hash")
+    connection.rpush("rq:queue:generate", "junk", "text")
+    assert claim(claimer) == [good, "no-hash", "junk", "text"]
+
+
+def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(connection, claimer, submit):
+    first, lost_once, same_agent, behind = submit("a", "b", "b", "c")
+    connection.hset(f"rq:job:{lost_once}", FIELD_ATTEMPTS, 1)
+    assert claim(claimer) == [first, behind]
+    assert claimer.next_quarantined() == lost_once
+    assert claimer.claim_quarantined(LEASE) == [lost_once]
+    assert claimer.next_quarantined() is None
+    assert claim(claimer) == [same_agent]
+
+
+def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, submit):
+    gone, lost_once = submit("a", "b")
+    for job_id in (gone, lost_once):
+        connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 1)
+    assert claim(claimer) == []
+    connection.lrem("rq:queue:generate", 1, gone)
+    assert claimer.claim_quarantined("somebody else's") == []
+    assert claimer.claim_quarantined(LEASE) == [lost_once]
+    assert claimer.claim_quarantined(LEASE) == []
+
+
+def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
+    assert claimer.agents() == frozenset()
+    _, _, _, c1 = submit("a", "a", "b", "c")
+    connection.rpush("rq:queue:generate", "no-hash")
+    claim(claimer, busy=["b"], limit=1)
+    claim(claimer, busy=["a", "b", "c"])
+    before = claimer.agents()
+    assert before == {"a", "b", "c"}
+    claim(claimer, busy=["a", "b", "c"])
+    assert claimer.agents() is before
+    assert claim(claimer, busy=["a", "b"]) == [c1]
+    assert claimer.agents() == {"a", "b"}
+
+
+def test_the_agents_of_an_emptied_queue_are_forgotten(connection, claimer, submit):
+    submit("a", "b")
+    claim(claimer, busy=["a", "b"])
+    connection.delete("rq:queue:generate")
+    assert claim(claimer) == []
+    assert claimer.agents() == frozenset()
+
+
+def test_jobs_added_at_either_end_after_the_first_claim_are_claimed_in_order(connection, claimer, submit):
+    a, b = submit("a", "b")
+    assert claim(claimer, busy=["a", "b"]) == []
+    behind, before = [], []
+    for n in range(3):
+        behind += submit(f"behind {n}")
+        before = submit(f"before {n}") + before
+        connection.lmove("rq:queue:generate", "rq:queue:generate", "RIGHT", "LEFT")
+        assert (
+            claim(claimer, busy=["a", "b", *(f"{side} {m}" for side in ("before", "behind") for m in range(3))]) == []
+        )
+    assert claim(claimer) == [*before, a, b, *behind]
+
+
+def test_a_job_that_moved_to_the_end_is_claimed_last(connection, claimer, submit):
+    a, b = submit("a", "b")
+    assert claim(claimer, busy=["a", "b"]) == []
+    connection.lmove("rq:queue:generate", "rq:queue:generate", "LEFT", "RIGHT")
+    assert claim(claimer) == [b, a]
+
+
+@pytest.mark.parametrize("page", [1000, 3])
+@pytest.mark.parametrize("count", [1, 3, 5, 9])
+@pytest.mark.parametrize("side", ["LPOP", "RPOP"])
+def test_jobs_that_were_removed_meanwhile_are_not_claimed(connection, claimer, submit, monkeypatch, side, count, page):
+    monkeypatch.setattr("stoker_worker.queue.claimer._PAGE", page)
+    ids = submit(*(f"a{n}" for n in range(10)))
+    for _ in range(4):
+        assert claim(claimer, busy=[f"a{n}" for n in range(10)]) == []
+    connection.execute_command(side, "rq:queue:generate", count)
+    (new,) = submit("new")
+    left = ids[count:] if side == "LPOP" else ids[:-count]
+    claimed = []
+    while found := claim_soon(claimer, limit=2):
+        claimed += found
+    assert claimed == [*left, new]
+
+
+def test_a_queue_that_was_emptied_and_filled_again_is_read_again(connection, claimer, submit):
+    submit(*(f"a{n}" for n in range(50)))
+    assert claim(claimer, limit=1)
+    connection.delete("rq:queue:generate")
+    ids = submit("x", "y")
+    assert claim_soon(claimer) == ids
+
+
+def test_many_canceled_jobs_in_the_middle_do_not_hold_up_the_rest(connection, claimer, submit):
+    ids = submit(*(f"a{n}" for n in range(300)))
+    assert claim(claimer, busy=[f"a{n}" for n in range(300)]) == []
+    for job_id in ids[1:-1]:
+        connection.lrem("rq:queue:generate", 1, job_id)
+    assert claim(claimer) == [ids[0], ids[-1]]
+
+
+def test_a_job_quarantined_after_it_was_read_is_read_again(connection, claimer, submit):
+    first, second = submit("a", "b")
+    assert claim(claimer, limit=1) == [first]
+    connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
+    connection.lrem("rq:queue:generate:intermediate", 1, first)
+    connection.lpush("rq:queue:generate", first)
+    assert claim(claimer) == [second]
+    assert claimer.claim_quarantined(LEASE) == [first]
+
+
+def test_the_agent_of_another_producers_job_is_read_from_its_request(connection, claimer, submit):
+    request = {"agent_id": "plain", "prompt": "x"}
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    plain = [queue.enqueue(TASK_PATH, request=request).id for _ in range(2)]
+    (ours,) = submit("a")
+    connection.hset("rq:job:four-commands", "data", '["x", null, [], {"request": {"agent_id": "four"}}]')
+    connection.rpush("rq:queue:generate", "four-commands")
+    assert claim(claimer) == [plain[0], ours, "four-commands"]
+    assert claimer.agents() == {"plain"}
+
+
+def test_an_id_enqueued_again_while_it_waits_has_the_agent_in_its_new_hash(connection, producer, claimer):
+    reads = {"agent_id": "a", "prompt": "x", "cache": "read"}
+    again, beside = (producer.submit(**reads).job_id for _ in range(2))
+    assert claim(claimer, busy=["a"]) == []
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "y"}, job_id=again)
+    assert claim(claimer) == [beside]
+    assert claim(claimer) == [again]
+
+
+def test_an_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(connection, claimer, submit):
+    (again,) = submit("a")
+    (before,) = submit("b")
+    assert claim(claimer, busy=["a", "b"]) == []
+    connection.lrem("rq:queue:generate", 0, again)
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
+    assert claim(claimer) == [before]
+    assert claim(claimer) == [again]
+
+
+def test_a_removed_id_enqueued_again_for_another_agent_waits_behind_that_agents_jobs(connection, claimer, submit):
+    (again,) = submit("a")
+    (before,) = submit("b")
+    assert claim(claimer, busy=["a", "b"]) == []
+    connection.delete("rq:queue:generate")
+    assert claim(claimer) == []
+    connection.rpush("rq:queue:generate", before)
+    queue = Queue("generate", connection=connection, serializer=JSONSerializer)
+    queue.enqueue(TASK_PATH, request={"agent_id": "b", "prompt": "y"}, job_id=again)
+    assert claim_soon(claimer) == [before]
+    assert claim(claimer) == [again]
+
+
+def test_the_stored_agent_of_an_id_enqueued_again_for_another_agent_is_ignored(connection, claimer, submit):
+    (job_id,) = submit("a")
+    connection.lrem("rq:queue:generate", 0, job_id)
+    plain = Queue("generate", connection=connection, serializer=JSONSerializer)
+    plain.enqueue_call(TASK_PATH, kwargs={"request": {"agent_id": "b", "prompt": "x"}}, job_id=job_id)
+    assert connection.hget(f"rq:job:{job_id}", "stoker_agent").endswith(b" a")
+    claimer.read_ahead(0, Busy())
+    assert claimer.agents() == {"b"}
+
+
+def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(connection, claimer, submit):
+    a, b = submit("a", "\u00fc \U0001f642/..")
+    for job_id in (a, b):
+        connection.hset(f"rq:job:{job_id}", "data", b"nobody can read this")
+    claim(claimer, limit=0)
+    assert claimer.agents() == {"a", "\u00fc \U0001f642/.."}
+
+
+def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claimer._MAX_DATA_BYTES", 1000)
+    names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
+    for name in names:
+        request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
+        connection.hset(f"rq:job:{name}", "data", json.dumps(["x", None, [], {"request": request}]))
+        connection.rpush("rq:queue:generate", name)
+    replies, real = [], claimer._read_at
+
+    def noting(**words):
+        replies.append(real(**words))
+        return replies[-1]
+
+    monkeypatch.setattr(claimer, "_read_at", noting)
+    while len(claimer.agents()) < len(names):
+        claim(claimer, limit=0)
+    assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, _, _ in replies)
+    assert len(replies) < 15
+    assert claim(claimer, limit=50) == names
+
+
+def test_the_claimer_reports_whether_every_waiting_job_was_read(connection, producer, claimer, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claimer._READ_S", 0)
+    assert not claimer.has_unread
+    producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 600)
+    claim(claimer, limit=0)
+    assert claimer.has_unread
+    looks = 0
+    while claimer.has_unread:
+        claim(claimer, limit=0)
+        looks += 1
+    assert 2 < looks < 20
+    submit("other")
+    claim(claimer, limit=0)
+    assert claimer.agents() == {"heavy", "other"}
+
+
+@pytest.mark.parametrize("nth", [0, 30, 59])
+def test_a_job_is_found_from_either_end_of_a_long_queue(connection, claimer, submit, nth):
+    ids = submit(*(f"a{n}" for n in range(60)))
+    others = [f"a{n}" for n in range(60) if n != nth]
+    assert claim(claimer, busy=others) == [ids[nth]]
+    assert waiting(connection) == ids[:nth] + ids[nth + 1 :]

@@ -1,0 +1,266 @@
+"""The fair queue chooses the same jobs as a scan of the whole list would, and no agent waits for long."""
+
+import gc
+from collections import Counter, deque
+from typing import Any
+from uuid import uuid4
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from stoker_worker.ports import UNUSED, Busy, MemoryUse
+from stoker_worker.queue.fair_queue import FairQueue
+
+AGENTS = ("a", "b", "c", None)
+JOBS = [f"job-{n}" for n in range(30)]
+
+
+def agent_of(job_id):
+    return AGENTS[int(job_id.removeprefix("job-")) % len(AGENTS)]
+
+
+def reads(job_id):
+    return int(job_id.removeprefix("job-")) % 7 < 3
+
+
+def use_of(job_id):
+    agent = agent_of(job_id)
+    return UNUSED if agent is None else MemoryUse("read" if reads(job_id) else "write", agent)
+
+
+def plainly(known, limit, busy, quarantined, given, served):
+    """The expected choice, by a scan of all `known` jobs, which have no gap.
+
+    `given` is the number of jobs chosen so far; `served` lists the waiting agents that had a turn, oldest first.
+    """
+
+    def line(job_id):
+        return agent_of(job_id) or job_id
+
+    def may_go(job_id, chosen):
+        before = [other for other in known[: known.index(job_id)] if line(other) == line(job_id)]
+        if job_id in quarantined or job_id in busy.job_ids or any(other not in chosen for other in before):
+            return False
+        beside = [other for other in chosen if line(other) == line(job_id)]
+        if reads(job_id) and agent_of(job_id):
+            return line(job_id) not in busy.writing and all(reads(other) for other in beside)
+        return not agent_of(job_id) or (line(job_id) not in busy.agents and not beside)
+
+    first_of = {line(job_id): job_id for job_id in reversed(known)}
+    ready = [job_id for job_id in known if job_id in quarantined and job_id in first_of.values()]
+    chosen = []
+    while len(chosen) < limit:
+        free = [job_id for job_id in known if job_id not in chosen and may_go(job_id, chosen)]
+        if not free:
+            break
+        pick = free[0]
+        if (given + len(chosen)) % 2:
+            had_one = {agent_of(job_id) for job_id in chosen}
+            in_turn = [job_id for job_id in free if agent_of(job_id) and agent_of(job_id) not in had_one]
+            new = [job_id for job_id in in_turn if agent_of(job_id) not in served]
+            longest_ago = [job_id for agent in served for job_id in in_turn if agent_of(job_id) == agent]
+            pick = (*new[:1], *longest_ago[:1], pick)[0]
+        chosen.append(pick)
+    return chosen, (ready[0] if ready else None)
+
+
+class FairQueueMachine(RuleBasedStateMachine):
+    """Compares with a plain list, of which the first `learned` jobs have been read."""
+
+    def __init__(self):
+        super().__init__()
+        self.fair_queue = FairQueue()
+        self.waiting = []
+        self.known = set()
+        self.quarantined = set()
+        self.given, self.served = 0, []
+
+    def remove(self, job_ids):
+        self.waiting = [job_id for job_id in self.waiting if job_id not in job_ids]
+        self.known -= set(job_ids)
+        self.served = [agent for agent in self.served if agent in map(agent_of, self.known)]
+
+    @rule(job_ids=st.lists(st.sampled_from(JOBS), unique=True, max_size=6))
+    def come_in_behind(self, job_ids):
+        self.remove(job_ids)
+        self.waiting += job_ids
+        self.fair_queue.append(job_ids)
+
+    @rule(job_ids=st.lists(st.sampled_from(JOBS), unique=True, max_size=6))
+    def come_in_before(self, job_ids):
+        self.remove(job_ids)
+        self.waiting[:0] = job_ids
+        self.fair_queue.prepend(job_ids)
+
+    @rule(job_id=st.sampled_from(JOBS))
+    def go(self, job_id):
+        self.remove([job_id])
+        self.fair_queue.discard(job_id)
+
+    @rule()
+    def start_over(self):
+        self.waiting, self.known, self.given, self.served = [], set(), 0, []
+        self.fair_queue.clear()
+
+    @rule(count=st.integers(1, 8), quarantined=st.sets(st.sampled_from(JOBS), max_size=3))
+    def learn(self, count, quarantined):
+        for job_id in self.fair_queue.unlearned(count):
+            assert job_id not in self.known
+            (self.quarantined.add if job_id in quarantined else self.quarantined.discard)(job_id)
+            self.fair_queue.learn(job_id, use_of(job_id), quarantined=job_id in quarantined)
+            self.known.add(job_id)
+
+    @rule(
+        limit=st.integers(1, 6),
+        writing=st.sets(st.sampled_from("abc")),
+        reading=st.sets(st.sampled_from("abc")),
+        behind_runs=st.sets(st.sampled_from(JOBS), max_size=2),
+        claim=st.booleans(),
+    )
+    def choose(self, limit, writing, reading, behind_runs, claim):
+        busy = Busy(frozenset(writing), frozenset(reading), frozenset(behind_runs))
+        unread = next((n for n, job_id in enumerate(self.waiting) if job_id not in self.known), len(self.waiting))
+        wanted, quarantined = plainly(self.waiting[:unread], limit, busy, self.quarantined, self.given, self.served)
+        assert self.fair_queue.choose(limit, busy) == wanted
+        assert self.fair_queue.next_quarantined() == quarantined
+        for job_id in wanted if claim else ():
+            self.serve(job_id)
+
+    @rule()
+    def claim_quarantined(self):
+        if (job_id := self.fair_queue.next_quarantined()) is not None:
+            self.serve(job_id)
+
+    def serve(self, job_id):
+        self.remove([job_id])
+        self.given += 1
+        if agent_of(job_id) in {agent_of(known) for known in self.known} - {None}:
+            self.served = [agent for agent in self.served if agent != agent_of(job_id)] + [agent_of(job_id)]
+        self.fair_queue.serve(job_id)
+
+    @invariant()
+    def its_ends_are_those_of_the_list(self):
+        assert len(self.fair_queue) == len(self.waiting)
+        first, last = self.fair_queue.first(3), self.fair_queue.last(3)
+        assert first == self.waiting[: len(first)]
+        assert last == self.waiting[::-1][: len(last)]
+        assert bool(first) == bool(last) == bool(self.waiting)
+
+
+TestFairQueue = FairQueueMachine.TestCase
+
+
+@given(st.lists(st.sampled_from(JOBS), unique=True))
+def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
+    fair_queue = FairQueue()
+    fair_queue.append(job_ids)
+    for job_id in fair_queue.unlearned(100):
+        fair_queue.learn(job_id, use_of(job_id), quarantined=False)
+    chosen = []
+    while found := fair_queue.choose(2, Busy()):
+        for job_id in found:
+            fair_queue.serve(job_id)
+        chosen += found
+    assert sorted(chosen) == sorted(job_ids)
+    for agent in "abc":
+        assert [j for j in chosen if agent_of(j) == agent] == [j for j in job_ids if agent_of(j) == agent]
+
+
+class Places:
+    """Gives one place after the other; an agent's jobs are named after it."""
+
+    def __init__(self):
+        self.fair_queue, self.given = FairQueue(), []
+
+    def submit(self, *agents, front=False):
+        job_ids = [f"{agent}-{uuid4()}" for agent in agents]
+        (self.fair_queue.prepend if front else self.fair_queue.append)(job_ids)
+        for job_id in self.fair_queue.unlearned(10_000):
+            self.fair_queue.learn(job_id, MemoryUse("write", job_id.partition("-")[0]), quarantined=False)
+
+    def give(self, n_places=1):
+        for _ in range(n_places):
+            for job_id in self.fair_queue.choose(1, Busy()):
+                self.fair_queue.serve(job_id)
+                self.given.append(job_id.partition("-")[0])
+        return self.given
+
+
+def test_the_first_job_of_an_agent_gets_one_of_the_next_two_places_beside_agents_with_many():
+    for n_heavy in (1, 2, 16):
+        for n_given in range(2 * n_heavy, 2 * n_heavy + 20):  # until each of them was served they are new too
+            places = Places()
+            places.submit(*(f"heavy{n}" for n in range(n_heavy) for _ in range(100)))
+            places.give(n_given)
+            places.submit("new")
+            assert "new" in places.give(2)[-2:]
+
+
+def test_a_newcomer_waits_at_most_two_places_for_each_newcomer_before_it():
+    places = Places()
+    places.submit(*["heavy"] * 100, *(f"new{n}" for n in range(20)))
+    given = places.give(40)
+    assert [agent for agent in given if agent != "heavy"] == [f"new{n}" for n in range(20)]
+
+
+def test_new_agents_do_not_starve_the_agent_that_has_waited_longest():
+    places = Places()
+    places.submit(*["heavy"] * 20)
+    for n in range(40):
+        places.submit(f"new{n}", f"newer{n}")
+        places.give()
+    assert places.given.count("heavy") == 20
+
+
+def test_all_agents_with_many_jobs_make_progress():
+    places = Places()
+    places.submit(*(f"heavy{n}" for n in range(5) for _ in range(30)))
+    given = Counter(places.give(48))
+    assert given == {"heavy0": 24, "heavy1": 6, "heavy2": 6, "heavy3": 6, "heavy4": 6}
+
+
+def test_an_agent_without_waiting_jobs_is_new_again():
+    places = Places()
+    places.submit(*(f"heavy{n}" for n in range(10) for _ in range(30)))
+    places.give(20)
+    for _ in range(5):
+        places.submit("now and then", "now and then")
+        assert "now and then" in places.give(2)[-2:]
+        places.fair_queue.discard(places.fair_queue.last(1)[0])  # canceled
+
+
+def test_a_job_at_the_front_waits_for_one_place_at_most():
+    for n_given in range(6):
+        places = Places()
+        places.submit(*["heavy"] * 20, *(f"new{n}" for n in range(20)))
+        places.give(n_given)
+        places.submit("urgent", front=True)
+        assert "urgent" in places.give(2)[-2:]
+
+
+def test_a_job_that_was_chosen_and_not_claimed_does_not_count():
+    places = Places()
+    places.submit(*["heavy"] * 5, "new")
+    places.give()
+    choices = [places.fair_queue.choose(1, Busy()) for _ in range(4)]
+    assert choices == choices[:1] * 4
+
+
+def test_nothing_is_kept_of_agents_without_waiting_jobs():
+    places = Places()
+    for n in range(100):
+        places.submit(*["heavy"] * 2, f"a{n}", f"a{n}")
+        places.give(4)
+    places.give(10)
+    assert len(places.given) == 400
+    assert len(places.fair_queue) == 0
+    places.fair_queue.first(1), places.fair_queue.choose(1, Busy())
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [vars(places.fair_queue)]
+    while todo:
+        for found in gc.get_referents(todo.pop()):
+            if id(found) not in seen and isinstance(found, dict | list | tuple | deque | str):
+                seen[id(found)] = found
+                todo.append(found)
+    assert [text for text in seen.values() if isinstance(text, str) and text.startswith(("heavy", "a0", "a1"))] == []

@@ -1,0 +1,107 @@
+"""The worker reads only JSON from a job's hash, whatever another client wrote there."""
+
+import json
+import pickle
+import zlib
+
+import pytest
+from redis import Redis
+
+from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, RequestTooLarge
+from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
+from stoker_worker.ports import UNUSED, MemoryUse
+from stoker_worker.queue.json_job import JsonJob, memory_use_in
+
+REQUEST = {"agent_id": "a", "prompt": "x"}
+
+
+def restored(data: bytes, **fields: bytes) -> JsonJob:
+    job = JsonJob("id", connection=Redis())
+    job.restore({b"data": data, **{name.encode(): value for name, value in fields.items()}})
+    return job
+
+
+def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
+    return json.dumps([func, instance, list(args), {"request": REQUEST} if kwargs is None else kwargs]).encode()
+
+
+@pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])
+def test_compressed_and_plain_payloads_carry_the_same_request(data):
+    assert restored(data).read_request().agent_id == "a"
+    assert memory_use_in(data) == MemoryUse("write", "a")
+
+
+@pytest.mark.parametrize(("action", "access"), [("info", "read"), ("forget", "write"), ("rollback", "write")])
+def test_a_job_about_an_agent_is_read_as_such_and_uses_its_agents_memory(action, access):
+    data = payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", "action": action}})
+    request = restored(data).read_request()
+    assert (request.action, request.access) == (action, access)
+    assert memory_use_in(data) == MemoryUse(access, "a")
+    with pytest.raises(InvalidRequest):
+        restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was loaded",))
+
+
+@pytest.mark.parametrize("compress", [bytes, zlib.compress])
+def test_a_pickle_is_refused_without_being_loaded(compress):
+    data = compress(pickle.dumps((TASK_PATH, None, (), {"request": Bomb()})))
+    with pytest.raises(PayloadRefused, match="pickle"):
+        restored(data).read_request()
+    assert memory_use_in(data) == UNUSED
+
+
+@pytest.mark.parametrize("field", ["meta", "result"])
+def test_pickles_in_a_jobs_other_fields_are_not_loaded_either(field):
+    job = restored(payload(), **{field: pickle.dumps({"x": Bomb()})})
+    assert job.read_request().agent_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (payload(func="os.system"), "os.system"),
+        (payload(args=["x"]), "exactly one argument"),
+        (payload(kwargs={}), "exactly one argument"),
+        (payload(kwargs={"request": REQUEST, "more": 1}), "exactly one argument"),
+        (payload(kwargs={"request": "text"}), "exactly one argument"),
+        (b"[1, 2]", "JSON form"),
+        (b"{}", "JSON form"),
+        (b"\xff\xfe", "JSON form"),
+        (b"[" * 100_000, "JSON form"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_job_that_is_no_generation_job_is_refused_by_name(data, named):
+    with pytest.raises(PayloadRefused, match=named):
+        restored(data).read_request()
+
+
+@pytest.mark.parametrize("name", ["success_callback_name", "failure_callback_name", "stopped_callback_name"])
+def test_jobs_with_callbacks_are_refused(name):
+    with pytest.raises(PayloadRefused, match="callbacks"):
+        restored(payload(), **{name: b"os.system"}).read_request()
+
+
+def test_a_payload_that_would_unpack_to_gigabytes_is_refused_unread():
+    bomb = zlib.compress(b"[" + b" " * (MAX_REQUEST_BYTES + 10_000) + b"]")
+    assert len(bomb) < 100_000
+    with pytest.raises(RequestTooLarge):
+        restored(bomb).read_request()
+
+
+def test_stored_bytes_that_cannot_be_read_are_kept_unchanged():
+    """RQ writes a job's data again when it finishes or retries the job."""
+    data = pickle.dumps(("x",))
+    job = restored(data)
+    with pytest.raises(RequestError):
+        job.read_request()
+    assert job.data == data
+
+
+def test_a_missing_creation_time_stays_missing():
+    assert restored(payload()).raw_created_at == ""
+    assert restored(payload(), created_at=b"2026-01-01T00:00:00.000000Z").raw_created_at.startswith("2026")

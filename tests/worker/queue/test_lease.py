@@ -1,0 +1,177 @@
+"""One active worker per queue: the holder, the takeover, and the errors of the others."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis import Redis
+from tests.private_server import free_port, private_server
+from tests.server_fixture import require_server_program
+
+from stoker_shared.errors import QueueHeld
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY
+from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.queue.connect import _take_over, open_queue
+from stoker_worker.queue.lease import Lease
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+def lease(connection, name, queues=("q",), ttl_s=30.0):
+    return Lease(connection, list(queues), worker_name=name, ttl_s=ttl_s)
+
+
+def hold_as(connection, identity, queue="q"):
+    value = json.dumps({"worker": "other", "fence": 1, **dataclasses.asdict(identity)})
+    connection.set(LEASE_KEY.format(queue=queue), value, px=30_000)
+
+
+def a_dead_process():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    me = ProcessIdentity.of_this_process()
+    from stoker_worker.process_identity import _start_token
+
+    identity = dataclasses.replace(me, pid=process.pid, started=_start_token(process.pid) or "")
+    assert not identity.is_certainly_dead()
+    process.kill()
+    process.wait()
+    return identity
+
+
+def test_a_second_worker_gets_the_name_of_the_holder(connection):
+    lease(connection, "first").acquire()
+    with pytest.raises(QueueHeld, match=rf"'q' is held by worker first on host .*, pid {os.getpid()}"):
+        lease(connection, "second").acquire()
+
+
+def test_a_second_worker_gets_the_remaining_time_of_the_lease(connection):
+    lease(connection, "first", ttl_s=300).acquire()
+    connection.pexpire(LEASE_KEY.format(queue="q"), 200_900)
+    with pytest.raises(QueueHeld, match=r"its lease runs out in 200\.\d s"):
+        lease(connection, "second", ttl_s=4).acquire()
+
+
+def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    key, looks = LEASE_KEY.format(queue="q"), []
+    lease(connection, "first").acquire()
+
+    def look_again(_):
+        looks.append(connection.pexpire(key, 30_000 - 1000 * len(looks)))
+        if len(looks) == 5:
+            connection.delete(key)
+
+    monkeypatch.setattr("stoker_worker.queue.connect.time.sleep", look_again)
+    nobody: Any = SimpleNamespace(sign_on=lambda: None)
+    _take_over(lease(connection, "second"), nobody, standby=True)
+    assert len(looks) == 5
+    assert caplog.text.count("standing by: queue 'q' is held by worker first") == 1
+
+
+def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence(connection):
+    hold_as(connection, a_dead_process())
+    connection.set(FENCE_KEY.format(queue="q"), 1)
+    mine = lease(connection, "second")
+    mine.acquire()
+    assert mine.is_ours("q")
+    assert json.loads(mine.held_value("q"))["fence"] == 2
+
+
+def test_a_holder_on_another_host_or_boot_is_never_considered_dead(connection):
+    for change in ({"host": "elsewhere"}, {"boot": "another"}):
+        hold_as(connection, dataclasses.replace(a_dead_process(), **change))
+        with pytest.raises(QueueHeld):
+            lease(connection, "second").acquire()
+
+
+def test_a_new_process_with_a_dead_holders_pid_does_not_keep_its_lease(connection):
+    me = ProcessIdentity.of_this_process()
+    hold_as(connection, dataclasses.replace(me, started="an earlier start"))
+    lease(connection, "second").acquire()
+
+
+def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_deposed(connection):
+    first, second = lease(connection, "first", ttl_s=0.05), lease(connection, "second")
+    first.acquire()
+    time.sleep(0.1)
+    second.acquire()
+    assert not first.renew()
+    assert not first.is_ours("q")
+    first.release()
+    assert second.is_ours("q")
+
+
+def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(connection):
+    first = lease(connection, "first", ttl_s=0.05)
+    first.acquire()
+    time.sleep(0.1)
+    assert first.renew()
+    assert first.is_ours("q")
+
+
+def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
+    first, second = lease(connection, "first"), lease(connection, "second")
+    first.acquire()
+    connection.delete(LEASE_KEY.format(queue="q"))  # it expired
+    second.acquire()
+    second.release()
+    assert not first.renew()
+    assert not first.is_ours("q")
+    assert not connection.exists(LEASE_KEY.format(queue="q"))
+
+
+def test_a_refused_worker_deposes_no_holder(connection):
+    first = lease(connection, "first")
+    first.acquire()
+    with pytest.raises(QueueHeld):
+        lease(connection, "second").acquire()
+    connection.delete(LEASE_KEY.format(queue="q"))
+    assert first.renew()
+
+
+def test_after_a_loss_of_all_data_the_holder_goes_on_and_the_next_one_gets_a_higher_number(connection):
+    first, second, third = (lease(connection, name) for name in ("first", "second", "third"))
+    first.acquire()
+    first.release()
+    second.acquire()
+    connection.delete(LEASE_KEY.format(queue="q"), FENCE_KEY.format(queue="q"))
+    assert second.renew()
+    second.release()
+    third.acquire()
+    assert json.loads(third.held_value("q"))["fence"] == 3
+
+
+def test_all_queues_are_held_or_none(connection):
+    lease(connection, "first", ["b"]).acquire()
+    with pytest.raises(QueueHeld):
+        lease(connection, "second", ["a", "b"]).acquire()
+    lease(connection, "third", ["a"]).acquire()
+
+
+def test_signing_off_does_not_wait_for_a_server_that_hangs(tmp_path):
+    """As when a worker is stopped while its model loads."""
+    require_server_program()
+    with private_server(tmp_path / "redis", port=(port := free_port())) as admin:
+        url, pid = f"redis://127.0.0.1:{port}", admin.info("server")["process_id"]
+        try:
+            with open_queue(read_settings({"redis_url": url}), url):
+                os.kill(pid, signal.SIGSTOP)
+                began = time.monotonic()
+            took_s = time.monotonic() - began
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert took_s < 15  # 1; the time limit of a worker that serves is 25

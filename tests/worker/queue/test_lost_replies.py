@@ -1,0 +1,336 @@
+"""The reply of one transaction or script is lost, each in turn: it took effect, and the worker must find that out and
+do the following steps."""
+
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from rq import Callback, Retry
+from rq.job import Dependency, Job
+from rq.rate_limit import RateLimit
+from rq.serializers import JSONSerializer
+from tests.lossy_proxy import LossyProxy
+from tests.worker.queue import called_back
+from tests.worker.queue.ends import fail, finish, give_back, stop
+from tests.worker.queue.looking import places
+from tests.worker.queue.test_callbacks import calls
+
+from stoker_shared.errors import OwnershipLost
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.transient_errors import may_pass
+from stoker_worker.settings import read_settings
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+MODULE = called_back.__name__
+RESULT = {"text": "done"}
+LEASE_S = 2
+
+
+@pytest.fixture
+def proxy(redis_url):
+    with LossyProxy(urlsplit(redis_url).port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def opened(proxy):
+    settings = read_settings(
+        {"redis_url": proxy.url, "allow_callbacks": MODULE, "lease_ttl_s": LEASE_S, "heartbeat_s": 0.2}
+    )
+    with open_queue(settings, proxy.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def queue(opened):
+    return opened.rq_queue
+
+
+@pytest.fixture
+def enqueue(plain):
+    def enqueue(job_id, agent="a", **options):
+        request = {"agent_id": agent, "prompt": "x"}
+        return plain.enqueue(TASK_PATH, request=request, job_id=job_id, **options)
+
+    return enqueue
+
+
+class InBackground(threading.Thread):
+    """A call on its own thread, started at once."""
+
+    def __init__(self, call):
+        super().__init__(daemon=True)
+        self.call, self.error = call, None
+        self.start()
+
+    def run(self):
+        try:
+            self.call()
+        except Exception as error:
+            self.error = error
+
+
+def again(call):
+    """Repeat the call, as the finisher and the fetcher do while Redis is away."""
+    for _ in range(20):
+        try:
+            return call()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            time.sleep(0.01)
+    raise AssertionError("Redis never came back")
+
+
+def claim(queue, busy=frozenset()):
+    return again(lambda: queue.claim(8, Busy(writing=frozenset(busy))))
+
+
+def starts(exchange):
+    return exchange.is_transaction and exchange.holds("rq:wip:generate", "ZADD")
+
+
+def ends(exchange):
+    return exchange.is_transaction and exchange.holds("rq:wip:generate", "ZREM")
+
+
+def nothing_is_left(connection):
+    left = [*connection.scan_iter("rq:execution*"), *connection.scan_iter("rq:worker:*:executions")]
+    left += connection.zrange("rq:wip:generate", 0, -1) + connection.lrange("rq:queue:generate:intermediate", 0, -1)
+    return left + list(connection.scan_iter("stoker:ended:*")) == []
+
+
+def test_a_job_start_whose_reply_is_lost_counts_as_a_start(connection, proxy, queue, enqueue):
+    """Otherwise the agent's next job overtakes the first, which recovery queues again later."""
+    for job_id in ("first", "second"):
+        enqueue(job_id)
+    proxy.lose(starts)
+    (job,) = claim(queue)
+    assert proxy.lost
+    assert job.job_id == "first"
+    assert claim(queue, {"a"}) == []
+    finish(job, RESULT)
+    (job,) = claim(queue)
+    assert job.job_id == "second"
+    finish(job, RESULT)
+    assert nothing_is_left(connection)
+    assert [connection.xlen(f"rq:results:{job_id}") for job_id in ("first", "second")] == [1, 1]
+
+
+def test_a_start_in_doubt_holds_up_only_its_own_agents_next_job(connection, proxy, queue, enqueue):
+    """The connections close in the middle of a claim, and the check of its effect fails as well."""
+    for job_id, agent in (("other", "b"), ("first", "a"), ("second", "a")):
+        enqueue(job_id, agent)
+    proxy.lose(lambda exchange: starts(exchange) and exchange.holds("rq:job:first"))
+    proxy.lose(lambda exchange: exchange.holds("rq:execution:first:") and not exchange.is_transaction)
+    claimed = [job.job_id for job in claim(queue)]
+    claimed += [job.job_id for job in claim(queue, {"b", "a"} if "first" in claimed else {"b"})]
+    assert len(proxy.lost) == 2
+    assert claimed == ["other", "first"]
+    assert places(connection, "second") == ["generate"]
+
+
+def test_a_claim_whose_reply_is_lost_changes_no_order(connection, proxy, queue, enqueue):
+    for job_id, agent in (("first", "a"), ("second", "a"), ("other", "b")):
+        enqueue(job_id, agent)
+    proxy.lose(lambda exchange: exchange.is_write and exchange.holds("generate:intermediate", "first"))
+    assert {job.job_id for job in claim(queue)} == {"first", "other"}
+    assert proxy.lost
+    assert places(connection, "second") == ["generate"]
+
+
+def test_an_end_whose_reply_is_lost_is_followed_by_all_its_steps(connection, proxy, queue, enqueue):
+    enqueue("job", on_success=Callback(f"{MODULE}.succeeded"))
+    enqueue("child", depends_on="job")
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: finish(job, RESULT))
+    assert proxy.lost
+    assert places(connection, "child") == ["generate"]
+    assert calls(connection) == [["succeeded", "job", "done", "finished"]]
+    assert connection.xlen("rq:results:job") == 1
+    with pytest.raises(OwnershipLost):
+        finish(job, RESULT)
+    assert nothing_is_left(connection)
+
+
+def test_a_failure_whose_reply_is_lost_enqueues_the_dependents_that_allow_it(connection, proxy, queue, enqueue):
+    enqueue("job", on_failure=Callback(f"{MODULE}.failed"))
+    enqueue("child", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    enqueue("strict", depends_on="job")
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: fail(job, ValueError("x")))
+    assert proxy.lost
+    assert places(connection, "child") == ["generate"]
+    assert places(connection, "strict") == ["deferred"]
+    assert calls(connection) == [["failed", "job", "ValueError", "x", "failed"]]
+    assert connection.xlen("rq:results:job") == 1
+    assert nothing_is_left(connection)
+
+
+def test_a_stop_whose_reply_is_lost_counts_as_a_stop(connection, proxy, queue, enqueue):
+    enqueue("job", on_stopped=Callback(f"{MODULE}.stopped"))
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: stop(job))
+    assert proxy.lost
+    assert calls(connection) == [["stopped", "job"]]
+    assert connection.hget("rq:job:job", "status") == b"stopped"
+    assert nothing_is_left(connection)
+
+
+def test_a_retry_whose_reply_is_lost_counts_as_one_retry(connection, proxy, queue, enqueue):
+    enqueue("job", retry=Retry(max=1))
+    enqueue("next")
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: fail(job, ValueError("x")))
+    assert proxy.lost
+    assert connection.lrange("rq:queue:generate", 0, -1) == [b"job", b"next"]
+    assert connection.hget("rq:job:job", "retries_left") == b"0"
+    assert nothing_is_left(connection)
+
+
+def test_a_refusal_whose_reply_is_lost_counts_as_a_refusal(connection, proxy, queue, plain):
+    plain.enqueue("os.getcwd", job_id="job", on_failure=Callback(f"{MODULE}.failed"))
+    proxy.lose(ends)
+    assert claim(queue) == []
+    assert proxy.lost
+    assert places(connection, "job") == ["failed"]
+    assert [called[:2] for called in calls(connection)] == [["failed", "job"]]
+    assert nothing_is_left(connection)
+
+
+def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, proxy, queue, enqueue):
+    enqueue("first")
+    enqueue("second")
+    (job,) = claim(queue)
+    proxy.lose(lambda exchange: exchange.is_write and exchange.holds("rq:queue:generate:intermediate"))
+    assert again(lambda: give_back([job], counts_as_attempt=True)) == 1
+    assert proxy.lost
+    assert connection.lrange("rq:queue:generate", 0, -1) == [b"first", b"second"]
+    assert connection.hget("rq:job:first", "stoker_attempts") == b"1"
+    assert nothing_is_left(connection)
+
+
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_a_place_under_a_rate_limit_is_passed_on_at_once(connection, proxy, queue, enqueue, end):
+    for job_id, agent in (("first", "a"), ("second", "b")):
+        enqueue(job_id, agent, rate_limit=RateLimit(key="one", concurrency=1))
+    (job,) = claim(queue)
+    proxy.lose(ends)
+    again(lambda: finish(job, RESULT) if end == "finish" else fail(job, ValueError("x")))
+    assert proxy.lost
+    assert [job.job_id for job in claim(queue)] == ["second"]
+
+
+@pytest.mark.parametrize("end", ["finish", "fail"])
+def test_the_next_worker_does_the_steps_that_a_lost_worker_left_after_an_end(
+    redis_url, connection, plain, enqueue, monkeypatch, end
+):
+    """The worker was killed between the transaction that ends a job and the steps after it."""
+    enqueue("job")
+    allowing = Dependency(jobs=["job"], allow_failure=True)
+    enqueue("child", "a", depends_on=allowing if end == "fail" else "job")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        (job,) = claim(dead.rq_queue)
+        monkeypatch.setattr(dead.rq_queue._job_finish, "_do_what_follows", lambda *arguments: None)
+        finish(job, RESULT) if end == "finish" else fail(job, ValueError("x"))
+    assert places(connection, "child") in (["ready"], ["deferred"])
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        alive.rq_queue.recover()
+        assert places(connection, "child") == ["generate"]
+        assert nothing_is_left(connection)
+
+
+def test_an_unreadable_dependent_does_not_prevent_an_end(connection, queue, enqueue):
+    enqueue("job", on_failure=Callback(f"{MODULE}.failed"))
+    enqueue("odd", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    connection.hset("rq:job:odd", "timeout", "no number")
+    (job,) = claim(queue)
+    fail(job, ValueError("x"))
+    assert [called[:2] for called in calls(connection)] == [["failed", "job"]]
+    queue.tidy()
+    queue.tidy()
+    assert nothing_is_left(connection)
+
+
+@pytest.mark.parametrize("damage", ["config", "places"])
+def test_an_unreadable_rate_limit_does_not_prevent_an_end(connection, queue, enqueue, damage):
+    enqueue("job", rate_limit=RateLimit(key="one", concurrency=1))
+    (job,) = claim(queue)
+    if damage == "config":
+        connection.hset("rq:rl:one", "concurrency", "no number")
+    else:
+        connection.set("rq:rl:one:allowed", "no set")
+    finish(job, RESULT)
+    assert places(connection, "job") == ["finished"]
+    assert queue.recover() == 0
+    assert nothing_is_left(connection)
+
+
+def test_a_failed_job_that_was_requeued_meanwhile_enqueues_no_dependents_for_its_old_failure(
+    redis_url, connection, enqueue, monkeypatch
+):
+    enqueue("job")
+    enqueue("child", depends_on=Dependency(jobs=["job"], allow_failure=True))
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+        (job,) = claim(opened.rq_queue)
+        with monkeypatch.context() as patched:
+            patched.setattr(opened.rq_queue._job_finish, "_do_what_follows", lambda *arguments: None)
+            fail(job, ValueError("x"))
+        Job.fetch("job", connection, JSONSerializer).requeue()
+        opened.rq_queue.recover()
+        assert places(connection, "child") == ["deferred"]
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "stopped", "give_back"])
+def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened, enqueue, end):
+    """The reply hangs longer than the lease lasts: the heartbeat may not wait for it."""
+    queue = opened.rq_queue
+    enqueue("job")
+    enqueue("other", "b")
+    job, other = claim(queue)
+
+    def is_the_end(exchange):  # not a heartbeat, which names the registry too
+        is_ours = exchange.is_transaction or (exchange.is_write and exchange.holds("rq:queue:generate"))
+        return is_ours and exchange.holds("rq:wip:generate", "job")
+
+    proxy.hold_back(is_the_end, LEASE_S + 0.5)
+    call = {
+        "finish": lambda: finish(job, RESULT),
+        "fail": lambda: fail(job, ValueError("x")),
+        "stopped": lambda: stop(job),
+        "give_back": lambda: give_back([job], counts_as_attempt=False),
+    }[end]
+    start, ending, kept = time.monotonic(), InBackground(call), []
+    while ending.is_alive():
+        assert again(queue.beat)
+        kept.append(connection.exists("stoker:lease:generate"))
+        time.sleep(0.1)
+    assert ending.error is None
+    assert time.monotonic() - start > LEASE_S  # the reply did hang
+    assert kept
+    assert all(kept)
+    finish(other, RESULT)  # the other threads that end jobs did not wait for it either
+    assert places(connection, "other") == ["finished"]
+
+
+def test_a_heartbeat_gives_up_a_connection_that_hangs_before_the_lease_runs_out(connection, proxy, queue):
+    assert again(queue.beat)
+    proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"), 3 * LEASE_S)
+    again(queue.beat)
+    assert connection.exists("stoker:lease:generate")
+
+
+def test_an_unreadable_record_of_an_end_does_not_prevent_recovery(connection, queue, enqueue):
+    enqueue("job")
+    connection.hset("stoker:ended:generate", mapping={"a:b": "no JSON", "c": '{"of": "a later version"}'})
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    assert queue.recover() == 1
+    assert nothing_is_left(connection)

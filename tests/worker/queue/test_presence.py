@@ -1,0 +1,63 @@
+"""A worker as RQ's tools and producers see it, with and without heartbeats."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+from rq.queue import Queue
+from rq.worker import Worker
+from rq.worker_registration import clean_worker_registry
+
+from stoker_worker.ports import Busy, Serving
+
+pytestmark = pytest.mark.server
+
+
+def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_them(connection, queue):
+    (key,) = connection.keys("stoker:worker:*")
+    assert json.loads(connection.get(key))["model"] is None
+    queue.announce(Serving("m", 4096, "batched"))
+    for _ in range(2):
+        assert queue.beat()
+        shown = json.loads(connection.get(key))
+        assert shown.pop("started_at") == pytest.approx(time.time(), abs=60)
+        assert shown == {
+            "queues": ["generate"],
+            "model": "m",
+            "context_tokens": 4096,
+            "mode": "batched",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        connection.delete(key)
+
+
+def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue, producer):
+    producer.submit(agent_id="a", prompt="x")
+    queue.claim(8, Busy())
+    queue.beat()
+    name = queue._registration.name
+    left_ms = [connection.pttl(key) for key in (f"rq:worker:{name}", f"stoker:worker:{name}", "stoker:lease:generate")]
+    assert max(left_ms) - min(left_ms) < 1000
+    connection.delete(f"rq:worker:{name}")  # like after its expiry
+    assert Worker.all(connection=connection) == []
+    queue._registration.set_state("idle")
+    assert not connection.exists(f"rq:worker:{name}")
+
+
+def test_a_heartbeat_registers_a_paused_worker_again_after_rqs_tools_removed_it(connection, queue, producer):
+    producer.submit(agent_id="a", prompt="x")
+    (job,) = queue.claim(8, Busy())
+    name = queue._registration.name
+    connection.delete(f"rq:worker:{name}", f"rq:worker:{name}:executions")
+    clean_worker_registry(Queue("generate", connection=connection))
+    assert queue.beat()
+    connection.srem("rq:workers", f"rq:worker:{name}")  # by tools that checked before, and remove it only now
+    connection.srem("rq:workers:generate", f"rq:worker:{name}")
+    assert queue.beat()
+    [worker] = Worker.all(queue=Queue("generate", connection=connection))
+    assert worker.get_state() == "busy"
+    assert [execution.job_id for execution in worker.get_current_executions()] == [job.job_id]
+    assert Worker.count(connection=connection) == 1

@@ -1,0 +1,120 @@
+"""A job's progress in its `meta`: beside the producer's own values, and only while the job runs."""
+
+import json
+
+import pytest
+from rq import Retry
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.worker.queue.ends import fail, finish, give_back, stop
+
+from stoker_shared.errors import EngineFailed, GenerationTimedOut
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy, SequenceProgress
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+def submit(producer):
+    return producer.submit(agent_id="a", prompt="x").job_id
+
+
+def claim(queue):
+    return queue.claim(8, Busy())
+
+
+def progress_of(connection, job):
+    return json.loads(connection.hget(f"rq:job:{job.job_id}", "meta") or "{}").get("progress")
+
+
+def test_progress_of_a_job_that_has_just_ended_is_not_written_into_its_record(connection, producer, queue):
+    submit(producer)
+    (job,) = claim(queue)
+    queue.withdrawn({job.job_id: SequenceProgress("decode", 3, 1.5)})
+    assert progress_of(connection, job) == {"stage": "decode", "tokens": 3, "tokens_per_s": 1.5}
+    finish(job, RESULT)
+    queue.withdrawn({job.job_id: SequenceProgress("decode", 4, 1.5)})
+    assert progress_of(connection, job) is None
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "time out", "retry", "cancel"])
+def test_progress_comes_and_goes_beside_the_producers_own_values_in_meta(connection, plain, queue, end):
+    job_id = plain.enqueue(
+        TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": [], "n": 2**60}, retry=Retry(max=1)
+    ).id
+    (job,) = claim(queue)
+    queue.withdrawn({})
+    assert progress_of(connection, job) == {"stage": "loading", "tokens": 0, "tokens_per_s": 0.0}
+    theirs = Job.fetch(job_id, connection, JSONSerializer)
+    theirs.meta["later"] = "é"
+    theirs.save_meta()
+    queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.14159)})
+    meta = json.loads(connection.hget(job.run.job.key, "meta"))
+    assert meta == {
+        "mine": [],
+        "n": 2**60,
+        "later": "é",
+        "progress": {"stage": "decode", "tokens": 7, "tokens_per_s": 3.1},
+    }
+    if end == "finish":
+        finish(job, RESULT)
+    elif end == "cancel":
+        Job.fetch(job_id, connection, JSONSerializer).cancel()
+        assert queue.withdrawn({}) == [job]
+        stop(job)
+    else:
+        error = EngineFailed("no") if end != "time out" else GenerationTimedOut("late")
+        fail(job, error, partial_text="so far" if end == "time out" else None, may_retry=end == "retry")
+    kept = {"mine": [], "n": 2**60, "later": "é"}
+    if end == "time out":
+        kept["partial"] = "so far"
+    assert json.loads(connection.hget(job.run.job.key, "meta")) == kept
+
+
+@pytest.mark.parametrize("by", ["stop", "recovery"])
+def test_a_job_that_goes_back_to_its_queue_shows_no_progress(connection, plain, queue, by):
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, meta={"mine": 1})
+    (job,) = claim(queue)
+    queue.withdrawn({job.job_id: SequenceProgress("decode", 7, 3.0)})
+    if by == "stop":
+        assert give_back([job], counts_as_attempt=False) == 1
+    else:
+        job.release()  # as if an earlier worker had run it
+        assert queue.recover() == 1
+    assert json.loads(connection.hget(job.run.job.key, "meta")) == {"mine": 1}
+
+
+@pytest.mark.parametrize("meta", [b"\x80pickle", b"[1]", b'{"progress": "50 %"}', b'{"x": "' + b"y" * 20_000 + b'"}'])
+def test_a_meta_that_cannot_hold_progress_is_left_unchanged(connection, producer, queue, meta):
+    job_id = submit(producer)
+    connection.hset(f"rq:job:{job_id}", "meta", meta)
+    (job,) = claim(queue)
+    queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)})
+    assert connection.hget(f"rq:job:{job_id}", "meta") == meta
+    finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "meta") == meta
+
+
+def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, producer, queue, monkeypatch):
+    job_id = submit(producer)
+    (_job,) = claim(queue)
+    note = queue._progress.note
+
+    def overtaken(*args):
+        note(*args)
+        connection.hset(f"rq:job:{job_id}", "meta", '{"mine": 1}')
+
+    monkeypatch.setattr(queue._progress, "note", overtaken)
+    queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)})
+    assert connection.hget(f"rq:job:{job_id}", "meta") == b'{"mine": 1}'
+
+
+def test_unchanged_progress_is_not_written_again(connection, producer, queue):
+    job_id = submit(producer)
+    (_job,) = claim(queue)
+    for tokens, calls in ((1, 1), (1, 0), (2, 1)):
+        connection.config_resetstat()
+        queue.withdrawn({job_id: SequenceProgress("decode", tokens, 3.0)})
+        assert connection.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"] == calls

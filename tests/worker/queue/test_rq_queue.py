@@ -1,0 +1,650 @@
+"""The queue adapter: each job ends once, and only by its own worker."""
+
+from contextlib import suppress
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from rq import Retry
+from rq.exceptions import NoSuchJobError
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from rq.worker import Worker as WorkerOfRq
+from tests.worker.queue.ends import drop, fail, finish, give_back, stop
+from tests.worker.queue.looking import places, taken_over
+
+from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost, RedisUnavailable
+from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_worker.ports import Busy
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.ownership import EndedNote
+from stoker_worker.queue.requeue import Claim, Requeue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+RESULT = {"text": "done"}
+
+
+def submit(producer, *agents):
+    return [producer.submit(agent_id=agent, prompt="x").job_id for agent in agents]
+
+
+def claim(queue, limit=8):
+    return queue.claim(limit, Busy())
+
+
+def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    assert (job.job_id, job.attempt, job.request.agent_id) == (job_id, 1, "a")
+    assert places(connection, job_id) == ["wip"]
+    assert job.is_ours()
+    finish(job, RESULT)
+    assert places(connection, job_id) == ["finished"]
+    assert Job.fetch(job_id, connection, JSONSerializer).return_value() == RESULT
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+def test_finishing_twice_after_a_lost_reply_leaves_one_result(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    finish(job, RESULT)
+    with pytest.raises(OwnershipLost):
+        finish(job, RESULT)
+    assert connection.xlen(f"rq:results:{job_id}") == 1
+
+
+def test_a_takeover_between_check_and_write_undoes_the_write(connection, producer, queue, monkeypatch):
+    """As in a process that was paused exactly there."""
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    real = queue._ownership.of
+
+    def look_then_sleep(run):
+        found = real(run)
+        taken_over(connection)
+        return found
+
+    monkeypatch.setattr(queue._ownership, "of", look_then_sleep)
+    with pytest.raises(OwnershipLost):
+        finish(job, RESULT)
+    assert connection.xlen(f"rq:results:{job_id}") == 0
+    assert places(connection, job_id) == ["wip"]
+
+
+@pytest.mark.parametrize("successor_left", [False, True])
+def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(
+    connection, producer, queue, successor_left
+):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    taken_over(connection, and_left=successor_left)
+    assert not job.is_ours()
+    assert not queue.beat()
+    for end in (lambda: finish(job, RESULT), lambda: fail(job, ValueError("x"))):
+        with pytest.raises(OwnershipLost):
+            end()
+    give_back([job], counts_as_attempt=False)
+    drop(job)
+    assert queue.recover() == 0
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["wip"]
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"started"
+
+
+def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    assert job.is_ours()
+    finish(job, RESULT)
+    assert places(connection, job_id) == ["finished"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_claim_is_recovered_and_costs_no_attempt(connection, producer, queue, monkeypatch, when):
+    ids = submit(producer, "a", "b", "c")
+    real, calls = queue._job_start._transaction.run, []
+
+    def breaking(*args, **options):
+        calls.append(args)
+        if len(calls) == 2 and when == "before":
+            raise RedisConnectionError("gone")
+        done = real(*args, **options)
+        if len(calls) == 2:
+            raise RedisConnectionError("gone")
+        return done
+
+    monkeypatch.setattr(queue._job_start._transaction, "run", breaking)
+    (first,) = claim(queue)
+    monkeypatch.undo()
+    assert first.job_id == ids[0]
+    queue.recover()
+    queue.recover()
+    assert places(connection, ids[0]) == ["wip"]
+    assert [places(connection, job_id) for job_id in ids[1:]] == [["generate"]] * 2
+    assert [job.job_id for job in claim(queue)] == ids[1:]
+    assert not connection.hexists(f"rq:job:{ids[1]}", FIELD_ATTEMPTS)
+
+
+def test_a_lost_workers_jobs_are_put_back_in_their_order_and_counted(redis_url, connection, producer):
+    ids = submit(producer, "a", "b", "c")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        assert len(claim(dead.rq_queue, limit=2)) == 2
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        assert alive.rq_queue.recover() == 2
+        assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+        for job_id, attempt in zip(ids, (2, 2, 1), strict=True):  # jobs that were in flight run alone now
+            (job,) = claim(alive.rq_queue)
+            assert (job.job_id, job.attempt) == (job_id, attempt)
+            assert claim(alive.rq_queue) == []
+            finish(job, {})
+        assert connection.smembers("rq:workers:generate") == {f"rq:worker:{alive.registration.name}".encode()}
+
+
+def test_the_agents_of_waiting_jobs_are_read_while_every_slot_is_taken(producer, queue):
+    """Otherwise a job far behind would be found only after all jobs before it were read, a few at each claim."""
+    submit(producer, *["heavy"] * 300)
+    assert len(claim(queue)) == 1
+    submit(producer, "other")
+    for _ in range(50):
+        assert queue.claim(0, Busy(writing=frozenset({"heavy"}))) == []
+    assert queue.waiting_agents() == {"heavy", "other"}
+
+
+def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, producer):
+    odd, job_id = submit(producer, "a", "b")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dead:
+        assert len(claim(dead.rq_queue)) == 2
+    connection.set(f"rq:job:{odd}", "no hash")
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as alive:
+        assert alive.rq_queue.recover() == 1
+        assert [job.job_id for job in claim(alive.rq_queue)] == [job_id]
+    assert places(connection, odd) == []
+
+
+def test_a_withdrawal_is_seen_beside_a_job_with_an_overwritten_key(connection, producer, queue):
+    odd, job_id, _ = submit(producer, "a", "b", "c")
+    claim(queue)
+    connection.set(f"rq:job:{odd}", "no hash")
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    assert [job.job_id for job in queue.withdrawn({})] == [odd, job_id]
+
+
+def test_a_job_that_could_not_be_given_back_is_recovered(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+
+    def refuse(*args, **options):
+        raise ResponseError("no")
+
+    monkeypatch.setattr(Requeue, "__call__", refuse)
+    with pytest.raises(ResponseError):
+        give_back([job], counts_as_attempt=True)
+    monkeypatch.undo()
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
+def test_jobs_given_back_are_in_front_in_their_order_and_cost_no_attempt(connection, producer, queue):
+    ids = submit(producer, "a", "b", "c")
+    jobs = claim(queue, limit=2)
+    give_back(jobs, counts_as_attempt=False)
+    assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
+    assert [job.attempt for job in claim(queue)] == [1, 1, 1]
+
+
+def test_jobs_are_numbered_as_they_are_claimed_whatever_the_clock_does(producer, queue, monkeypatch):
+    ids = submit(producer, "a", "b", "c")
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr("time.time", lambda: float(next(times)))
+    jobs = claim(queue, limit=2) + claim(queue)
+    assert [job.job_id for job in sorted(jobs, key=lambda job: job.claim_number)] == ids
+
+
+def test_jobs_given_back_are_counted(connection, producer, queue):
+    submit(producer, "a", "b")
+    jobs = claim(queue)
+    assert give_back(jobs[:1], counts_as_attempt=False) == 1
+    taken_over(connection)
+    assert give_back(jobs[1:], counts_as_attempt=False) == 0
+
+
+def test_a_failed_job_that_an_operator_requeues_starts_over(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 3)
+    (job,) = claim(queue)
+    assert job.attempt == 4
+    fail(job, ValueError("lost too often"), may_retry=False)
+    Job.fetch(job_id, connection, JSONSerializer).requeue()
+    (job,) = claim(queue)
+    assert job.attempt == 1
+
+
+def test_a_stop_during_the_start_of_its_job_is_not_lost(producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    real = queue._job_start._transaction.run
+
+    def start_and_stop(job):
+        execution = real(job)
+        queue._registration.stop_requests.ask(job_id)
+        return execution
+
+    monkeypatch.setattr(queue._job_start._transaction, "run", start_and_stop)
+    (job,) = claim(queue)
+    assert queue.withdrawn({}) == [job]
+
+
+def test_a_stop_of_another_workers_job_is_not_kept_for_later(producer, queue):
+    (job_id,) = submit(producer, "a")
+    queue._registration.stop_requests.ask(job_id)
+    (_job,) = claim(queue)
+    assert queue.withdrawn({}) == []
+
+
+def test_a_job_that_was_canceled_between_claim_and_start_is_not_started(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    claimer = queue._claim_order.claimers["generate"]
+    real = claimer.claim
+
+    def claim_then_cancel(*args, **options):
+        claimed = real(*args, **options)
+        Job.fetch(job_id, connection, JSONSerializer).cancel()
+        return claimed
+
+    monkeypatch.setattr(claimer, "claim", claim_then_cancel)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["canceled"]
+
+
+@pytest.mark.parametrize("when", ["_read", "_may_start_script"])
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_withdrawn_during_its_start_is_not_started(connection, producer, queue, monkeypatch, how, when):
+    withdrawn, job_id = submit(producer, "a", "b")
+    owner = queue._job_start if when == "_read" else queue._job_start._transaction
+    real = getattr(owner, when)
+
+    def look_then_sleep(*args, **words):
+        found = real(*args, **words)
+        with suppress(NoSuchJobError):
+            job = Job.fetch(withdrawn, connection, JSONSerializer)
+            if job.get_status() == "queued":
+                getattr(job, how)()
+        return found
+
+    monkeypatch.setattr(owner, when, look_then_sleep)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, withdrawn) == (["canceled"] if how == "cancel" else [])
+    assert connection.hget(f"rq:job:{withdrawn}", "status") == (b"canceled" if how == "cancel" else None)
+    assert not list(connection.scan_iter(f"rq:execution*:{withdrawn}*"))
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_withdrawn_during_its_refusal_holds_up_no_claim(connection, producer, plain, queue, monkeypatch, how):
+    plain.enqueue("os.getcwd", job_id="odd")
+    (job_id,) = submit(producer, "a")
+    real = queue._job_finish.fail
+
+    def withdrawn_first(run, error):
+        getattr(Job.fetch("odd", connection, JSONSerializer), how)()
+        real(run, error)
+
+    monkeypatch.setattr(queue._job_finish, "fail", withdrawn_first)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, "odd") == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*:odd*"))
+    assert [job.job_id for job in queue.in_flight()] == [job_id]
+
+
+def test_an_id_that_is_in_the_queue_twice_runs_once(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    connection.rpush("rq:queue:generate", job_id)
+    (job,) = claim(queue)
+    assert claim(queue) == []
+    finish(job, RESULT)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["finished"]
+    assert connection.xlen(f"rq:results:{job_id}") == 1
+
+
+@pytest.mark.parametrize("junk", [b"\xff\xfe", b"a b", b"x:y", b"new\nline", b"", "é".encode()])
+def test_ids_that_rq_does_not_allow_are_dropped_and_hold_up_nothing(connection, producer, queue, junk):
+    connection.rpush("rq:queue:generate", junk)
+    connection.rpush("rq:queue:generate:intermediate", junk)
+    connection.zadd("rq:wip:generate", {junk: 1, junk + b":" + junk: 2})
+    (job_id,) = submit(producer, "a")
+    queue.recover()
+    assert [job.job_id for job in claim(queue)] == [job_id]
+
+
+def test_a_timed_out_jobs_text_is_kept_and_the_job_is_retried_if_allowed(connection, plain, queue):
+    request = {"agent_id": "a", "prompt": "x"}
+    job_id = plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id
+    (job,) = claim(queue)
+    fail(job, GenerationTimedOut("late"), "so far")
+    assert places(connection, job_id) == ["generate"]
+    (job,) = claim(queue)
+    fail(job, GenerationTimedOut("late"), "so far")
+    assert places(connection, job_id) == ["failed"]
+    failed = Job.fetch(job_id, connection, JSONSerializer)
+    assert failed.meta["partial"] == "so far"
+    assert failed.latest_result().exc_string == "GenerationTimedOut: late"
+
+
+def test_an_error_of_many_lines_reaches_the_producer_with_its_kind(producer, queue):
+    ticket = producer.submit(agent_id="a", prompt="x")
+    (job,) = claim(queue)
+    job.fail(EngineFailed("RuntimeError: no memory\n  for 3 blocks"))
+    with pytest.raises(JobFailed) as caught:
+        ticket.result(timeout_s=5)
+    assert caught.value.reason == "EngineFailed: RuntimeError: no memory for 3 blocks"
+    assert caught.value.retryable
+
+
+def test_a_partial_text_is_not_written_into_the_record_of_a_job_deleted_meanwhile(
+    connection, producer, queue, monkeypatch
+):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    real = queue._ownership.of
+
+    def look_then_sleep(run):
+        found = real(run)
+        connection.delete(f"rq:job:{job_id}")
+        return found
+
+    monkeypatch.setattr(queue._ownership, "of", look_then_sleep)
+    with suppress(OwnershipLost, RedisUnavailable):
+        fail(job, GenerationTimedOut("late"), "so far")
+    assert not connection.exists(f"rq:job:{job_id}")
+
+
+def test_the_agents_of_waiting_jobs_of_all_queues_are_known(redis_url, producer):
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        queue = opened.rq_queue
+        submit(producer, "a", "b", "a")
+        producer.submit(agent_id="c", prompt="x", queue="high")
+        assert queue.waiting_agents() == frozenset()
+        assert [job.request.agent_id for job in claim(queue)] == ["c", "a", "b"]
+        assert queue.waiting_agents() == {"a"}
+        assert queue.waiting_agents() is queue.waiting_agents()
+        producer.submit(agent_id="d", prompt="x", queue="high")
+        queue.claim(8, Busy(writing=frozenset({"a", "d"})))
+        assert queue.waiting_agents() == {"a", "d"}
+
+
+def test_queues_are_served_in_the_order_the_worker_lists_them(redis_url, producer):
+    def enqueue(agent_id, queue):
+        return producer.submit(agent_id=agent_id, prompt="x", queue=queue).job_id
+
+    low, high, low_too, high_too = (
+        enqueue(agent_id, queue) for agent_id, queue in zip("abcd", ("generate", "high") * 2, strict=True)
+    )
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue, limit=3)] == [high, high_too, low]
+        late = enqueue("e", "high")
+        assert [job.job_id for job in claim(opened.rq_queue)] == [late, low_too]
+
+
+def test_an_agents_job_in_a_higher_queue_goes_first_and_its_other_job_waits(redis_url, producer):
+    producer.submit(agent_id="a", prompt="x")
+    urgent = producer.submit(agent_id="a", prompt="x", queue="high")
+    settings = read_settings({"redis_url": redis_url, "queues": "high,generate"})
+    with open_queue(settings, redis_url) as opened:
+        assert [job.job_id for job in claim(opened.rq_queue)] == [urgent.job_id]
+
+
+def test_a_job_that_is_retried_at_once_runs_before_its_agents_next_job(plain, queue):
+    request = {"agent_id": "a", "prompt": "x"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1)).id for _ in range(2))
+    for job_id in (first, first, second):
+        (job,) = claim(queue)
+        assert job.job_id == job_id
+        fail(job, GenerationTimedOut("late"))
+
+
+def test_a_failed_turn_does_not_hold_up_the_next(plain, queue):
+    request = {"agent_id": "a", "prompt": "x", "context": "append"}
+    first, second = (plain.enqueue(TASK_PATH, request=request, retry=Retry(max=1, interval=60)).id for _ in range(2))
+    (job,) = claim(queue)
+    assert job.job_id == first
+    fail(job, GenerationTimedOut("late"))
+    assert [job.job_id for job in claim(queue)] == [second]
+
+
+def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    Job.fetch(job_id, connection, JSONSerializer).cancel()
+    with pytest.raises(OwnershipLost):
+        finish(job, RESULT)
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"canceled"
+    assert "finished" not in places(connection, job_id)
+
+
+def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connection, producer, queue):
+    """Redis was away longer than the lease: no other worker has the queue, and the next claim must not come first."""
+    (job_id,) = submit(producer, "a")
+    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    assert queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
+def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connection, producer, queue, monkeypatch):
+    first, second, third = submit(producer, "a", "b", "b")
+    real = queue._job_start.start
+
+    def start(name, job_id):
+        if job_id == second:
+            raise RedisConnectionError("gone")
+        return real(name, job_id)
+
+    monkeypatch.setattr(queue._job_start, "start", start)
+    assert [job.job_id for job in claim(queue)] == [first]
+    monkeypatch.undo()
+    assert [job.job_id for job in queue.claim(8, Busy(writing=frozenset({"a"})))] == [second]
+    assert places(connection, third) == ["generate"]
+
+
+def test_a_heartbeat_does_not_restore_the_execution_of_an_earlier_run(connection, plain, queue, monkeypatch):
+    """The job failed and was claimed again while the heartbeat went through the list."""
+    request = {"agent_id": "a", "prompt": "x"}
+    for name, agent in (("other", "b"), ("retried", "a")):
+        plain.enqueue(TASK_PATH, request=request | {"agent_id": agent}, job_id=name, retry=Retry(max=1))
+    jobs = {job.job_id: job for job in claim(queue)}
+    real = queue._heartbeat.beat_execution
+
+    def beat_then_look_away(run):
+        real(run)
+        if run.job.id == "other":
+            fail(jobs["retried"], GenerationTimedOut("late"))
+            assert [job.job_id for job in claim(queue)] == ["retried"]
+
+    monkeypatch.setattr(queue._heartbeat, "beat_execution", beat_then_look_away)
+    queue.beat()
+    assert len(list(connection.scan_iter("rq:execution:retried:*"))) == 1
+
+
+@pytest.mark.parametrize("fell_asleep_after", ["lease", "worker"])
+def test_a_heartbeat_paused_half_way_restores_nothing_the_next_worker_has_removed(
+    redis_url, connection, producer, queue, monkeypatch, fell_asleep_after
+):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+
+    def then_sleep(act):
+        def acting(*args):
+            done = act(*args)
+            connection.delete(LEASE_KEY.format(queue="generate"))  # it expired
+            with open_queue(read_settings({"redis_url": redis_url}), redis_url) as successor:
+                assert successor.rq_queue.recover() == 1
+                (job,) = claim(successor.rq_queue)
+                finish(job, RESULT)
+            connection.delete(f"rq:job:{job_id}")  # the result's time to live is over
+            return done
+
+        return acting
+
+    asleep = {"lease": (queue._lease, "renew"), "worker": (queue._registration, "beat")}[fell_asleep_after]
+    monkeypatch.setattr(*asleep, then_sleep(getattr(*asleep)))
+    queue.beat()
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not connection.exists(f"rq:job:{job_id}")
+    assert all(connection.ttl(key) > 0 for key in connection.scan_iter("rq:worker:*"))
+
+
+def test_a_heartbeat_does_not_restore_the_hash_of_a_deleted_running_job(connection, producer, queue):
+    (job_id,) = submit(producer, "a")
+    claim(queue)
+    connection.delete(f"rq:job:{job_id}")
+    queue.beat()
+    assert not connection.exists(f"rq:job:{job_id}")
+
+
+def test_a_heartbeat_registers_the_worker_again_after_the_server_lost_it(connection, queue):
+    connection.delete(queue._registration.key, "rq:workers", "rq:workers:generate")
+    connection.hincrby(queue._registration.key, "successful_job_count", 1)
+    queue.beat()
+    (shown,) = WorkerOfRq.all(connection)
+    assert shown.name == queue._registration.name
+    assert shown.birth_date is not None
+    assert connection.smembers("rq:workers:generate") == {queue._registration.key.encode()}
+    assert connection.ttl(queue._registration.key) > 0
+
+
+@pytest.mark.parametrize("last", ["beat", "settle", "start", "finish", "fail"])
+def test_a_workers_writes_into_its_expired_registration_do_not_stay_forever(
+    connection, producer, queue, monkeypatch, last
+):
+    """Whatever its last write before a kill is."""
+    submit(producer, "a")
+    jobs = [] if last == "start" else claim(queue)
+    queue._registration.set_state("idle")
+    connection.delete(queue._registration.key)
+
+    def gone(*args):
+        raise RedisConnectionError("gone")
+
+    monkeypatch.setattr(queue._connection, "expire", gone)
+    acts = {
+        "beat": queue.beat,
+        "settle": lambda: queue._registration.settle_state(is_busy=True),
+        "start": lambda: claim(queue),
+        "finish": lambda: finish(jobs[0], RESULT),
+        "fail": lambda: fail(jobs[0], ValueError("x")),
+    }
+    with suppress(RedisUnavailable):
+        acts[last]()
+    assert connection.ttl(queue._registration.key) != -1
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_giving_back_a_job_that_was_withdrawn_leaves_nothing_of_its_execution(connection, producer, queue, how):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+    give_back([job], counts_as_attempt=False)
+    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+@pytest.mark.parametrize("let_go", ["drop", "give_back"])
+def test_a_deposed_worker_does_not_change_the_next_workers_counts(connection, producer, queue, let_go):
+    (job_id,) = submit(producer, "a")
+    (job,) = claim(queue)
+    queue._requeue(Claim(job_id, "generate", job.run.execution), counts_as_attempt=True)  # the next worker's
+    taken_over(connection)
+    drop(job) if let_go == "drop" else give_back([job], counts_as_attempt=False)
+    assert connection.hget(f"rq:job:{job_id}", FIELD_ATTEMPTS) == b"1"
+    assert places(connection, job_id) == ["generate"]
+
+
+@pytest.mark.parametrize("then", ["runs it", "has left again"])
+def test_a_worker_paused_between_claim_and_start_does_not_start_a_job_another_took_over(
+    connection, producer, queue, monkeypatch, then
+):
+    (job_id,) = submit(producer, "a")
+    real = queue._job_start._read
+
+    def read_then_sleep(job_id):
+        found = real(job_id)
+        connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
+        taken_over(connection, and_left=then == "has left again")
+        return found
+
+    monkeypatch.setattr(queue._job_start, "_read", read_then_sleep)
+    assert claim(queue) == []
+    assert places(connection, job_id) == ["generate"]
+    assert connection.hget(f"rq:job:{job_id}", "status") == b"queued"
+    assert not list(connection.scan_iter("rq:execution*"))
+    assert not queue.in_flight()
+    monkeypatch.undo()
+    assert claim(queue) == []
+
+
+def test_a_job_starts_also_if_the_lease_is_renewed_in_between(connection, producer, queue, monkeypatch):
+    (job_id,) = submit(producer, "a")
+    real = queue._job_start._transaction._may_start_script
+    renewals = iter((True, False))
+
+    def look_then_renew(**words):
+        may = real(**words)
+        if next(renewals):
+            queue._lease.renew()
+        return may
+
+    monkeypatch.setattr(queue._job_start._transaction, "_may_start_script", look_then_renew)
+    assert [job.job_id for job in claim(queue)] == [job_id]
+    assert places(connection, job_id) == ["wip"]
+    assert len(queue.in_flight()) == len(list(connection.scan_iter("rq:execution:*"))) == 1
+    assert connection.hget(queue._registration.key, "state") == b"busy"
+
+
+@pytest.mark.parametrize("retry", [None, Retry(max=1), Retry(max=1, interval=1)])
+@pytest.mark.parametrize("where", ["of", "watch"])
+@pytest.mark.parametrize("end", ["fail", "stopped"])
+def test_a_takeover_between_check_and_write_undoes_a_failure_too(
+    connection, plain, queue, monkeypatch, retry, where, end
+):
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, job_id="job", retry=retry)
+    (job,) = claim(queue)
+    real = getattr(queue._ownership, where)
+
+    def look_then_sleep(*arguments):
+        found = real(*arguments)
+        taken_over(connection)
+        return found
+
+    monkeypatch.setattr(queue._ownership, where, look_then_sleep)
+    with pytest.raises(
+        (OwnershipLost, RedisUnavailable)
+    ):  # after the second error, the finisher tries again and checks
+        fail(job, ValueError("late")) if end == "fail" else stop(job)
+    assert places(connection, "job") == ["wip"]
+    assert connection.hget("rq:job:job", "status") == b"started"
+    assert not connection.exists("rq:results:job")
+
+
+@pytest.mark.parametrize(
+    ("note", "refusing"),
+    [
+        (EndedNote("failed", ["child"]), "rq:job:parent:dependents"),
+        (EndedNote("finished", rate_limit="limited"), "rq:rl:limited"),
+    ],
+)
+def test_an_impossible_step_after_an_end_does_not_stop_the_worker_from_claiming(
+    connection, queue, producer, note, refusing
+):
+    connection.hset("rq:job:parent", "status", note.end)
+    connection.set(refusing, "of another type than RQ's")
+    connection.hset(ENDED_KEY.format(queue="generate"), "parent:execution", note.to_json())
+    (job_id,) = submit(producer, "a")
+
+    queue.recover()
+
+    assert not connection.exists(ENDED_KEY.format(queue="generate"))
+    assert [job.job_id for job in claim(queue)] == [job_id]

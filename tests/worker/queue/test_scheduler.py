@@ -1,0 +1,229 @@
+"""Scheduled jobs are enqueued once, when they are due, even if other schedulers run too."""
+
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Queue, RateLimit, Repeat, Retry
+from rq.job import Job
+from rq.scheduler import RQScheduler
+from rq.serializers import JSONSerializer
+from tests.worker.queue.ends import fail, finish
+from tests.worker.queue.looking import places, taken_over
+
+from stoker_shared.errors import EngineFailed, RedisUnavailable
+from stoker_shared.wire import TASK_PATH
+from stoker_worker.ports import Busy
+from stoker_worker.queue.connect import open_queue
+from stoker_worker.settings import read_settings
+
+pytestmark = pytest.mark.server
+
+LOCK = "rq:scheduler-lock:generate"
+REQUEST = {"agent_id": "a", "prompt": "x"}
+
+
+@pytest.fixture(autouse=True)
+def long_steps(monkeypatch):
+    """Let one step enqueue all due jobs, on a busy machine too."""
+    monkeypatch.setattr("stoker_worker.queue.scheduler._STEP_S", 10)
+
+
+def later(plain, **options):
+    return plain.enqueue_in(timedelta(hours=1), TASK_PATH, request=REQUEST, **options).id
+
+
+def make_due(connection, *job_ids):
+    for due_at, job_id in enumerate(job_ids, start=1):
+        connection.zadd("rq:scheduled:generate", {job_id: due_at})
+
+
+def waiting(connection):
+    return [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)]
+
+
+def stock_scheduler(connection):
+    return RQScheduler(["generate"], connection, serializer=JSONSerializer)
+
+
+def test_due_jobs_are_enqueued_once_in_the_order_of_their_times_and_the_rest_waits(connection, plain, queue):
+    first, second, third = (later(plain) for _ in range(3))
+    make_due(connection, second, first)
+    queue.tidy()
+    queue.tidy()
+    assert waiting(connection) == [second, first]
+    assert places(connection, third) == ["scheduled"]
+    assert Job.fetch(first, connection, JSONSerializer).get_status() == "queued"
+
+
+@pytest.mark.parametrize("n_limited", [0, 3])
+def test_thousands_of_due_jobs_are_enqueued_in_steps_without_a_pause(connection, plain, queue, monkeypatch, n_limited):
+    """Each step is short, because its thread also watches the running jobs, and the next step follows at once."""
+    monkeypatch.setattr("stoker_worker.queue.scheduler._STEP_S", 0)
+    ids = [f"job-{n}" for n in range(1000)]
+    with connection.pipeline() as pipeline:
+        for n, job_id in enumerate(ids):
+            job = plain.create_job(TASK_PATH, kwargs={"request": REQUEST}, job_id=job_id, status="scheduled")
+            if n < n_limited:
+                job.rate_limit_key, job.rate_limit_concurrency = "key", 1000
+            job.save(pipeline=pipeline)
+            pipeline.zadd("rq:scheduled:generate", {job_id: n + 1})
+        pipeline.execute()
+    lengths = [0]
+    while queue.tidy():
+        lengths.append(connection.llen("rq:queue:generate"))
+    assert sorted(waiting(connection)) == sorted(ids)
+    assert [job_id for job_id in waiting(connection) if job_id in ids[n_limited:]] == ids[n_limited:]
+    assert max(after - before for before, after in pairwise(lengths)) <= 200
+    assert not connection.zcard("rq:scheduled:generate")
+
+
+def test_a_retry_with_an_interval_waits_in_the_scheduled_registry_and_comes_back(connection, plain, queue):
+    job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
+    (job,) = queue.claim(8, Busy())
+    fail(job, EngineFailed("may pass"))
+    assert places(connection, job_id) == ["scheduled"]
+    make_due(connection, job_id)
+    queue.tidy()
+    (job,) = queue.claim(8, Busy())
+    fail(job, EngineFailed("did not pass"))
+    assert places(connection, job_id) == ["failed"]
+
+
+@pytest.mark.parametrize(("at_front", "order"), [(True, ["retried", "other"]), (False, ["other", "retried"])])
+def test_a_retry_goes_to_the_front_if_its_producer_asked_for_it(connection, plain, queue, at_front, order):
+    retry = Retry(max=1, interval=60, enqueue_at_front=at_front)
+    plain.enqueue(TASK_PATH, request=REQUEST, retry=retry, job_id="retried")
+    (job,) = queue.claim(8, Busy())
+    fail(job, EngineFailed("may pass"))
+    plain.enqueue(TASK_PATH, request=REQUEST, job_id="other")
+    make_due(connection, "retried")
+    queue.tidy()
+    assert waiting(connection) == order
+
+
+def test_a_stock_scheduler_that_holds_the_lock_keeps_it_and_is_replaced_when_it_is_gone(connection, plain, queue):
+    stock = stock_scheduler(connection)
+    assert stock.acquire_locks() == {"generate"}
+    job_id = later(plain)
+    make_due(connection, job_id)
+    queue.tidy()
+    assert places(connection, job_id) == ["scheduled"]
+    stock.release_locks()
+    queue.tidy()
+    assert places(connection, job_id) == ["generate"]
+    stock.connection.close()
+
+
+def test_a_stock_scheduler_beside_us_enqueues_nothing_twice(connection, plain, queue):
+    stock = stock_scheduler(connection)
+    queue.tidy()
+    assert stock.acquire_locks() == set()
+    job_id = later(plain)
+    make_due(connection, job_id)
+    stock.enqueue_scheduled_jobs()
+    queue.tidy()
+    stock.enqueue_scheduled_jobs()
+    assert waiting(connection) == [job_id]
+    stock.connection.close()
+
+
+def test_a_lost_workers_scheduler_lock_is_taken_at_once_and_our_own_is_released_at_the_end(
+    redis_url, connection, plain
+):
+    connection.set(LOCK, "stoker-dead-host-1", ex=60)
+    job_id = later(plain)
+    make_due(connection, job_id)
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+        opened.rq_queue.tidy()
+        assert waiting(connection) == [job_id]
+        assert connection.get(LOCK) == opened.registration.name.encode()
+        assert connection.exists(f"rq:scheduler:{opened.registration.name}")
+    assert not connection.exists(LOCK, f"rq:scheduler:{opened.registration.name}")
+
+
+def test_a_deposed_worker_enqueues_nothing(connection, plain, queue):
+    job_id = later(plain)
+    make_due(connection, job_id)
+    taken_over(connection)
+    queue.tidy()
+    assert places(connection, job_id) == ["scheduled"]
+
+
+@pytest.mark.parametrize("limit", [None, RateLimit("key", 2)])
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_job_withdrawn_just_before_it_is_enqueued_stays_withdrawn(connection, plain, queue, monkeypatch, how, limit):
+    job_id = later(plain, rate_limit=limit)
+    make_due(connection, job_id)
+    real = queue._housekeeping.scheduler._guards
+
+    def withdraw_first(name):
+        if places(connection, job_id) == ["scheduled"]:
+            getattr(Job.fetch(job_id, connection, JSONSerializer), how)()
+        return real(name)
+
+    monkeypatch.setattr(queue._housekeeping.scheduler, "_guards", withdraw_first)
+    queue.tidy()
+    assert places(connection, job_id) == (["canceled"] if how == "cancel" else [])
+
+
+def test_a_rate_limited_job_waits_for_its_slot_when_it_is_due(connection, plain, queue):
+    first, second = (later(plain, rate_limit=RateLimit("key", 1)) for _ in range(2))
+    make_due(connection, first, second)
+    queue.tidy()
+    assert waiting(connection) == [first]
+    (job,) = queue.claim(8, Busy())
+    finish(job, {"text": "done"})
+    assert waiting(connection) == [second]
+
+
+def test_an_unreadable_job_is_enqueued_to_be_refused_and_holds_up_no_other(connection, plain, queue):
+    good = later(plain)
+    connection.hset("rq:job:bad", mapping={"data": "x", "timeout": "soon", "status": "scheduled"})
+    connection.hset("rq:job:worse", mapping={"data": "x", "timeout": "soon", "rate_limit_key": "k"})
+    connection.set("rq:job:text", "not a hash")
+    make_due(connection, "bad", "worse", "text", "gone", good)
+    connection.zadd("rq:scheduled:generate", {b"\xff": 1})
+    queue.tidy()
+    assert sorted(waiting(connection)) == sorted(["bad", "worse", good])
+    assert not connection.zcard("rq:scheduled:generate")
+
+
+def test_a_worker_lost_while_it_schedules_a_retry_leaves_the_job_to_recovery(redis_url, connection, plain, monkeypatch):
+    job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as dying:
+        (job,) = dying.rq_queue.claim(8, Busy())
+        monkeypatch.setattr(Queue, "schedule_job", _gone)
+        with pytest.raises(RedisUnavailable):
+            fail(job, EngineFailed("may pass"))
+        monkeypatch.undo()
+    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as next_one:
+        assert next_one.rq_queue.recover() == 1
+    assert places(connection, job_id) == ["generate"]
+
+
+def test_a_retry_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
+    job_id = plain.enqueue(TASK_PATH, request=REQUEST, retry=Retry(max=1, interval=60)).id
+    (job,) = queue.claim(8, Busy())
+    monkeypatch.setattr(Queue, "schedule_job", _gone)
+    with pytest.raises(RedisUnavailable):
+        fail(job, EngineFailed("may pass"))
+    monkeypatch.undo()
+    fail(job, EngineFailed("may pass"))
+    assert places(connection, job_id) == ["scheduled"]
+
+
+def test_a_repeat_that_could_not_be_written_is_counted_once(connection, plain, queue, monkeypatch):
+    job_id = plain.enqueue(TASK_PATH, request=REQUEST, repeat=Repeat(times=1, interval=60)).id
+    (job,) = queue.claim(8, Busy())
+    monkeypatch.setattr(Queue, "schedule_job", _gone)
+    with pytest.raises(RedisUnavailable):
+        finish(job, {"text": "done"})
+    monkeypatch.undo()
+    finish(job, {"text": "done"})
+    assert "scheduled" in places(connection, job_id)
+
+
+def _gone(*args, **options):
+    raise RedisConnectionError("gone")

@@ -1,0 +1,1 @@
+"""A Redis server of the worker's own."""

@@ -1,0 +1,222 @@
+"""A real Redis or Valkey server of the worker's own, on loopback, with its append-only file on disk. Main thread.
+
+Owns the server process. Does not know the data in it.
+
+A worker that is killed leaves its server running, on purpose: producers go on enqueueing, and the next
+`EmbeddedServer` on the folder takes it over. The server runs in a session of its own: Ctrl-C in the terminal reaches
+the worker alone, which stops the server last.
+"""
+
+import socket
+import subprocess
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.embedded_redis.server_files import FolderLock, ServerFiles, ServerState, find_program
+from stoker_worker.process_identity import ProcessIdentity
+
+HOST: Final = "127.0.0.1"
+_START_S: Final = 20.0
+_LOAD_S: Final = 600.0  # a long append-only file is read before the first answer
+_STOP_S: Final = 30.0
+_POLL_S: Final = 0.02
+
+
+class EmbeddedServer:
+    """The only server of a folder, started here or found running.
+
+    The process that started a server stops it. A server whose starter is dead is taken over; one whose starter lives
+    is only used, and `stop` leaves it alone.
+    """
+
+    def __init__(self, folder: Path, port: int | None = None, *, preferred_port: int | None = None) -> None:
+        """
+        Args:
+            folder: the place of its files; made if missing, and closed to everybody else (0700).
+            port: on 127.0.0.1; ``None`` for any free port.
+            preferred_port: with `port` ``None``: this port if it is free.
+        """
+        self._files = ServerFiles(folder)
+        self._folder = self._files.folder
+        self._wanted_port = port
+        self._preferred_port = preferred_port
+        self._port: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owned = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """
+        Raises:
+            RedisUnavailable: it has not been started.
+        """
+        if self._port is None:
+            raise RedisUnavailable("the embedded Redis server is not running")
+        return f"redis://{HOST}:{self._port}"
+
+    def start(self) -> str:
+        """Start the folder's server, or take over the running one; returns its URL.
+
+        Raises:
+            RedisUnavailable: there is no server program, it does not start (with its log's last line), or the folder's
+                server runs on another port than `port`.
+        """
+        if self._port is not None:
+            return self.url
+        self._files.make_folder()
+        deadline = time.monotonic() + _START_S
+        with closing(FolderLock(self._files.lock)) as lock:
+            while not lock.try_take():
+                # A live server holds the lock: it is usable at once, or it is just starting or stopping.
+                if self._adopt():
+                    return self.url
+                if time.monotonic() > deadline:
+                    raise self._unavailable(f"the Redis server of {self._folder} runs but does not answer")
+                time.sleep(_POLL_S)
+            self._launch(lock)
+        return self.url
+
+    def stop(self) -> None:
+        """Shut the server down, its append-only file written, unless another live process started it. May be repeated.
+
+        Raises:
+            RedisUnavailable: it did not stop within half a minute.
+        """
+        if self._port is not None and self._owned:
+            with closing(_client(self._port)) as client, suppress(RedisError):
+                client.shutdown(nosave=True)  # without RDB snapshots; the append-only file is flushed regardless
+            self._wait_until_gone()
+            self._files.state.unlink(missing_ok=True)
+        self._forget()
+
+    # --- steps ---
+
+    def _launch(self, lock: FolderLock) -> None:
+        program = find_program()
+        self._files.rotate_log()
+        for _ in range(5):
+            port = self._wanted_port or _free_port(self._preferred_port)
+            with self._files.log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [str(program), *_options(port)],
+                    cwd=self._folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[lock.descriptor],
+                )
+            self._port, self._owned = port, True
+            self._files.write_state(ServerState(port, ProcessIdentity.of_this_process()))
+            if self._answers(self._process, port):
+                return
+            # Another process may have taken the port before the server bound it.
+            if self._wanted_port or "listening" not in self._files.last_log_line():
+                break
+        self._forget()
+        raise self._unavailable(f"{program.name} does not start")
+
+    def _answers(self, process: "subprocess.Popen[bytes]", port: int) -> bool:
+        """Wait until the server answers; ``False`` when its process ends instead, or the time is over."""
+        deadline = time.monotonic() + _START_S
+        with closing(_client(port)) as client:
+            while process.poll() is None and time.monotonic() < deadline:
+                try:
+                    if self._is_ours(client):  # else another server has the port; ours will notice and end
+                        return True
+                except BusyLoadingError:
+                    deadline = max(deadline, time.monotonic() + _LOAD_S)
+                except RedisError:
+                    pass
+                time.sleep(_POLL_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        return False
+
+    def _adopt(self) -> bool:
+        state = self._files.read_state()
+        if state is None:
+            return False
+        with closing(_client(state.port)) as client:
+            try:
+                if not self._is_ours(client):
+                    return False
+            except RedisError:
+                return False
+        if self._wanted_port not in {None, state.port}:
+            raise RedisUnavailable(
+                f"the Redis server of {self._folder} already runs on port {state.port}, not {self._wanted_port}"
+            )
+        self._port = state.port
+        self._owned = state.owner.is_certainly_dead()
+        if self._owned:
+            self._files.write_state(ServerState(state.port, ProcessIdentity.of_this_process()))
+        return True
+
+    def _is_ours(self, client: Redis) -> bool:
+        client.ping()
+        served = client.config_get("dir").get("dir")
+        return Path(served or "").resolve() == self._folder
+
+    def _wait_until_gone(self) -> None:
+        deadline = time.monotonic() + _STOP_S
+        with closing(FolderLock(self._files.lock)) as lock:
+            while (self._process is not None and self._process.poll() is None) or not lock.try_take():
+                if time.monotonic() > deadline:
+                    raise self._unavailable(f"the Redis server of {self._folder} does not stop")
+                time.sleep(_POLL_S)
+
+    def _forget(self) -> None:
+        self._port, self._process, self._owned = None, None, False
+
+    def _unavailable(self, problem: str) -> RedisUnavailable:
+        return RedisUnavailable(problem + self._files.last_log_line())
+
+
+def _options(port: int) -> list[str]:
+    options: dict[str, Any] = {
+        "bind": HOST,
+        "port": port,
+        "dir": "./",  # the working folder: a path with spaces needs no quotes
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def _client(port: int) -> Redis:
+    return Redis(host=HOST, port=port, socket_timeout=5, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+
+
+def _free_port(preferred: int | None) -> int:
+    """`preferred` if it is free, else any free port."""
+    for wanted in (preferred, 0):
+        with socket.socket() as probe, suppress(OSError):
+            if wanted is not None:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a server just left is free
+                probe.bind((HOST, wanted))
+                port: int = probe.getsockname()[1]
+                return port
+    raise RedisUnavailable(f"no free port on {HOST}")

@@ -1,0 +1,77 @@
+"""The KV memory that a batch takes, in blocks. Pure; engine thread.
+
+mlx-lm keeps a batch as one rectangle: every sequence is as long as the longest one, so sequences of 4,096 and 7 x 64
+tokens cost eight times 4,096. Windows and recurrent states come on top, as far as they grow.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, ModelCacheSpec
+
+_SLACK_TOKENS: Final = BLOCK_TOKENS - 1
+"""MLX allocates 256 tokens at a time, counted from the batch's current length."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Blocks that each decoding and each prefilling sequence of a batch has to hold."""
+
+    decoding: int
+    prefilling: int
+
+
+@dataclass(frozen=True)
+class KVCost:
+    """The cost of sequences of one model.
+
+    Attributes:
+        prefill_tokens: most tokens of a sequence prefilled at once.
+    """
+
+    spec: ModelCacheSpec
+    prefill_tokens: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: 256 tokens of all full-attention layers, or a whole sequence where there are none."""
+        return BLOCK_TOKENS * self._token_bytes or max(1, self._beside(self.prefill_tokens))
+
+    def of_batch(self, decoding: Collection[int], prefilling: Collection[int]) -> SequenceCost:
+        """The cost of sequences of these lengths, in tokens; a prefilling one counts with its whole prompt."""
+        whole = self.sequence_blocks(max((*decoding, *prefilling), default=0))
+        # Prompts that are prefilled together are padded by as much as the longest one is ahead of one that ends.
+        ahead = self.prefill_tokens if len(prefilling) > 1 else 0
+        return SequenceCost(whole, max(whole, self.sequence_blocks(max(prefilling, default=0) + ahead)))
+
+    def sequence_blocks(self, n_tokens: int) -> int:
+        """Blocks of one sequence in a batch whose longest sequence has `n_tokens` tokens."""
+        n_bytes = self._token_bytes * (n_tokens + _SLACK_TOKENS) + self._beside(n_tokens)
+        return -(-n_bytes // self.block_bytes)
+
+    def longest_sequence(self, n_blocks: int) -> int:
+        """Most tokens of a sequence that has `n_blocks` blocks to itself; 0 when not even one token fits."""
+        low, high = 0, (n_blocks + 1) * BLOCK_TOKENS if self._token_bytes else 2**31
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence_blocks(middle) <= n_blocks else (low, middle - 1)
+        return low
+
+    @cached_property
+    def _token_bytes(self) -> int:
+        """Bytes of one token in every layer that may grow with the tokens, layers that cannot be stored included."""
+        layers = [layer for layer in self.spec.layers if layer.kind in (LayerKind.FULL, LayerKind.UNKNOWN)]
+        return sum(layer.elements_per_token for layer in layers) * ITEM_BYTES.get(self.spec.dtype, 4)
+
+    def _beside(self, n_tokens: int) -> int:
+        """Bytes of a sequence's windows and recurrent states at their largest: a prefill chunk widens a window."""
+        n_bytes = 0
+        for layer in self.spec.snapshot_layers:
+            if layer.kind == LayerKind.WINDOW:
+                kept = min(n_tokens + _SLACK_TOKENS, layer.window_tokens) + self.prefill_tokens
+                n_bytes += kept * layer.elements_per_token * ITEM_BYTES[self.spec.dtype]
+            else:
+                n_bytes += sum(array.nbytes for array in layer.arrays)
+        return n_bytes

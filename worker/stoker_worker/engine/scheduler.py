@@ -1,0 +1,221 @@
+"""Which sequences run now, which wait for a place, and the KV memory they hold. Engine thread.
+
+Owns a sequence's way from waiting through joining and prefilling to decoding. Its tokens and its end are the engine's.
+Sequences wait in order of age. One that does not fit now lets smaller ones pass, but only so many: then the batch
+drains until it fits, so neither a large sequence nor a small one waits forever.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from stoker_worker.engine.batch_width import BatchWidth
+from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.engine.cache_transfer import PrefixMover
+from stoker_worker.engine.generator import Generator
+from stoker_worker.engine.kv_cost import KVCost, SequenceCost
+from stoker_worker.engine.prefill_budget import PrefillBudget
+from stoker_worker.engine.sequence import Sequence
+from stoker_worker.ports import Stage
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+MOST_OVERTAKEN: Final = 32
+"""Most sequences that may pass one that does not fit."""
+
+
+class WaitingSequences:
+    """Sequences in the order of their uids, which is the order of submission, preempted ones included."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self._passed: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=lambda waiting: waiting.uid)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take out `sequence`, if it is here."""
+        self._sequences = [other for other in self._sequences if other is not sequence]
+        self._passed.pop(sequence.uid, None)
+
+    def take(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """Take out the sequence that comes next; ``None`` when there is none."""
+        for sequence in self._sequences:
+            if fits(sequence):
+                self.discard(sequence)
+                for older in self._sequences:
+                    if older.uid < sequence.uid:
+                        self._passed[older.uid] = self._passed.get(older.uid, 0) + 1
+                return sequence
+            if self._passed.get(sequence.uid, 0) >= MOST_OVERTAKEN:
+                return None
+        return None
+
+
+class ConcurrentScheduler:
+    """Every sequence of the engine.
+
+    Attributes:
+        waiting: sequences without a place in the batch.
+        prefilling, decoding: sequences in the batch, by the generator's uid.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelCacheSpec,
+        *,
+        pool: BlockPool,
+        kv_cost: KVCost,
+        budget: PrefillBudget,
+        width: BatchWidth,
+        max_prefilling: int,
+    ) -> None:
+        """
+        Args:
+            pool: KV memory; sequences in the batch hold the blocks that `kv_cost` counts.
+            width: how many sequences may be in the batch.
+            max_prefilling: most of them in prefill.
+        """
+        self._model = model
+        self._spec = spec
+        self._pool = pool
+        self._kv_cost = kv_cost
+        self._budget = budget
+        self._width = width
+        self._max_prefilling = max_prefilling
+        self._joining: Sequence | None = None  # its restored prefix is being moved into MLX's arrays
+        self._mover: PrefixMover | None = None
+        self.waiting = WaitingSequences()
+        self.prefilling: dict[int, Sequence] = {}
+        self.decoding: dict[int, Sequence] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        if self._joining is not None:
+            yield self._joining
+        yield from self.in_batch()
+
+    def in_batch(self) -> Iterator[Sequence]:
+        yield from self.prefilling.values()
+        yield from self.decoding.values()
+
+    def by_stage(self) -> Iterator[tuple[Sequence, Stage]]:
+        """Every sequence with its stage; a joining one counts as waiting."""
+        in_batch: dict[int, Stage] = {sequence.uid: "prefill" for sequence in self.prefilling.values()}
+        in_batch |= {sequence.uid: "decode" for sequence in self.decoding.values()}
+        for sequence in self:
+            yield sequence, in_batch.get(sequence.uid, "waiting")
+
+    # --- into the batch ---
+
+    def let_in(self, generator: Generator) -> None:
+        """Move waiting sequences into the batch while there is a place and their blocks are free."""
+        while len(self.prefilling) < self._max_prefilling:
+            if self._joining is None:
+                if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width.now:
+                    break
+                self._joining = self.waiting.take(self._fits)
+                if self._joining is None:
+                    break
+            sequence = self._joining
+            sequence.inserted_at = sequence.inserted_at or time.perf_counter()
+            if not self._has_moved_in(sequence):
+                break
+            sequence.join(generator)
+            assert sequence.generator_uid is not None
+            self.prefilling[sequence.generator_uid] = sequence
+            self._joining = None
+        self._hold()
+
+    def victim(self) -> Sequence | None:
+        """The youngest sequence, if the batch's next step does not fit into the pool. A single sequence always fits."""
+        if len(self.prefilling) + len(self.decoding) <= 1:
+            return None
+        cost = self._cost()
+        blocks = cost.decoding * len(self.decoding) + cost.prefilling * len(self.prefilling)
+        return max(self.in_batch(), key=lambda sequence: sequence.uid) if blocks > self._pool.total else None
+
+    def _leaving(self) -> int:
+        """Sequences whose next token is their last: a step ends them before it prefills, so their places are free.
+
+        Zero while the cause of a broken step is searched: a sequence that breaks the prefill would take its
+        neighbour's last token with it, over and over.
+        """
+        if self._width.is_searching or self._width.most == 1:
+            return 0
+        return sum(sequence.n_left <= 1 for sequence in self.decoding.values())
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether `sequence` may join, with room for its next block."""
+        decoding = [other.n_tokens + 1 for other in self.decoding.values()]
+        prefilling = [other.n_tokens + 1 for other in self.prefilling.values()]
+        if not (decoding or prefilling):
+            return True
+        n_tokens = sequence.n_tokens + min(BLOCK_TOKENS, sequence.n_left)
+        cost = self._kv_cost.of_batch(decoding, [*prefilling, n_tokens])
+        return cost.decoding * len(decoding) + cost.prefilling * (len(prefilling) + 1) <= self._pool.total
+
+    def _has_moved_in(self, sequence: Sequence) -> bool:
+        """Whether the sequence's restored prefix, if any, is in MLX's arrays now.
+
+        A long prefix takes several steps, so that decoding sequences do not wait for all of it.
+        """
+        prefix = sequence.work.prefix
+        if prefix is None:
+            return True
+        self._mover = self._mover or PrefixMover(self._model, prefix, self._spec)
+        if not self._mover.move(self._budget.move_s(decoding=len(self.decoding))):
+            return False
+        sequence.take_prefix(self._mover.caches)
+        self._mover = None
+        return True
+
+    def _hold(self) -> None:
+        """Let each sequence hold the blocks of its next step: first those that need fewer than now, then the others."""
+        cost = self._cost()
+        wanted = [(sequence.uid, cost.decoding) for sequence in self.decoding.values()]
+        wanted += [(sequence.uid, cost.prefilling) for sequence in self.prefilling.values()]
+        for uid, blocks in sorted(wanted, key=lambda want: want[1] - self._pool.held(want[0])):
+            self._pool.resize(uid, min(blocks, self._pool.total))
+
+    def _cost(self) -> SequenceCost:
+        return self._kv_cost.of_batch(
+            [sequence.n_tokens + 1 for sequence in self.decoding.values()],
+            [sequence.n_tokens + 1 for sequence in self.prefilling.values()],
+        )
+
+    # --- out of the batch ---
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence at any stage; the generator must have released it."""
+        if sequence.generator_uid is not None:
+            self.prefilling.pop(sequence.generator_uid, None)
+            self.decoding.pop(sequence.generator_uid, None)
+        elif sequence is self._joining:
+            self._joining = self._mover = None
+        else:
+            self.waiting.discard(sequence)
+        self._pool.release(sequence.uid)
+
+    def preempt(self, victim: Sequence) -> None:
+        """Let a sequence that was in the batch wait again."""
+        self.drop(victim)
+        victim.generator_uid = None
+        self.waiting.add(victim)
+
+    def empty(self) -> list[Sequence]:
+        """After a step that broke: take every sequence out of the batch."""
+        sequences = list(self.in_batch())
+        if self._joining is not None:
+            sequences.append(self._joining)
+        for sequence in sequences:
+            self.drop(sequence)
+        return sequences

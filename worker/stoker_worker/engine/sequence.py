@@ -1,0 +1,171 @@
+"""One sequence in the engine, from submission to its end. Owns its state; pure; engine thread."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from stoker_shared.result import Logprobs, TokenLogprob
+from stoker_worker.engine.generator import Generator, Sampling, SequenceStart
+from stoker_worker.engine.growing_text import GrowingText
+from stoker_worker.engine.stop_scanner import StopScanner
+from stoker_worker.ports import (
+    CacheSlice,
+    CompletedGeneration,
+    EndedBy,
+    GenerationTiming,
+    GenerationWork,
+    SequenceProgress,
+    Snapshot,
+    Stage,
+    TokenizerPort,
+)
+
+
+@dataclass
+class Sequence:
+    """A sequence waits, runs in the batch, or was preempted and waits again.
+
+    Attributes:
+        generated: tokens generated so far. All of them are in its cache, except a last token that was pending when the
+            sequence was preempted.
+        caches: its own caches while it waits with some: restored ones, or those it was preempted with.
+        n_reused: how many of the prompt's tokens were restored instead of prefilled.
+        n_cached: how many of its tokens were in its caches when it joined the batch.
+        n_prefilled: how many have been prefilled since.
+        ended_by: how it ended. A sequence whose last token is not yet in its cache stays until it is.
+        breaks: how many steps broke while it ran alone.
+        growing: its text, from the first request for it on; a sequence with stop strings has its text in `stops`.
+    """
+
+    uid: int
+    work: GenerationWork
+    sampling: Sampling
+    stops: StopScanner | None
+    generator_uid: int | None = None
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    caches: list[Any] | None = None
+    n_reused: int = 0
+    n_cached: int = 0
+    n_prefilled: int = 0
+    ended_by: EndedBy | None = None
+    breaks: int = 0
+    growing: GrowingText | None = None
+    submitted_at: float = field(default_factory=time.perf_counter)
+    inserted_at: float = 0.0
+    first_token_at: float = 0.0
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.work.prompt_ids)
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return self.n_prompt + len(self.generated)
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that it may still generate."""
+        return self.work.request.max_tokens - len(self.generated)
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens of its answer that belong to the transcript: all, or those before a stop string."""
+        return self.stops.cut()[1] if self.stops and self.ended_by == "stop" else len(self.generated)
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
+        return self.work.save_from is not None and self.n_cached + self.n_prefilled == self.n_prompt - 1
+
+    def take_prefix(self, caches: list[Any]) -> None:
+        """`caches` hold its restored prefix now; drop the arrays that brought it."""
+        prefix = self.work.prefix
+        assert prefix is not None
+        if prefix.states and prefix.n_tokens == self.n_prompt - 1:
+            self.snapshots.append(Snapshot(prefix.n_tokens, prefix.states))  # nothing is prefilled before this point
+        self.caches, self.n_cached = caches, prefix.n_tokens
+        self.n_reused = prefix.n_tokens
+        self.work = replace(self.work, prefix=None)
+
+    def join(self, generator: Generator) -> None:
+        """Go into the generator, with the tokens that its caches do not hold."""
+        ids = [*self.work.prompt_ids, *self.generated]
+        # Cut just before the prompt's last token: there a snapshot is taken.
+        cut = max(self.n_cached, self.n_prompt - 1)
+        self.generator_uid = generator.insert(
+            SequenceStart(
+                segments=[part for part in (ids[self.n_cached : cut], ids[cut:]) if part],
+                caches=self.caches,
+                cached_ids=ids[: self.n_cached],
+                max_tokens=max(1, self.n_left),
+                sampler=self.sampling.sampler,
+                processors=self.sampling.processors,
+            )
+        )
+        self.caches, self.n_prefilled = None, 0
+
+    def restart(self) -> None:
+        """Drop all caches: the sequence starts over from its tokens alone."""
+        self.work = replace(self.work, prefix=None)
+        self.generator_uid, self.caches, self.n_cached, self.n_reused = None, None, 0, 0
+        self.snapshots.clear()
+        self.sampling.start(len(self.generated))
+
+    def add(self, token: int, eos_ids: frozenset[int]) -> None:
+        """Add `token` to the answer, and note whether the sequence ends with it."""
+        self.generated.append(token)
+        if token in eos_ids:
+            self.ended_by = "eos"
+        elif self.stops and self.stops.add(token):
+            self.ended_by = "stop"
+        elif self.n_left <= 0:
+            self.ended_by = "length"
+
+    def text(self, tokenizer: TokenizerPort) -> str:
+        """As `GenerationEnginePort.text`."""
+        if self.stops is not None:
+            return self.stops.text
+        self.growing = self.growing or GrowingText(tokenizer)
+        ended = bool(self.generated) and self.generated[-1] in tokenizer.eos_ids
+        self.growing.add(self.generated[self.growing.n_tokens : len(self.generated) - ended])
+        return self.growing.text
+
+    def progress(self, stage: Stage) -> SequenceProgress:
+        return SequenceProgress.since(self.first_token_at, stage, len(self.generated))
+
+    def completion(
+        self,
+        outcome: Literal["finished", "cancelled", "failed"],
+        tokenizer: TokenizerPort,
+        *,
+        cache: CacheSlice | None = None,
+        error: Exception | None = None,
+    ) -> CompletedGeneration:
+        """Its end, as the engine's caller gets it."""
+        ids, finished, carry_text = self.generated, outcome == "finished", ""
+        text = tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)
+        if finished and self.stops and self.ended_by == "stop":
+            text, _, carry_text = self.stops.cut()
+        return CompletedGeneration(
+            uid=self.uid,
+            outcome=outcome,
+            generated_ids=tuple(ids),
+            text=text,
+            ended_by=self.ended_by if finished else None,
+            kept=self.n_kept if finished else 0,
+            carry_text=carry_text,
+            cache=cache,
+            cached_tokens=self.n_reused,
+            logprobs=Logprobs(content=self.logprobs) if self.logprobs else None,
+            timing=self._timing(),
+            error=error,
+        )
+
+    def _timing(self) -> GenerationTiming:
+        now = time.perf_counter()
+        inserted = self.inserted_at or now
+        first = self.first_token_at or now
+        return GenerationTiming(waited_s=inserted - self.submitted_at, prefill_s=first - inserted, decode_s=now - first)

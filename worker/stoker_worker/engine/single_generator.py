@@ -1,0 +1,112 @@
+"""`Generator` for one sequence at a time, for models that mlx-lm cannot batch, or batches wrongly. Engine thread.
+
+Behaves as `BatchedGenerator` does with a batch of one: a token is output once it is in the cache and the next one is
+sampled.
+"""
+
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
+
+REFERENCE_CHUNK_TOKENS: Final = 2048
+"""The chunk size of `mlx_lm.generate`'s prefill."""
+
+
+class SingleGenerator:
+    """Holds one sequence; the engine inserts no second one."""
+
+    def __init__(self, model: Any, *, eos_ids: frozenset[int], chunk_tokens: int | None = None) -> None:
+        """
+        Args:
+            chunk_tokens: prefill in chunks of this size, whatever `next` is given.
+        """
+        self._model = model
+        self._eos_ids = eos_ids
+        self._chunk_tokens = chunk_tokens
+        self._uid = -1
+        self._start: SequenceStart | None = None
+        self._caches: list[Any] = []
+        self._tokens: list[int] = []
+        self._n_generated = 0
+        self._segments: list[list[int]] = []
+        self._pending: int | None = None
+        self._logprobs: Any = None
+
+    def insert(self, start: SequenceStart) -> int:
+        assert self._start is None
+        self._uid += 1
+        self._start = start
+        self._caches = start.caches if start.caches is not None else make_prompt_cache(self._model)
+        self._tokens, self._n_generated = list(start.cached_ids), 0
+        self._segments = [list(segment) for segment in start.segments]
+        self._pending = self._logprobs = None
+        return self._uid
+
+    def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
+        start = self._start
+        if start is None:
+            return [], []
+        if self._pending is not None:
+            return [], [self._output(start, self._pending)]
+        segment = self._segments[0]
+        is_last = len(self._segments) == 1
+        if is_last and len(segment) == 1:
+            self._feed(segment)
+            self._segments.clear()
+            self._sample(start)
+            return [self._prefilled(start, at_segment_end=True, at_prompt_end=True)], []
+        # The very last token of the prompt gives the first logits.
+        n = min(self._chunk_tokens or chunk_tokens, len(segment) - is_last)
+        self._feed(segment[:n])
+        del segment[:n]
+        if not segment:
+            self._segments.pop(0)
+        at_end = not segment or (is_last and len(segment) == 1)
+        return [self._prefilled(start, at_segment_end=at_end, at_prompt_end=False)], []
+
+    def peek(self, uid: int) -> list[Any]:
+        return self._caches
+
+    def take_out(self, uid: int) -> TakenOut:
+        out = TakenOut(self._caches, len(self._tokens), self._pending, self._logprobs)
+        self.remove(uid)
+        return out
+
+    def remove(self, uid: int) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._start, self._caches = None, []
+
+    def _prefilled(self, start: SequenceStart, *, at_segment_end: bool, at_prompt_end: bool) -> Prefilled:
+        return Prefilled(self._uid, len(self._tokens) - len(start.cached_ids), at_segment_end, at_prompt_end)
+
+    def _feed(self, ids: list[int]) -> None:
+        logits = self._model(mx.array([ids]), cache=self._caches)
+        self._logits = logits[:, -1, :]
+        mx.eval(self._logits, [cache.state for cache in self._caches])
+        self._tokens += ids
+
+    def _sample(self, start: SequenceStart) -> None:
+        logits = self._logits
+        for processor in start.processors:
+            logits = processor(mx.array(self._tokens), logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = start.sampler(logprobs) if start.sampler else mx.argmax(logprobs, axis=-1)
+        mx.eval(token, logprobs)
+        (self._pending,), self._logprobs = np.asarray(token).tolist(), logprobs[0]
+
+    def _output(self, start: SequenceStart, token: int) -> TokenOutput:
+        logprobs = self._logprobs
+        self._feed([token])
+        self._sample(start)
+        self._n_generated += 1
+        is_last = token in self._eos_ids or self._n_generated >= start.max_tokens
+        output = TokenOutput(self._uid, token, logprobs, self._caches if is_last else None)
+        if is_last:
+            self.close()
+        return output

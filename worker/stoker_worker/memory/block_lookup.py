@@ -1,0 +1,203 @@
+"""Loads the K/V of a prompt's beginning from verified files into one array per side and layer. Loader thread, and
+threads of its own during a lookup; writes nothing.
+
+Two sources: the full blocks of the prompt's own chain, whichever agent wrote them; and, where those end, the agent's
+own next piece (its tail, or a full block that the prompt leaves in the middle), as far as the tokens agree.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from stoker_worker.memory.block_chain import BlockChain, PathOf, block_address, common_length
+from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
+from stoker_worker.memory.cache_layout import PieceKind, empty_layers
+from stoker_worker.memory.files import is_there
+from stoker_worker.ports import Array, LayerKV, LayerState
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+_MOST_READERS: Final = 4
+"""A few threads use up a memory's bandwidth."""
+
+
+@dataclass(frozen=True)
+class AgentBlocks:
+    """The cached part of an agent's transcript: full blocks, a tail, snapshots.
+
+    Attributes:
+        snapshots: after how many tokens each was taken, ascending, and its file.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    tail: Path = Path()
+    snapshots: tuple[tuple[int, Path], ...] = ()
+
+
+@dataclass(frozen=True)
+class DiskSource:
+    """Where the cache of a prompt may come from.
+
+    Attributes:
+        own: of the prompt's model and salt; empty for a job without an agent.
+        n_readers: threads that may read.
+    """
+
+    spec: ModelCacheSpec
+    own: AgentBlocks
+    path_of: PathOf
+    n_readers: int
+
+
+@dataclass(frozen=True)
+class FaultyPiece:
+    """A file that was needed and could not be used."""
+
+    path: Path
+    kind: PieceKind
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A file that should be there, and how many of its tokens the prompt can use."""
+
+    piece: CachePiece
+    path: Path
+    use_tokens: int
+
+
+@dataclass
+class DiskPrefix:
+    """What a lookup found: `n_tokens` of `layers` are filled and verified; `faults` in the order met."""
+
+    n_tokens: int = 0
+    saved_blocks: int = 0
+    layers: tuple[LayerKV, ...] = ()
+    states: tuple[LayerState, ...] = ()
+    faults: list[FaultyPiece] = field(default_factory=list)
+
+    def add(self, step: _Step, fault: Fault | None) -> bool:
+        """Count the next piece in, or note its fault and return false."""
+        if fault is not None:
+            self.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
+            return False
+        self.n_tokens += step.use_tokens
+        return True
+
+    def cut(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens only."""
+        self.n_tokens = n_tokens
+        self.layers = tuple((_cut(keys, n_tokens), _cut(values, n_tokens)) for keys, values in self.layers)
+
+
+def n_readers(beside_others: bool) -> int:
+    """How many threads may read. Beside running sequences: half of the cores, because each of their steps waits for
+    the slowest core (EXP-014)."""
+    cores = os.cpu_count() or 1
+    return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
+
+
+class BlockLookup:
+    """One lookup: lists the files that should be there, makes the arrays once, then fills them file by file."""
+
+    def __init__(self, prompt: BlockChain, limit: int, source: DiskSource) -> None:
+        """
+        Args:
+            limit: most tokens to find.
+        """
+        self._prompt = prompt
+        self._limit = limit
+        self._source = source
+        self._own = source.own
+        self._own_tokens = common_length(self._own.token_ids, prompt.token_ids[:limit])
+
+    def run(self) -> DiskPrefix:
+        steps = self._block_steps()
+        steps += [step for step in [self._own_step(len(steps))] if step is not None]
+        starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
+        planned_tokens = sum(step.use_tokens for step in steps)
+        found = DiskPrefix(layers=empty_layers(self._source.spec, planned_tokens))
+        target = _Target(found.layers)
+        for step, fault in zip(steps, _load_all(steps, starts, target, self._source.n_readers), strict=True):
+            if found.add(step, fault):
+                index = found.saved_blocks
+                found.saved_blocks += index < self._prompt.n_blocks and step.path == self._path(index)
+                continue
+            # The prompt's block failed; the agent's own piece at this place may be another file.
+            other = self._own_step(found.n_tokens // BLOCK_TOKENS)
+            if other is not None and other.path != step.path:
+                found.add(other, target.load(other, found.n_tokens))
+            break
+        if found.n_tokens < planned_tokens:
+            found.cut(found.n_tokens)
+        return found
+
+    def _block_steps(self) -> list[_Step]:
+        """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
+        steps: list[_Step] = []
+        for index in range(self._prompt.n_blocks):
+            start, path = index * BLOCK_TOKENS, self._path(index)
+            is_own = self._own_tokens >= start + BLOCK_TOKENS
+            if start >= self._limit or not (is_own or is_there(path)):
+                break
+            piece = self._piece("block", index, self._prompt.block(index))
+            steps.append(_Step(piece, path, min(BLOCK_TOKENS, self._limit - start)))
+        return steps
+
+    def _own_step(self, index: int) -> _Step | None:
+        """The agent's own piece after `index` full blocks, if it begins with the prompt's next tokens."""
+        start = index * BLOCK_TOKENS
+        use_tokens = min(self._own_tokens - start, BLOCK_TOKENS)
+        if use_tokens <= 0:
+            return None
+        token_ids = self._own.token_ids[start : start + BLOCK_TOKENS]
+        if len(token_ids) < BLOCK_TOKENS:
+            return _Step(self._piece("tail", index, token_ids), self._own.tail, use_tokens)
+        address = block_address(self._prompt.parent(index), token_ids)
+        path = self._source.path_of(self._prompt.model, address)
+        return _Step(self._piece("block", index, token_ids), path, use_tokens)
+
+    def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
+        return CachePiece(kind, self._prompt.model, self._source.spec, self._prompt.parent(index), token_ids)
+
+    def _path(self, index: int) -> Path:
+        return self._source.path_of(self._prompt.model, self._prompt.addresses[index])
+
+
+class _Target:
+    """K/V arrays that are being filled. A file's bytes go straight to their place, head by head."""
+
+    def __init__(self, layers: tuple[LayerKV, ...]) -> None:
+        self._layers = layers
+        self._heads = [
+            (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
+        ]
+
+    def load(self, step: _Step, start: int) -> Fault | None:
+        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there."""
+        piece, stop = step.piece, start + step.use_tokens
+        if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
+            return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])
+        data = np.empty(piece.layout.n_bytes, np.uint8)
+        fault = piece.load(step.path, [bytes_of(data)])
+        if fault is None:
+            piece.unpack(data, self._layers, start, step.use_tokens)
+        return fault
+
+
+def _load_all(steps: list[_Step], starts: list[int], target: _Target, n_readers: int) -> list[Fault | None]:
+    """Load every file, a few at a time: one core alone does not use a memory's bandwidth."""
+    n_readers = min(n_readers, len(steps))
+    # Dequantising is many short calls: several threads would wait longer for the interpreter's lock than they gain.
+    if n_readers < 2 or any(step.piece.is_quantised for step in steps):
+        return list(map(target.load, steps, starts))
+    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
+        return list(readers.map(target.load, steps, starts))
+
+
+def _cut(array: Array, n_tokens: int) -> Array:
+    return np.ascontiguousarray(array[:, :n_tokens])

@@ -1,0 +1,1 @@
+"""A model's files, tokenizer, identity and cache layout, without the engine that runs it."""

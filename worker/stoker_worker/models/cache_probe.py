@@ -1,0 +1,86 @@
+"""Reads a model's `ModelCacheSpec` off the caches that it makes. Owns no state; engine thread."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.ports.cache_spec import ITEM_BYTES, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec, StoreDtype
+
+_UNKNOWN = LayerSpec(LayerKind.UNKNOWN)
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Every single cache: some models keep several for a layer, in a list of mlx-lm's own type."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def read_cache_spec(model: Any, store_dtype: StoreDtype = "native") -> ModelCacheSpec:
+    """Run one token through `model` and read the layout of its filled caches.
+
+    Reading caches instead of the config keeps model names and config dialects out of stoker: the arrays that the
+    model's own code keeps are the arrays to store.
+
+    Returns:
+        One layer per cache, with the dtype of K and V. A cache of an unknown type, or with arrays of a dtype that is
+        not stored, is of kind UNKNOWN.
+
+    Raises:
+        ModelNotLoadable: the model does not run.
+    """
+    caches = make_prompt_cache(model)
+    try:
+        mx.eval(model(mx.array([[0]]), cache=caches))
+    except Exception as error:
+        raise ModelNotLoadable(f"this model does not run: {type(error).__name__}: {error}") from error
+    found = list(leaves(caches))
+    dtypes = {_name(cache.keys.dtype) for cache in found if type(cache) in (KVCache, RotatingKVCache)}
+    dtypes = dtypes or {_name(array.dtype) for cache in found if type(cache) is ArraysCache for array in cache.cache}
+    dtype = min(dtypes, default="float32")
+    return ModelCacheSpec(tuple(_layer(cache, dtype) for cache in found), dtype, store_dtype)
+
+
+def _layer(cache: Any, dtype: str) -> LayerSpec:
+    if type(cache) is ArraysCache:
+        arrays = cache.cache
+        if any(array is None or _name(array.dtype) not in ITEM_BYTES for array in arrays):
+            return _UNKNOWN
+        return LayerSpec(
+            LayerKind.RECURRENT, arrays=tuple(ArraySpec(tuple(x.shape[1:]), _name(x.dtype)) for x in arrays)
+        )
+    is_window = type(cache) is RotatingKVCache and cache.keep == 0
+    if not is_window and type(cache) is not KVCache:
+        return _unknown(cache)
+    if {_name(cache.keys.dtype), _name(cache.values.dtype)} != {dtype} or dtype not in ITEM_BYTES:
+        return _UNKNOWN
+    _, n_kv_heads, _, key_dim = cache.keys.shape
+    return LayerSpec(
+        LayerKind.WINDOW if is_window else LayerKind.FULL,
+        n_kv_heads=n_kv_heads,
+        key_dim=key_dim,
+        value_dim=cache.values.shape[3],
+        window_tokens=cache.max_size if is_window else 0,
+    )
+
+
+def _unknown(cache: Any) -> LayerSpec:
+    """A layer that is not stored. Where its cache looks like K/V, its memory is counted as such."""
+    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+    if not (isinstance(keys, mx.array) and isinstance(values, mx.array) and keys.ndim == values.ndim == 4):
+        return _UNKNOWN
+    return LayerSpec(LayerKind.UNKNOWN, n_kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3])
+
+
+def can_be_batched(model: Any) -> bool:
+    """Whether mlx-lm can put several sequences of this model into one batch."""
+    return all(hasattr(cache, "merge") for cache in leaves(make_prompt_cache(model)))
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

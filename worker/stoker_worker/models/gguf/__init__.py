@@ -1,0 +1,1 @@
+"""GGUF files as mlx-lm folders."""

@@ -1,0 +1,157 @@
+"""Finds and loads a model: its folder, dtype and identity. Owns no state; engine thread, which owns everything MLX.
+
+MLX is imported by `load_model` only. Code that comes with a model is never run.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from stoker_shared.error_line import one_line
+from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.models.fingerprint import ModelFolder
+from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
+from stoker_worker.ports import LoadedModel
+from stoker_worker.ports.cache_spec import StoreDtype
+
+Dtype = Literal["auto", "native", "float32"]
+"""`auto`: as stored on a GPU; float32 on a CPU, where MLX has no fast path for packed or half-precision weights."""
+
+CONTEXT_FALLBACK_TOKENS: Final = 4096
+"""Assumed when the config has no context length: the smallest one among models of the last years."""
+
+_CONTEXT_KEYS: Final = (
+    *("max_position_embeddings", "max_sequence_length", "max_seq_len", "model_max_length"),
+    *("n_positions", "n_ctx", "seq_length"),
+)
+_REPO_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    model: str,
+    dtype: Dtype,
+    *,
+    store_dtype: StoreDtype = "native",
+    digest_cache: Path | None = None,
+) -> tuple[Any, LoadedModel]:
+    """Load a model, and describe it for the rest of the worker, except its mode.
+
+    Args:
+        model: a folder in mlx-lm's format, or a Hugging Face repo such as ``mlx-community/Qwen3-4B-4bit``.
+        store_dtype: precision of cache blocks on disk.
+        digest_cache: file that remembers digests of weight files between starts.
+
+    Returns:
+        mlx-lm's model, and its description in the widest mode; the fingerprint does not cover the mode yet.
+
+    Raises:
+        ModelNotLoadable: it is not there, cannot be fetched, or cannot be served; one line tells why.
+    """
+    local = local_folder(model)
+    folder = local or _download(model)
+    resolved = _resolved_dtype(dtype)
+    try:
+        network, wrapper, config = _load(folder, as_float32=resolved == "float32")
+    except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
+        raise ModelNotLoadable(f"cannot load {model}: {one_line(error)}") from None
+
+    from stoker_worker.models.cache_probe import read_cache_spec
+
+    spec = read_cache_spec(network, store_dtype)
+    if not spec.can_be_stored:
+        _log.warning("stoker cannot store this model's caches: its agents have transcripts, but no cached tokens")
+    files = ModelFolder(folder, digest_cache)
+    tokenizer_fingerprint = files.tokenizer_fingerprint(chat_template_text(wrapper))
+    fingerprint = files.model_fingerprint(
+        tokenizer_fingerprint=tokenizer_fingerprint, cache_spec=spec.describe(), dtype=resolved
+    )
+    return network, LoadedModel(
+        name=local.name if local else model,
+        fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        context_tokens=context_tokens(config),
+        spec=spec,
+        tokenizer=ModelTokenizer(wrapper),
+    )
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that `model` names, or ``None`` when it names a Hugging Face repo.
+
+    Raises:
+        ModelNotLoadable: it is a path, but not to an mlx-lm folder; or neither a path nor a repo id.
+    """
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        raise ModelNotLoadable(f"{model} is a GGUF file: run `stoker-worker model import {model} FOLDER` once")
+    if path.is_dir():
+        missing = "config.json" if not (path / "config.json").is_file() else None
+        if missing is None and not any(path.glob("model*.safetensors")):
+            missing = "model*.safetensors"
+        if missing:
+            raise ModelNotLoadable(f"{model} is not a model folder in mlx-lm's format: it has no {missing}")
+        return path.resolve()
+    if path.exists():
+        raise ModelNotLoadable(f"{model} is a file; a model is a folder in mlx-lm's format")
+    if model.startswith(("/", "./", "../", "~")) or model in {"", ".", ".."}:
+        raise ModelNotLoadable(f"there is no model folder {model!r}")
+    if not _REPO_ID.fullmatch(model):
+        raise ModelNotLoadable(f"{model!r} is neither a folder here nor a Hugging Face repo (OWNER/NAME)")
+    return None
+
+
+def context_tokens(config: Mapping[str, Any]) -> int:
+    """Most tokens that the model can attend to, from its config; the tokenizer's own limit means something else."""
+    for part in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            value = part.get(key)
+            if type(value) is int and value > 0:
+                return value
+    _log.warning(
+        "the model's config has none of %s: assuming a context of %d tokens",
+        ", ".join(_CONTEXT_KEYS),
+        CONTEXT_FALLBACK_TOKENS,
+    )
+    return CONTEXT_FALLBACK_TOKENS
+
+
+def _resolved_dtype(dtype: Dtype) -> str:
+    if dtype != "auto":
+        return dtype
+    import mlx.core as mx
+
+    return "float32" if mx.default_device().type == mx.DeviceType.cpu else "native"
+
+
+def _download(repo: str) -> Path:
+    """The repo's folder in the Hugging Face cache; missing files are fetched, the same ones that mlx-lm fetches."""
+    from mlx_lm.utils import _download as fetch
+
+    try:
+        return Path(fetch(repo))
+    except Exception as error:  # the hub's client raises its own, httpx's and OSError
+        raise ModelNotLoadable(
+            f"cannot fetch {repo} from the Hugging Face hub: {one_line(error)} (a folder here is written ./{repo})"
+        ) from None
+
+
+def _load(folder: Path, *, as_float32: bool) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Model, tokenizer wrapper and config, evaluated on this thread.
+
+    float32 weights are the stored ones exactly: scales are widened before they are multiplied out.
+    """
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+    network, config = load_model(folder, lazy=True, trust_remote_code=False)
+    # Given explicitly, because transformers otherwise asks on the terminal.
+    wrapper = load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
+    if as_float32:
+        network.set_dtype(mx.float32)
+        network = dequantize_model(network)
+        network.set_dtype(mx.float32)  # formats whose scales are not floating point come out as bfloat16
+    mx.eval(network.parameters())
+    return network, wrapper, config

@@ -1,0 +1,193 @@
+"""The engine thread: everything MLX, loading the model included. Touches neither Redis nor disk.
+
+Owns which job each sequence belongs to. Arrays belong to the thread that made them, so the model is loaded here and
+nothing lazy ever leaves.
+"""
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from stoker_worker.pipeline.finisher import Finisher
+from stoker_worker.pipeline.job import Failed, GivenBack, Job, Outcome, cut_short, outcome_of
+from stoker_worker.ports import (
+    GenerationEnginePort,
+    GenerationWork,
+    LoadedModel,
+    ModelProviderPort,
+    SequenceProgress,
+)
+
+log = logging.getLogger(__name__)
+
+_GATHER_S: Final = 0.5
+"""How long a loaded job waits for jobs that the loader is still working on. Whenever sequences join a batch, mlx-lm
+copies the caches of all that are in it: eight that join together cost an eighth (EXP-014)."""
+
+
+class EngineThread(threading.Thread):
+    """Steps the engine while anything is in it, and hands over every sequence in the step it ends."""
+
+    def __init__(self, provider: ModelProviderPort, loaded: Future[LoadedModel], finisher: Finisher) -> None:
+        """
+        Args:
+            loaded: set to the model, or to the error with which it could not be loaded.
+
+        Attributes:
+            error: set when the engine broke, before its jobs are handed over.
+        """
+        super().__init__(name="engine", daemon=True)
+        self._provider = provider
+        self._loaded = loaded
+        self._finisher = finisher
+        self._waiting: SimpleQueue[Job | None] = SimpleQueue()
+        self._gathered: list[Job] = []
+        self._gather_until = 0.0
+        self._running: dict[int, Job] = {}
+        self._progress: dict[str, SequenceProgress] = {}
+        self._texts_lock = threading.Lock()
+        self._texts_wanted: frozenset[int] = frozenset()
+        self._texts: dict[int, str] = {}
+        self.error: BaseException | None = None
+
+    def put(self, job: Job) -> None:
+        self._waiting.put(job)
+
+    def finish(self) -> None:
+        """Let the thread end once nothing is left in the engine."""
+        self._waiting.put(None)
+
+    def is_busy(self) -> bool:
+        """Whether anything is in the engine. Any thread."""
+        return bool(self._running)
+
+    def progress(self) -> dict[str, SequenceProgress]:
+        """How far each job in the engine is, by job id: a snapshot for any thread."""
+        return self._progress
+
+    def texts(self, claim_numbers: frozenset[int]) -> dict[int, str]:
+        """Ask for the texts of some jobs, by their `claim_number`: an id may run again. Fetcher thread.
+
+        Returns:
+            the texts that were asked for last time, as they were after the step that ended then.
+        """
+        with self._texts_lock:
+            self._texts_wanted = claim_numbers
+            return self._texts
+
+    def run(self) -> None:
+        try:
+            engine, model = self._provider.load()
+        except BaseException as error:  # the main thread raises it to the operator
+            self._leave()
+            self._loaded.set_exception(error)
+            return
+        self._loaded.set_result(model)
+        try:
+            self._serve(engine)
+        except BaseException as error:
+            log.exception("the engine broke")
+            self.error = error  # nothing more is claimed from here on
+            self._finisher.abandon()
+            for uid in list(self._running):
+                self._hand_over(uid, GivenBack(counts_as_attempt=True))
+        finally:
+            try:
+                engine.close()
+            finally:
+                self._leave()
+
+    def hand_over_waiting(self) -> None:
+        """After the engine broke: give back the jobs that the loader still put in. Main thread, while this one has
+        ended or only closes the engine."""
+        while True:
+            try:
+                job = self._waiting.get_nowait()
+            except Empty:
+                break
+            if job is not None:
+                self._gathered.append(job)
+        for job in self._gathered:
+            job.cancel.set("stopping")
+            self._finisher.put(job, cut_short(job))
+        self._gathered.clear()
+
+    def _serve(self, engine: GenerationEnginePort) -> None:
+        while self._take_in(engine):
+            self._cancel(engine)
+            self._step(engine)
+
+    def _step(self, engine: GenerationEnginePort) -> None:
+        for completion in engine.step():
+            self._hand_over(completion.uid, outcome_of(self._running[completion.uid], completion))
+        self._progress = {self._running[uid].job_id: progress for uid, progress in engine.progress().items()}
+        self._put_texts_together(engine)
+
+    def _take_in(self, engine: GenerationEnginePort) -> bool:
+        """Submit the jobs that are loaded, and wait for one while the engine is empty; ``False`` to end the thread."""
+        while True:
+            try:
+                job = self._waiting.get(timeout=self._patience_s(engine))
+            except Empty:
+                break
+            if job is None:
+                return False
+            if not self._gathered:
+                self._gather_until = time.monotonic() + _GATHER_S
+            self._gathered.append(job)
+        if not self._expects_more():
+            while self._gathered:
+                self._submit(engine, self._gathered.pop(0))
+        return True
+
+    def _patience_s(self, engine: GenerationEnginePort) -> float | None:
+        """How long to wait for the next job; ``None``: until there is one."""
+        if engine.in_flight:
+            return 0.0
+        if not self._gathered:
+            return None
+        return max(0.0, self._gather_until - time.monotonic()) if self._expects_more() else 0.0
+
+    def _expects_more(self) -> bool:
+        """Whether to wait for the job that the loader has begun on."""
+        return bool(self._gathered) and self._gathered[-1].has_next and time.monotonic() < self._gather_until
+
+    def _submit(self, engine: GenerationEnginePort, job: Job) -> None:
+        if job.cancel.reason is not None:
+            self._finisher.put(job, cut_short(job))
+            return
+        work = GenerationWork(job.request, job.prompt.ids, job.restored.prefix, job.save_from)
+        job.submitted_at = time.time()
+        try:
+            uid = engine.submit(work)
+        except Exception as error:
+            self._finisher.put(job, Failed(error))
+            return
+        job.drop_arrays()
+        self._running[uid] = job
+
+    def _cancel(self, engine: GenerationEnginePort) -> None:
+        for uid, job in list(self._running.items()):
+            if job.cancel.reason is not None:
+                completion = engine.cancel(uid)
+                self._hand_over(uid, outcome_of(job, completion) if completion else cut_short(job))
+
+    def _put_texts_together(self, engine: GenerationEnginePort) -> None:
+        """Runs once per request: text that nobody reads costs nothing."""
+        with self._texts_lock:
+            wanted, self._texts_wanted = self._texts_wanted, frozenset()
+        if wanted:
+            numbers = {uid: job.claimed.claim_number for uid, job in self._running.items()}
+            self._texts = {number: engine.text(uid) for uid, number in numbers.items() if number in wanted}
+
+    def _hand_over(self, uid: int, outcome: Outcome) -> None:
+        self._finisher.put(self._running.pop(uid), outcome)
+
+    def _leave(self) -> None:
+        try:
+            self._provider.leave_thread()
+        except Exception:  # MLX itself may be what cannot be imported
+            log.debug("the engine thread could not be tidied", exc_info=True)

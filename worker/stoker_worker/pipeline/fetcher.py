@@ -1,0 +1,141 @@
+"""The fetcher thread: the loop that decides what this worker works on.
+
+Owns withdrawals, timeouts and recovery: everything between the queue and the loader. Touches neither disk nor MLX.
+A job goes on through loader.py, engine_thread.py and finisher.py, each with threads of its own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.periodic import Periodic
+from stoker_worker.pipeline.engine_thread import EngineThread
+from stoker_worker.pipeline.job import Job
+from stoker_worker.pipeline.loader import Loader
+from stoker_worker.ports import Busy, CacheStorePort, CancelReason, ClaimedJob, QueuePort
+
+log = logging.getLogger(__name__)
+
+_GATHER_S = 0.005
+"""Jobs often end together: one claim for all of their places costs Redis and the engine less."""
+
+
+class Fetcher(threading.Thread):
+    """Claims only as many jobs as fit, and cancels those whose time is over or that were withdrawn."""
+
+    def __init__(
+        self,
+        queue: QueuePort,
+        store: CacheStorePort,
+        engine: EngineThread,
+        loader: Loader,
+        *,
+        max_in_flight: int,
+        poll_s: float,
+        recover_s: float,
+        burst: bool,
+    ) -> None:
+        """
+        Args:
+            poll_s: longest wait between two looks into the queue.
+            recover_s: time between two looks for jobs of dead workers.
+            burst: end when the queues are empty and nothing is in flight.
+        """
+        super().__init__(name="fetcher", daemon=True)
+        self._queue = queue
+        self._store = store
+        self._engine = engine
+        self._loader = loader
+        self._max_in_flight = max_in_flight
+        self._poll_s = poll_s
+        self._recover = Periodic(recover_s)
+        self._watch = Periodic(0.5)
+        self._tidy = Periodic(1.0)
+        self._burst = burst
+        self._pinned = (frozenset[str](), frozenset[str]())
+        self._look_again = False
+        self._draining = threading.Event()
+        self.claims_no_more = threading.Event()
+        self.left = threading.Event()
+
+    def run(self) -> None:
+        while not self.left.is_set():
+            try:
+                self._tick()
+            except Exception as error:
+                if isinstance(error, RedisUnavailable):  # running jobs go on
+                    log.warning("%s", error)
+                else:  # one odd entry in Redis must not end the loop that watches all the others
+                    log.exception("the fetcher met something it cannot handle")
+                self._recover.make_due()  # a claim may be in doubt: look before the next one, or order is lost
+                self._look_again = False
+                self.left.wait(max(self._poll_s, 0.5))
+            if self._queue.wait_for_release(0.0 if self._look_again else self._poll_s):
+                time.sleep(_GATHER_S)
+
+    def drain(self) -> None:
+        """Claim nothing more; `claims_no_more` is set once that is so. Any thread."""
+        self._draining.set()
+
+    def leave(self) -> None:
+        """End, whatever is in flight. Any thread."""
+        self.left.set()
+
+    def cancel_all(self, reason: CancelReason) -> None:
+        """Any thread."""
+        for job in self._queue.in_flight():
+            job.cancel.set(reason)
+
+    def _tick(self) -> None:
+        self._look_again = False
+        idle = not self._queue.in_flight()
+        if self._draining.is_set():
+            self.claims_no_more.set()
+        elif self._engine.error is None:
+            if self._recover.is_due() and (recovered := self._queue.recover()):
+                log.warning("%d jobs of a dead worker are back in the queue", recovered)
+            idle = not self._claim() and idle
+        self._cancel_overdue_and_withdrawn()
+        if listened_to := self._queue.listened_to():
+            self._queue.tell(self._engine.texts(listened_to))
+        if self._tidy.is_due() and self._queue.tidy():
+            self._tidy.make_due()
+            self._look_again = True
+        if self._burst and idle and self._queue.is_empty():
+            self.leave()
+
+    def _claim(self) -> bool:
+        """Whether any job was claimed."""
+        in_flight = self._queue.in_flight()
+        room = max(0, self._max_in_flight - len(in_flight))
+        claimed = self._queue.claim(room, busy_beside(in_flight))
+        self._pin_agents()
+        for job in claimed:
+            self._loader.put(Job(job))
+        # A job that could take a free place may wait behind those that were read.
+        self._look_again = room > len(claimed) and self._queue.has_unread()
+        return bool(claimed)
+
+    def _pin_agents(self) -> None:
+        """Before the loader has a job: nothing of what it reads may be evicted until the job has ended."""
+        pinned = (busy_beside(self._queue.in_flight()).agents, self._queue.waiting_agents())
+        if pinned != self._pinned:
+            self._pinned = pinned
+            self._store.pin(pinned[0] | pinned[1])
+
+    def _cancel_overdue_and_withdrawn(self) -> None:
+        now, in_flight = time.monotonic(), self._queue.in_flight()
+        for job in in_flight:
+            if job.deadline is not None and now > job.deadline:
+                job.cancel.set("timed out")
+        if self._watch.is_due() and in_flight:
+            for job in self._queue.withdrawn(self._engine.progress()):
+                job.cancel.set("withdrawn")
+
+
+def busy_beside(in_flight: Collection[ClaimedJob]) -> Busy:
+    """The agents in use. While a job writes an agent's memory, no other job that uses it may run: it needs what the
+    first one leaves."""
+    return Busy().beside(job.memory_use for job in in_flight)

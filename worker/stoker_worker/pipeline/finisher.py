@@ -1,0 +1,230 @@
+"""The finisher threads: save the agent's version, then end the job. In that order, always.
+
+Own the disk writes of agent memory and the end of each job. Never touch MLX: they receive arrays that are already
+evaluated. While Redis is away they wait and try again: a finished result is not lost and does not turn into a failure.
+There are a few threads, because one agent's sync may take a disk seconds while the results of others are ready.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar, assert_never
+
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.errors import (
+    AgentVersionConflict,
+    AgentVersionNotSaved,
+    OwnershipLost,
+    RedisUnavailable,
+    WorkerLostTooOften,
+)
+from stoker_worker.pipeline.agent_jobs import carry_out, let_go
+from stoker_worker.pipeline.job import (
+    AgentChange,
+    Cancelled,
+    Failed,
+    Finished,
+    GivenBack,
+    Job,
+    Outcome,
+    Replayed,
+    cut_short,
+)
+from stoker_worker.pipeline.results import save_turn, with_total_until_now
+from stoker_worker.ports import CacheStorePort, CompletedGeneration, LoadedModel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Finisher:
+    """Ends jobs in the order their sequences ended, `n_threads` at a time; never two that write one agent."""
+
+    def __init__(
+        self, store: CacheStorePort, loaded: Future[LoadedModel], *, retry_s: float = 0.5, n_threads: int = 4
+    ) -> None:
+        """
+        Args:
+            loaded: the model; set before the first job is put.
+            retry_s: pause between two tries while Redis is away.
+
+        Attributes:
+            threads: they end after `finish`.
+        """
+        names = (f"finisher-{n}" for n in range(1, n_threads + 1))
+        self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        self._leaving = itertools.count(1)
+        self._drops = itertools.count(1)
+        self._store = store
+        self._loaded = loaded
+        self._retry_s = retry_s
+        self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
+        self._abandoned = threading.Event()
+        self._to_give_back: list[tuple[Job, GivenBack]] = []
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, job: Job, outcome: Outcome) -> None:
+        self._ended.put((job, outcome))
+
+    def finish(self) -> None:
+        """Let the threads end after the jobs that they have been given; the last one gives back what was cut short."""
+        for _ in self.threads:
+            self._ended.put(None)
+
+    def is_alive(self) -> bool:
+        """Whether all threads are alive: one that died took a job with it."""
+        return all(thread.is_alive() for thread in self.threads)
+
+    def abandon(self) -> None:
+        """Wait no more for a Redis that is away: the next worker recovers what is left. Any thread."""
+        self._abandoned.set()
+
+    def n_to_give_back(self) -> int:
+        """Jobs in flight that only wait for `finish`, to go back to the queue. Any thread."""
+        return len(self._to_give_back)
+
+    def _run(self) -> None:
+        while (item := self._ended.get()) is not None:
+            self._take(*item)
+            del item  # its arrays go now, not when the next job ends
+        if next(self._leaving) == len(self.threads):  # the others have ended their last jobs too
+            self._give_back_all()
+
+    def _take(self, job: Job, outcome: Outcome) -> None:
+        if isinstance(outcome, AgentChange) and job.cancel.reason is not None:
+            outcome = cut_short(job)
+        if isinstance(outcome, GivenBack):
+            self._to_give_back.append((job, outcome))
+            return
+        try:
+            self._end(job, outcome)
+        except OwnershipLost as error:
+            log.warning("result dropped, number %d of this worker: %s", next(self._drops), error)
+            self._drop(job)
+        except RedisUnavailable as error:  # only once abandoned: a stop fails nothing
+            log.warning("job %s is left to recovery: %s", job.job_id, error)
+        except Exception as error:
+            log.exception("job %s could not be ended as it should", job.job_id)
+            self._fail_at_last(job, error)
+        job.claimed.release()
+
+    def _end(self, job: Job, outcome: Finished | Failed | Cancelled | Replayed | AgentChange) -> None:
+        match outcome:
+            case Finished(completion):
+                self._finish(job, completion)
+            case Replayed(answer):
+                self._when_redis_is_there(partial(job.claimed.finish, answer))
+            case AgentChange(request):
+                self._change_agent(job, request)
+            case Failed(error, partial_text):
+                self._fail(job, error, partial_text)
+            case Cancelled():
+                self._when_redis_is_there(job.claimed.stop)
+                log.info("job %s withdrawn", job.job_id)
+            case _:
+                assert_never(outcome)
+
+    def _finish(self, job: Job, completion: CompletedGeneration) -> None:
+        self._check_ownership(job)
+        try:
+            saved = save_turn(job, completion, self._store, self._loaded.result())
+        except (AgentVersionNotSaved, AgentVersionConflict) as error:
+            self._fail(job, error)
+            return
+        result = with_total_until_now(saved, job)
+        self._when_redis_is_there(partial(job.claimed.finish, result))
+        usage = result["usage"]
+        log.info(
+            "job %s finished: %s, prompt %d, cached %d, generated %d, version %s",
+            job.job_id,
+            result["finish_reason"],
+            usage["prompt_tokens"],
+            usage["cached_tokens"],
+            usage["completion_tokens"],
+            result["cache"]["agent_version"],
+        )
+
+    def _check_ownership(self, job: Job) -> None:
+        """Before the save. Once abandoned, a Redis that is away is not asked: the turn is saved all the same, and the
+        next worker answers its delivery from the agent's history. Nobody else writes to the store meanwhile: this
+        process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
+        try:
+            is_ours = self._when_redis_is_there(job.claimed.is_ours)
+        except RedisUnavailable:
+            return
+        if not is_ours:
+            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+
+    def _change_agent(self, job: Job, request: AgentRequest) -> None:
+        claimed, store = job.claimed, self._store.agent_jobs
+        if not self._when_redis_is_there(claimed.is_ours):
+            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+        try:
+            result = carry_out(request, claimed, store)
+        except Exception as error:  # whatever a damaged file does, it does to one job
+            self._fail(job, error)
+            return
+        self._when_redis_is_there(partial(claimed.finish, result))
+        let_go(request, claimed, store)
+        log.info("job %s finished: %s of agent %r", job.job_id, request.action, request.agent_id)
+
+    def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
+        log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)
+        may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
+        self._when_redis_is_there(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))
+
+    def _drop(self, job: Job) -> None:
+        try:
+            job.claimed.drop()
+        except Exception as error:  # what is left of it expires by itself, or is recovered
+            log.warning("job %s: nothing could be cleaned up (%s)", job.job_id, type(error).__name__)
+
+    def _fail_at_last(self, job: Job, error: Exception) -> None:
+        try:
+            job.claimed.fail(error, may_retry=False)
+        except Exception:
+            log.exception("job %s could not be failed either: it has used up a try", job.job_id)
+            try:
+                job.claimed.give_back(counts_as_attempt=True, alone=True)
+            except Exception:
+                log.exception("job %s could not be given back; recovery takes it up", job.job_id)
+
+    def _give_back_all(self) -> None:
+        """Jobs that the stop cut short go back as if never claimed; those in a broken engine have used up a try."""
+        jobs = sorted(self._to_give_back, key=lambda entry: entry[0].claimed.claim_number, reverse=True)
+        alone = sum(how.counts_as_attempt for _, how in jobs) == 1  # in the engine, when it broke
+        given_back = 0
+        for job, how in jobs:  # each goes to the very front, so the first one goes last
+            try:
+                given_back += self._when_redis_is_there(
+                    partial(job.claimed.give_back, counts_as_attempt=how.counts_as_attempt, alone=alone)
+                )
+            except RedisUnavailable as error:  # only once abandoned: no use in asking for each
+                log.warning("%s", error)
+                break
+            except Exception:
+                log.exception("job %s could not be given back", job.job_id)
+        for job, _ in jobs:
+            job.claimed.release()
+        if given_back:
+            log.info("%d jobs given back", given_back)
+        if missing := len(jobs) - given_back:
+            log.warning("%d jobs not given back: ended meanwhile, or left to the next worker", missing)
+
+    def _when_redis_is_there(self, call: Callable[[], T]) -> T:
+        while True:
+            try:
+                return call()
+            except RedisUnavailable as error:
+                if self._abandoned.is_set():
+                    raise
+                log.warning("%s; trying again", error)
+                self._abandoned.wait(self._retry_s)

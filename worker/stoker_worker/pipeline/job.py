@@ -1,0 +1,131 @@
+"""The one carrier of a job, from its claim to its end, and the ways in which it can end. No I/O.
+
+Each stage owns the job while it has it, fills in its part, and hands the job to the next stage with `put`. Nobody else
+writes to it; the claimed job inside is safe for any thread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.errors import EngineFailed, GenerationTimedOut
+from stoker_shared.request import GenerationRequest
+from stoker_worker.pipeline.prompt import Prompt
+from stoker_worker.ports import AgentVersion, CancelToken, ClaimedJob, CompletedGeneration, Restored
+
+NOTHING_RESTORED = Restored(prefix=None, source="none")
+
+
+@dataclass(eq=False)
+class Job:
+    """A claimed job and all that this worker knows of it.
+
+    Attributes:
+        agent: ``None`` for a job that uses no agent's memory.
+        salt: its cached blocks are addressed with it.
+        save_from: see `GenerationWork`.
+        has_next: whether the loader had its next job already.
+        submitted_at: Unix time at which the engine took it.
+    """
+
+    claimed: ClaimedJob
+    agent: AgentVersion | None = None
+    prompt: Prompt = field(default=Prompt((), None, None), repr=False)
+    restored: Restored = field(default=NOTHING_RESTORED, repr=False)
+    salt: str | None = None
+    save_from: int | None = None
+    has_next: bool = False
+    submitted_at: float = 0.0
+
+    @property
+    def job_id(self) -> str:
+        return self.claimed.job_id
+
+    @property
+    def cancel(self) -> CancelToken:
+        return self.claimed.cancel
+
+    @property
+    def request(self) -> GenerationRequest:
+        """The request of a job that generates."""
+        assert isinstance(self.claimed.request, GenerationRequest)
+        return self.claimed.request
+
+    def drop_arrays(self) -> None:
+        """The engine has its own copy of the restored cache."""
+        self.restored = replace(self.restored, prefix=None)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Its sequence ended by itself."""
+
+    completion: CompletedGeneration
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It cannot be done, or its time is over; then `partial_text` is what it had generated."""
+
+    error: Exception
+    partial_text: str | None = None
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """It was canceled, stopped or deleted."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The agent's history holds the answer to this delivery already."""
+
+    answer: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GivenBack:
+    """This worker cannot go on with it; it goes back to the queue.
+
+    Attributes:
+        counts_as_attempt: it was in the engine when that broke.
+    """
+
+    counts_as_attempt: bool
+
+
+@dataclass(frozen=True)
+class AgentChange:
+    """Not an end yet: the finisher carries out this job about an agent's memory."""
+
+    request: AgentRequest
+
+
+Outcome = Finished | Failed | Cancelled | Replayed | GivenBack | AgentChange
+
+
+def outcome_of(job: Job, completion: CompletedGeneration) -> Outcome:
+    """The end of a job whose sequence has left the engine."""
+    if completion.outcome == "finished":
+        return Finished(completion)
+    if completion.outcome == "failed":
+        return Failed(completion.error or EngineFailed("unknown"))
+    return cut_short(job, completion)
+
+
+def cut_short(job: Job, completion: CompletedGeneration | None = None) -> Outcome:
+    """The end of a job that was cancelled.
+
+    Args:
+        completion: its sequence as far as it went, if it was in the engine.
+    """
+    match job.cancel.reason:
+        case "stopping":
+            return GivenBack(counts_as_attempt=False)
+        case "timed out":
+            tokens = len(completion.generated_ids) if completion else 0
+            error = GenerationTimedOut(f"the job's timeout passed after {tokens} generated tokens")
+            return Failed(error, partial_text=completion.text if completion else "")
+        case "withdrawn" | None:
+            return Cancelled()

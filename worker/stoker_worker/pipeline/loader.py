@@ -1,0 +1,129 @@
+"""The loader thread: from a claimed job to one that the engine can start on.
+
+Owns reading agent memory and turning requests into tokens. Touches neither Redis nor MLX.
+"""
+
+import logging
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
+from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import MAX_ATTEMPTS
+from stoker_worker.pipeline.engine_thread import EngineThread
+from stoker_worker.pipeline.finisher import Finisher
+from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, cut_short
+from stoker_worker.pipeline.prompt import build_prompt, check_expectations
+from stoker_worker.ports import AgentVersion, CacheStorePort, LoadedModel, Restored, TokenizerPort
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+log = logging.getLogger(__name__)
+
+
+class Loader(threading.Thread):
+    """Takes claimed jobs in order, one at a time: it reads ahead while the engine decodes."""
+
+    def __init__(
+        self,
+        store: CacheStorePort,
+        loaded: Future[LoadedModel],
+        engine: EngineThread,
+        finisher: Finisher,
+        *,
+        share_prefixes: bool = True,
+    ) -> None:
+        """
+        Args:
+            loaded: the model; waited for when the thread starts.
+            share_prefixes: whether agents of one `cache_salt` use each other's blocks.
+        """
+        super().__init__(name="loader", daemon=True)
+        self._store = store
+        self._loaded = loaded
+        self._engine = engine
+        self._finisher = finisher
+        self._share_prefixes = share_prefixes
+        self._claimed: SimpleQueue[Job | None] = SimpleQueue()
+
+    def put(self, job: Job) -> None:
+        self._claimed.put(job)
+
+    def finish(self) -> None:
+        """Let the thread end after the jobs that it has been given."""
+        self._claimed.put(None)
+
+    def run(self) -> None:
+        model = self._loaded.result()
+        tokenizer = model.tokenizer.fork()
+        while (job := self._claimed.get()) is not None:
+            if job.cancel.reason is not None:
+                self._finisher.put(job, cut_short(job))
+                continue
+            if isinstance(job.claimed.request, AgentRequest):
+                self._finisher.put(job, AgentChange(job.claimed.request))
+                continue
+            try:
+                replayed = self._load(job, model, tokenizer)
+            except Exception as error:  # whatever a request or a damaged file does, it does to one job
+                self._finisher.put(job, Failed(error))
+                continue
+            if replayed is not None:
+                self._finisher.put(job, replayed)
+            else:
+                job.has_next = not self._claimed.empty()
+                self._engine.put(job)
+
+    def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | None:
+        """Fill in what the engine needs, unless the job has been answered before."""
+        request, claimed = job.request, job.claimed
+        if request.model is not None and request.model != model.name:
+            raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
+        job.agent = agent = self._agent(job)
+        if agent is not None and (answer := agent.answer_to(claimed.delivery)) is not None:
+            log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
+            return Replayed(answer)
+        if claimed.losses_alone >= MAX_ATTEMPTS:
+            # Asked only after the history: a turn that was saved by the last worker to die did happen.
+            raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
+        if agent is not None:
+            check_expectations(request, agent)
+        job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
+        job.salt = self._salt(request)
+        if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
+            job.restored = self._store.restore(
+                job.prompt.ids, agent=agent, model=model, salt=job.salt, beside_others=self._engine.is_busy()
+            )
+        if _is_to_be_saved(request, job.restored):
+            job.save_from = job.restored.saved_blocks * BLOCK_TOKENS
+        return None
+
+    def _salt(self, request: GenerationRequest) -> str | None:
+        if self._share_prefixes:
+            return request.cache_salt
+        return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
+
+    def _agent(self, job: Job) -> AgentVersion | None:
+        request = job.request
+        if request.agent_id is None or request.cache == "off":
+            return None
+        try:
+            return self._store.open_agent(request.agent_id)
+        except AgentTranscriptUnreadable as error:
+            usable: AgentVersion | None = error.usable
+            if usable is None:
+                raise
+            # A `full` job carries the whole conversation, so a damaged record costs only time. A turn that was saved
+            # stays saved, even if another turn's record is damaged.
+            if request.context == "append" and usable.answer_to(job.claimed.delivery) is None:
+                raise
+            log.warning("agent of job %s: %s", job.job_id, error)
+            return usable
+
+
+def _is_to_be_saved(request: GenerationRequest, restored: Restored) -> bool:
+    """Of a job without an agent, only a beginning that it shares with another job and that is not saved yet."""
+    if request.cache != "readwrite":
+        return False
+    return request.agent_id is not None or restored.shared_blocks > restored.saved_blocks

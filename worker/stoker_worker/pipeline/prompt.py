@@ -1,0 +1,155 @@
+"""From a request and an agent's transcript to the tokens the model reads, and back. Pure; loader and finisher threads.
+
+`full`: the request is the whole conversation. `append`: the request continues the stored *token ids*, which are never
+encoded again, because encode(decode(ids)) is often not ids.
+"""
+
+from dataclasses import dataclass
+
+from stoker_shared.errors import (
+    AgentNotFound,
+    AgentVersionConflict,
+    ContextLimitExceeded,
+    RequestTooLarge,
+    TranscriptMismatch,
+)
+from stoker_shared.request import GenerationRequest, Message
+from stoker_worker.ports import AgentVersion, CompletedGeneration, LoadedModel, TokenizerPort, Transcript
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens that the model reads for one job.
+
+    Attributes:
+        ids: all of them, history included.
+        messages: the conversation that `ids` encode, when it is made of messages.
+        text: the text that `ids` encode, when it is made of raw prompts.
+        rendered_anew: why the history was rendered and encoded again; ``None`` when it was continued.
+    """
+
+    ids: tuple[int, ...]
+    messages: tuple[Message, ...] | None
+    text: str | None
+    rendered_anew: str | None = None
+
+
+def build_prompt(
+    request: GenerationRequest, transcript: Transcript | None, model: LoadedModel, tokenizer: TokenizerPort
+) -> Prompt:
+    """
+    Args:
+        transcript: the agent's, or ``None`` for an unknown agent; only `append` looks at it.
+
+    Raises:
+        RequestTooLarge: longer than any text that fits the context.
+        ContextLimitExceeded: prompt + max_tokens is over the model's context.
+        TemplateError: the chat template cannot render the messages.
+        TranscriptMismatch: `append` of a prompt to messages, or of messages to prompts.
+    """
+    _check_size(request, model, tokenizer)
+    history = transcript if request.context == "append" else None
+    if request.messages is not None:
+        prompt = _messages_prompt(request, request.messages, history, model, tokenizer)
+    else:
+        prompt = _text_prompt(request.prompt or "", history, model, tokenizer)
+    wanted = len(prompt.ids) + request.max_tokens
+    if wanted > model.context_tokens:
+        raise ContextLimitExceeded(
+            f"prompt of {len(prompt.ids)} tokens + max_tokens {request.max_tokens} = {wanted}; "
+            f"the model's context is {model.context_tokens}"
+        )
+    return prompt
+
+
+def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
+    """
+    Raises:
+        AgentNotFound: it must exist, and does not.
+        AgentVersionConflict: it is not at the version that the job expects.
+    """
+    if request.must_exist and not agent.number:
+        raise AgentNotFound(f"there is no agent {request.agent_id!r}, and the job has 'must_exist'")
+    if request.expect_version not in (None, agent.number):
+        raise AgentVersionConflict(
+            f"agent {request.agent_id!r} is at version {agent.number}, the job expects {request.expect_version}"
+        )
+
+
+def replaced_version(prompt: Prompt, agent: AgentVersion) -> int | None:
+    """The agent's version, if a turn with this prompt replaces its conversation; ``None`` if it continues it.
+
+    Token ids need not agree: the same conversation sent back as text is often encoded in other tokens.
+    """
+    stored = agent.transcript
+    if stored is None or prompt.ids[: len(stored.token_ids)] == stored.token_ids:
+        return None
+    if prompt.messages is not None and stored.messages is not None:
+        goes_on = len(prompt.messages) >= len(stored.messages) and all(
+            ours.is_exactly(theirs) for ours, theirs in zip(prompt.messages, stored.messages, strict=False)
+        )
+    else:
+        goes_on = prompt.text is not None and stored.text is not None and prompt.text.startswith(stored.text)
+    return None if goes_on else agent.number
+
+
+def next_transcript(prompt: Prompt, completion: CompletedGeneration, model: LoadedModel) -> Transcript:
+    """The transcript after a turn that finished."""
+    assert completion.ended_by is not None
+    answer = Message(role="assistant", content=completion.text)
+    return Transcript(
+        token_ids=(*prompt.ids, *completion.generated_ids[: completion.kept]),
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        messages=(*prompt.messages, answer) if prompt.messages is not None else None,
+        text=prompt.text + completion.text if prompt.text is not None else None,
+        ended_by=completion.ended_by,
+        carry_text=completion.carry_text,
+    )
+
+
+def _text_prompt(text: str, history: Transcript | None, model: LoadedModel, tokenizer: TokenizerPort) -> Prompt:
+    if history is None:
+        return Prompt(tuple(tokenizer.encode(text, special_start=True)), None, text)
+    if history.text is None:
+        raise TranscriptMismatch("this agent's transcript is made of messages; append 'messages', not a 'prompt'")
+    whole = history.text + text
+    if history.tokenizer_fingerprint != model.tokenizer_fingerprint:
+        return Prompt(tuple(tokenizer.encode(whole, special_start=True)), None, whole, rendered_anew="other_tokenizer")
+    delta = tokenizer.encode(history.carry_text + text, special_start=False)
+    return Prompt((*history.token_ids, *delta), None, whole)
+
+
+def _messages_prompt(
+    request: GenerationRequest,
+    messages: tuple[Message, ...],
+    history: Transcript | None,
+    model: LoadedModel,
+    tokenizer: TokenizerPort,
+) -> Prompt:
+    if history is not None and history.messages is None:
+        raise TranscriptMismatch("this agent's transcript is made of prompts; append a 'prompt', not 'messages'")
+    whole = (*(history.messages or ()), *messages) if history is not None else messages
+    rendered = tokenizer.render(
+        whole, add_generation_prompt=True, tools=request.tools, template_kwargs=request.chat_template_kwargs
+    )
+    if history is None:
+        return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None)
+    if history.tokenizer_fingerprint != model.tokenizer_fingerprint:
+        return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="other_tokenizer")
+    # The stored ids are continued only when their text is exactly the beginning of the conversation as rendered now.
+    # Some templates rewrite earlier messages (they drop old thinking, or the tools have changed): then the conversation
+    # is encoded in full, and the cache still serves the tokens that are the same.
+    delta = tokenizer.rest_of(rendered, after=tokenizer.decode(history.token_ids))
+    if delta is None:
+        return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="template_rewrote_history")
+    return Prompt((*history.token_ids, *tokenizer.encode_rendered(delta)), whole, None)
+
+
+def _check_size(request: GenerationRequest, model: LoadedModel, tokenizer: TokenizerPort) -> None:
+    """Refuse, before encoding it, a text that no tokenization could fit: encoding 50 MB takes half a minute."""
+    texts = [request.prompt] if request.prompt is not None else [m.content for m in request.messages or ()]
+    size, limit = sum(len(text.encode()) for text in texts if text), model.context_tokens * tokenizer.max_token_bytes
+    if size > limit:
+        raise RequestTooLarge(
+            f"the text is {size} bytes; the model's context of {model.context_tokens} tokens holds at most {limit}"
+        )

@@ -1,0 +1,137 @@
+"""The result of a generated turn: saved with the turn, and built from what happened to the job. Finisher threads.
+
+Decides the end of a job whose save fails: an `append` turn fails too, any other is answered all the same.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved
+from stoker_shared.result import CacheReport, GenerationResult, Timing, Usage
+from stoker_worker.pipeline.job import Job
+from stoker_worker.pipeline.prompt import next_transcript, replaced_version
+from stoker_worker.ports import CacheStorePort, CompletedGeneration, LoadedModel, Turn
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+log = logging.getLogger(__name__)
+
+
+def build_result(job: Job, completion: CompletedGeneration, model: LoadedModel, cache: CacheReport) -> GenerationResult:
+    """The result as of now: `total_s` counts up to this call."""
+    assert completion.ended_by is not None  # only a sequence that ended by itself has a result
+    claimed, timing = job.claimed, completion.timing
+    first_token_at = job.submitted_at + timing.waited_s + timing.prefill_s
+    return GenerationResult(
+        job_id=claimed.job_id,
+        agent_id=job.request.agent_id,
+        text=completion.text,
+        finish_reason="length" if completion.ended_by == "length" else "stop",
+        usage=Usage(
+            prompt_tokens=len(job.prompt.ids),
+            cached_tokens=completion.cached_tokens,
+            completion_tokens=len(completion.generated_ids),
+        ),
+        cache=cache,
+        timing=Timing(
+            queued_s=_seconds(claimed.claimed_at - claimed.enqueued_at),
+            prefill_s=_seconds(timing.prefill_s),
+            first_token_s=_seconds(first_token_at - claimed.enqueued_at),
+            decode_s=_seconds(timing.decode_s),
+            total_s=_seconds(time.time() - claimed.enqueued_at),
+        ),
+        model=model.name,
+        attempt=claimed.attempt,
+        logprobs=completion.logprobs,
+        metadata=job.request.metadata,
+    )
+
+
+def with_total_until_now(result: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
+    """The same result (as JSON), with `total_s` extended to include the save; the stored copy was built before it."""
+    return {**result, "timing": {**result["timing"], "total_s": _seconds(time.time() - job.claimed.enqueued_at)}}
+
+
+def cache_report(
+    job: Job,
+    completion: CompletedGeneration,
+    *,
+    agent_version: int | None,
+    saved: bool = False,
+    save_error: str | None = None,
+) -> CacheReport:
+    """
+    Args:
+        saved: as `agent_version`, which then may have replaced another conversation.
+    """
+    restored, agent = job.restored, job.agent
+    # A restored prefix is lost when a step breaks: the sequence then begins again from its tokens.
+    is_lost = restored.source != "none" and completion.cached_tokens == 0
+    return CacheReport(
+        source="none" if is_lost else restored.source,
+        miss_reason=job.prompt.rendered_anew or ("step_broke" if is_lost else restored.miss_reason),
+        agent_version=agent_version,
+        saved=saved,
+        save_error=save_error,
+        replaced_version=replaced_version(job.prompt, agent) if saved and agent is not None else None,
+    )
+
+
+def _seconds(value: float) -> float:
+    # The producer's clock is another machine's: a job from the future has waited no time, not a negative one.
+    return round(max(0.0, value), 6)
+
+
+def save_turn(
+    job: Job, completion: CompletedGeneration, store: CacheStorePort, model: LoadedModel
+) -> Mapping[str, Any]:
+    """The result, as JSON.
+
+    Raises:
+        AgentVersionNotSaved: an `append` turn could not be saved.
+        AgentVersionConflict: an `append` turn was not saved, because another job has made the agent meanwhile.
+    """
+    agent, request = job.agent, job.request
+
+    def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
+        report = cache_report(job, completion, agent_version=version, saved=saved, save_error=save_error)
+        return build_result(job, completion, model, report).model_dump(mode="json")
+
+    if agent is None:
+        _save_shared(job, completion, store, model)
+        return result(None, saved=False)
+    if request.cache != "readwrite":
+        return result(agent.number or None, saved=False)
+    turn = Turn(
+        agent_id=agent.agent_id,
+        parent=agent.number,
+        delivery=job.claimed.delivery,
+        transcript=next_transcript(job.prompt, completion, model),
+        model=model,
+        cache_salt=job.salt,
+        cache=completion.cache,
+        result_of=lambda version: result(version, saved=True),
+    )
+    try:
+        _, saved_result = store.save(turn)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.error("agent version of job %s not saved: %s", job.job_id, reason)
+        if request.context == "append":
+            raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
+        if not isinstance(error, AgentVersionConflict):  # after a conflict, a newer version is there, and sound
+            store.mark_unsaved(agent.agent_id)
+        return result(agent.number or None, saved=False, save_error=reason)
+    return saved_result
+
+
+def _save_shared(job: Job, completion: CompletedGeneration, store: CacheStorePort, model: LoadedModel) -> None:
+    """Save the beginning that other jobs without an agent have too. Its loss costs them time only."""
+    cache, n_shared = completion.cache, job.restored.shared_blocks * BLOCK_TOKENS
+    if cache is None or not cache.start < n_shared <= cache.stop:
+        return
+    try:
+        store.save_blocks(job.prompt.ids[:n_shared], cache, model=model, salt=job.salt)
+    except Exception as error:
+        log.warning("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)

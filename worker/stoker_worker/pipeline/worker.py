@@ -1,0 +1,128 @@
+"""The worker: makes the stages, starts them in order and stops them in order. Main thread.
+
+Owns the life of the process. A job passes through fetcher.py, loader.py, engine_thread.py and finisher.py.
+"""
+
+import logging
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from types import FrameType
+
+from stoker_shared.errors import EngineFailed, QueueHeld
+from stoker_worker.pipeline.draining import Draining
+from stoker_worker.pipeline.engine_thread import EngineThread
+from stoker_worker.pipeline.fetcher import Fetcher
+from stoker_worker.pipeline.finisher import Finisher
+from stoker_worker.pipeline.heartbeat import Heartbeat
+from stoker_worker.pipeline.loader import Loader
+from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, QueuePort, Serving
+from stoker_worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One resident worker. The queue is held already; `run` returns when the work is done or it was told to stop."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        queue: QueuePort,
+        store: CacheStorePort,
+        provider: ModelProviderPort,
+        *,
+        burst: bool,
+    ) -> None:
+        self._queue = queue
+        self._loaded = loaded = Future[LoadedModel]()
+        self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
+        self._recovery = threading.Thread(target=self._recover_early, name="recovery", daemon=True)
+        self._finisher = Finisher(store, loaded)
+        self._engine = EngineThread(provider, loaded, self._finisher)
+        self._loader = Loader(store, loaded, self._engine, self._finisher, share_prefixes=settings.share_prefixes)
+        self._fetcher = Fetcher(
+            queue,
+            store,
+            self._engine,
+            self._loader,
+            max_in_flight=settings.max_batch,
+            poll_s=settings.poll_s,
+            recover_s=settings.recover_s,
+            burst=burst,
+        )
+        self._draining = Draining(
+            queue, self._fetcher, self._engine, self._finisher, self._heartbeat, grace_s=settings.grace_s
+        )
+
+    def request_stop(self) -> None:
+        """Once: drain. Twice: at once. Safe from any thread and from a signal handler."""
+        self._draining.request()
+
+    def install_signal_handlers(self) -> None:
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self.request_stop()
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, handle)
+
+    def run(self) -> None:
+        """
+        Raises:
+            ModelNotLoadable: the model could not be loaded.
+            EngineFailed: the engine broke; its jobs were given back.
+            QueueHeld: another worker took the queue over; its jobs are that worker's.
+        """
+        self._heartbeat.start()
+        self._recovery.start()
+        self._engine.start()
+        try:
+            model = self._load()
+            if model is not None:
+                self._serve(model)
+            if self._heartbeat.deposed.is_set():
+                raise QueueHeld("another worker has taken over the queue")
+        finally:
+            self._heartbeat.finish()
+            self._heartbeat.join()
+
+    def is_still_loading(self) -> bool:
+        """After `run`: whether it was told to stop while the model loads. The engine thread then goes on loading."""
+        return self._engine.is_alive()
+
+    def _recover_early(self) -> None:
+        """A dead worker's jobs need not look started while the model loads, which may take minutes. Recovery thread:
+        a stop does not wait for a Redis that hangs."""
+        try:
+            if recovered := self._queue.recover():
+                log.warning("%d jobs of a dead worker are back in the queue", recovered)
+        except Exception:  # the fetcher looks again
+            log.exception("no recovery yet")
+
+    def _load(self) -> LoadedModel | None:
+        """Wait for the model, and for the recovery; ``None`` when told to stop meanwhile."""
+        while self._recovery.is_alive() or not self._loaded.done():
+            if self._draining.is_requested:
+                return None
+            time.sleep(0.05)
+        return self._loaded.result()
+
+    def _serve(self, model: LoadedModel) -> None:
+        self._finisher.start()
+        self._loader.start()
+        self._fetcher.start()
+        serving = Serving(model.name, model.context_tokens, str(model.mode))
+        self._queue.announce(serving)
+        log.info("ready: %s", serving)
+        self._draining.wait()
+        # In the order in which a job passes through them: nothing is put into a stage that has ended.
+        self._draining.join(self._fetcher)
+        self._loader.finish()
+        self._draining.join(self._loader)
+        self._engine.finish()
+        self._draining.join(self._engine)
+        self._finisher.finish()
+        self._draining.join(*self._finisher.threads)
+        if self._engine.error is not None:
+            raise EngineFailed(f"the engine broke: {self._engine.error}") from self._engine.error

@@ -1,0 +1,108 @@
+"""Claims from all queues of a worker: a quarantined job alone, otherwise as many jobs as there is room. Fetcher thread.
+
+Owns how long a quarantined job has waited, and which ids were enqueued again while their job runs: a worker tells its
+jobs apart by id, so the second delivery of an id cannot start before the first has left. A `Claimer` chooses within its
+queue, `JobStart` starts what was claimed.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from stoker_worker.ports import Busy
+from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.in_flight import JobsInFlight
+from stoker_worker.queue.job_start import JobStart
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.requeue import Claim, Requeue
+
+_QUARANTINED_WAITS_S: Final = 5.0
+"""How long other jobs still start while a quarantined job waits. After that nothing is claimed until it has run."""
+
+
+class ClaimOrder:
+    """Claims the next jobs of all queues, starts them, and enters them into the table of jobs in flight.
+
+    Attributes:
+        claimers: of the queues, by name, in the order in which they are served.
+        has_unread: whether the last claim stopped before it knew all waiting jobs.
+    """
+
+    def __init__(
+        self,
+        claimers: Mapping[str, Claimer],
+        lease: Lease,
+        job_start: JobStart,
+        requeue: Requeue,
+        in_flight: JobsInFlight[RqClaimedJob],
+    ) -> None:
+        self.claimers = claimers
+        self.has_unread = False
+        self._lease = lease
+        self._job_start = job_start
+        self._requeue = requeue
+        self._in_flight = in_flight
+        self._repeated_ids: set[str] = set()
+        self._quarantined_since: float | None = None
+
+    def waiting_agents(self) -> frozenset[str]:
+        """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
+        waiting = [agents for claimer in self.claimers.values() if (agents := claimer.agents())]
+        return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
+
+    def claim(self, limit: int, busy: Busy, claimed: list[RqClaimedJob]) -> None:
+        """Claim and start up to `limit` jobs. Each is added to `claimed` at once, so that a later error loses none."""
+        for claimer in self.claimers.values():
+            claimer.read_ahead(limit, busy)
+        if limit > 0 and not self._in_flight and self._claim_quarantined(claimed):
+            return
+        room = 0 if self._quarantined_comes_first() else limit
+        self._repeated_ids.intersection_update(self._in_flight)
+        busy = replace(busy, job_ids=frozenset(self._repeated_ids))
+        for name, claimer in self.claimers.items():
+            if len(claimed) < room:
+                beside = busy.beside(job.memory_use for job in claimed)
+                for job_id in claimer.claim(room - len(claimed), beside, self._lease.held_value(name)):
+                    self._start(name, job_id, busy, claimed)
+        self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())
+
+    def _claim_quarantined(self, claimed: list[RqClaimedJob]) -> bool:
+        """While nothing is in flight, the quarantined jobs of all queues come first: they delay nobody then."""
+        for name, claimer in self.claimers.items():
+            if job_ids := claimer.claim_quarantined(self._lease.held_value(name)):
+                self._start(name, job_ids[0], Busy(), claimed)
+                return True
+        return False
+
+    def _quarantined_comes_first(self) -> bool:
+        """Whether a quarantined job has waited for so long that nothing may start before it."""
+        if not any(claimer.next_quarantined() for claimer in self.claimers.values()):
+            self._quarantined_since = None
+            return False
+        if self._quarantined_since is None:
+            self._quarantined_since = time.monotonic()
+        return time.monotonic() - self._quarantined_since >= _QUARANTINED_WAITS_S
+
+    def _start(self, name: str, job_id: str, busy: Busy, claimed: list[RqClaimedJob]) -> None:
+        if (running := self._in_flight.get(job_id)) is not None:
+            self._put_back(name, running)
+        elif (job := self._job_start.start(name, job_id)) is not None:
+            is_quarantined = job.attempt > 1
+            beside = busy.beside(other.memory_use for other in claimed)
+            if beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
+                # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
+                self.claimers[name].correct(job_id, job.memory_use, quarantined=is_quarantined)
+                job.give_back(counts_as_attempt=False)
+            else:
+                self._in_flight.add(job)
+                claimed.append(job)
+
+    def _put_back(self, name: str, running: RqClaimedJob) -> None:
+        """The id of a running job was claimed once more. It waits, unless it is the delivery that runs."""
+        if running.is_ours():
+            self._job_start.drop_id(name, running.job_id)
+        else:
+            self._requeue(Claim(running.job_id, name, None), counts_as_attempt=False)
+            self._repeated_ids.add(running.job_id)

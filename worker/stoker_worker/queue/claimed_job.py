@@ -1,0 +1,106 @@
+"""A claimed job in RQ's terms: how it ends itself. Owns what RQ needs for that; finisher threads.
+
+A job stays in flight until it is released, so recovery leaves it alone while it is being ended; the heartbeat skips it
+from then on (`ending`).
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker_worker.ports import ClaimedJob
+from stoker_worker.queue.callbacks import Callbacks
+from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
+from stoker_worker.queue.job_finish import JobFinish
+from stoker_worker.queue.json_job import JobRun
+from stoker_worker.queue.ownership import Ownership
+from stoker_worker.queue.progress_meta import ProgressMeta
+from stoker_worker.queue.requeue import Claim, Requeue
+from stoker_worker.queue.streams import JobStreams
+from stoker_worker.queue.transient_errors import as_redis_unavailable
+
+
+@dataclass(frozen=True, eq=False)
+class QueueParts:
+    """The parts of the queue that a claimed job uses to end itself; the same for all of them."""
+
+    ownership: Ownership
+    job_finish: JobFinish
+    requeue: Requeue
+    streams: JobStreams
+    progress: ProgressMeta
+    callbacks: Callbacks
+    stop_requests: StopRequests
+    in_flight: "JobsInFlight[RqClaimedJob]"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RqClaimedJob(ClaimedJob):
+    """See `ClaimedJob` for the methods.
+
+    Attributes:
+        ending: set once somebody ends the job. The heartbeat then leaves its run alone: each beat would undo the
+            transaction that is on its way.
+    """
+
+    run: JobRun = field(repr=False)
+    parts: QueueParts = field(repr=False)
+    ending: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @as_redis_unavailable()
+    def is_ours(self) -> bool:
+        return self.parts.ownership.of(self.run) == "ours"
+
+    @as_redis_unavailable()
+    def finish(self, result: Mapping[str, Any]) -> None:
+        self.ending.set()
+        self.parts.job_finish.finish(self.run, result)
+        self.parts.streams.close(self.claim_number, ended=True)
+        self.parts.callbacks.succeeded(self.run.job, result)
+
+    @as_redis_unavailable()
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
+        self.ending.set()
+        self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
+        self.parts.streams.close(self.claim_number, ended=True)
+        self.parts.callbacks.failed(self.run.job, error)
+
+    @as_redis_unavailable()
+    def stop(self) -> None:
+        self.ending.set()
+        was_stopped = self.parts.job_finish.stop(self.run)
+        if not was_stopped:
+            self._clear_progress()
+        self.parts.streams.close(self.claim_number, ended=True)
+        if was_stopped:
+            self.parts.callbacks.stopped(self.run.job)
+
+    @as_redis_unavailable()
+    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        self.ending.set()
+        try:
+            claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)
+            if self.parts.requeue(claim, counts_as_attempt=counts_as_attempt) == "ended":
+                self.parts.ownership.let_go(self.run)
+                return False
+            self._clear_progress()
+            return True
+        finally:
+            self.parts.streams.close(self.claim_number, ended=False)
+
+    @as_redis_unavailable()
+    def drop(self) -> None:
+        try:
+            self.parts.ownership.let_go(self.run)
+        finally:
+            self.parts.streams.close(self.claim_number, ended=False)
+
+    def release(self) -> None:
+        self.parts.stop_requests.forget(self.job_id)
+        self.parts.in_flight.remove(self)
+        self.parts.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+
+    def _clear_progress(self) -> None:
+        if self.run.job.has_progress:
+            self.parts.progress.clear(self.run.job.key)

@@ -1,0 +1,212 @@
+"""Opens the queue: connection, lease, registration; and closes them in reverse. Main thread."""
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.retry import Retry
+
+from stoker_shared.error_line import message_line
+from stoker_shared.errors import QueueHeld, RedisUnavailable
+from stoker_shared.password_mask import mask_text, mask_url
+from stoker_worker.queue.beat import HeartbeatWriter
+from stoker_worker.queue.callbacks import Callbacks
+from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.registration import NAME_PREFIX, RqRegistration
+from stoker_worker.queue.rq_queue import RqQueue
+from stoker_worker.queue.transient_errors import may_pass
+from stoker_worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+_MIN_SERVER = (6, 2, 0)
+_STANDBY_POLL_S = 0.5
+EXECUTION_TTL_S: Final = 7 * 86_400
+"""How long RQ's own tools leave a started job alone: longer than a Mac sleeps or is down. Our own recovery does not
+wait for it."""
+
+
+_TIMEOUT_S: Final = 25.0
+"""A server that hangs must not hang a thread for ever; RQ would raise a lower limit."""
+
+
+@dataclass(frozen=True)
+class OpenQueue:
+    registration: RqRegistration
+    rq_queue: RqQueue
+
+
+@contextmanager
+def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = False) -> Iterator[OpenQueue]:
+    """Hold the queues and be registered as an RQ worker for as long as the context lasts.
+
+    Args:
+        standby: wait while another worker holds one of the queues, or Redis is away, instead of refusing.
+
+    Raises:
+        RedisUnavailable: no server at the URL, it refuses us, or it is too old.
+        QueueHeld: another live worker holds one of the queues.
+        CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
+    """
+    connection = connect(redis_url, wait=standby)
+    callbacks = Callbacks(connection, settings.callback_modules)
+    name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
+    in_flight = JobsInFlight[RqClaimedJob]()
+    registration = _registration(settings, connection, name, StopRequests(in_flight))
+    lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
+    try:
+        _take_over(lease, registration, standby=standby)
+    except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
+        lease.release_quietly()
+        shown = mask_url(redis_url)
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
+    log.info("worker %s holds %s", name, settings.queues)
+    # Two tries within the time that is left after a beat.
+    beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
+    heartbeat = HeartbeatWriter(beating, registration, lease)
+    rq_queue = RqQueue(
+        connection,
+        registration=registration,
+        lease=lease,
+        callbacks=callbacks,
+        heartbeat=heartbeat,
+        in_flight=in_flight,
+    )
+    try:
+        yield OpenQueue(registration, rq_queue)
+    finally:
+        try:
+            rq_queue.sign_off()
+            registration.teardown()
+            lease.release()
+        except RedisError as error:  # the server is gone; the lease expires by itself
+            log.warning("not signed off: %s", type(error).__name__)
+        callbacks.finish(settings.grace_s)
+        beating.close()
+        connection.close()
+
+
+def _registration(
+    settings: WorkerSettings, connection: Redis, name: str, stop_requests: StopRequests
+) -> RqRegistration:
+    return RqRegistration(
+        settings.queue_names,
+        connection,
+        name=name,
+        worker_ttl_s=settings.lease_ttl_s,
+        execution_ttl_s=EXECUTION_TTL_S,
+        heartbeat_s=settings.heartbeat_s,
+        stop_requests=stop_requests,
+    )
+
+
+def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
+    """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
+
+    Raises:
+        QueueHeld: another live worker holds one of the queues, and `standby` is not asked for.
+        RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
+    """
+    said = ""
+    while True:
+        try:
+            lease.acquire()
+            registration.sign_on()
+            return
+        except QueueHeld as error:
+            if not standby:
+                raise
+            holder = str(error).partition(";")[0]  # the rest is the time left, which changes with each look
+            if holder != said:
+                log.info("standing by: %s", error)
+                said = holder
+        except RedisError as error:
+            if not (standby and may_pass(error)):
+                raise
+            lease.release_quietly()
+            said = _say_once(error, said)
+        time.sleep(_STANDBY_POLL_S)
+
+
+def connect(redis_url: str, *, wait: bool = False) -> Redis:
+    """
+    Args:
+        wait: for a server that is away or cannot work just now, instead of giving up.
+
+    Raises:
+        RedisUnavailable: as for `open_queue`; the message never holds the password.
+    """
+    shown = mask_url(redis_url)
+    try:
+        connection = _client(redis_url, timeout_s=_TIMEOUT_S)
+    except (ValueError, TypeError):
+        # The parser's own text can quote a piece of the password.
+        raise RedisUnavailable(f"{shown} is not a Redis URL: redis://[[user]:password@]host[:port][/db]") from None
+    try:
+        version = tuple(int(part) for part in _version(connection, wait=wait).split(".")[:3])
+    except (AuthenticationError, ResponseError) as error:
+        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
+    except (RedisError, ValueError, OSError) as error:
+        raise RedisUnavailable(f"no Redis at {shown}: {_without_password(error, connection)}") from None
+    if version < _MIN_SERVER:
+        raise RedisUnavailable(f"{shown} is version {'.'.join(map(str, version))}; 6.2 or newer is needed")
+    _warn_if_forgetful(connection, shown)
+    return connection
+
+
+def _client(redis_url: str, *, timeout_s: float) -> Redis:
+    """Without hidden retries: a transaction whose reply was lost may have been carried out, and every caller here looks
+    before it tries again."""
+    return Redis.from_url(
+        redis_url,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=min(5.0, timeout_s),
+        socket_keepalive=True,
+    )
+
+
+def _version(connection: Redis, *, wait: bool) -> str:
+    said = ""
+    while True:
+        try:
+            return str(connection.info("server")["redis_version"])
+        except RedisError as error:
+            if not (wait and may_pass(error)) or isinstance(error, AuthenticationError):
+                raise
+            said = _say_once(error, said)
+        time.sleep(_STANDBY_POLL_S)
+
+
+def _say_once(error: RedisError, said: str) -> str:
+    reason = type(error).__name__
+    if reason != said:
+        log.warning("standing by: Redis is away (%s)", reason)
+    return reason
+
+
+def _without_password(error: Exception, connection: Redis) -> str:
+    return mask_text(message_line(error), connection.connection_pool.connection_kwargs.get("password"))
+
+
+def _warn_if_forgetful(connection: Redis, shown: str) -> None:
+    try:
+        # Not by CONFIG, which needs a right to read it, passwords and all.
+        persistence, memory = connection.info("persistence"), connection.info("memory")
+    except RedisError:  # it went away just now; this is only advice
+        return
+    if not persistence.get("aof_enabled", 1):
+        log.warning("%s keeps no append-only file: queued jobs are lost when it restarts", shown)
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        log.warning("%s may evict keys (%s): jobs can vanish", shown, policy)

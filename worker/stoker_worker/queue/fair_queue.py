@@ -1,0 +1,205 @@
+"""The order in which the waiting jobs of one queue are served. Pure policy, no I/O; fetcher thread.
+
+Owns the queue as it was last seen, and what is known of each job's use of memory. Free places go alternately to the
+oldest job that may run, so that nobody waits for ever however many others come, and to the agent that was served
+longest ago, so that no agent's first job waits behind another agent's whole backlog. Each agent's jobs stay in order:
+only the head of its line can be chosen, and only heads are looked at. Several jobs that read may go together; a job
+that writes goes alone. The cost of a choice therefore depends on the number of busy agents, not on the number of
+waiting jobs.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterable
+from heapq import merge
+from itertools import islice, takewhile
+from math import inf
+from typing import NamedTuple
+
+from stoker_worker.ports import UNUSED, Busy, MemoryUse
+
+Line = str | tuple[str]
+"""An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
+
+
+class Waiting(NamedTuple):
+    """A waiting job. Sorts by its place in the queue, which no other job has."""
+
+    place: int
+    job_id: str
+    use: MemoryUse = UNUSED
+    quarantined: bool = False
+
+    @property
+    def line(self) -> Line:
+        return (self.job_id,) if self.use.agent_id is None else self.use.agent_id
+
+
+class FairQueue:
+    """The waiting jobs of one queue. A job can be chosen once `learn` has been called for it and for all before it."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
+    def clear(self) -> None:
+        """Forget all jobs, and which agents were served."""
+        self._jobs: OrderedDict[str, Waiting] = OrderedDict()  # in queue order
+        self._unlearned: OrderedDict[str, None] = OrderedDict()  # those of them whose use of memory is not known
+        self._lines: dict[Line, list[Waiting]] = {}  # the others, in queue order
+        self._heads: list[Waiting] = []  # of all lines, in queue order
+        self._turns: list[tuple[int, Waiting]] = []  # the agents' heads, with when each agent was served; sorted
+        self._served_at: dict[Line, int] = {}  # counts places given; not there for an agent that was never served
+        self._n_served = 0
+        self._quarantined: set[str] = set()
+        self._agents: frozenset[str] | None = None
+        self._front, self._back = 0, 0
+
+    def append(self, job_ids: Iterable[str]) -> None:
+        """Add jobs at the end. A job that was here already moves there, and what was known of it is forgotten."""
+        for job_id in job_ids:
+            self._add(job_id, self._back)
+            self._back += 1
+
+    def prepend(self, job_ids: Iterable[str]) -> None:
+        """As `append`, at the front; `job_ids` is in queue order."""
+        for job_id in reversed(list(job_ids)):
+            self._front -= 1
+            self._add(job_id, self._front)
+            self._jobs.move_to_end(job_id, last=False)
+            self._unlearned.move_to_end(job_id, last=False)
+
+    def discard(self, job_id: str) -> None:
+        """Remove a job, if it is here."""
+        job = self._jobs.pop(job_id, None)
+        self._quarantined.discard(job_id)
+        if job_id in self._unlearned:
+            del self._unlearned[job_id]
+        elif job is not None:
+            line = self._take_out(job.line)
+            line.remove(job)
+            self._put_in(job.line, line)
+
+    def serve(self, job_id: str) -> None:
+        """Remove a chosen job that got its place: its agent's next job waits for its turn. `choose` removes nothing."""
+        name = self._jobs[job_id].line
+        self._n_served += 1
+        line = self._take_out(name)
+        self._served_at[name] = self._n_served
+        self._put_in(name, line)
+        self.discard(job_id)
+
+    def agents(self) -> frozenset[str]:
+        """The agents of all learned jobs; the same object until they change."""
+        if self._agents is None:
+            self._agents = frozenset(name for name in self._lines if isinstance(name, str))
+        return self._agents
+
+    def first(self, count: int) -> list[str]:
+        """The first `count` jobs, in queue order."""
+        return list(islice(self._jobs, count))
+
+    def last(self, count: int) -> list[str]:
+        """The last `count` jobs, the very last one first."""
+        return list(islice(reversed(self._jobs), count))
+
+    def is_nearer_to_the_end(self, job_id: str) -> bool:
+        """Whether a job is nearer to the end of the queue than to its front."""
+        return 2 * self._jobs[job_id].place > next(iter(self._jobs.values())).place + self._back
+
+    def unlearned(self, count: int) -> list[str]:
+        """The first `count` jobs whose use of memory is not known."""
+        return list(islice(self._unlearned, count))
+
+    def learn(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
+        """Note how a job uses memory; a quarantined job is never chosen. Does nothing for a job that is not waiting."""
+        if job_id not in self._unlearned:
+            return
+        del self._unlearned[job_id]
+        job = self._jobs[job_id] = self._jobs[job_id]._replace(use=use, quarantined=quarantined)
+        if quarantined:
+            self._quarantined.add(job_id)
+        line = self._take_out(job.line)
+        insort(line, job)
+        self._put_in(job.line, line)
+
+    def learned(self) -> dict[str, tuple[MemoryUse, bool]]:
+        """The arguments of `learn` for every job that was learned, by job id."""
+        return {id_: (job.use, job.quarantined) for id_, job in self._jobs.items() if id_ not in self._unlearned}
+
+    def choose(self, limit: int, busy: Busy) -> list[str]:
+        """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here.
+
+        A job that uses no memory has its place in queue order, but no turn. A quarantined job is never among them, and
+        neither are the jobs of its agent behind it; other agents' jobs pass it.
+        """
+        end = self._end()
+        chosen: list[Waiting] = []
+        followers: list[Waiting] = []  # of chosen readers, in their lines; in queue order
+
+        def may_run(job: Waiting) -> bool:
+            return not (job.quarantined or job.job_id in busy.job_ids or job in chosen or busy.bars(job.use))
+
+        def oldest() -> Waiting | None:
+            return next(filter(may_run, takewhile(lambda job: job.place < end, merge(self._heads, followers))), None)
+
+        def next_in_turn() -> Waiting | None:
+            had_a_turn = {job.line for job in chosen}
+            turns = (job for _, job in self._turns if job.place < end and job.line not in had_a_turn)
+            return next(filter(may_run, turns), None)
+
+        while len(chosen) < limit:
+            is_a_turn = (self._n_served + len(chosen)) % 2 == 1
+            job = (next_in_turn() if is_a_turn else None) or oldest()
+            if job is None:
+                break
+            chosen.append(job)
+            busy = busy.beside([job.use])
+            if job.use.access == "read":
+                line = self._lines[job.line]
+                behind = line.index(job) + 1
+                followers = sorted([*followers, *line[behind : behind + 1]])
+        return [job.job_id for job in chosen]
+
+    def next_quarantined(self) -> str | None:
+        """The oldest quarantined job that waits for nothing but to be alone."""
+        jobs = [self._jobs[job_id] for job_id in self._quarantined]
+        ready = [job for job in jobs if job.place < self._end() and self._lines[job.line][0] is job]
+        return min(ready).job_id if ready else None
+
+    def _end(self) -> float:
+        """The place of the first job that was not learned. No job behind it can be chosen."""
+        first = next(iter(self._unlearned), None)
+        return inf if first is None else self._jobs[first].place
+
+    def _add(self, job_id: str, place: int) -> None:
+        self.discard(job_id)
+        self._jobs[job_id] = Waiting(place, job_id)
+        self._unlearned[job_id] = None
+
+    def _take_out(self, name: Line) -> list[Waiting]:
+        """A line to be changed. Until `_put_in`, its head is not among the heads."""
+        line = self._lines.get(name, [])
+        if line:
+            del self._heads[bisect_left(self._heads, line[0])]
+            if isinstance(name, str):
+                del self._turns[bisect_left(self._turns, (self._served_at.get(name, 0), line[0]))]
+        return line
+
+    def _put_in(self, name: Line, line: list[Waiting]) -> None:
+        is_agents = isinstance(name, str)
+        if is_agents and bool(line) != (name in self._lines):
+            self._agents = None
+        if not line:
+            del self._lines[name]
+            self._served_at.pop(name, None)
+            return
+        self._lines[name] = line
+        insort(self._heads, line[0])
+        if is_agents:
+            insort(self._turns, (self._served_at.get(name, 0), line[0]))

@@ -1,0 +1,63 @@
+"""Looks after what is due by the clock: scheduled jobs, lost and deferred jobs, expired entries. Fetcher thread.
+
+Owns when each is looked at. Each step is short, because the same thread watches the running jobs.
+"""
+
+from collections.abc import Container
+from typing import Final
+
+from redis import Redis
+from rq.group import Group
+from rq.rate_limit import RateLimitRegistry
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
+from rq.serializers import JSONSerializer
+
+from stoker_worker.periodic import Periodic
+from stoker_worker.queue.deferred import DeferredJobs
+from stoker_worker.queue.follow_up import FollowUp
+from stoker_worker.queue.json_job import JsonJob
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lost_jobs import LostJobs
+from stoker_worker.queue.scheduler import Scheduler
+
+_GROUPS_EVERY_S: Final = 600  # as RQ's own workers
+
+
+class Housekeeping:
+    """RQ's scheduler, the searches that complete recovery, and RQ's cleaning, for the queues of one worker."""
+
+    def __init__(self, connection: Redis, queues: list[str], lease: Lease, follow_up: FollowUp, *, name: str) -> None:
+        """
+        Args:
+            name: the worker's name, under which the scheduler's locks are held.
+        """
+        self._connection = connection
+        self._queues = queues
+        self.scheduler = Scheduler(connection, queues, lease, name=name)
+        self._lost = LostJobs(connection, queues, lease)
+        self._deferred = DeferredJobs(connection, queues, follow_up)
+        self._search = Periodic(1.0)
+        self._clean = Periodic(60.0)
+
+    def step(self, in_flight: Container[str]) -> bool:
+        """Do what is due.
+
+        Args:
+            in_flight: ids of the jobs this worker runs.
+
+        Returns:
+            whether more scheduled jobs are due already, so that the next step should come soon.
+        """
+        more_due = self.scheduler.enqueue_due()
+        if self._search.is_due():
+            self._lost.step(in_flight)
+            self._deferred.step()
+        if self._clean.is_due():
+            for name in self._queues:
+                for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
+                    registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer).cleanup()
+            for limit in RateLimitRegistry.all(self._connection):
+                limit.cleanup()
+            if Group.acquire_maintenance_lock(self._connection, _GROUPS_EVERY_S):
+                Group.clean_registries(self._connection)
+        return more_due

@@ -1,0 +1,146 @@
+"""From a claimed id to a started job, or to a job that is refused with a line. Fetcher thread.
+
+Numbers the claims. Malformed data in Redis fails only its own job.
+"""
+
+import itertools
+import logging
+import time
+from contextlib import suppress
+from typing import Final, cast
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+from rq.exceptions import NoSuchJobError
+from rq.intermediate_queue import IntermediateQueue
+from rq.queue import Queue
+
+from stoker_shared.agent_request import AgentRequest
+from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
+from stoker_shared.request import GenerationRequest
+from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
+from stoker_worker.ports import Delivery
+from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
+from stoker_worker.queue.foreign_ids import ForeignIds, is_rqs, raw
+from stoker_worker.queue.json_job import JobRun, JsonJob
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.registration import RqRegistration
+from stoker_worker.queue.start_transaction import OVER, EnqueuedAnew, StartTransaction
+
+log = logging.getLogger(__name__)
+
+
+_READS: Final = 10
+
+
+class JobStart:
+    """Reads claimed jobs, starts them in RQ's terms, and numbers them."""
+
+    def __init__(
+        self,
+        connection: Redis,
+        registration: RqRegistration,
+        lease: Lease,
+        parts: QueueParts,
+    ) -> None:
+        """
+        Args:
+            parts: given to each claimed job; a job that cannot be run is ended with them.
+        """
+        self._parts = parts
+        self._connection = connection
+        self._transaction = StartTransaction(connection, registration, lease)
+        self._foreign_ids = ForeignIds(connection, lease)
+        self._claim_numbers = itertools.count()
+
+    def start(self, queue_name: str, job_id: str) -> RqClaimedJob | None:
+        """``None`` if there is no job of this id that can run, or if it was refused.
+
+        Raises:
+            RedisError: the server went away meanwhile; recovery finds a job that was begun.
+        """
+        if not is_rqs(job_id):
+            self._foreign_ids.fail(queue_name, job_id)
+            return None
+        for _ in range(_READS):
+            with suppress(EnqueuedAnew):
+                return self._start(queue_name, job_id)
+        raise RedisUnavailable(f"job {job_id} is enqueued anew all the time")  # put back, and tried again
+
+    def _start(self, queue_name: str, job_id: str) -> RqClaimedJob | None:
+        try:
+            rq_job, broken = self._read(job_id)
+        except ResponseError as error:  # the key is no hash
+            log.error("%s is no job, its id is dropped: %s", job_id, error)
+            rq_job = None
+        # A job that is over was canceled since the claim, or its id was in the queue twice.
+        if rq_job is None or rq_job.get_status(refresh=False) in OVER:
+            self.drop_id(queue_name, job_id)
+            return None
+        rq_job.origin = queue_name
+        try:
+            execution = self._transaction.run(rq_job)
+        except NoSuchJobError:
+            self.drop_id(queue_name, job_id)
+            return None
+        except OwnershipLost as error:
+            log.warning("not started: %s", error)
+            return None
+        run = JobRun(rq_job, execution)
+        try:
+            if broken is not None:
+                raise broken
+            return self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks))
+        except RequestError as error:
+            log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
+            self._refuse(run, error)
+            return None
+
+    def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest) -> RqClaimedJob:
+        rq_job, now = run.job, time.time()
+        timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
+        return RqClaimedJob(
+            job_id=rq_job.id,
+            queue=rq_job.origin,
+            request=request,
+            delivery=Delivery(rq_job.id, rq_job.raw_created_at, rq_job.repeats_left, rq_job.digest()),
+            attempt=rq_job.worker_losses + 1,
+            losses_alone=rq_job.losses_alone,
+            enqueued_at=rq_job.enqueued_at.timestamp() if rq_job.enqueued_at else now,
+            claimed_at=now,
+            claim_number=next(self._claim_numbers),
+            deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
+            run=run,
+            parts=self._parts,
+        )
+
+    def _refuse(self, run: JobRun, error: RequestError) -> None:
+        for tries_left in (2, 1, 0):  # a refused job is in no table: nobody else tries again after a lost connection
+            try:
+                self._parts.job_finish.fail(run, error)
+                break
+            except OwnershipLost:  # it was withdrawn just now
+                self._parts.ownership.let_go(run)
+                return
+            except RedisError:
+                if not tries_left:
+                    raise
+        self._parts.callbacks.failed(run.job, error)
+
+    def drop_id(self, queue_name: str, job_id: str) -> None:
+        """Forget a claimed id that names no job to run."""
+        key = IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
+        self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
+
+    def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
+        """The job, and the error if its hash cannot be read; no job when there is none (any more)."""
+        try:
+            return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection)), None
+        except NoSuchJobError:  # its time to live in the queue has passed
+            return None, None
+        except RedisError:
+            raise
+        except Exception as error:  # any field of the hash may hold anything
+            rq_job = JsonJob(job_id, connection=self._connection)
+            rq_job.data = b"[]"
+            return rq_job, PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")

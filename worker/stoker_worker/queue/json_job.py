@@ -1,0 +1,237 @@
+"""An RQ job whose payload is read as JSON only. Owns what is read from a job's hash, and no connection; any thread."""
+
+import hashlib
+import json
+from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis import Redis
+from redis.client import Pipeline
+from rq.executions import Execution
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from stoker_shared.agent_request import AgentRequest, build_agent_request
+from stoker_shared.errors import PayloadRefused, RequestTooLarge
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.request import Access, GenerationRequest, build_request, request_digest
+from stoker_shared.wire import (
+    AGENT_TASK_PATH,
+    FIELD_ATTEMPTS,
+    FIELD_LOST_ALONE,
+    FIELD_PACKED,
+    FIELD_STREAM,
+    MAX_REQUEST_BYTES,
+    META_PROGRESS,
+    PACKED_WITH_ZLIB,
+    REQUEST_KWARG,
+    TASK_PATH,
+)
+from stoker_worker.ports import UNUSED, MemoryUse
+
+_UNREADABLE = "<unreadable>"
+_WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
+
+
+class JsonJob(Job):
+    """A job read without unpickling, and without importing anything that it names.
+
+    An unreadable payload raises nothing where RQ's bookkeeping would break off: the job then looks like a call of an
+    unknown function without arguments, and `read_request` raises the reason. The stored bytes stay as they are.
+    """
+
+    payload_error: Exception | None = None
+    worker_losses: int = 0
+    """How many workers were lost with this job in flight."""
+    losses_alone: int = 0
+    """How many of those had no other job in flight."""
+    before_end: Callable[[Pipeline], None] | None = None
+    """Called once, with the transaction in which RQ ends the job, before the transaction has any command."""
+    at_end: Callable[[Pipeline], None] | None = None
+    """Called with the same transaction, just before the commands that remove the execution."""
+    is_listened_to: bool = False
+    """Whether a reader wants the text as it is generated."""
+    has_progress: bool = False
+    """Whether its `meta` holds the progress of an earlier run, whose worker was lost."""
+    raw_created_at: str = ""  # RQ replaces a missing value by the time of reading, which would identify no delivery
+    raw_repeats_left: bytes = b""
+    packs_result: bool = False
+    """Whether its producer wants a compressed result."""
+    stamp: str = ""
+    """The `delivery_stamp` of the hash as it was read."""
+
+    def restore(self, raw_data: Any) -> Any:
+        # First of all: RQ restores `meta` and old results with the serializer, which is pickle by default.
+        self.serializer = JSONSerializer
+        data = raw_data.get(b"data", b"")
+        self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
+        self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
+        text = unpacked(data)
+        if len(text) > MAX_DATA_BYTES:
+            self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
+            raw_data = {**raw_data, b"data": b"[]"}
+        super().restore(raw_data)
+        self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
+        self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
+        self.is_listened_to = FIELD_STREAM.encode() in raw_data
+        self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
+        self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
+        self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
+
+    def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
+        """The fields RQ writes back, without the payload, which may have megabytes and is never changed."""
+        fields: dict[str, Any] = super().to_dict(include_meta, include_result)
+        del fields["data"]
+        return fields
+
+    def set_status(self, status: JobStatus, pipeline: Pipeline | None = None) -> None:
+        """Write the status, except `scheduled` outside a transaction.
+
+        RQ's retry writes `scheduled` before its transaction, which writes it again and puts the job into the registry.
+        If the worker died in between, the job would be in no list.
+        """
+        if pipeline is not None:
+            self.check_before_end(pipeline)
+        if pipeline is None and status == JobStatus.SCHEDULED:
+            self._status = status
+        else:
+            super().set_status(status, pipeline)
+
+    @classmethod
+    def fetch_many(cls, job_ids: Iterable[str], connection: Redis, serializer: Any = None) -> list[Job | None]:
+        """The jobs, with ``None`` for a missing or unreadable job.
+
+        RQ would raise for an unreadable job: then no other job that waits for the same parent would be enqueued, or the
+        parent would fail.
+        """
+        ids = list(job_ids)
+        with connection.pipeline(transaction=False) as pipeline:
+            for job_id in ids:
+                pipeline.hgetall(cls.key_for(job_id))
+            replies = pipeline.execute(raise_on_error=False)
+        found: list[Job | None] = []
+        for job_id, fields in zip(ids, replies, strict=True):
+            job = None
+            if fields and not isinstance(fields, Exception):
+                with suppress(Exception):  # any field may hold anything
+                    read = cls(job_id, connection=connection, serializer=serializer)
+                    read.restore(fields)
+                    job = read
+            found.append(job)
+        return found
+
+    def dependencies_are_met(self, parent_job: Job | None = None, *args: Any, **options: Any) -> bool:
+        """Whether the job may be enqueued, as far as its dependencies go; ``False`` if its id was used again meanwhile.
+
+        RQ keeps such an id among those that wait for the old parent. When that parent ends, RQ would enqueue the new
+        job once more, or could not end the parent if the new job waits for none.
+        """
+        if self.get_status(refresh=False) not in _WAITING or (
+            parent_job is not None and parent_job.id not in self._dependency_ids
+        ):
+            return False
+        return bool(super().dependencies_are_met(parent_job, *args, **options))
+
+    def check_before_end(self, pipeline: Pipeline) -> None:
+        check, self.before_end = self.before_end, None
+        if check is not None:
+            check(pipeline)
+
+    def send_webhooks(self, status: str | JobStatus, *, exc_string: str | None = None) -> None:
+        """Do nothing: jobs with webhooks are refused, and a refusal must send nothing to an address the job names."""
+
+    def _deserialize_data(self) -> None:
+        try:
+            self._func_name, self._instance, self._args, self._kwargs = json.loads(self.data)
+        except (ValueError, TypeError, RecursionError):
+            what = "a pickle" if self.data[:1] == b"\x80" else "not RQ's JSON form"
+            self.payload_error = self.payload_error or PayloadRefused(
+                f"the job's data is {what}: enqueue with serializer=JSONSerializer"
+            )
+            self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
+
+    def read_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest | AgentRequest:
+        """The request of this job.
+
+        Args:
+            callbacks: paths of the functions the job may name.
+
+        Raises:
+            PayloadRefused: the job is no JSON job for this worker, or has webhooks, or callbacks that are not allowed.
+            RequestError: the request is not valid.
+        """
+        func_name, args, kwargs = self.func_name, self.args, self.kwargs
+        if self.payload_error is not None:
+            raise self.payload_error
+        if func_name not in (TASK_PATH, AGENT_TASK_PATH):
+            ours = f"{TASK_PATH} and {AGENT_TASK_PATH}"
+            raise PayloadRefused(f"this worker runs only {ours}, not {str(func_name)[:200]!r}")
+        for name, path in (
+            ("on_success", self._success_callback_name),
+            ("on_failure", self._failure_callback_name),
+            ("on_stopped", self._stopped_callback_name),
+        ):
+            if path and path not in callbacks:
+                raise PayloadRefused(
+                    f"the job's {name}, {path[:200]!r}, is no function of a module in --allow-callbacks"
+                )
+        if self.webhooks:
+            raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")
+        request = kwargs.get(REQUEST_KWARG) if isinstance(kwargs, dict) else None
+        if args or not isinstance(request, dict) or len(kwargs) != 1:
+            raise PayloadRefused(f"{func_name} takes exactly one argument, {REQUEST_KWARG}={{...}}")
+        return build_request(request) if func_name == TASK_PATH else build_agent_request(request)
+
+    def digest(self) -> str:
+        """The digest of the request, the same for every delivery of it. Call `read_request` first.
+
+        Raises:
+            PayloadRefused: the request is nested too deeply.
+        """
+        try:
+            return request_digest(self.kwargs[REQUEST_KWARG])
+        except (ValueError, RecursionError):
+            raise PayloadRefused("the request is nested too deeply") from None
+
+
+def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
+    """A value that differs between the deliveries of one id, in hex. `DELIVERY` computes the same in Lua."""
+    return hashlib.sha1(b"\0".join((created_at, repeats_left, data)), usedforsecurity=False).hexdigest()
+
+
+DELIVERY: Final = """
+local function delivery(job)
+  local f = redis.call('HMGET', job, 'created_at', 'repeats_left', 'data')
+  return redis.sha1hex((f[1] or '') .. '\\0' .. (f[2] or '') .. '\\0' .. (f[3] or ''))
+end
+"""
+"""Lua: the stamp of a job's hash as it is now."""
+
+
+def memory_use_in(data: bytes | None) -> MemoryUse:
+    """Whose memory the job with this stored `data` uses, and how; `UNUSED` if that cannot be read.
+
+    Needed for reading ahead in the queue: only our own producer notes it in a field.
+    """
+    try:
+        request = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]
+        agent_id, cache, action = (request.get(name) for name in ("agent_id", "cache", "action"))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return UNUSED
+    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
+    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None)
+
+
+def as_count(value: bytes | None) -> int:
+    """A counter field of a job's hash; 0 if it is missing or holds something else."""
+    return int(value) if value is not None and value.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """RQ's record of the job, and of this execution of it."""
+
+    job: JsonJob
+    execution: Execution

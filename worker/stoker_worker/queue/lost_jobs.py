@@ -1,0 +1,151 @@
+"""Recovers jobs that are in no list though they are queued or started by their hash. Fetcher thread.
+
+Owns what it has seen so far. Such a job is left by a stock worker that died just after it popped an id, by a tool of an
+old RQ that removed a started job's entry, or by a hand in `redis-cli`. They are looked for when the worker starts, and
+then rarely, one page per step: the ids in the queues first, then the job hashes. An enqueue or a claim of a job that is
+in no queue may be under way, so it is looked at again a minute later. A script puts it back if it has not changed by
+then, and is in no list and no registry.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Container, Iterator
+from typing import Final, cast
+
+from redis import Redis
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import Job
+from rq.queue import Queue
+from rq.registry import DeferredJobRegistry, ReadyJobRegistry, ScheduledJobRegistry, StartedJobRegistry
+from rq.worker import BaseWorker
+
+from stoker_shared.wire import LEASE_KEY
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.registration import NAME_PREFIX
+
+log = logging.getLogger(__name__)
+
+_LIST_PAGE: Final = 5000
+_PAGE: Final = 300
+_MAX_PUT_BACK: Final = 20  # in one step: for each the server walks the whole queue
+_FIELDS: Final = ("status", "origin", "enqueued_at", "started_at", "worker_name")
+_WAITS_OR_RUNS: Final = (b"queued", b"started")
+
+_PUT_BACK = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local job, queue, job_id = KEYS[2], KEYS[3], ARGV[2]
+local now = redis.call('HMGET', job, 'status', 'enqueued_at', 'started_at')
+for i = 1, 3 do if (now[i] or '') ~= ARGV[i + 2] then return 0 end end
+if redis.call('LPOS', queue, job_id) or redis.call('LPOS', KEYS[4], job_id) then return 0 end
+for i = 5, 7 do if redis.call('ZSCORE', KEYS[i], job_id) then return 0 end end
+for _, member in ipairs(redis.call('ZRANGE', KEYS[8], 0, -1)) do
+  if string.sub(member, 1, #job_id + 1) == job_id .. ':' then return 0 end
+end
+if now[1] == 'started' and redis.call('EXISTS', KEYS[9]) == 1 then return 0 end
+redis.call('HSET', job, 'status', 'queued')
+redis.call('HDEL', job, 'worker_name')
+redis.call('LPUSH', queue, job_id)
+return 1
+"""
+
+Reading = tuple[bytes, ...]
+"""The values of `_FIELDS`."""
+
+
+class LostJobs:
+    """Looks for the lost jobs of some queues, in small steps."""
+
+    def __init__(
+        self, connection: Redis, queues: list[str], lease: Lease, *, wait_s: float = 60.0, every_s: float = 300.0
+    ) -> None:
+        """
+        Args:
+            wait_s: time between the two looks at a job.
+            every_s: time from the end of a search to the next one.
+        """
+        self._connection = connection
+        self._queues = queues
+        self._lease = lease
+        self._wait_s = wait_s
+        self._every_s = every_s
+        self._prefix = Job.key_for("").encode()
+        self._is_job_key = re.compile(re.escape(self._prefix) + rb"[A-Za-z0-9_-]+")
+        self._put_back_script = connection.register_script(_PUT_BACK)
+        self._search = self._begin_search()
+
+    def step(self, in_flight: Container[str]) -> int:
+        """Go on by a page; returns how many jobs were put back.
+
+        Args:
+            in_flight: ids of the jobs this worker runs. They are not lost, whatever happened to their entries.
+        """
+        page = next(self._search, None)
+        if page is None:  # the search is over, or an error broke it off
+            self._search = self._begin_search()
+            return 0
+        return sum(self._put_back(job_id, seen) for job_id, seen in page if job_id.decode() not in in_flight)
+
+    def _begin_search(self) -> Iterator[list[tuple[bytes, Reading]]]:
+        """For each step the jobs that are due for their second look."""
+        listed: set[bytes] = set()
+        for name in self._queues:
+            key, start = Queue(name, connection=self._connection).key, 0
+            while ids := cast(list[bytes], self._connection.lrange(key, start, start + _LIST_PAGE - 1)):
+                listed.update(ids)
+                start += _LIST_PAGE
+                yield []
+        found: list[tuple[bytes, Reading]] = []
+        for keys in self._all_job_keys():
+            found += [(job_id, reading) for job_id, reading in self._read(keys) if job_id not in listed]
+            yield []
+        yield from _pause(self._wait_s if found else 0)
+        for n in range(0, len(found), _MAX_PUT_BACK):
+            yield found[n : n + _MAX_PUT_BACK]
+        yield from _pause(self._every_s)
+
+    def _all_job_keys(self) -> Iterator[list[bytes]]:
+        cursor = -1
+        while cursor != 0:
+            cursor, keys = self._connection.scan(max(0, cursor), match=self._prefix + b"*", count=_PAGE)
+            yield [key for key in cast(list[bytes], keys) if self._is_job_key.fullmatch(key)]
+
+    def _read(self, keys: list[bytes]) -> Iterator[tuple[bytes, Reading]]:
+        """Those of the jobs that wait or run in our queues by their hashes."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.hmget(key, _FIELDS)
+            replies = pipeline.execute(raise_on_error=False)
+        origins = {name.encode() for name in self._queues}
+        for key, reply in zip(keys, replies, strict=True):
+            reading = () if isinstance(reply, Exception) else tuple(value or b"" for value in reply)
+            if reading and reading[0] in _WAITS_OR_RUNS and reading[1] in origins:
+                yield key.removeprefix(self._prefix), reading
+
+    def _put_back(self, job_id: bytes, reading: Reading) -> int:
+        status, origin, enqueued_at, started_at, worker = reading
+        name, connection = origin.decode(), self._connection
+        queue_key = Queue(name, connection=connection).key
+        registries = (ScheduledJobRegistry, DeferredJobRegistry, ReadyJobRegistry, StartedJobRegistry)
+        # A stock worker that is alive may still run it. Another stoker worker cannot: this one holds the lease.
+        stock = b"" if worker.startswith(NAME_PREFIX.encode()) else worker
+        keys: list[str | bytes] = [
+            LEASE_KEY.format(queue=name),
+            self._prefix + job_id,
+            queue_key,
+            IntermediateQueue.get_intermediate_queue_key(queue_key),
+            *(registry(name, connection=connection).key for registry in registries),
+            BaseWorker.redis_worker_namespace_prefix.encode() + stock,
+        ]
+        args: list[str | bytes] = [self._lease.held_value(name), job_id, status, enqueued_at, started_at]
+        put_back: int = self._put_back_script(keys=keys, args=args)
+        if put_back:
+            log.warning("job %s was in no list and is back in queue %s", job_id.decode(), name)
+        return put_back
+
+
+def _pause(seconds: float) -> Iterator[list[tuple[bytes, Reading]]]:
+    """Steps that do nothing until the time has passed; none for 0 seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield []

@@ -1,0 +1,178 @@
+"""Whether a run is still this worker's to end, also after its job's id was enqueued once more. Any thread.
+
+Owns no state. There are three reasons why a run may not simply be ours. This worker has ended it, and the reply was
+lost. It was taken away: another worker recovered it, or it was canceled or deleted. Or a job with the same id was
+written over the one that runs: if that is the same delivery, sent twice, the run goes on and the job's hash is put
+right; if it is another delivery, this run is superseded, and the new job is left untouched.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal, cast
+
+from redis import Redis
+from redis.client import Pipeline
+from rq.executions import ExecutionRegistry
+from rq.queue import Queue
+from rq.utils import str_to_date, utcformat
+
+from stoker_shared.job_data import unpacked
+from stoker_shared.wire import ENDED_KEY, FENCE_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp
+from stoker_worker.queue.lease import HOLDS, Lease
+
+End = Literal["finished", "failed", "stopped"]
+
+
+@dataclass
+class EndedNote:
+    """Kept in Redis, under the execution's name, from the transaction that ended a job to its last follow-up.
+
+    A worker whose reply was lost sees from it that the end was written. The next worker sees from it what a dead one
+    left to do.
+
+    Attributes:
+        end: how the job ended; a failure that is retried is ``failed`` too.
+        dependents: ids of jobs that may wait for this end.
+        rate_limit: key of the rate limit under which the job held a place, or empty.
+    """
+
+    end: End
+    dependents: list[str] = field(default_factory=list)
+    rate_limit: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "EndedNote":
+        return cls(**json.loads(text))
+
+
+# Every end removes the execution's hash together with its entry in the registry of started jobs, in one transaction.
+# When this worker writes the end, a note takes its place.
+_LOOK: Final = (
+    HOLDS
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 'lost' end
+if redis.call('EXISTS', KEYS[4]) == 0 then return redis.call('HGET', KEYS[5], ARGV[4]) or 'lost' end
+local status = redis.pcall('HGET', KEYS[3], 'status') -- of a key that is no hash: an error, which is no status
+if status == 'started' then return 'ours' end
+return status == 'queued' and 'enqueued' or 'lost'
+"""
+)
+
+# The job's hash shows it as running again, and its id is in no queue.
+_PUT_RIGHT: Final = (
+    HOLDS
+    + DELIVERY
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+local job, job_id = KEYS[3], ARGV[5]
+if redis.call('EXISTS', KEYS[4]) == 0 or redis.call('HGET', job, 'status') ~= 'queued' then return 0 end
+if delivery(job) ~= ARGV[6] then return 0 end
+redis.call('HSET', job, 'status', 'started', 'origin', ARGV[7], 'worker_name', ARGV[8], 'started_at', ARGV[9])
+redis.call('PERSIST', job)
+for i = 5, #KEYS do redis.call('LREM', KEYS[i], 0, job_id) end
+return 1
+"""
+)
+
+# A job that is still shown as started is left alone: the queue's new holder has to find it, to put it back. A job that
+# was put back keeps its counts.
+_LET_GO: Final = (
+    HOLDS
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+local member, id = ARGV[4], ARGV[5]
+if redis.pcall('HGET', KEYS[3], 'status') == 'started' then return 0 end
+local stood = redis.call('ZREM', KEYS[5], member) + redis.call('DEL', KEYS[4])
+redis.call('ZREM', KEYS[6], id)
+redis.call('SREM', KEYS[7], member)
+if stood > 0 then redis.pcall('HDEL', KEYS[3], ARGV[6], ARGV[7]) end
+return 1
+"""
+)
+
+_LOOKS: Final = 10  # the job may be written again between a look and the repair
+
+State = Literal["ours", "lost"] | EndedNote
+
+
+class Ownership:
+    """Tells whose a run is, and clears up after a run that is not ours any more."""
+
+    def __init__(self, connection: Redis, lease: Lease, *, worker_name: str) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._worker_name = worker_name
+        self._look = connection.register_script(_LOOK)
+        self._put_right = connection.register_script(_PUT_RIGHT)
+        self._let_go = connection.register_script(_LET_GO)
+
+    def of(self, run: JobRun) -> State:
+        """``ours``, ``lost``, or the note of an end that this worker has written.
+
+        Like `Lease.is_ours`, it takes up again a lease that ran out while Redis was away.
+        """
+        queue, execution = run.job.origin, run.execution
+        keys = [*self._keys(run), ENDED_KEY.format(queue=queue)]
+        for _ in range(_LOOKS):
+            found = self._look(keys=keys, args=[*self._lease.args(queue), execution.composite_key]).decode()
+            if found == "enqueued" and self._goes_on(run):
+                continue
+            if found == "ours":
+                return "ours"
+            return EndedNote.from_json(found) if found.startswith("{") else "lost"
+        return "lost"
+
+    def watch(self, pipeline: Pipeline, run: JobRun) -> None:
+        """Watch the keys that make the run ours. Not the lease, which is renewed every second, but its fencing number,
+        which changes when another worker takes it."""
+        pipeline.watch(  # type: ignore[no-untyped-call]
+            FENCE_KEY.format(queue=run.job.origin), run.execution.key, run.job.key
+        )
+
+    def let_go(self, run: JobRun) -> None:
+        """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""
+        rq_job, execution = run.job, run.execution
+        keys = [
+            *self._keys(run),
+            rq_job.started_job_registry.key,
+            ExecutionRegistry(rq_job.id, connection=self._connection).key,
+            execution.worker_executions_key,
+        ]
+        args = [*self._lease.args(rq_job.origin), execution.composite_key, execution.id]
+        self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
+
+    def _keys(self, run: JobRun) -> list[str]:
+        return [*self._lease.keys(run.job.origin), run.job.key, run.execution.key]
+
+    def _goes_on(self, run: JobRun) -> bool:
+        """Put right the hash of a job that was sent twice; ``False`` when the hash holds another delivery."""
+        rq_job = run.job
+        names = ("created_at", "repeats_left", "data", "origin")
+        fields = cast(list[bytes | None], self._connection.hmget(rq_job.key, names))
+        created_at, repeats_left, data, origin = (value or b"" for value in fields)
+        if not _is_delivery_of(rq_job, created_at, repeats_left, data):
+            return False
+        queues = {rq_job.origin, origin.decode(errors="replace") or rq_job.origin}
+        keys = [*self._keys(run), *(Queue(name, connection=self._connection).key for name in sorted(queues))]
+        started_at = utcformat(rq_job.started_at) if rq_job.started_at else ""
+        written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self._worker_name, started_at]
+        self._put_right(keys=keys, args=[*self._lease.args(rq_job.origin), "", rq_job.id, *written])
+        return True
+
+
+def _is_delivery_of(rq_job: JsonJob, created_at: bytes, repeats_left: bytes, data: bytes) -> bool:
+    """Bytes may differ where a client of RQ's has read the job and written it again: it compresses the data, and writes
+    times in its own form."""
+    if repeats_left != rq_job.raw_repeats_left or unpacked(data) != rq_job.data:
+        return False
+    written = rq_job.raw_created_at
+    if created_at == written.encode(errors="replace"):
+        return True
+    try:
+        return str_to_date(created_at) == str_to_date(written.encode())
+    except ValueError:
+        return False

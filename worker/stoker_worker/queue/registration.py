@@ -1,0 +1,192 @@
+"""This worker as RQ's own tools see it: its hash, its heartbeats, the commands sent to it."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
+from rq import worker_registration
+from rq.command import parse_payload
+from rq.executions import Execution
+from rq.job import Job
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+from rq.utils import now
+from rq.worker import BaseWorker
+from rq.worker.base import WorkerStatus
+
+from stoker_shared.wire import (
+    DEFAULT_RESULT_TTL_S,
+    FIELD_ATTEMPTS,
+    FIELD_LOST_ALONE,
+    WORKER_KEY,
+)
+from stoker_worker.ports import Serving
+from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.queue.in_flight import StopRequests
+from stoker_worker.queue.json_job import JsonJob
+
+log = logging.getLogger(__name__)
+
+NAME_PREFIX = "stoker-"
+
+# Only into a hash that exists: a worker that fell asleep half-way would otherwise bring back one field of a hash that
+# others have removed, and a worker killed just then would leave it there for ever.
+_WRITE_STATE = """
+if redis.call('HGET', KEYS[1], 'birth') then redis.call('HSET', KEYS[1], 'state', ARGV[1]) end
+"""
+
+
+class RqRegistration(BaseWorker):
+    """An RQ worker with many executions and no loop of its own.
+
+    RQ's `BaseWorker` registers us, writes our hash and holds the transactions that end a job, so that `rq info` and
+    every dashboard show what is true. Its loop, its fork, its signal handlers and its `executions` are not used.
+    """
+
+    def __init__(
+        self,
+        queues: list[str],
+        connection: Redis,
+        *,
+        name: str,
+        worker_ttl_s: float,
+        execution_ttl_s: int,
+        heartbeat_s: float,
+        stop_requests: StopRequests,
+    ) -> None:
+        """
+        Args:
+            worker_ttl_s: how long this worker is shown after its last heartbeat.
+            execution_ttl_s: see `get_heartbeat_ttl`.
+        """
+        self._stopped_on = threading.local()
+        self.stop_requests = stop_requests
+        super().__init__(
+            queues,
+            name=name,
+            connection=connection,
+            job_class=JsonJob,
+            serializer=JSONSerializer,
+            worker_ttl=max(1, int(worker_ttl_s)),  # RQ's time limit for replies follows from it
+            default_result_ttl=DEFAULT_RESULT_TTL_S,
+            job_monitoring_interval=max(1, int(heartbeat_s)),
+            log_job_description=False,  # a plain producer's description holds its prompt
+        )
+        self.serving: Serving | None = None  # until the model is loaded
+        self._ttl_ms = max(1, int(worker_ttl_s * 1000))
+        self._process = ProcessIdentity.of_this_process()
+        self.execution_ttl_s = execution_ttl_s
+        self._write_state = connection.register_script(_WRITE_STATE)
+        self.log_result_lifespan = False
+        self.log = logging.getLogger("stoker_worker.rq")
+        self.on_shutdown: Callable[[], None] = lambda: None
+
+    def sign_on(self) -> None:
+        """Register and listen to commands; may be repeated after Redis went away in the middle of it."""
+        self.birth_date = now()
+        self._state = WorkerStatus.IDLE
+        self.beat(self.connection)
+        if self.pubsub_thread is None:
+            self.subscribe()
+
+    def register_death(self) -> None:
+        super().register_death()  # type: ignore[no-untyped-call]
+        self.connection.delete(WORKER_KEY.format(name=self.name))
+
+    def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
+        """Seconds until RQ's own tools may take an execution for abandoned: far longer than our own recovery needs."""
+        return self.execution_ttl_s
+
+    @property
+    def _stopped_job_id(self) -> str | None:
+        """RQ marks the job of this id as stopped when it writes a failure: each thread that ends jobs has its own."""
+        return getattr(self._stopped_on, "job_id", None)
+
+    @_stopped_job_id.setter
+    def _stopped_job_id(self, job_id: str | None) -> None:
+        self._stopped_on.job_id = job_id
+
+    def beat(self, connection: Redis) -> None:
+        """Show that this worker lives, to RQ's tools and to producers, until a little after the next beat is due.
+
+        Everything is written each time: the server may have lost it, or may have been away for too long, and RQ's tools
+        remove a worker from the sets if its hash is missing when they look.
+
+        Args:
+            connection: the heartbeat's own.
+        """
+        self.last_heartbeat = now()
+        with connection.pipeline() as pipeline:
+            pipeline.hset(self.key, mapping=self.serialize() | {"state": self.get_state()})
+            pipeline.pexpire(self.key, self._ttl_ms)
+            worker_registration.register(self, pipeline)
+            pipeline.set(WORKER_KEY.format(name=self.name), json.dumps(self._presence()), px=self._ttl_ms)
+            pipeline.execute()
+
+    def _presence(self) -> dict[str, Any]:
+        serving = asdict(self.serving) if self.serving else {"model": None, "context_tokens": None, "mode": None}
+        where = {"host": self._process.host, "pid": self._process.pid}
+        assert self.birth_date is not None
+        return {"queues": self.queue_names(), **serving, **where, "started_at": self.birth_date.timestamp()}
+
+    def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
+        if pipeline is None:
+            self._state = state
+            self._write_state(keys=[self.key], args=[state])
+        else:
+            super().set_state(state, pipeline)
+            pipeline.pexpire(self.key, self._ttl_ms)
+
+    def increment_total_working_time(self, job_execution_time: timedelta, pipeline: Pipeline) -> None:
+        """RQ writes this count last when a job ends, even into a hash that has expired: it must expire again."""
+        super().increment_total_working_time(job_execution_time, pipeline)
+        pipeline.pexpire(self.key, self._ttl_ms)
+
+    def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
+        """The counts belong to this run: a requeue by an operator, or RQ's Repeat, begins at zero."""
+        if isinstance(job, JsonJob):
+            job.check_before_end(pipeline)
+            if job.at_end is not None:
+                job.at_end(pipeline)
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE)
+        super().cleanup_execution(job, pipeline, execution)
+
+    def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:
+        """Nothing, and no place under a rate limit is released: RQ tries both after a failure, FollowUp does both."""
+
+    def _release_slot_safely(self, job: Job) -> None: ...
+
+    def handle_payload(self, message: Any) -> None:
+        """A command, on RQ's pubsub thread. RQ's own handlers know one current job; here there are many."""
+        try:
+            payload = parse_payload(message)
+            command = payload.get("command")
+        except Exception as error:  # any client may publish anything
+            log.warning("command ignored: %s", type(error).__name__)
+            return
+        if command == "shutdown":
+            self.on_shutdown()
+        elif command == "stop-job":
+            self.stop_requests.ask(str(payload.get("job_id", "")))
+        elif command == "stop-execution":
+            self.stop_requests.ask_execution(str(payload.get("execution_id", "")))
+        else:
+            log.warning("command ignored: %s", command)
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
+        """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
+        log.warning("no commands for a moment: %s", type(exc).__name__)
+        time.sleep(1.0)
+
+    def settle_state(self, *, is_busy: bool) -> None:
+        """Show `idle` when nothing runs: RQ sets `busy` with each execution, and `idle` only in its own loop."""
+        wanted = "busy" if is_busy else "idle"
+        if self.get_state() != wanted:
+            self.set_state(wanted)

@@ -1,0 +1,145 @@
+"""Puts a claimed or started job back at the front of its queue, in one atomic step. Owns no state; any thread."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis import Redis
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import Job
+from rq.queue import Queue
+from rq.registry import StartedJobRegistry
+
+from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, LEASE_KEY
+from stoker_worker.queue.foreign_ids import raw
+from stoker_worker.queue.json_job import DELIVERY
+from stoker_worker.queue.lease import Lease
+
+Outcome = Literal["requeued", "waits", "ended"]
+
+# A worker that lost its lease writes nothing: its jobs are the new holder's to put back. Nothing is written either
+# unless the id is still in the intermediate list or in the registry of started jobs. So the script may run twice, or
+# after somebody else finished, canceled or deleted the job, and changes nothing then. Every loss but the first counts
+# as a loss alone, because a quarantined job runs alone.
+_REQUEUE = (
+    DELIVERY
+    + """
+if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
+local queue, intermediate, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local claimed = redis.call('LREM', intermediate, 1, job_id)
+local started = member ~= '' and redis.call('ZSCORE', wip, member)
+local status = redis.pcall('HGET', job, 'status') -- an error, which is no status, if the key is no hash
+if claimed == 0 and not started then
+  return status == 'queued' and redis.call('LPOS', queue, job_id) and 'waits' or 'ended'
+end
+local runs = status == 'started' or status == 'queued'
+if started and status == 'queued' then -- its id was enqueued again while it ran
+  local named = ARGV[7] .. (redis.call('HGET', job, 'origin') or '')
+  local waits = redis.call('LPOS', named, job_id)
+  local ran = redis.call('HGET', KEYS[5], ARGV[8])
+  if waits and ran and ran ~= delivery(job) then
+    runs = false -- another delivery, which keeps its own place
+    redis.call('HDEL', job, ARGV[5], ARGV[10])
+  else
+    redis.call('LREM', named, 0, job_id)
+    redis.call('LREM', queue, 0, job_id)
+    redis.call('HSET', job, 'origin', ARGV[9])
+  end
+end
+local function count(field)
+  local n = (tonumber(redis.call('HGET', job, field)) or 0) + 1
+  redis.call('HSET', job, field, n)
+  return n
+end
+if runs and started and counts == '1' and (count(ARGV[5]) > 1 or ARGV[11] == '1') then count(ARGV[10]) end
+if started then
+  redis.call('ZREM', wip, member)
+  redis.call('DEL', KEYS[5])
+  redis.call('ZREM', KEYS[6], execution_id)
+  redis.call('SREM', KEYS[7], member)
+end
+if not runs then return 'ended' end
+redis.call('HSET', job, 'status', 'queued')
+redis.call('HDEL', job, 'worker_name')
+redis.call('LPUSH', queue, job_id)
+return 'requeued'
+"""
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job id that was taken out of its queue.
+
+    Attributes:
+        execution: ``None`` for a job that was claimed but not started.
+        worker_lost: its worker is gone; otherwise it is this worker's own, and counts no loss.
+        alone: no other job was in flight beside it.
+    """
+
+    job_id: str
+    queue: str
+    execution: Execution | None
+    worker_lost: bool = False
+    alone: bool = False
+
+
+class Requeue:
+    """Puts jobs back, for the holder of the lease."""
+
+    def __init__(self, connection: Redis, lease: Lease) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._script = connection.register_script(_REQUEUE)
+
+    def __call__(self, claim: Claim, *, counts_as_attempt: bool) -> Outcome:
+        """
+        Returns:
+            ``requeued``; ``waits`` if the job is in its queue already, as after a lost reply; ``ended`` if there was
+            nothing to put back, or the queue is not ours any more.
+        """
+        outcome: Outcome = self._run(claim, self._connection, counts_as_attempt=counts_as_attempt).decode()
+        return outcome
+
+    def all(self, claims: Sequence[Claim]) -> int:
+        """Put several back in one transaction; returns how many were put back.
+
+        If only some were put back, the next recovery would count the rest as the only jobs that had run side by side.
+        """
+        if not claims:
+            return 0
+        with self._connection.pipeline(transaction=True) as pipeline:
+            for claim in claims:
+                self._run(claim, pipeline, counts_as_attempt=claim.worker_lost)
+            return pipeline.execute().count(b"requeued")
+
+    def _run(self, claim: Claim, client: Redis, *, counts_as_attempt: bool) -> Any:
+        queue_key = Queue(claim.queue, connection=self._connection).key
+        execution = claim.execution
+        member = execution.composite_key if execution else ""
+        keys: list[str | bytes] = [
+            queue_key,
+            IntermediateQueue.get_intermediate_queue_key(queue_key),
+            StartedJobRegistry(claim.queue, connection=self._connection).key,
+            raw(Job.key_for(claim.job_id)),
+            execution.key if execution else "",
+            raw(ExecutionRegistry(claim.job_id, connection=self._connection).key),
+            WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
+            LEASE_KEY.format(queue=claim.queue),
+        ]
+        args: list[str | bytes | int] = [
+            raw(claim.job_id),
+            member,
+            execution.id if execution else "",
+            int(counts_as_attempt),
+            FIELD_ATTEMPTS,
+            self._lease.held_value(claim.queue),
+            Queue.redis_queue_namespace_prefix,
+            FIELD_DELIVERY,
+            claim.queue,
+            FIELD_LOST_ALONE,
+            int(claim.alone),
+        ]
+        return self._script(keys=keys, args=args, client=client)

@@ -1,0 +1,40 @@
+"""Which errors of Redis pass by themselves, so that trying again helps. Pure policy; any thread."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from stoker_shared.errors import RedisUnavailable
+
+_AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
+
+# Replies of a server that cannot write just now: its disk is full, a long script runs, its replicas are gone. Some have
+# no error class of their own, and inside a transaction (up to Redis 6.2 also a script) other words come first.
+_CANNOT_WRITE_NOW: Final = re.compile(
+    r"(.* of pipeline caused error: |Transaction discarded because of: |Error running script .*: -)?"
+    r"(BUSY|LOADING|MISCONF|NOREPLICAS|OOM|READONLY)\b",
+    re.DOTALL,
+)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether Redis is away or cannot write just now. Anything else it refuses, it refuses again."""
+    if isinstance(error, _AWAY):
+        return True
+    return isinstance(error, ResponseError) and _CANNOT_WRITE_NOW.match(str(error)) is not None
+
+
+@contextmanager
+def as_redis_unavailable() -> Iterator[None]:
+    """Raise errors that pass as `RedisUnavailable`: callers outside this package know no errors of the client's."""
+    try:
+        yield
+    except RedisError as error:
+        if not may_pass(error):
+            raise
+        raise RedisUnavailable(f"Redis is away ({type(error).__name__})") from error
