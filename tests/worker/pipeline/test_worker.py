@@ -71,6 +71,10 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> 
     finally:
         queue.release.set()
         thread.join()
+    end = time.monotonic() + TIMEOUT_S
+    while worker.is_still_loading():  # the engine thread had nothing to wait for any more
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class EndlessQueue(InMemoryQueue):

@@ -79,7 +79,9 @@ class Worker:
         self._engine.start()
         try:
             model = self._load()
-            if model is not None:
+            if model is None:
+                self._engine.finish()  # once it has loaded the model
+            else:
                 self._serve(model)
             if self._heartbeat.deposed.is_set():
                 raise QueueHeld("another worker has taken over the queue")
