@@ -47,11 +47,10 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = False) -> Iterator[OpenQueue]:
+def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
     """Hold the queues and be registered as an RQ worker for as long as the context lasts.
 
-    Args:
-        standby: wait while another worker holds one of the queues, or Redis is away, instead of refusing.
+    A standby waits while another worker holds one of the queues, or Redis is away, instead of refusing.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
@@ -59,7 +58,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     with ExitStack() as closing:
-        connection = connect(redis_url, wait=standby)
+        connection = connect(redis_url, wait=settings.standby)
         closing.callback(connection.close)
         callbacks = Callbacks(connection, settings.callback_modules)
         closing.callback(callbacks.finish, settings.grace_s)
@@ -69,7 +68,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = Fals
         closing.callback(registration.unsubscribe)
         lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
         try:
-            _take_over(lease, registration, standby=standby)
+            _take_over(lease, registration, standby=settings.standby)
         except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
             lease.release_quietly()
             shown = mask_url(redis_url)
