@@ -81,10 +81,10 @@ class TimedProvider:
 @contextmanager
 def our_worker(url: str, folder: Path, provider: Any, *, max_batch: int, burst: bool) -> Iterator[threading.Thread]:
     """The thread of a running worker, which stops at once when the context is left."""
-    settings = read_settings({"redis_url": url, "max_batch": max_batch, "grace_s": 0.0})
+    settings = read_settings({"redis_url": url, "max_batch": max_batch, "grace_s": 0.0, "burst": burst})
     with open_queue(settings, url) as opened:
         store = AgentCacheStore(folder)
-        worker = Worker(settings, opened.rq_queue, store, provider, burst=burst)
+        worker = Worker(settings, opened.rq_queue, store, provider)
         thread = threading.Thread(target=worker.run, name="worker")
         thread.start()
         try:

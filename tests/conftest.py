@@ -2,6 +2,9 @@
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,6 +21,8 @@ from tests.node_fixture import node_folder  # noqa: E402, F401
 from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
 from tests.small_disk import small_disk  # noqa: E402, F401
 
+OF_A_WORKER = ("callback", "commands", "engine", "fetcher", "finisher", "heartbeat", "loader", "recovery")
+
 
 def pytest_report_header() -> str:
     if HAS_FAST_BLAS:
@@ -28,3 +33,14 @@ def pytest_report_header() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not HAS_FAST_BLAS and item.get_closest_marker("fast_blas"):
         pytest.skip("no OpenBLAS or MKL here: would take many minutes")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """A worker's thread that outlives its test writes into the log of a later test, which then fails."""
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 5
+    while left := [t.name for t in threading.enumerate() if t not in before and t.name.startswith(OF_A_WORKER)]:
+        assert time.monotonic() < end, f"left running: {left}"
+        time.sleep(0.01)

@@ -8,7 +8,6 @@ commands between MULTI and EXEC.
 import contextlib
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +60,7 @@ class LossyProxy:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._lose: list[tuple[Chooses, int]] = []
         self._hold: list[tuple[Chooses, float]] = []
         self._open: list[socket.socket] = []
@@ -111,6 +111,7 @@ class LossyProxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._is_closed.set()
         _close(self._listener)
         self.cut_all()
 
@@ -164,7 +165,7 @@ class LossyProxy:
                 if exchange is not None:
                     if self._is_chosen_for_loss(exchange):
                         break
-                    time.sleep(self._held_back_s(exchange))
+                    self._is_closed.wait(self._held_back_s(exchange))
                 client.sendall(raw)
         _close(client)
         _close(server)

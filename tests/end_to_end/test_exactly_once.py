@@ -134,7 +134,7 @@ def test_a_worker_that_slept_past_its_lease_writes_neither_version_nor_result(
 
 def test_a_worker_whose_lease_was_taken_while_it_generated_saves_no_version(producer, redis_url, connection, store):
     """No heartbeat reports the loss in time: the worker checks its lease before it saves."""
-    settings = read_settings({"redis_url": redis_url, "heartbeat_s": 60, "lease_ttl_s": 120})
+    settings = read_settings({"redis_url": redis_url, "burst": True, "heartbeat_s": 60, "lease_ttl_s": 120})
     ticket = producer.submit(agent_id="a", prompt="x", context="append", max_tokens=100)
 
     def take_over():
@@ -147,7 +147,7 @@ def test_a_worker_whose_lease_was_taken_while_it_generated_saves_no_version(prod
         opened_store = AgentCacheStore(store)
         taker.start()
         provider = ScriptedProvider(max_batch=1, steps_per_s=100)
-        Worker(settings, opened.rq_queue, opened_store, provider, burst=True).run()
+        Worker(settings, opened.rq_queue, opened_store, provider).run()
         taker.join()
         opened_store.close()
     assert version_of(store, "a") == 0

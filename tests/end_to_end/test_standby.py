@@ -89,12 +89,12 @@ def test_a_half_finished_registration_starts_over_and_leaves_one_entry(server, m
         raise RedisConnectionError("gone")
 
     monkeypatch.setattr(RqRegistration, step, breaking)
-    settings = read_settings({"redis_url": server.url, "lease_ttl_s": 60})
+    settings = read_settings({"redis_url": server.url, "lease_ttl_s": 60, "standby": standby})
     if not standby:
         with pytest.raises(RedisUnavailable), open_queue(settings, server.url):
             pass
         return
-    with open_queue(settings, server.url, standby=True) as opened, server.connection() as connection:
+    with open_queue(settings, server.url) as opened, server.connection() as connection:
         assert connection.smembers("rq:workers:generate") == {opened.registration.key.encode()}
         assert connection.hget(opened.registration.key, "state") == b"idle"
         channel, end = opened.registration.pubsub_channel_name, time.monotonic() + 20
@@ -111,7 +111,8 @@ def test_a_lease_whose_reply_was_lost_is_recognised_as_its_own(server):
         proxy.lose(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"))
         url = f"redis://127.0.0.1:{proxy.port}"
         begin = time.monotonic()
-        with open_queue(read_settings({"redis_url": url, "lease_ttl_s": 60}), url, standby=True) as opened:
+        settings = read_settings({"redis_url": url, "lease_ttl_s": 60, "standby": True})
+        with open_queue(settings, url) as opened:
             assert len(proxy.lost) == 1
             assert time.monotonic() - begin < 30  # it did not wait for its own lease to expire
             assert opened.rq_queue.beat()

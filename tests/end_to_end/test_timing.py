@@ -26,9 +26,7 @@ def slow_worker(redis_url: str) -> Iterator[None]:
     store.memory.before_write = lambda agent_id: time.sleep(SAVE_S)
     settings = read_settings({"redis_url": redis_url, "poll_s": 0.01, "grace_s": 0.0})
     with open_queue(settings, redis_url) as opened:
-        worker = Worker(
-            settings, opened.rq_queue, store, ScriptedProvider(max_batch=4, steps_per_s=1 / STEP_S), burst=False
-        )
+        worker = Worker(settings, opened.rq_queue, store, ScriptedProvider(max_batch=4, steps_per_s=1 / STEP_S))
         thread = threading.Thread(target=worker.run)
         thread.start()
         yield

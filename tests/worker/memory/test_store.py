@@ -123,7 +123,7 @@ def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
     only(tmp_path, "tail-*").unlink()
     agent.restore(LONG[:700])
     agent.store.close()
-    assert caplog.messages[-1] == "cache misses since the store was opened: 3 other_model, 1 tail_missing"
+    assert "cache misses since the store was opened: 3 other_model, 1 tail_missing" in caplog.messages
     caplog.clear()
     open_store(tmp_path).close()
     assert not any("misses" in message for message in caplog.messages)

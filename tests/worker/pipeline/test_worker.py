@@ -37,7 +37,7 @@ def test_a_worker_deposed_while_its_model_loads_reports_that() -> None:
     provider, queue = SlowProvider(), InMemoryQueue()
     queue.take_over()
     settings = read_settings({"heartbeat_s": 0.05, "lease_ttl_s": 1.0})
-    worker = Worker(settings, queue, InMemoryAgentStore(), provider, burst=False)
+    worker = Worker(settings, queue, InMemoryAgentStore(), provider)
     try:
         with pytest.raises(QueueHeld, match="taken over"):
             worker.run()
@@ -60,7 +60,7 @@ class HangingQueue(InMemoryQueue):
 
 def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> None:
     queue = HangingQueue()
-    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), FAST, burst=False)
+    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), FAST)
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -71,6 +71,10 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> 
     finally:
         queue.release.set()
         thread.join()
+    end = time.monotonic() + TIMEOUT_S
+    while worker.is_still_loading():  # the engine thread had nothing to wait for any more
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class EndlessQueue(InMemoryQueue):
@@ -113,13 +117,13 @@ def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
     provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(1))
     settings = read_settings({"max_batch": 1, "poll_s": 0.001})
     with pytest.raises(EngineFailed, match="out of memory"):
-        Worker(settings, queue, InMemoryAgentStore(), provider, burst=False).run()
+        Worker(settings, queue, InMemoryAgentStore(), provider).run()
     assert (queue.claims, len(queue.given_back)) == (1, 1)
 
 
 def run_burst(queue: InMemoryQueue, **settings: Any) -> InMemoryAgentStore:
     store = InMemoryAgentStore()
-    Worker(read_settings({"poll_s": 0.005, **settings}), queue, store, FAST, burst=True).run()
+    Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, FAST).run()
     return store
 
 
@@ -165,7 +169,7 @@ def test_a_stop_lets_running_jobs_finish_and_leaves_the_rest_in_the_queue() -> N
     queue.enqueue(job_id="running", agent_id="a", max_tokens=1500)
     queue.enqueue(job_id="waiting", agent_id="b", max_tokens=5)
     settings = read_settings({"max_batch": 1, "poll_s": 0.005})
-    worker = Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False)
+    worker = Worker(settings, queue, InMemoryAgentStore(), FAST)
     stopped_after(worker, queue, lambda: None)
     assert (queue.state("running"), queue.state("waiting")) == ("finished", "queued")
 
@@ -175,7 +179,7 @@ def test_a_stop_without_grace_gives_running_jobs_back_in_their_order() -> None:
     for name in ("first", "second", "third"):
         queue.enqueue(job_id=name, agent_id=name, max_tokens=1_000_000)
     settings = read_settings({"max_batch": 2, "poll_s": 0.005, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False), queue, lambda: None)
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST), queue, lambda: None)
     assert queue.waiting == ["first", "second", "third"]
     assert [entry.lost for entry in queue.entries.values()] == [0] * 3
 
@@ -189,7 +193,7 @@ def test_a_stop_does_not_wait_for_a_redis_that_is_away() -> None:
         queue.away = True
 
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 600.0})
-    worker = Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False)
+    worker = Worker(settings, queue, InMemoryAgentStore(), FAST)
     assert stopped_after(worker, queue, go_away) < 5
     assert queue.state("long") == "started"  # recovery will take it up
     assert queue.hung_up
@@ -218,6 +222,6 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() 
     queue = StuckQueue()
     queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST, burst=False), queue, lambda: None)
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST), queue, lambda: None)
     assert queue.is_stuck.is_set()
     assert queue.state("long") == "started"  # recovery takes it up

@@ -115,12 +115,12 @@ class OurPlayer(Player):
         self.options = options
 
     def work(self) -> None:
-        settings = read_settings({"redis_url": self.redis_url, "poll_s": 0.01, **self.options})
+        settings = read_settings({"redis_url": self.redis_url, "burst": True, "poll_s": 0.01, **self.options})
         provider = ScriptedProvider(max_batch=16, steps_per_s=400)
         with open_queue(settings, self.redis_url) as opened:
             self.name(opened.registration.name)
             store = AgentCacheStore(self.folder)
             try:
-                Worker(settings, opened.rq_queue, store, provider, burst=True).run()
+                Worker(settings, opened.rq_queue, store, provider).run()
             finally:
                 store.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -175,3 +176,19 @@ def test_signing_off_does_not_wait_for_a_server_that_hangs(tmp_path):
         finally:
             os.kill(pid, signal.SIGCONT)
     assert took_s < 15  # 1; the time limit of a worker that serves is 25
+
+
+@pytest.mark.parametrize("trouble", [None, signal.SIGSTOP, signal.SIGKILL])
+def test_the_thread_that_listens_to_commands_ends_with_its_worker_whatever_the_server_does(tmp_path, trouble):
+    require_server_program()
+    with private_server(tmp_path / "redis", port=(port := free_port())) as admin:
+        url, pid = f"redis://127.0.0.1:{port}", admin.info("server")["process_id"]
+        try:
+            with open_queue(read_settings({"redis_url": url}), url) as opened:
+                thread: threading.Thread = opened.registration.pubsub_thread
+                if trouble is not None:
+                    os.kill(pid, trouble)
+            assert not thread.is_alive()
+        finally:
+            if trouble == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)

@@ -162,8 +162,8 @@ def _run(settings: "WorkerSettings") -> None:
             wait=settings.standby,
         )
         cleanup.callback(store.close)
-        queue = cleanup.enter_context(open_queue(settings, redis_url, standby=settings.standby))
-        worker = Worker(settings, queue.rq_queue, store, provider, burst=settings.burst)
+        queue = cleanup.enter_context(open_queue(settings, redis_url))
+        worker = Worker(settings, queue.rq_queue, store, provider)
         queue.registration.on_shutdown = worker.request_stop
         worker.install_signal_handlers()
         worker.run()

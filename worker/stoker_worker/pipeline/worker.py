@@ -32,8 +32,6 @@ class Worker:
         queue: QueuePort,
         store: CacheStorePort,
         provider: ModelProviderPort,
-        *,
-        burst: bool,
     ) -> None:
         self._queue = queue
         self._loaded = loaded = Future[LoadedModel]()
@@ -50,7 +48,7 @@ class Worker:
             max_in_flight=settings.max_batch,
             poll_s=settings.poll_s,
             recover_s=settings.recover_s,
-            burst=burst,
+            burst=settings.burst,
         )
         self._draining = Draining(
             queue, self._fetcher, self._engine, self._finisher, self._heartbeat, grace_s=settings.grace_s
@@ -79,7 +77,9 @@ class Worker:
         self._engine.start()
         try:
             model = self._load()
-            if model is not None:
+            if model is None:
+                self._engine.finish()  # once it has loaded the model
+            else:
                 self._serve(model)
             if self._heartbeat.deposed.is_set():
                 raise QueueHeld("another worker has taken over the queue")

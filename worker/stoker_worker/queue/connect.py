@@ -5,7 +5,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,53 +47,55 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str, *, standby: bool = False) -> Iterator[OpenQueue]:
+def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
     """Hold the queues and be registered as an RQ worker for as long as the context lasts.
 
-    Args:
-        standby: wait while another worker holds one of the queues, or Redis is away, instead of refusing.
+    A standby waits while another worker holds one of the queues, or Redis is away, instead of refusing.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker holds one of the queues.
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
-    connection = connect(redis_url, wait=standby)
-    callbacks = Callbacks(connection, settings.callback_modules)
-    name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
-    in_flight = JobsInFlight[RqClaimedJob]()
-    registration = _registration(settings, connection, name, StopRequests(in_flight))
-    lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
-    try:
-        _take_over(lease, registration, standby=standby)
-    except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
-        lease.release_quietly()
-        shown = mask_url(redis_url)
-        raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
-    log.info("worker %s holds %s", name, settings.queues)
-    # Two tries within the time that is left after a beat.
-    beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
-    heartbeat = HeartbeatWriter(beating, registration, lease)
-    rq_queue = RqQueue(
-        connection,
-        registration=registration,
-        lease=lease,
-        callbacks=callbacks,
-        heartbeat=heartbeat,
-        in_flight=in_flight,
-    )
-    try:
-        yield OpenQueue(registration, rq_queue)
-    finally:
+    with ExitStack() as closing:
+        connection = connect(redis_url, wait=settings.standby)
+        closing.callback(connection.close)
+        callbacks = Callbacks(connection, settings.callback_modules)
+        closing.callback(callbacks.finish, settings.grace_s)
+        name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
+        in_flight = JobsInFlight[RqClaimedJob]()
+        registration = _registration(settings, connection, name, StopRequests(in_flight))
+        closing.callback(registration.unsubscribe)
+        lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
         try:
-            rq_queue.sign_off()
-            registration.teardown()
-            lease.release()
-        except RedisError as error:  # the server is gone; the lease expires by itself
-            log.warning("not signed off: %s", type(error).__name__)
-        callbacks.finish(settings.grace_s)
-        beating.close()
-        connection.close()
+            _take_over(lease, registration, standby=settings.standby)
+        except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
+            lease.release_quietly()
+            shown = mask_url(redis_url)
+            raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
+        log.info("worker %s holds %s", name, settings.queues)
+        # Two tries within the time that is left after a beat.
+        beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
+        closing.callback(beating.close)
+        rq_queue = RqQueue(
+            connection,
+            registration=registration,
+            lease=lease,
+            callbacks=callbacks,
+            heartbeat=HeartbeatWriter(beating, registration, lease),
+            in_flight=in_flight,
+        )
+        closing.callback(_sign_off, rq_queue, registration, lease)
+        yield OpenQueue(registration, rq_queue)
+
+
+def _sign_off(rq_queue: RqQueue, registration: RqRegistration, lease: Lease) -> None:
+    try:
+        rq_queue.sign_off()
+        registration.register_death()
+        lease.release()
+    except RedisError as error:  # the server is gone; the lease expires by itself
+        log.warning("not signed off: %s", type(error).__name__)
 
 
 def _registration(

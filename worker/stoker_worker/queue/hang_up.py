@@ -4,24 +4,30 @@ import socket
 from contextlib import suppress
 from typing import Final
 
-from redis import ConnectionPool
+from redis import Connection, ConnectionPool
 
 _TIMEOUT_S: Final = 0.5
 
 
 def hang_up(pool: ConnectionPool) -> None:
-    """Each call under way fails now, as if the server had closed its connection; later ones fail after half a second.
-
-    The sockets are shut down, not closed: `ConnectionPool.disconnect` closes them under the threads that read from
-    them, and the client then raises errors that are not its own.
-    """
+    """Each call under way fails now, as if the server had closed its connection; later ones after half a second."""
     in_use = tuple(pool._in_use_connections)
     shorten(pool, _TIMEOUT_S)
     for connection in in_use:
-        sock: socket.socket | None = connection._sock
-        if sock is not None:
-            with suppress(OSError):  # it is closed already
-                sock.shutdown(socket.SHUT_RDWR)
+        shut_down(connection)
+
+
+def shut_down(connection: Connection) -> None:
+    """The call that waits for a reply on this connection fails now, and its next one after half a second.
+
+    The socket is shut down, not closed: `disconnect` closes it under the thread that reads from it, and the client then
+    raises errors that are not its own.
+    """
+    connection.socket_timeout = connection.socket_connect_timeout = _TIMEOUT_S
+    sock: socket.socket | None = connection._sock
+    if sock is not None:
+        with suppress(OSError):  # it is closed already
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def shorten(pool: ConnectionPool, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
@@ -29,12 +29,14 @@ from stoker_shared.wire import (
 )
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.queue.hang_up import shut_down
 from stoker_worker.queue.in_flight import StopRequests
 from stoker_worker.queue.json_job import JsonJob
 
 log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
+_LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
 # Only into a hash that exists: a worker that fell asleep half-way would otherwise bring back one field of a hash that
 # others have removed, and a worker killed just then would leave it there for ever.
@@ -49,6 +51,8 @@ class RqRegistration(BaseWorker):
     RQ's `BaseWorker` registers us, writes our hash and holds the transactions that end a job, so that `rq info` and
     every dashboard show what is true. Its loop, its fork, its signal handlers and its `executions` are not used.
     """
+
+    pubsub_thread: Any  # RQ's types know it as `None` only
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class RqRegistration(BaseWorker):
             execution_ttl_s: see `get_heartbeat_ttl`.
         """
         self._stopped_on = threading.local()
+        self._is_leaving = threading.Event()
         self.stop_requests = stop_requests
         super().__init__(
             queues,
@@ -95,6 +100,22 @@ class RqRegistration(BaseWorker):
         self.beat(self.connection)
         if self.pubsub_thread is None:
             self.subscribe()
+
+    def subscribe(self) -> None:
+        super().subscribe()  # type: ignore[no-untyped-call]
+        self.pubsub_thread.name = "commands"
+
+    def unsubscribe(self) -> None:
+        """End the commands thread. RQ's own needs a reply of the server: without one, its thread goes on for ever."""
+        if self.pubsub_thread is None or self.pubsub is None:
+            return
+        self._is_leaving.set()
+        self.pubsub_thread.stop()
+        until = time.monotonic() + _LAST_WAIT_S
+        while self.pubsub_thread.is_alive() and time.monotonic() < until:
+            if (connection := self.pubsub.connection) is not None:
+                shut_down(connection)
+            self.pubsub_thread.join(0.1)  # then once more: it may have been connecting anew
 
     def register_death(self) -> None:
         super().register_death()  # type: ignore[no-untyped-call]
@@ -182,8 +203,11 @@ class RqRegistration(BaseWorker):
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
+        if self._is_leaving.is_set():
+            pubsub_thread.stop()  # again: a thread that had not begun yet has overwritten the first one
+            return
         log.warning("no commands for a moment: %s", type(exc).__name__)
-        time.sleep(1.0)
+        self._is_leaving.wait(1.0)
 
     def settle_state(self, *, is_busy: bool) -> None:
         """Show `idle` when nothing runs: RQ sets `busy` with each execution, and `idle` only in its own loop."""
