@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,15 @@ class SmallDisk:
 
     def free(self) -> None:
         self.ballast.unlink()
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Inside, nothing can be written; no file may be open for writing."""
+        subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(self.path)], check=True)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker_worker.cli.main import run
+from stoker_worker.cli.memory_commands import memory
 from stoker_worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,3 +75,12 @@ def private_names(tree: ast.AST) -> set[str]:
 def test_every_option_of_the_worker_is_a_variable_too_as_the_readme_promises():
     assert "Every option of the worker is also a variable" in (ROOT / "README.md").read_text()
     assert {option.name for option in run.params} <= set(WorkerSettings.model_fields)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_memory_commands_on_a_page_exist_with_the_options_named(page):
+    for words in re.findall(r"stoker-worker memory ([a-z].*?)(?:[`\n'&]|$)", page.read_text()):
+        names, *arguments = words.split()
+        assert set(names.split("|")) <= set(memory.commands), words
+        options = {option for name in names.split("|") for x in memory.commands[name].params for option in x.opts}
+        assert {argument for argument in arguments if argument.startswith("--")} <= options, words

@@ -34,6 +34,11 @@ class AgentRequest(BaseModel):
     version: Annotated[int, Field(ge=1)] | None = None
     expect_version: Annotated[int, Field(ge=1)] | None = None
 
+    @property
+    def changed_agent(self) -> str:
+        """The agent that this job writes, if it writes any."""
+        return self.target or self.agent_id
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if (self.target is None) == (self.action == "fork"):

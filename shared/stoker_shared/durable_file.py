@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from stoker_shared.scattered_io import write_all
+
 _FULL_SYNC: Final[int | None] = getattr(fcntl, "F_FULLFSYNC", None)
 
 
@@ -19,10 +21,12 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         FileExistsError: `path` exists.
         OSError: it could not be written; part of it may be there.
     """
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.writelines(chunks)
-        file.flush()
-        os.fsync(file.fileno())
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        write_all(file, chunks)
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -15,12 +15,14 @@ REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
 
 VARIABLES: Final = frozenset(
     {
+        "STOKER_AGENT_TTL",
         "STOKER_ALLOW_CALLBACKS",
         "STOKER_BURST",
         "STOKER_DTYPE",
         "STOKER_ENGINE",
         "STOKER_GRACE_S",
         "STOKER_HEARTBEAT_S",
+        "STOKER_KEEP_VERSIONS",
         "STOKER_KV_MAX_BYTES",
         "STOKER_LEASE_TTL_S",
         "STOKER_MAX_BATCH",

@@ -20,6 +20,7 @@
     │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
     │   ├── AgentNotFound               there is no such agent, or it has no such version
     │   ├── AgentExists                 an agent that was to be made is there already
+    │   ├── AgentBusy                   another process is working on the agent: a worker, or a command of the shell
     │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
     ├── EngineError
     │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
@@ -129,6 +130,13 @@ class AgentNotFound(AgentMemoryError):
 
 class AgentExists(AgentMemoryError):
     """There already is an agent with the new agent's id."""
+
+
+class AgentBusy(AgentMemoryError):
+    """Another process is working on the agent: a worker runs a job of it, or a command of the shell changes it. Nothing
+    was changed."""
+
+    retryable = True
 
 
 class StoreUnusable(AgentMemoryError):

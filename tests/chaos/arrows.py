@@ -8,7 +8,8 @@ from rq import Retry
 
 RQ = "stoker_worker.queue."
 FINISH = RQ + "job_finish:JobFinish."
-HEAD_OF_VICTIM = ["HEAD", hashlib.sha256(b"victim").hexdigest()]
+STORE = "stoker_worker.memory."
+FILE_OF_VICTIM = (hashlib.sha256(b"victim").hexdigest()[:32],)
 CALLED_BACK = "tests.worker.queue.called_back"
 
 
@@ -67,13 +68,12 @@ ARROWS = {
     "load: before": Arrow("stoker_worker.pipeline.loader:Loader._load", "before", STARTED, attempt=2),
     "load: after": Arrow("stoker_worker.pipeline.loader:Loader._load", "after", STARTED, attempt=2),
     "generate": Arrow("stoker_worker.engine.scripted:ScriptedEngine._advance", "after", STARTED, 2, 2, nth=9),
-    "save: before": Arrow("stoker_worker.memory.store:AgentCacheStore.save", "before", STARTED, 2, 2),
-    "save: before HEAD's rename": Arrow(
-        "stoker_worker.memory.files:Disk.rename", "before", STARTED, 2, 2, needles=(*HEAD_OF_VICTIM,)
-    ),
-    "save: after HEAD's rename": Arrow(
-        "stoker_worker.memory.files:Disk.rename", "after", STARTED, turn_saved=True, needles=(*HEAD_OF_VICTIM,)
-    ),
+    "save: before": Arrow(STORE + "store:AgentCacheStore.save", "before", STARTED, 2, 2),
+    "save: before its cache file": Arrow(STORE + "files:Disk.rename", "before", STARTED, 2, 2, needles=FILE_OF_VICTIM),
+    "save: after its cache file": Arrow(STORE + "files:Disk.rename", "after", STARTED, 2, 2, needles=FILE_OF_VICTIM),
+    "save: before the commit": Arrow(STORE + "database:Database.commit", "before", STARTED, 2, 2),
+    "save: in the transaction": Arrow(STORE + "agent_table:write_version", "after", STARTED, 2, 2),
+    "save: after the commit": Arrow(STORE + "database:Database.commit", "after", STARTED, turn_saved=True),
     "finish: before": Arrow(FINISH + "finish", "before", STARTED, turn_saved=True),
     "finish: RQ's transaction is composed": Arrow(RQ + "ownership:Ownership.watch", "after", STARTED, turn_saved=True),
     "finish: before its later steps": Arrow(

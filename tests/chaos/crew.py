@@ -24,6 +24,7 @@ SHORT = {
     "STOKER_LEASE_TTL_S": str(LEASE_S),
     "STOKER_RECOVER_S": "0.3",
     "STOKER_POLL_S": "0.02",
+    "STOKER_KEEP_VERSIONS": "100000",  # the rules are for whole histories
 }
 RECOVERED_S = 5.0
 

@@ -15,6 +15,7 @@ from tests.chaos.onlookers import by_dashboard, by_registries, by_rq_info
 from tests.chaos.redis_view import RedisView
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
+from tests.store_reader import StoreReader
 
 MOST_OFF_S = 1500.0  # far more than any lease but RQ's
 
@@ -102,7 +103,7 @@ class Episodes:
         crew, zombie, its_store = self._crew, self._crew.worker, self._crew.store
         crew.note_losses()  # recovery treats the jobs as those of a lost worker
         shutil.copytree(its_store, crew.new_store())
-        heads = heads_of(its_store)
+        heads = StoreReader(its_store).heads()
         crew.worker = crew.start("--standby")
         crew.wait_until_ready()
         crew.assert_soon_free_of(name_of(zombie))
@@ -114,7 +115,7 @@ class Episodes:
             crew.problems.append(f"a deposed worker left with {code}: {zombie.log[-500:]}")
         if self._view.results_of(name_of(zombie), self._known_ids()) != written:
             crew.problems.append("a deposed worker has written a result")
-        changed = [agent for agent, head in heads_of(its_store).items() if heads.get(agent) != head]
+        changed = [agent for agent, head in StoreReader(its_store).heads().items() if heads.get(agent) != head]
         if len(changed) > 4:  # up to four finisher threads may be past their ownership check
             crew.problems.append(f"a deposed worker has written {len(changed)} versions")
         return True
@@ -167,8 +168,3 @@ class Episodes:
     def _poison_waits(self) -> bool:
         sent = [delivery.job.job_id for delivery in self._traffic.deliveries if delivery.job.is_poison]
         return any(state is not None and state not in ENDED for state in self._view.states(sent))
-
-
-def heads_of(store: Path) -> dict[str, bytes]:
-    """Each agent's HEAD file, by the agent's folder."""
-    return {path.parent.name: path.read_bytes() for path in (store / "agents").rglob("HEAD")}

@@ -10,8 +10,8 @@ from tests.chaos.hooks import generations
 from tests.chaos.oracle import Oracle
 from tests.chaos.storm import Storm
 from tests.chaos.traffic import Traffic
+from tests.store_reader import StoreReader
 
-from stoker_worker.memory.access import look_at
 from stoker_worker.queue.connect import EXECUTION_TTL_S
 
 IS_REGISTERED = {"finished": "finished", "failed": "failed", "stopped": "failed", "canceled": "canceled"}
@@ -24,7 +24,7 @@ class FollowUp:
         self._connection, self._storm = connection, storm
         self.jobs = find_jobs(connection, traffic.deliveries)
         self.by_id = {job.job_id: job for job in self.jobs}
-        self._histories = Histories(look_at(storm.crew.store), self.jobs, oracle)
+        self._histories = Histories(StoreReader(storm.crew.store), self.jobs, oracle)
         self._log = storm.crew.log_of_all()
 
     def broken(self) -> list[str]:

@@ -13,13 +13,13 @@ from rq import Callback, Queue
 from rq.command import send_stop_job_command
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.chaos.arrows import ARROWS, CALLED_BACK, HEAD_OF_VICTIM, QUEUED, RQ, STARTED
+from tests.chaos.arrows import ARROWS, CALLED_BACK, QUEUED, RQ, STARTED
 from tests.chaos.forked_worker import ForkServer
 from tests.chaos.hooks import generations
+from tests.store_reader import StoreReader, is_made
 from tests.worker.queue.looking import places
 
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
-from stoker_worker.memory.access import look_at
 
 pytestmark = pytest.mark.server
 
@@ -72,11 +72,7 @@ class Scene:
 
     def turns(self, agent="victim"):
         """The jobs in the agent's history, oldest first."""
-        if not (self.store / "store.json").exists():
-            return []
-        records = look_at(self.store).agent(agent).read_records()
-        committed = look_at(self.store).agent(agent).read().version.number
-        return [records[number].delivery.job_id for number in sorted(records) if number <= committed]
+        return StoreReader(self.store).turns(agent) if is_made(self.store) else []
 
     def assert_nothing_is_left(self):
         for key in ("rq:queue:generate", "rq:queue:generate:intermediate", "rq:wip:generate", "rq:scheduled:generate"):
@@ -85,7 +81,7 @@ class Scene:
         assert not self.connection.keys("rq:workers*")
         assert not self.connection.keys("stoker:lease:*")
         assert not self.connection.keys("stoker:ended:*")
-        assert look_at(self.store).verify() == []
+        assert StoreReader(self.store).problems() == []
 
 
 @pytest.fixture
@@ -107,9 +103,7 @@ def make_scheduled_due(connection):
 @pytest.mark.parametrize("arrow", ARROWS.values(), ids=ARROWS)
 def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     needles = list(arrow.needles or ["victim"])
-    # For an agent's first turn, the first rename of HEAD only creates the agent.
-    nth = arrow.nth + 1 if needles == HEAD_OF_VICTIM else arrow.nth
-    hooks = {"die": {"target": arrow.target, "when": arrow.when, "needles": needles, "nth": nth}}
+    hooks = {"die": {"target": arrow.target, "when": arrow.when, "needles": needles, "nth": arrow.nth}}
     first = scene.worker("first", "--grace-s", "0", "--scripted-steps-per-s", "100", hooks=hooks)
     scene.others_run(first)
     options = dict(arrow.options)
@@ -226,6 +220,4 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
     assert result.get("existed", True)
     assert result["version"] == {"info": 2, "rollback": 3, "fork": 1, "forget": 2}[action]
     assert connection.xlen("rq:results:victim") == 1
-    tombs = list((scene.store / "forgotten").iterdir())
-    assert len(tombs) == (action == "forget" and place == "after its end")
     scene.assert_nothing_is_left()

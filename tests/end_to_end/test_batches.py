@@ -20,10 +20,10 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
+from tests.store_reader import StoreReader
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_worker.memory.access import look_at
 
 pytestmark = pytest.mark.server
 
@@ -115,7 +115,7 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
             process.kill()
             process.communicate()
 
-        worker = (f"redis://127.0.0.1:{port}", store, *FAST)
+        worker = (f"redis://127.0.0.1:{port}", store, *FAST, "--keep-versions", str(LINES))
         with running_worker(*worker, log_name="1.log") as first:
             for part in (0.0002, 0.1, 0.2):
                 producer_killed_at(part)
@@ -152,8 +152,8 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
     for agent in range(AGENTS):
         expected = [number for number in range(agent, LINES, AGENTS) if number not in bad]
         assert [number for number in good if number % AGENTS == agent] == expected
-        records = look_at(store).agent(f"agent {agent}").read_records().values()
-        assert [int(record.delivery.job_id.split("-")[2]) - 1 for record in records] == expected
+        turns = StoreReader(store).turns(f"agent {agent}")
+        assert [int(job_id.split("-")[2]) - 1 for job_id in turns if job_id] == expected
 
 
 def test_openais_own_types_write_the_lines_and_parse_every_answer_of_a_worker(batch, redis_url, tmp_path):

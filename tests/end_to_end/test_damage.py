@@ -1,15 +1,19 @@
-"""Files damaged while no worker runs: lost cache costs time, a lost record fails `append` jobs, no answer is wrong."""
+"""Files damaged while no worker runs: lost cache costs time, a lost version fails `append` jobs, no answer is wrong."""
 
 import itertools
 import shutil
-from typing import Literal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 
 import pytest
 from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed
-from stoker_worker.memory.access import look_at
+from stoker_worker.memory import agent_table
+from stoker_worker.memory.store_parts import opened
 
 pytestmark = pytest.mark.server
 
@@ -29,17 +33,23 @@ DAMAGES = {
     "another's": lambda path, other: shutil.copy(other, path),
 }
 FAULTS = {"flipped": "corrupt", "cut short": "corrupt", "removed": "missing", "another's": "foreign"}
-FILES = ("block", "tail", "00000001.json", "00000002.json", "HEAD")
-AGENTS = list(itertools.product(("append", "full"), FILES, DAMAGES))
+ROWS = {
+    "version 1": "UPDATE turns SET new_tokens = substr(new_tokens, 5) WHERE version = 1 AND agent = ({})",
+    "version 2": "DELETE FROM turns WHERE version = 2 AND agent = ({})",
+    "agent": "UPDATE agents SET version = 1 WHERE number = ({})",
+}
+AGENTS = [
+    *itertools.product(("append", "full"), ("block", "tail"), DAMAGES),
+    *itertools.product(("append", "full"), ROWS, ["row"]),
+]
 
 
 def file_of(store, agent_id, what):
-    access = look_at(store)
-    folder = access.agent(agent_id)
-    if what == "block":
-        state = folder.read()
-        return access.blocks.path_of(state.cache.model, state.cache.last_block)
-    return folder.tail_path(2) if what == "tail" else folder.path / what
+    with opened(store) as parts, parts.database.snapshot() as connection:
+        version = agent_table.read_agent(connection, agent_id).version
+        if what == "block":
+            return parts.blocks.path_of(version.cache.model, version.cache.last_block)
+        return parts.pieces.tail_path(agent_id, version.number)
 
 
 def ask(producer, context, what, how, turn):
@@ -51,69 +61,80 @@ def ask(producer, context, what, how, turn):
     return producer.submit(agent_id=f"{context} {what} {how}", prompt=prompt, context=context, max_tokens=8)
 
 
+def damage(store, whole):
+    for context, what, how in AGENTS:
+        agent_id = f"{context} {what} {how}"
+        if what in ROWS:
+            with closing(sqlite3.connect(store / "agents.db")) as connection, connection:
+                sql = ROWS[what].format("SELECT number FROM agents WHERE agent_id = ?")
+                assert connection.execute(sql, (agent_id,)).rowcount == 1
+            continue
+        another = f"{'full' if context == 'append' else 'append'} {what} {how}"
+        DAMAGES[how](file_of(store, agent_id, what), file_of(whole, another, what))
+
+
+def run(producer, redis_url, folder, log_name, turns):
+    tickets = [{agent: ask(producer, *agent, turn) for agent in AGENTS} for turn in turns]
+    with running_worker(redis_url, folder, "--burst", "--max-batch", "32", log_name=log_name) as worker:
+        assert worker.wait() == 0, worker.log
+    return tickets
+
+
 def test_damage_is_a_named_miss_or_a_refused_append_and_never_a_wrong_answer(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
-
-    def run(folder, log_name, turns):
-        tickets = [{agent: ask(producer, *agent, turn) for agent in AGENTS} for turn in turns]
-        with running_worker(redis_url, folder, "--burst", "--max-batch", "32", log_name=log_name) as worker:
-            assert worker.wait() == 0, worker.log
-        return tickets
-
-    run(store, "first.log", (0, 1))
+    run(producer, redis_url, store, "first.log", (0, 1))
     shutil.copytree(store, tmp_path / "whole")
-    for context, what, how in AGENTS:
-        another = f"{'full' if context == 'append' else 'append'} {what} {how}"
-        DAMAGES[how](file_of(store, f"{context} {what} {how}", what), file_of(tmp_path / "whole", another, what))
-    (damaged,) = run(store, "damaged.log", (2,))
-    (whole,) = run(tmp_path / "whole", "whole.log", (2,))
+    damage(store, tmp_path / "whole")
+    (damaged,) = run(producer, redis_url, store, "damaged.log", (2,))
+    (whole,) = run(producer, redis_url, tmp_path / "whole", "whole.log", (2,))
     for agent, ticket in damaged.items():
         context, what, how = agent
         right = whole[agent].result(timeout_s=1)
-        if context == "append" and what not in ("block", "tail"):
+        if context == "append" and what in ROWS:
             with pytest.raises(JobFailed, match="AgentTranscriptUnreadable"):
                 ticket.result(timeout_s=1)
             continue
         result = ticket.result(timeout_s=1)
         assert (result.text, result.usage.prompt_tokens) == (right.text, right.usage.prompt_tokens), agent
-        assert (right.cache.source, right.cache.miss_reason, result.cache.saved) == ("disk", None, True)
-        if what in ("block", "tail"):
+        assert right.cache.source in ("memory", "disk")  # some were read ahead
+        assert (right.cache.miss_reason, result.cache.saved) == (None, True)
+        if what in ROWS:
+            assert result.cache.miss_reason == "transcript_unreadable"
+        else:
             assert result.cache.miss_reason == f"{what}_{FAULTS[how]}", agent
             assert result.usage.cached_tokens < right.usage.cached_tokens
 
 
-def test_an_agents_folder_that_cannot_be_read_is_a_named_miss_or_a_refused_append(redis_url, tmp_path):
-    """A file in the folder's place has the effect of missing permissions, also for root."""
+def test_a_worker_refuses_a_damaged_database_until_it_is_salvaged_or_restored(redis_url, tmp_path):
     producer, store = Producer(redis_url), tmp_path / "store"
 
-    def ask_all(prompt):
-        contexts: tuple[Literal["full", "append"], ...] = ("full", "append")
-        agents = [(agent_id, context) for agent_id in ("bad", "good") for context in contexts]
-        return {
-            (agent_id, context): producer.submit(
-                agent_id=f"{agent_id} {context}", prompt=prompt, context=context, max_tokens=4
-            )
-            for agent_id, context in agents
-        }
+    def memory(command, *arguments):
+        run = [sys.executable, "-m", "stoker_worker", "memory", command, *map(str, arguments), "--store", str(store)]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+    def say(prompt, log_name):
+        ticket = producer.submit(agent_id="a", prompt=prompt, context="append", max_tokens=4)
+        with running_worker(redis_url, store, "--burst", log_name=log_name) as worker:
+            assert worker.wait() == 0, worker.log
+        return ticket.result(timeout_s=1)
 
     def spoil():
-        for context in ("full", "append"):
-            folder = look_at(store).agent(f"bad {context}").path
-            folder.rename(folder.with_name("aside " + folder.name))
-            folder.touch()
+        data = bytearray((store / "agents.db").read_bytes())
+        data[30] ^= 1  # of the size that its header names
+        (store / "agents.db").write_bytes(data)
+        with running_worker(redis_url, store, "--burst", log_name="refused.log") as worker:
+            assert worker.wait() != 0
+            assert "memory restore BACKUP" in worker.log
+            assert "memory salvage" in worker.log
 
-    def check(tickets):
-        result = tickets["bad", "full"].result(timeout_s=30)
-        assert (result.cache.miss_reason, result.cache.saved) == ("transcript_unreadable", False)
-        assert "NotADirectoryError" in result.cache.save_error
-        with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable: .*'bad append'.* cannot be read"):
-            tickets["bad", "append"].result(timeout_s=30)
-        for context in ("full", "append"):
-            assert tickets["good", context].result(timeout_s=30).cache.saved
-
-    with running_worker(redis_url, store):
-        assert all(ticket.result(timeout_s=30).cache.saved for ticket in ask_all(WORDS).values())
-        spoil()
-        check(ask_all(WORDS + "and on"))
-    with running_worker(redis_url, store, log_name="anew.log"):
-        check(ask_all(WORDS + "and on and on"))
+    lengths = [say(WORDS, "first.log").usage.prompt_tokens]
+    assert "1 agents" in memory("backup", tmp_path / "backup")
+    lengths.append(say(" and on", "second.log").usage.prompt_tokens)
+    spoil()
+    assert memory("salvage").startswith("1 agents are whole")
+    third = say(" and on", "third.log")
+    assert third.usage.prompt_tokens > lengths[1]
+    assert third.cache.source == "memory"  # its cache was read at the start
+    spoil()
+    assert memory("restore", tmp_path / "backup").startswith("1 agents")
+    assert say(" and on", "restored.log").usage.prompt_tokens == lengths[1]

@@ -1,15 +1,25 @@
 """A real full disk: answers still come, conversations stay whole, and saving resumes when there is space."""
 
+import re
+
 import pytest
 from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed
-from stoker_worker.memory.access import look_at
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.store_parts import opened
 
 pytestmark = pytest.mark.server
 
+NO_SPACE = r"No space left|database or disk is full"
+
 WORDS = "a sentence of some length that fills a block. " * 24
+
+
+def expect_whole(store):
+    with opened(store) as parts:
+        assert list(verify_store(parts)) == []
 
 
 def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_saving_resumes(redis_url, small_disk):
@@ -33,9 +43,9 @@ def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_sa
             right = ask("nobody", "full", cache="off", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
             assert result.text == right.text
             assert result.cache.saved is False
-            assert "No space left" in result.cache.save_error
+            assert re.search(NO_SPACE, result.cache.save_error)
         for agent_id in ("a", "new a"):
-            with pytest.raises(JobFailed, match=r"AgentVersionNotSaved.*No space left"):
+            with pytest.raises(JobFailed, match=rf"AgentVersionNotSaved.*({NO_SPACE})"):
                 ask(agent_id, "append", prompt=" more").result(timeout_s=30)
         with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable.*not saved"):
             ask("f", "append", prompt=" more").result(timeout_s=30)
@@ -44,12 +54,12 @@ def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_sa
         more = ask("a", "append", prompt=" more")
         assert version(more) == 2
         assert more.result().usage.prompt_tokens == len(f"a {WORDS}") + 8 + len(" more")
-        assert more.result().usage.cached_tokens == len(f"a {WORDS}") + 8
+        assert more.result().usage.cached_tokens in (0, len(f"a {WORDS}") + 8)  # its cache may have made room for marks
         assert version(ask("new a", "append")) == 1
         assert version(ask("f", "full")) == 2
         assert version(ask("f", "append", prompt=" more")) == 3
         assert worker.returncode is None
-    assert look_at(store).verify() == []
+    expect_whole(store)
     assert list((store / "tmp").iterdir()) == []
 
 
@@ -66,4 +76,4 @@ def test_a_store_limited_to_less_than_the_disk_never_fills_it(redis_url, small_d
     results = [ticket.result(timeout_s=1) for ticket in tickets]
     assert all(result.cache.saved for result in results)
     assert {result.cache.agent_version for result in results[-40:]} == {4}
-    assert look_at(store).verify() == []
+    expect_whole(store)

@@ -5,11 +5,11 @@ import shutil
 from typing import Any
 
 import pytest
+from tests.store_reader import StoreReader
 from tests.worker.engine.tiny_models import CONFIGS, make_model
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_worker.memory.access import look_at
 
 pytestmark = [pytest.mark.model, pytest.mark.server]
 
@@ -52,13 +52,14 @@ def test_turns_across_restarts_equal_mlx_lm_alone_and_start_from_the_last_snapsh
         with running_worker(redis_url, store, "--burst", "--model", str(tmp_path / name)) as worker:
             assert worker.wait(120) == 0, worker.log
         for (context, n), ticket in tickets.items():
-            result, state = ticket.result(timeout_s=1), look_at(store).agent(f"{context} {n}").read()
-            ids, end = list(state.version.transcript.token_ids), result.usage.prompt_tokens
+            result, version = ticket.result(timeout_s=1), StoreReader(store).newest(f"{context} {n}")
+            assert version.transcript is not None
+            ids, end = list(version.transcript.token_ids), result.usage.prompt_tokens
             alone = [token for token, _ in generate_step(mx.array(ids[:end]), model, max_tokens=len(ids) - end)]
             assert ids[end:] == alone
             assert len(alone) == result.usage.completion_tokens
             assert (result.usage.cached_tokens, result.cache.miss_reason) == (cached[context, n], None)
-            assert result.cache.source == ("disk" if turn else "none")
+            assert result.cache.source in (("memory", "disk") if turn else ("none",))  # some were read ahead
             # An `append` also contains the agent's answer; a whole conversation brings other words.
             cached[context, n] = len(ids) if context == "append" else end - 1
-    assert look_at(store).verify() == []
+    assert StoreReader(store).problems() == []

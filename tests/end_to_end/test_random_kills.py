@@ -13,11 +13,11 @@ import pytest
 from redis import Redis
 from rq.registry import FinishedJobRegistry
 from rq.serializers import JSONSerializer
+from tests.store_reader import StoreReader
 from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed
-from stoker_worker.memory.access import look_at
 
 pytestmark = pytest.mark.server
 
@@ -62,8 +62,7 @@ def test_every_turn_is_in_its_agents_transcript_once_and_in_order_whatever_is_ki
             n_tokens += new + ANSWER_TOKENS
             made.append(ticket.job_id)
             attempts.add(result.attempt)
-        records = look_at(store).agent(agent_id).read_records().values()
-        assert [record.delivery.job_id for record in records] == made
+        assert StoreReader(store).turns(agent_id) == made
     assert all("WorkerLostTooOften" in error for error in lost)
     assert attempts > {1}  # otherwise no kill hit a running job
     assert len(lost) <= AGENTS * TURNS // 50

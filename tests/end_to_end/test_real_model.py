@@ -120,7 +120,8 @@ def test_two_turns_across_a_restart_equal_mlx_lm_alone_and_only_new_tokens_are_p
         assert result.text == reference.text(ids), agent
         assert result.usage.prompt_tokens == len(ids), agent
         assert result.usage.cached_tokens == min(common(stored[agent], ids), len(ids) - 1), agent
-        assert (result.cache.source, result.cache.miss_reason, result.cache.agent_version) == ("disk", None, 2)
+        assert result.cache.source in ("memory", "disk")  # some were read ahead
+        assert (result.cache.miss_reason, result.cache.agent_version) == (None, 2)
 
 
 def damage(path):

@@ -35,7 +35,7 @@ def test_a_system_prompt_is_stored_and_prefilled_once_for_all_agents_that_may_sh
     assert {result.cache.miss_reason for result in others} == {None}
     copies = {"not at all": 1, "by tenant": 2, "by agent": AGENTS}[apart]
     assert len(list((store / "blocks").rglob("*.safetensors"))) == 3 * copies
-    assert len(list((store / "agents").rglob("tail-*"))) == AGENTS
+    assert len(list((store / "pieces").rglob("*-tail.*"))) == AGENTS
 
 
 def test_jobs_without_an_agent_share_their_common_prefix_and_store_nothing_else(redis_url, tmp_path):
@@ -58,5 +58,5 @@ def test_jobs_without_an_agent_share_their_common_prefix_and_store_nothing_else(
         (None, None, False)
     }
     assert len(list((store / "blocks").rglob("*.safetensors"))) == 3
-    assert list((store / "agents").rglob("*.*")) == []
+    assert list((store / "pieces").rglob("*.*")) == []
     assert {result.usage.cached_tokens for result in run(range(3), cache="off")} == {0}

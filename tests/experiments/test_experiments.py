@@ -44,6 +44,17 @@ QUEUE_COSTS = {
     },
 }
 
+STORE_AT_SCALE = {
+    "exp_016_store_at_scale.py": {
+        "at_least_200_jobs_per_s_with_memory",
+        "memory_grows_by_at_most_50_mb",
+        "the_store_adds_at_most_1_s_to_a_start",
+        "ls_takes_under_1_s",
+        "the_usage_is_within_1_percent_of_du",
+        "ten_thousand_turns_open_within_2_times_ten_as_long",
+    },
+}
+
 WITHOUT_MODEL = {
     "exp_001_cache_specifications.py": {
         "every_specification_is_read_right",
@@ -107,7 +118,7 @@ HOLDS_ON_ANY_MACHINE = {
     "continued_equals_uncached",
 }
 
-ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS | TIMED_AGAINST_THE_CLOCK
+ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS | STORE_AT_SCALE | TIMED_AGAINST_THE_CLOCK
 
 
 def run(script: str, *options: str) -> None:
@@ -163,6 +174,20 @@ def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(script: st
     assert content["verdict"]["the_queues_length_stays_true"]
     assert content["steps"]["busy_ms"]["n"] > 100
     assert "queue costs" in report_file(tmp_path, script).read_text().splitlines()[0]
+    assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize("script", STORE_AT_SCALE)
+def test_a_quick_run_on_a_store_is_right_and_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
+    require_server_program()
+    run(script, "--quick", "--out", str(tmp_path))
+    content = json.loads(results_file(tmp_path, script).read_text())
+    assert set(content["verdict"]) == STORE_AT_SCALE[script] | {"passed"}
+    assert content["verdict"]["memory_grows_by_at_most_50_mb"]
+    assert content["verdict"]["the_usage_is_within_1_percent_of_du"]
+    assert "a store at scale" in report_file(tmp_path, script).read_text().splitlines()[0]
     assert list((tmp_path / "results").glob(f"{script[:7]}_*.png"))
 
 
@@ -242,7 +267,17 @@ def test_the_index_has_every_report() -> None:
                 f"{100 * (content['perplexity_ratios']['q8'] - 1):+.2f} % perplexity"
             ),
         ),
-        ("exp_014_restart.py", lambda content: f"{content['rounds']['ratio']['median']} times a round from RAM"),
+        (
+            "exp_014_restart.py",
+            lambda content: f"{content['rounds']['ratio']['SIGTERM']['median']} times a round without one",
+        ),
+        (
+            "exp_016_store_at_scale.py",
+            lambda content: (
+                f"{content['direct']['rss_growth_mb']:+.0f} MB; "
+                f"{content['worker']['with_memory_per_s']['median']:.0f} jobs"
+            ),
+        ),
         ("exp_015_long_prompt.py", lambda content: f"{content['found']['speed']['median']} of their speed"),
         ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
         ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
@@ -300,7 +335,8 @@ def test_the_readme_shows_the_failed_experiments_with_their_results() -> None:
     engine = [load["engine_ratio"]["median"] >= 0.97 for load in throughput["loads"]]
     pipeline = [load["pipeline_ratio"]["median"] >= 0.95 for load in throughput["loads"] if "pipeline_ratio" in load]
     assert f"in {sum(engine)} of {len(engine)} loads, the worker in {sum(pipeline)} of {len(pipeline)}" in readme
-    assert f"**no**: {restart['rounds']['ratio']['median']} times" in readme
+    ratio = restart["rounds"]["ratio"]
+    assert f"**yes**: {ratio['SIGTERM']['median']} times, {ratio['SIGKILL']['median']} after a `kill -9`" in readme
     assert f"the longest took {restart['steps']['longest_over_quiet']['reading']} times a quiet one" in readme
 
 

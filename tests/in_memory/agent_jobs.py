@@ -26,8 +26,9 @@ class InMemoryAgentJobs(AgentJobsPort):
             return None
         with self._memory.lock:
             if request.action == "forget":
-                return self._forgotten.get((request.agent_id, delivery))
-            known = self._memory.newest(request.target or request.agent_id).answer_to(delivery)
+                is_forgotten = self._memory.is_forgotten(request.agent_id, delivery)
+                return None if is_forgotten else self._forgotten.get((request.agent_id, delivery))
+            known = self._memory.answer(request.changed_agent, delivery)
             return None if known is None else read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
@@ -47,10 +48,6 @@ class InMemoryAgentJobs(AgentJobsPort):
                 assert request.target is not None  # the request is valid
                 return self._fork(request.agent_id, request.target, delivery)
             return self._roll_back(request.agent_id, request.version, delivery)
-
-    def ended(self, request: AgentRequest, delivery: Delivery) -> None:
-        with self._memory.lock:
-            self._forgotten.pop((request.agent_id, delivery), None)
 
     def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
         memory, versions = self._memory, self._memory.agents.get(agent_id, [])

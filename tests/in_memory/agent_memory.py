@@ -1,17 +1,22 @@
 """What the in-memory agent store holds: every version whole, every full block by its address. One lock guards it."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import MappingProxyType
+from itertools import count
 from typing import Any
 
 import numpy as np
 
+from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.ports import AgentVersion, Delivery, LayerKV, Snapshot, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+_heads = count(1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class SavedVersion:
     transcript: Transcript
     result: Mapping[str, Any]
     cache: SavedCache | None
+    head: bytes = field(default_factory=lambda: b"%d" % next(_heads))
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -50,6 +56,7 @@ class AgentMemory:
         agents: each agent's versions, the first of them version 1.
         blocks: the full blocks, by address.
         counted_on: addresses of the blocks that an agent's work was restored from, or may have been.
+        ended: until which Unix time the answer to an agent's delivery is kept whose job has ended.
     """
 
     def __init__(self) -> None:
@@ -60,11 +67,25 @@ class AgentMemory:
         self.unsaved: set[str] = set()
         self.pinned: frozenset[str] = frozenset()
         self.counted_on: dict[str, set[str]] = {}
+        self.ended: dict[tuple[str, Delivery], float] = {}
 
     def newest(self, agent_id: str) -> AgentVersion:
         versions = self.agents.get(agent_id, [])
-        results = MappingProxyType({version.delivery: version.result for version in versions})
-        return AgentVersion(agent_id, len(versions), versions[-1].transcript if versions else None, results)
+        if not versions:
+            return AgentVersion(agent_id, 0, None)
+        return AgentVersion(agent_id, len(versions), versions[-1].transcript, versions[-1].head)
+
+    def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
+        """Raises `AgentTranscriptUnreadable`: it was answered, and the answer is forgotten."""
+        for version in self.agents.get(agent_id, []):
+            if version.delivery == delivery:
+                if self.is_forgotten(agent_id, delivery):
+                    raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: it is forgotten", usable=None)
+                return version.result
+        return None
+
+    def is_forgotten(self, agent_id: str, delivery: Delivery) -> bool:
+        return self.ended.get((agent_id, delivery), math.inf) <= time.time()
 
     def add_version(self, agent_id: str, version: SavedVersion) -> None:
         self.agents.setdefault(agent_id, []).append(version)

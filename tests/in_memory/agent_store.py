@@ -3,6 +3,7 @@
 `AgentCacheStore` passes the same contract suite (tests/worker/memory/test_store_contract.py). Any thread.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -13,7 +14,16 @@ from tests.in_memory.agent_memory import AgentMemory, SavedCache, SavedVersion, 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory.block_chain import BlockChain, common_length
 from stoker_worker.memory.cache_layout import fits, state_fits
-from stoker_worker.ports import AgentVersion, CacheSlice, CacheStorePort, LoadedModel, Restored, RestoredPrefix, Turn
+from stoker_worker.ports import (
+    AgentVersion,
+    CacheSlice,
+    CacheStorePort,
+    Delivery,
+    LoadedModel,
+    Restored,
+    RestoredPrefix,
+    Turn,
+)
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
@@ -23,11 +33,13 @@ class InMemoryAgentStore(CacheStorePort):
     Attributes:
         memory: what is in it; tests look there, and set `memory.before_write` to play a full or a slow disk.
         beside_others: of each call of `restore`, in order.
+        read_ahead_for: the agents of each call of `read_ahead`, and the model's name when it was loaded.
     """
 
     def __init__(self) -> None:
         self.memory = AgentMemory()
         self.beside_others: list[bool] = []
+        self.read_ahead_for: list[tuple[str, ...] | str] = []
         self.agent_jobs = InMemoryAgentJobs(self.memory)
         self._begun: set[str] = set()
 
@@ -38,6 +50,10 @@ class InMemoryAgentStore(CacheStorePort):
                 problem = f"the transcript of agent {agent_id!r}: its last turn was not saved"
                 raise AgentTranscriptUnreadable(problem, usable=version)
             return version
+
+    def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
+        with self.memory.lock:
+            return self.memory.answer(agent_id, delivery)
 
     def restore(
         self,
@@ -71,19 +87,22 @@ class InMemoryAgentStore(CacheStorePort):
             reason = None
         return Restored(prefix, "memory", min(saved, -(-prefix.n_tokens // BLOCK_TOKENS)), reason, shared)
 
-    def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
+    def save(self, turn: Turn) -> None:
         check_cache(turn)
         self.memory.before_write(turn.agent_id)
         with self.memory.lock:
-            number = self.memory.newest(turn.agent_id).number
-            if number != turn.parent:
+            newest, base = self.memory.newest(turn.agent_id), turn.base
+            if (newest.number, newest.head) != (base.number, base.head):
                 raise AgentVersionConflict(
-                    f"agent {turn.agent_id!r} is at version {number}, the turn continues {turn.parent}"
+                    f"agent {turn.agent_id!r} is at version {newest.number}, the turn continues {base.number}"
                 )
-            result = turn.result_of(turn.parent + 1)
             cache = self._cache_after(turn)
-            self.memory.add_version(turn.agent_id, SavedVersion(turn.delivery, turn.transcript, dict(result), cache))
-            return turn.parent + 1, result
+            version = SavedVersion(turn.delivery, turn.transcript, dict(turn.result), cache)
+            self.memory.add_version(turn.agent_id, version)
+
+    def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
+        with self.memory.lock:
+            self.memory.ended[agent_id, delivery] = time.time() + remember_s
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
@@ -96,8 +115,14 @@ class InMemoryAgentStore(CacheStorePort):
         with self.memory.lock:
             self.memory.unsaved.add(agent_id)
 
-    def pin(self, agents: frozenset[str]) -> None:
-        self.memory.pinned = agents
+    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+        self.memory.pinned = running | waiting
+
+    def read_ahead(self, agents: Sequence[str]) -> None:
+        self.read_ahead_for.append(tuple(agents))
+
+    def model_loaded(self, model: LoadedModel) -> None:
+        self.read_ahead_for.append(model.name)
 
     def close(self) -> None:
         pass

@@ -130,6 +130,12 @@ class InMemoryQueue(QueuePort):
             requests = [self.entries[job_id].request for job_id in self.waiting]
             return frozenset(request.agent_id for request in requests if request.agent_id)
 
+    def next_agents(self, limit: int) -> tuple[str, ...]:
+        with self.lock:
+            running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
+            found = (self.entries[job_id].request.agent_id for job_id in self.waiting)
+            return tuple(dict.fromkeys(name for name in found if name and name not in running))[:limit]
+
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
         self.ask()
         found: list[ClaimedJob] = []
@@ -198,6 +204,10 @@ class InMemoryJob(ClaimedJob):
 
     entry: Entry = field(repr=False)
     owner: InMemoryQueue = field(repr=False)
+
+    @property
+    def lives_s(self) -> float:
+        return self.entry.lives_s
 
     @property
     def runs(self) -> bool:

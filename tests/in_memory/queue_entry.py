@@ -24,6 +24,7 @@ class Entry:
     retries_left: int
     timeout_s: float | None
     created_at: str
+    lives_s: float = 3600.0
     enqueued_at: float = field(default_factory=time.time)
     state: State = "queued"
     lost: int = 0

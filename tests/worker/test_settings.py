@@ -57,6 +57,21 @@ def test_limits_of_disk_and_memory_may_be_left_to_the_machine(monkeypatch):
             read_settings(wrong)
 
 
+def test_agents_are_kept_and_so_are_sixteen_versions_unless_told_otherwise(monkeypatch):
+    settings = read_settings({})
+    assert (settings.keep_versions, settings.agent_ttl_s) == (16, None)
+    monkeypatch.setenv("STOKER_KEEP_VERSIONS", "1")
+    for given, seconds in {"30d": 30 * 86_400, "12h": 43_200, "90m": 5400, "90": 90, "5s": 5}.items():
+        monkeypatch.setenv("STOKER_AGENT_TTL", given)
+        settings = read_settings({})
+        assert (settings.keep_versions, settings.agent_ttl_s) == (1, seconds)
+    for wrong in ("0", "-1", "1w", "", "1.5h", "9999d"):
+        with pytest.raises(ValueError, match="a number and a unit"):
+            read_settings({"agent_ttl": wrong})
+    with pytest.raises(ValueError, match="keep_versions"):
+        read_settings({"keep_versions": 0})
+
+
 def test_an_unknown_name_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("STOKER_MAX_BACTH", "3")
     with pytest.raises(ValueError, match="STOKER_MAX_BACTH"):

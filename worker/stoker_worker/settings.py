@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from stoker_shared.duration import seconds_of
 from stoker_shared.environment import ENV_PREFIX, require_known_variables
 from stoker_shared.password_mask import mask_url
 from stoker_shared.wire import DEFAULT_QUEUE
@@ -32,6 +33,8 @@ class WorkerSettings(BaseSettings):
     store_dtype: StoreDtype = "native"
     store_max_bytes: Annotated[int, Field(gt=0)] | None = None
     memory_max_bytes: Annotated[int, Field(ge=0)] | None = None
+    keep_versions: Annotated[int, Field(ge=1)] = 16
+    agent_ttl: str | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -54,6 +57,13 @@ class WorkerSettings(BaseSettings):
             raise ValueError("must be a comma-separated list of different queue names")
         return ",".join(names)
 
+    @field_validator("agent_ttl")
+    @classmethod
+    def _agent_ttl_is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None:
+            seconds_of(value)
+        return value
+
     @model_validator(mode="after")
     def _lease_outlives_heartbeats(self) -> Self:
         if self.lease_ttl_s < 2 * self.heartbeat_s:
@@ -63,6 +73,10 @@ class WorkerSettings(BaseSettings):
     @property
     def queue_names(self) -> list[str]:
         return self.queues.split(",")
+
+    @property
+    def agent_ttl_s(self) -> float | None:
+        return None if self.agent_ttl is None else seconds_of(self.agent_ttl)
 
     @property
     def callback_modules(self) -> list[str]:

@@ -1,6 +1,5 @@
 """The options of a new batch; makes its record and its feeder from them and an input file."""
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,11 +17,10 @@ from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, 
 from stoker.batch.record import BatchRecord
 from stoker.command_parts import or_usage_error
 from stoker.job_options import JobOptions, checked_queue_name
+from stoker_shared.duration import seconds_of
 from stoker_shared.help_layout import options_under
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_MOST_S = 3650 * 86_400
 _line = options_under("Lines")
 _job = options_under("Jobs")
 _OPTIONS = (
@@ -78,7 +76,7 @@ def _aliases(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _seconds(duration: str) -> int:
-    number, unit = duration[:-1], _UNITS_S.get(duration[-1:])
-    if unit is None or not re.fullmatch("[0-9]{1,9}", number) or not 0 < int(number) * unit <= _MOST_S:
-        raise click.UsageError("--keep: expected a number and a unit, as in 90m, 12h or 7d; 3650d at the most")
-    return int(number) * unit
+    try:
+        return seconds_of(duration, needs_unit=True)
+    except ValueError as error:
+        raise click.UsageError(f"--keep: {error}") from None

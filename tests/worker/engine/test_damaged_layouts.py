@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 from tests.worker.engine.layouts import Layout, random_ids, run, work
 from tests.worker.engine.test_layout_memory import Conversation
-from tests.worker.memory.agents import FastDisk
+from tests.worker.memory.agents import FastDisk, problems_of
 
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.turn_parts import chain_of
 from stoker_worker.ports import Delivery, Transcript, Turn
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
@@ -30,6 +31,10 @@ DAMAGES = {
     "missing": lambda path, other: path.unlink(),
     "foreign": lambda path, other: shutil.copy(other, path),
 }
+
+
+def kind_of(file):
+    return "block" if file.parts[0] == "blocks" else file.stem.split("-")[2]
 
 
 class Scene:
@@ -58,15 +63,18 @@ class Scene:
     def files_of(self, agent_id):
         """Blocks in the order of the chain, tail, snapshots; relative to the store."""
         store = AgentCacheStore(self.base)
-        (use,) = (x for x in store.budget._usage.agents.values() if x.agent_id == agent_id)
-        paths = [path for path in (*use.blocks, *store._store.agent(agent_id).piece_paths(2)) if path.exists()]
+        agent, parts = store.open_agent(agent_id), store.parts
+        assert agent.cache is not None
+        chain = chain_of(agent.cache, agent.transcript.token_ids)
+        blocks = [parts.blocks.path_of(chain.model, address) for address in chain.addresses]
+        paths = [path for path in (*blocks, *parts.pieces.paths(agent_id, 2)) if path.exists()]
         store.close()
         return [path.relative_to(self.base) for path in paths]
 
     def is_needed(self, file, prompt):
         """A snapshot is loaded only if no later one fits the prompt."""
         index = 1 if prompt == self.continued else 0
-        return not file.name.startswith("snapshot") or file.name.endswith(f"-{index}.safetensors")
+        return kind_of(file) != "snapshot" or file.name.endswith(f"-{index}.safetensors")
 
     def damaged(self, file, how):
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -81,14 +89,14 @@ class Scene:
         assert done.generated_ids == self.alone(prompt)
         transcript = Transcript((*prompt, *done.generated_ids[: done.kept]), "t", None, "", done.ended_by, "")
         delivery = Delivery(f"turn after {agent.number}", "now")
-        store.save(Turn("ours", agent.number, delivery, transcript, self.model, None, done.cache, lambda n: {"v": n}))
+        store.save(Turn(agent, delivery, transcript, self.model, None, done.cache, {}))
         return restored
 
 
 def expect_everything_cached_again(scene):
     """The damaged files have been written anew."""
     store = AgentCacheStore(scene.folder, files=FastDisk())
-    assert store.verify() == []
+    assert problems_of(store) == []
     agent = store.open_agent("ours")
     prompt = (*agent.transcript.token_ids, 1)
     restored = store.restore(prompt, agent=agent, model=scene.model, salt=None)
@@ -102,9 +110,9 @@ def scene(request, tmp_path_factory):
 
 
 def test_the_scene_has_every_kind_of_file(scene):
-    kinds = {"blocks" if file.parts[0] == "blocks" else file.name.split("-")[0] for file in scene.files}
+    kinds = {kind_of(file) for file in scene.files}
     spec = scene.layout.spec
-    wanted = ({"blocks", "tail"} if spec.full_layers else set()) | ({"snapshot"} if spec.snapshot_layers else set())
+    wanted = ({"block", "tail"} if spec.full_layers else set()) | ({"snapshot"} if spec.snapshot_layers else set())
     assert kinds == wanted
     assert len(scene.files) == 3 * bool(spec.full_layers) + 2 * bool(spec.snapshot_layers)
 
@@ -117,8 +125,7 @@ def test_a_damaged_file_is_a_named_miss_and_the_answer_is_that_of_an_undamaged_r
         scene.damaged(file, how)
         store = AgentCacheStore(scene.folder, files=FastDisk())
         restored = scene.turn(store, prompt)
-        kind = "block" if file.parts[0] == "blocks" else file.name.split("-")[0]
-        reason = f"{kind}_{how.split(' ')[0]}" if scene.is_needed(file, prompt) else None
+        reason = f"{kind_of(file)}_{how.split(' ')[0]}" if scene.is_needed(file, prompt) else None
         assert restored.miss_reason == reason, file
         assert dict(store.misses) == ({reason: 1} if reason else {})
         store.close()
@@ -155,7 +162,7 @@ def test_damage_on_disk_costs_an_agent_in_ram_nothing_until_the_disk_is_read(sce
         store = AgentCacheStore(scene.folder, files=FastDisk())
         prompt = (*scene.continued, *scene.alone(scene.continued), *scene.more)
         restored = scene.turn(store, prompt)
-        is_block = file.parts[0] == "blocks"  # the turn replaced tail and snapshots
-        assert restored.miss_reason == ("block_corrupt" if is_block else None)
+        # The turn replaced tail and snapshots.
+        assert restored.miss_reason == ("block_corrupt" if kind_of(file) == "block" else None)
         store.close()
         expect_everything_cached_again(scene)

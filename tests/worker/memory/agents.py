@@ -1,6 +1,7 @@
 """Agents without a model: their cache is a function of the tokens, so that a wrong cache is noticed at once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from stoker_shared.request import Message
+from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.cache_layout import empty_layers, empty_states
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.store import AgentCacheStore
@@ -173,10 +175,12 @@ class AgentOf(Generic[S]):
         snapshots: tuple[Snapshot, ...] = ()
         if self.model.spec.snapshot_layers:
             snapshots = snapshots_of(transcript.token_ids, boundaries(prompt, answer), self.model)
-        return make_turn(self, agent.number, transcript, CacheSlice(start, stop, layers, snapshots))
+        return make_turn(self, agent, transcript, CacheSlice(start, stop, layers, snapshots))
 
     def say(self, prompt: Sequence[int], answer: Sequence[int] = (), agent: AgentVersion | None = None) -> int:
-        return self.store.save(self.turn(prompt, answer, agent))[0]
+        turn = self.turn(prompt, answer, agent)
+        self.store.save(turn)
+        return turn.version
 
 
 Agent = AgentOf[AgentCacheStore]
@@ -187,18 +191,46 @@ def make_transcript(token_ids: Sequence[int], *, tokenizer: str = "tok", text: s
     return Transcript(tuple(token_ids), tokenizer, messages, text, "eos")
 
 
-def make_turn(agent: AgentOf[Any], parent: int, transcript: Transcript, cache: CacheSlice | None) -> Turn:
+def make_turn(agent: AgentOf[Any], base: AgentVersion, transcript: Transcript, cache: CacheSlice | None) -> Turn:
     delivery = Delivery(f"job-{next(agent.jobs)}", "2024-01-01T00:00:00Z")
     return Turn(
-        agent_id=agent.name,
-        parent=parent,
+        base=base,
         delivery=delivery,
         transcript=transcript,
         model=agent.model,
         cache_salt=agent.salt,
         cache=cache,
-        result_of=lambda version: {"job_id": delivery.job_id, "version": version},
+        result={"job_id": delivery.job_id, "version": base.number + 1},
     )
+
+
+@contextmanager
+def using(folder: Path) -> Iterator[Callable[[str], Agent]]:
+    """A worker at its work, as far as the store can tell; gives agents by name."""
+    store = open_store(folder)
+    agents: dict[str, Agent] = {}
+    try:
+        yield lambda name: agents.setdefault(name, Agent(store, name))
+    finally:
+        store.close()
+
+
+def problems_of(store: AgentCacheStore) -> list[str]:
+    """What `verify` finds in the store."""
+    return list(verify_store(store.parts))
+
+
+def disk_bytes(store: Path) -> int:
+    """As `du -s` says, without ``redis/``."""
+    paths = [store, *(path for path in store.rglob("*") if store / "redis" not in (path, *path.parents))]
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def tidy(store: CacheStorePort) -> None:
+    """What the upkeep of a store on disk does each second."""
+    if isinstance(store, AgentCacheStore):
+        for _ in store._upkeep.tidy():
+            pass
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
+
 from stoker_worker.memory.files import Chunk
 
 Survivors = Literal["all", "none", "newest"]
@@ -103,16 +105,22 @@ class CutFiles:
 
 
 class FullFiles:
-    """Once armed, a given step fails, and `n_failures` in all, for lack of space; removing and un-naming never do."""
+    """Once armed, a given step fails, and `n_failures` in all, for lack of space; removing never does.
+
+    `Files`; with `connector` SQLite's steps count, and fail, too.
+    """
 
     def __init__(self) -> None:
+        self.connector = WatchedSqlite(self._sqlite_step)
         self._step_number = 0
         self._failing = range(0)
+        self._errno = errno.ENOSPC
 
-    def arm(self, fail_at: int, n_failures: int) -> None:
-        """Fail at step `fail_at` from now, and at the steps behind it."""
+    def arm(self, fail_at: int, n_failures: int, *, number: int = errno.ENOSPC) -> None:
+        """Fail at step `fail_at` from now, and at the steps behind it, with this errno."""
         self._step_number = 0
         self._failing = range(fail_at, fail_at + n_failures)
+        self._errno = number
 
     @property
     def has_failed(self) -> bool:
@@ -129,8 +137,7 @@ class FullFiles:
         path.write_bytes(b"".join(chunks))
 
     def rename(self, source: Path, target: Path) -> None:
-        if target.name != "HEAD.unsaved":
-            self._step()
+        self._step()
         source.replace(target)
 
     def remove(self, path: Path) -> None:
@@ -144,10 +151,14 @@ class FullFiles:
 
     flush = sync_folder
 
+    def _sqlite_step(self, step: Step) -> None:
+        if step.kind in ("write", "truncate", "sync"):
+            self._step()
+
     def _step(self) -> None:
         self._step_number += 1
         if self._step_number in self._failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(self._errno, os.strerror(self._errno))
 
 
 @contextmanager

@@ -1,30 +1,36 @@
 """Jobs about an agent's memory: each delivery takes effect once, also through power cuts and full disks."""
 
-import os
 import shutil
-import threading
-import time
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
     Agent,
     FastDisk,
     files_below,
     ids,
+    make_model,
+    make_transcript,
+    make_turn,
     open_store,
     reopen,
 )
 from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Survivors
 
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult
+from stoker_shared.agent_result import AgentInfo, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
+from stoker_worker.memory import cache_index
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.connection import Connection, Cursor, connect
+from stoker_worker.memory.piece_folder import PieceFolder
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.tombstones import KEEP_S
 from stoker_worker.ports import Delivery
 
 LONG = ids(1300)
@@ -48,9 +54,21 @@ def deliver(store: AgentCacheStore, request: AgentRequest, by: Delivery) -> Agen
     return store.agent_jobs.answer(request, by) or store.agent_jobs.run(request, by)
 
 
+def change_rows(folder: Path, sql: str) -> None:
+    """Behind the store's back."""
+    with closing(sqlite3.connect(folder / "agents.db", isolation_level=None)) as connection:
+        connection.execute(sql)
+
+
+def cache_files(folder: Path) -> list[Path]:
+    return [path for path in files_below(folder) if path.suffix == ".safetensors"]
+
+
 def assert_usage_is_right(store: AgentCacheStore, folder: Path) -> None:
-    on_disk = sum(path.lstat().st_blocks * 512 for path in (folder, *folder.rglob("*")))
-    assert store.budget.total_bytes == on_disk
+    assert list(verify_store(store.parts)) == []
+    with store.parts.database.snapshot() as connection:
+        counted = cache_index.cache_bytes(connection)
+    assert counted == sum(path.stat().st_blocks * 512 for path in cache_files(folder))
 
 
 @pytest.fixture
@@ -75,6 +93,7 @@ def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentCacheSto
     assert run(store, "rollback", version=1).tokens == 10
     assert run(store, "rollback").tokens == 30
     assert run(store, "rollback", version=4).tokens == 10
+    assert_usage_is_right(store, folder)
     agent = Agent(reopen(store, folder))
     assert (agent.open().number, agent.tokens()) == (6, LONG[:10])
     agent.store.close()
@@ -97,17 +116,19 @@ def test_after_a_rollback_the_ram_cache_serves_the_tokens_that_agree(tmp_path: P
 def test_a_rollback_mends_an_agent_whose_newest_version_is_unreadable(store: AgentCacheStore, folder: Path) -> None:
     agent = Agent(store)
     agent.say(LONG[:10])
-    agent.say(LONG[:20])
+    agent.say(ids(20, seed=1))
     store.mark_unsaved("agent")
     with pytest.raises(AgentTranscriptUnreadable):
         agent.open()
     assert run(store, "rollback", version=2).version == 3
-    assert agent.tokens() == LONG[:20]
-    head = next(folder.rglob("HEAD"))
-    head.write_bytes(b"?")
-    assert run(store, "rollback", version=1).version == 4
+    assert agent.tokens() == ids(20, seed=1)
+    for damage in ("UPDATE turns SET new_tokens = x'00' WHERE version = 3", "UPDATE agents SET head = x'00'"):
+        change_rows(folder, damage)
+        with pytest.raises(AgentTranscriptUnreadable):
+            agent.open()
+        run(store, "rollback", version=1)
     agent = Agent(reopen(store, folder))
-    assert (agent.open().number, agent.tokens()) == (4, LONG[:10])
+    assert (agent.open().number, agent.tokens()) == (5, LONG[:10])
     agent.store.close()
 
 
@@ -116,16 +137,29 @@ def test_a_rollback_to_an_unreadable_version_is_refused(store: AgentCacheStore, 
     agent.say(LONG[:10])
     agent.say(ids(20, seed=2))
     agent.say(ids(30, seed=3))
-    next(folder.rglob("00000001.json")).write_bytes(b"?")
+    change_rows(folder, "UPDATE turns SET new_tokens = x'00' WHERE version = 1")
     with pytest.raises(AgentTranscriptUnreadable, match="version 1 of agent 'agent'"):
         run(store, "rollback", version=1)
-    assert [version.version for version in run(store, "info").versions] == [2]
     for version in (4, 9):
         with pytest.raises(AgentNotFound, match=f"no version {version}"):
             run(store, "rollback", version=version)
     with pytest.raises(AgentNotFound, match="no agent 'nobody'"):
         run(store, "rollback", "nobody")
     assert agent.open().number == 3
+
+
+def test_a_rollback_reaches_every_version_that_is_kept_and_no_other(tmp_path: Path) -> None:
+    store = AgentCacheStore(tmp_path / "store", files=FastDisk(), keep_versions=4)
+    agent = Agent(store)
+    said = {agent.say(LONG[: 10 + n]): LONG[: 10 + n] for n in range(40)}
+    kept = [version.version for version in run(store, "info").versions]
+    assert len(kept) >= 4
+    for n, version in enumerate(kept):
+        assert run(store, "rollback", version=version).version == 41 + n
+        assert agent.tokens() == said[version]
+    with pytest.raises(AgentNotFound, match=f"no version {kept[0] - 1} any more: {kept[0]} is the oldest"):
+        run(store, "rollback", version=kept[0] - 1)
+    store.close()
 
 
 # --- fork ---
@@ -137,6 +171,7 @@ def test_a_fork_has_its_own_future_and_is_made_once(store: AgentCacheStore, fold
     request, by = ask("fork", target="fork"), delivery()
     first = deliver(store, request, by)
     assert (fork.open().number, fork.cached((*LONG[:700], 1))) == (1, 700)
+    assert_usage_is_right(store, folder)
     fork.say(LONG[:800])
     agent.say(LONG[:750])
     assert deliver(store, request, by) == first
@@ -148,49 +183,51 @@ def test_a_fork_has_its_own_future_and_is_made_once(store: AgentCacheStore, fold
     with pytest.raises(AgentNotFound):
         run(store, "fork", "nobody", target="other")
     assert_usage_is_right(store, folder)
+    run(store, "forget")
+    assert fork.cached((*LONG[:800], 1)) == 800
+    run(store, "forget", "fork")
+    assert cache_files(folder) == []
 
 
-def test_a_fork_waits_for_a_save_of_its_target(tmp_path: Path) -> None:
-    """The save has looked, and has not written yet."""
-    reached, go_on = threading.Event(), threading.Event()
+@pytest.mark.parametrize("kind", ["full", *SNAPSHOT_SPECS])
+def test_a_fork_is_whole_even_if_its_source_goes_on_meanwhile(
+    store: AgentCacheStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A command of the shell forks an agent that a worker serves."""
+    model = make_model(kind, spec=SNAPSHOT_SPECS[kind]) if kind != "full" else Agent.model
+    agent, fork = Agent(store, model=model), Agent(store, "fork", model=model)
+    agent.say(LONG[:300])
+    paths_of, turns = PieceFolder.paths, iter([LONG[:310]])
 
-    class Slow(FastDisk):
-        armed = False
+    def paths(self: PieceFolder, agent_id: str, version: int) -> list[Path]:
+        for prompt in turns if agent_id == "agent" else ():
+            agent.say(prompt)
+        return paths_of(self, agent_id, version)
 
-        def write(self, path: Path, chunks: Any) -> None:
-            if self.armed:
-                self.armed = False
-                reached.set()
-                assert go_on.wait(30)
-            super().write(path, chunks)
+    monkeypatch.setattr(PieceFolder, "paths", paths)
+    assert run(store, "fork", target="fork").from_version == 2
+    assert fork.cached((*LONG[:310], 1)) == 310
+    assert store.misses == {}
 
-    files = Slow()
-    store = AgentCacheStore(tmp_path / "store", files=files)
-    Agent(store).say(LONG[:10])
-    target = Agent(store, "target")
-    turn = target.turn(ids(5, seed=9))
-    outcomes: list[object] = []
 
-    def fork() -> None:
-        try:
-            outcomes.append(run(store, "fork", target="target"))
-        except AgentExists as error:
-            outcomes.append(error)
+def test_a_fork_into_an_agent_that_begins_meanwhile_leaves_that_as_it_is(
+    store: AgentCacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Agent(store).say(LONG[:300])
+    target, write = Agent(store, "target"), PieceFolder.write
+    turns = iter([target.turn(ids(400, seed=9))])
 
-    files.armed = True
-    saving = threading.Thread(target=lambda: outcomes.append(store.save(turn)[0]))
-    saving.start()
-    assert reached.wait(30)
-    forking = threading.Thread(target=fork)
-    forking.start()
-    forking.join(0.2)
-    go_on.set()
-    saving.join(30)
-    forking.join(30)
-    assert outcomes[0] == 1
-    assert isinstance(outcomes[1], AgentExists)
-    assert target.tokens() == ids(5, seed=9)
-    store.close()
+    def written(self: PieceFolder, pieces: Any) -> int:
+        n_bytes = write(self, pieces)
+        for turn in turns:
+            store.save(turn)
+        return n_bytes
+
+    monkeypatch.setattr(PieceFolder, "write", written)
+    with pytest.raises(AgentExists):
+        run(store, "fork", target="target")
+    assert (target.open().number, target.tokens()) == (1, ids(400, seed=9))
+    assert target.cached((*ids(400, seed=9), 1)) == 400
 
 
 # --- forget ---
@@ -201,19 +238,27 @@ def test_forgetting_removes_every_file_that_no_other_agent_uses(store: AgentCach
     agent.say(LONG[:600])
     agent.say((*LONG[:300], *ids(500, seed=4)))  # the blocks of its older version are its own too
     other.say((*LONG[:300], *ids(300, seed=5)))
-    request, by = ask("forget"), delivery()
-    gone = deliver(store, request, by)
-    assert isinstance(gone, AgentForgotten)
+    gone = run(store, "forget")
     assert (gone.existed, gone.version, gone.blocks, gone.shared_blocks) == (True, 2, 3, 1)
+    assert gone.block_bytes > 0
     assert agent.open().number == 0
     assert other.cached((*other.tokens(), 1)) == 600
     assert len(list(folder.glob("blocks/*/*/*.safetensors"))) == 2
-    assert_usage_is_right(store, folder)
-    store.agent_jobs.ended(request, by)
-    assert list((folder / "forgotten").iterdir()) == []
+    assert len(list(folder.glob("pieces/*/*"))) == 1
     assert_usage_is_right(store, folder)
     assert agent.say(LONG[:20]) == 1
-    assert not [path for path in files_below(folder) if b"agent-job" in path.read_bytes()]
+
+
+def test_nothing_an_agent_said_is_left_in_the_store(store: AgentCacheStore, folder: Path) -> None:
+    agent = Agent(store)
+    for n in range(40):  # older versions are pruned meanwhile
+        text = "".join(f"secret {n} and {k}; " for k in range(400))
+        store.save(make_turn(agent, agent.open(), make_transcript(LONG[: 10 + n], text=text), None))
+    assert any(b"secret" in path.read_bytes() for path in files_below(folder))
+    request, by = ask("forget"), delivery()
+    deliver(store, request, by)
+    store.close()
+    assert not [path for path in files_below(folder) if b"secret" in path.read_bytes()]
 
 
 def test_a_second_delivery_of_forget_spares_the_agent_that_came_since(store: AgentCacheStore, folder: Path) -> None:
@@ -230,26 +275,27 @@ def test_a_second_delivery_of_forget_spares_the_agent_that_came_since(store: Age
 
 
 def test_an_unknown_or_unreadable_agent_can_be_forgotten(store: AgentCacheStore, folder: Path) -> None:
-    assert run(store, "forget", "nobody").existed is False
-    Agent(store).say(LONG[:600])
-    next(folder.rglob("HEAD")).write_bytes(b"?")
-    next(folder.rglob("00000001.json")).write_bytes(b"?")
-    assert run(store, "forget").existed is True
-    assert Agent(store).open().number == 0
+    request, by = ask("forget", "nobody"), delivery()
+    assert deliver(store, request, by).existed is False  # type: ignore[union-attr]
+    Agent(store, "nobody").say(LONG[:10])
+    assert deliver(store, request, by).existed is False  # type: ignore[union-attr]
+    assert Agent(store, "nobody").open().number == 1
+    for damage in ("UPDATE turns SET about = '?', new_tokens = x'00'", "UPDATE agents SET head = x'00'"):
+        Agent(store).say(LONG[:600])
+        change_rows(folder, damage)
+        gone = run(store, "forget")
+        assert (gone.existed, gone.blocks) == (True, 2)
+        assert Agent(store).open().number == 0
+        run(store, "forget", "nobody")
+        assert cache_files(folder) == []
 
 
-def test_the_answer_of_a_job_that_never_ended_is_removed_after_30_days(store: AgentCacheStore, folder: Path) -> None:
-    Agent(store).say(LONG[:6])
-    run(store, "forget")
-    store.close()
-    for tomb in (folder / "forgotten").iterdir():
-        (tomb / "left").write_bytes(b"by a crash")
-    open_store(folder).close()
-    assert [path.name for path in files_below(folder / "forgotten")] == ["ANSWER"]
-    old = time.time() - KEEP_S - 60
-    os.utime(files_below(folder / "forgotten")[0], (old, old))
-    open_store(folder).close()
-    assert list((folder / "forgotten").iterdir()) == []
+def test_an_agent_that_only_one_index_knows_is_neither_forgotten_nor_forked(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:10])
+    store.parts.database.commit(lambda connection: connection.execute("UPDATE agents SET key = x'00'"))
+    for request in (ask("forget"), ask("fork", target="fork"), ask("rollback"), ask("info")):
+        with pytest.raises(AgentTranscriptUnreadable, match="its indexes do not agree on the agent"):
+            store.agent_jobs.run(request, delivery())
 
 
 # --- all of them ---
@@ -268,8 +314,40 @@ def test_info_describes_the_agent_and_its_earlier_versions(store: AgentCacheStor
     assert [(x.version, x.tokens, x.job_id) for x in info.versions] == [(1, 300, "job-1")]
     store.mark_unsaved("agent")
     assert run(store, "info").state == "unsaved"
-    next(folder.rglob("HEAD.unsaved")).write_bytes(b"?")
-    assert run(store, "info").version == 2
+    change_rows(folder, "UPDATE turns SET new_tokens = x'00' WHERE agent = 1 AND version = 2")
+    info = run(store, "info")
+    assert (info.version, info.tokens, [x.version for x in info.versions]) == (2, None, [1])
+
+
+def test_an_agent_marked_as_unsaved_is_usable_again_once_its_delivery_is_found(store: AgentCacheStore) -> None:
+    """The version was written, but the disk failed afterwards."""
+    agent = Agent(store)
+    turn = agent.turn(LONG[:10])
+    store.save(turn)
+    store.mark_unsaved("agent")
+    assert store.answer("agent", turn.delivery) == turn.result
+    assert agent.open().number == 1
+    agent.say(LONG[:20])
+    store.mark_unsaved("agent")
+    assert store.answer("agent", turn.delivery) == turn.result  # an older version's
+    with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+        agent.open()
+    request, by = ask("rollback"), delivery()
+    back = deliver(store, request, by)
+    store.mark_unsaved("agent")
+    assert deliver(store, request, by) == back
+    assert agent.open().number == 3
+
+
+def test_an_answer_that_is_damaged_is_not_taken_for_none(store: AgentCacheStore, folder: Path) -> None:
+    Agent(store).say(LONG[:10])
+    Agent(store).say(LONG[:20])
+    for request in (ask("rollback"), ask("fork", target="fork"), ask("forget")):
+        by = delivery()
+        deliver(store, request, by)
+        change_rows(folder, "UPDATE deliveries SET result = replace(result, 'tokens', 'nekots') || ' '")
+        with pytest.raises(AgentTranscriptUnreadable, match="the answer to this delivery is damaged"):
+            deliver(store, request, by)
 
 
 STORED: dict[str, tuple[Callable[[Agent], int], ...]] = {
@@ -279,8 +357,23 @@ STORED: dict[str, tuple[Callable[[Agent], int], ...]] = {
 }
 
 
+def prepared(base: Path, action: str) -> tuple[AgentRequest, Delivery, list[object], list[object], AgentResult]:
+    """A store at `base` before the job; the job; what is seen before and after it; its answer."""
+    request, by = ask(action, **({"target": "fork"} if action == "fork" else {})), delivery()
+    store = open_store(base)
+    for say in STORED[action]:
+        say(Agent(store))
+    before = seen(store)
+    store.close()
+    whole = shutil.copytree(base, base.with_name("whole"))
+    store = open_store(whole)
+    answer, after = deliver(store, request, by), seen(store)
+    store.close()
+    assert after != before
+    return request, by, before, after, answer
+
+
 def seen(store: AgentCacheStore) -> list[object]:
-    assert store.verify() == []
     found: list[object] = []
     for name in ("agent", "fork"):
         agent = Agent(store, name)
@@ -291,20 +384,10 @@ def seen(store: AgentCacheStore) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-@pytest.mark.parametrize("action", STORED)
+@pytest.mark.parametrize("action", ["fork", "forget", "rollback"])
 def test_a_job_takes_effect_once_whenever_the_power_fails(tmp_path: Path, action: str, survivors: Survivors) -> None:
-    base, by = tmp_path / "base", delivery()
-    request = ask(action, **({"target": "fork"} if action == "fork" else {}))
-    store = open_store(base)
-    for say in STORED[action]:
-        say(Agent(store))
-    before = seen(store)
-    store.close()
-    store = open_store(shutil.copytree(base, tmp_path / "whole"))
-    answer = deliver(store, request, by)
-    after = seen(store)
-    store.close()
-    assert after != before
+    base = tmp_path / "base"
+    request, by, before, after, answer = prepared(base, action)
     was_cut = True
     for cut_at in range(1, 200):
         folder, files = shutil.copytree(base, tmp_path / str(cut_at)), CutFiles(survivors)
@@ -331,40 +414,59 @@ def test_a_job_takes_effect_once_whenever_the_power_fails(tmp_path: Path, action
         if not was_cut:
             break
     assert not was_cut
-    assert cut_at > 5
+    assert cut_at > 2
+
+
+class FullDatabase:
+    """A connection on which every statement fails, from one of the armed thread's on, for lack of space."""
+
+    left: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._connection: Connection = connect(path)
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
+        if FullDatabase.left is not None and not sql.startswith(("SELECT", "PRAGMA", "BEGIN", "ROLLBACK")):
+            FullDatabase.left -= 1
+            if FullDatabase.left < 0:
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+        return self._connection.execute(sql, parameters)
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_failures", [1, 2, 3, 4, 1000])
 @pytest.mark.parametrize("action", STORED)
-def test_a_job_takes_effect_once_whenever_the_disk_is_full(tmp_path: Path, action: str, n_failures: int) -> None:
-    base, by = tmp_path / "base", delivery()
-    request = ask(action, **({"target": "fork"} if action == "fork" else {}))
-    store = open_store(base)
-    for say in STORED[action]:
-        say(Agent(store))
-    store.close()
-    store = open_store(shutil.copytree(base, tmp_path / "whole"))
-    answer, after = deliver(store, request, by), seen(store)
-    store.close()
-    failed = True
-    for fail_at in range(1, 200):
+@pytest.mark.parametrize("where", ["files", "database"])
+def test_a_job_takes_effect_once_whenever_the_disk_is_full(tmp_path: Path, action: str, where: str) -> None:
+    base = tmp_path / "base"
+    request, by, before, after, answer = prepared(base, action)
+    for fail_at in range(200):
         folder, files = shutil.copytree(base, tmp_path / str(fail_at)), FullFiles()
-        store = AgentCacheStore(folder, files=files)
-        files.arm(fail_at, n_failures)
+        store = AgentCacheStore(folder, files=files, connector=FullDatabase)
+        if where == "files":
+            files.arm(fail_at + 1, 1000)
+        else:
+            FullDatabase.left = fail_at
         try:
             deliver(store, request, by)
-            failed = False
+            has_failed = False
         except OSError:
-            pass
+            has_failed = True
+        FullDatabase.left = None
         files.arm(10_000, 1)
+        assert seen(store) == (before if has_failed else after), fail_at
         if fail_at % 2:
             store = reopen(store, folder)
         assert deliver(store, request, by) == answer, fail_at
         assert seen(store) == after, fail_at
+        assert len(cache_files(folder)) == len(cache_files(base.with_name("whole"))), fail_at
         store.close()
         shutil.rmtree(folder)
-        if not failed:
+        if not has_failed:
             break
-    assert not failed
-    assert fail_at > 5
+    assert not has_failed
+    assert fail_at > (10 if where == "database" else 2 if action == "fork" else -1)  # the others write no files

@@ -1,17 +1,21 @@
-"""The cost of a turn, in bytes written and records read: its own tokens, however long the conversation is."""
+"""The cost of a turn, in bytes, statements and syncs: that of its own tokens, however long the conversation is."""
 
-import dataclasses
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
+from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, problems_of, reopen
+from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
+from stoker_worker.memory.agent_table import read_agent
+from stoker_worker.memory.connection import Connection, connect
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.recent_agents import RecentAgents
-from stoker_worker.memory.record import AgentState
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import AgentVersion, Transcript
+from stoker_worker.memory.turn_record import FULL_EVERY
+from stoker_worker.ports import Transcript
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 
@@ -54,24 +58,139 @@ def test_a_hybrid_models_turn_writes_its_tokens_and_its_snapshots(tmp_path: Path
     assert written < 1.25 * ((64 + 256) * spec.bytes_per_token + 2 * spec.snapshot_bytes(5000))
 
 
+def turns_of(agent: Agent, count: int, *, start: int = 0) -> None:
+    """Turns of 20 tokens, transcripts alone."""
+    for number in range(start, start + count):
+        base = agent.open()
+        before = base.transcript
+        text = (before.text or "" if before else "") + "what is next? "
+        transcript = Transcript(
+            (*(before.token_ids if before else ()), *ids(20, seed=number)), "tok", None, text, "eos"
+        )
+        agent.store.save(make_turn(agent, base, transcript, None))
+
+
+def stored_bytes(store: AgentCacheStore) -> int:
+    with store.parts.database.snapshot() as connection:
+        (sizes,) = connection.execute("SELECT transcript_bytes FROM agents").fetchall()
+    return int(sizes[0])
+
+
 @pytest.mark.slow
-def test_a_turns_record_does_not_grow_with_the_number_of_turns(tmp_path: Path) -> None:
-    disk = CountingDisk()
-    agent = Agent(AgentCacheStore(tmp_path, files=disk))
-    shares = []
+def test_a_turns_row_does_not_grow_with_the_number_of_turns_but_for_one_in_sixteen(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    grown = []
     for number in range(500):
-        base = agent.open().transcript
-        text = (base.text or "" if base else "") + "what is next? "
-        transcript = Transcript((*(base.token_ids if base else ()), *ids(20, seed=number)), "tok", None, text, "eos")
-        turn = make_turn(agent, number, transcript, None)
-        before = disk.n_bytes
-        agent.store.save(turn)
-        shares.append(disk.n_bytes - before)
-    assert max(shares[490:]) < 1.05 * max(shares[3:8])
+        before = stored_bytes(agent.store) if number else 0
+        turns_of(agent, 1, start=number)
+        grown.append(stored_bytes(agent.store) - before)
+    deltas = [n_bytes for number, n_bytes in enumerate(grown) if number % 16]
+    assert max(deltas[-20:]) < 1.05 * max(deltas[:20])
+    transcript = agent.open().transcript
     agent.store = reopen(agent.store, tmp_path)
     version = agent.open()
     assert version.transcript == transcript
-    assert (version.number, len(version.results)) == (500, 500)
+    assert version.number == 500
+
+
+def steps_to_open(agent: Agent) -> int:
+    """Of SQLite's virtual machine, in tens."""
+    steps = [0]
+
+    def count() -> None:
+        steps[0] += 1
+
+    with agent.store.parts.database.snapshot() as connection:
+        connection.set_progress_handler(count, 10)  # type: ignore[attr-defined]
+        read_agent(connection, agent.name)
+        connection.set_progress_handler(None, 0)  # type: ignore[attr-defined]
+    return steps[0]
+
+
+@pytest.mark.slow
+def test_an_agent_of_a_thousand_turns_is_read_like_one_of_ten(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    turns_of(agent, 10)
+    ten = steps_to_open(agent)
+    turns_of(agent, 992, start=10)  # as far behind a whole transcript as turn 10
+    assert steps_to_open(agent) <= ten + 2
+
+
+def test_versions_beyond_those_kept_are_pruned_and_the_transcript_never_is(tmp_path: Path) -> None:
+    store = AgentCacheStore(tmp_path, files=FastDisk(), keep_versions=3)
+    agent = Agent(store)
+    turns_of(agent, 70)
+    with store.parts.database.snapshot() as connection:
+        versions = [row[0] for row in connection.execute("SELECT version FROM turns ORDER BY version").fetchall()]
+    assert versions[-3:] == [68, 69, 70]
+    assert len(versions) <= 3 + 2 * FULL_EVERY
+    assert len(agent.tokens()) == 70 * 20
+    assert problems_of(store) == []
+
+
+def test_a_new_agents_turn_takes_few_statements(tmp_path: Path) -> None:
+    """Each gives up Python's lock, and other threads take it."""
+    count = CountingSqlite()
+    agent = Agent(AgentCacheStore(tmp_path, files=FastDisk(), connector=count))
+    turn = agent.turn(ids(50))
+    count.n_statements = 0
+    agent.store.save(turn)
+    assert count.n_statements <= 16
+    agent.store.close()
+
+
+def test_turns_that_end_together_share_a_sync_and_a_lone_turn_waits_for_one(tmp_path: Path) -> None:
+    syncs: list[Step] = []
+    let_go, is_first = threading.Event(), threading.Event()
+
+    def watch(step: Step) -> None:
+        if step.kind == "sync" and step.path.name.endswith("-wal"):
+            syncs.append(step)
+            if threading.current_thread().name == "first" and not is_first.is_set():
+                is_first.set()
+                assert let_go.wait(60)
+
+    store = AgentCacheStore(tmp_path, files=FastDisk(), connector=WatchedSqlite(watch))
+    Agent(store, "alone").say(ids(10))
+    syncs.clear()
+    Agent(store, "alone").say(ids(20))
+    assert len(syncs) == 1
+    syncs.clear()
+    turns = [Agent(store, f"agent {number}").turn(ids(10)) for number in range(9)]
+    threads = [threading.Thread(target=store.save, args=(turn,)) for turn in turns]
+    threads[0].name = "first"
+    threads[0].start()
+    assert is_first.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    while len(store.parts.database._waiting) < 8:
+        time.sleep(0.01)
+    let_go.set()
+    for thread in threads:
+        thread.join()
+    assert len(syncs) == 2
+    assert [Agent(store, f"agent {number}").tokens() for number in range(9)] == [ids(10)] * 9
+    store.close()
+
+
+class CountingSqlite:
+    """A connector that counts the statements on all its connections."""
+
+    def __init__(self) -> None:
+        self.n_statements = 0
+
+    def __call__(self, path: Path) -> Connection:
+        connection, counter = connect(path), self
+
+        class Counting:
+            def execute(self, sql: str, parameters: Any = (), /) -> Any:
+                counter.n_statements += 1
+                return connection.execute(sql, parameters)
+
+            def close(self) -> None:
+                connection.close()
+
+        return Counting()
 
 
 def test_a_shared_system_prompt_is_written_once(tmp_path: Path) -> None:
@@ -81,35 +200,3 @@ def test_a_shared_system_prompt_is_written_once(tmp_path: Path) -> None:
     first = bytes_of(disk, Agent(store, "first"), system, (1,))
     second = bytes_of(disk, Agent(store, "second"), system, (2,))
     assert second < first / 4
-
-
-def test_only_recently_used_agents_are_held_in_memory() -> None:
-    held = RecentAgents(max_record_bytes=100)
-    blank = AgentState(AgentVersion("", 1, None), record_bytes=40)
-    states = {
-        name: dataclasses.replace(blank, version=dataclasses.replace(blank.version, agent_id=name)) for name in "abcd"
-    }
-    for name in "ab":
-        held.put(states[name])
-    assert held.get("a") is states["a"]
-    held.put(states["c"])
-    assert [held.get(name) is not None for name in "abc"] == [True, False, True]
-    held.put(dataclasses.replace(states["d"], record_bytes=500))
-    assert [held.get(name) is not None for name in "abcd"] == [False, False, False, True]
-    held.put(states["d"])
-    held.put(states["a"])
-    held.drop("d")
-    held.put(states["b"])
-    assert [held.get(name) is not None for name in "abcd"] == [True, True, False, False]
-
-
-def test_an_agent_dropped_from_memory_is_read_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store._recent = RecentAgents(1)
-    agents = [Agent(store, name) for name in "abc"]
-    for length in (100, 200):
-        for agent in agents:
-            agent.say(ids(length))
-    for agent in agents:
-        assert agent.tokens() == ids(200)
-        assert agent.cached(ids(300)) == 200

@@ -1,16 +1,16 @@
-"""Damage on disk: a bad block costs time, never a wrong answer; a bad record is never a silently new conversation."""
+"""Damage on disk: a bad block costs time, never a wrong answer; a bad row is never a silently new conversation."""
 
 import logging
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
-    MODEL,
-    SNAPSHOT_SPECS,
     Agent,
-    files_below,
     ids,
     make_model,
     make_transcript,
@@ -20,7 +20,9 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.ports import AgentVersion, LoadedModel
+from stoker_worker.memory.admin.salvage import salvage
+from stoker_worker.memory.database import NAME
+from stoker_worker.ports import AgentVersion
 
 LONG = ids(900)
 NEXT = (*LONG[:700], 1, 2, 3)
@@ -50,9 +52,8 @@ def blocks_of(agent: Agent, tmp_path: Path) -> list[Path]:
     return [by_parent[0], by_parent[1]]
 
 
-def folder_of(name: str, tmp_path: Path) -> Path:
-    (path,) = {x.parent for x in tmp_path.glob("agents/*/*/*.json") if f'"{name}"' in x.read_text()}
-    return path
+def tail_of(agent: Agent, name: str = "agent") -> Path:
+    return agent.store.parts.pieces.tail_path(name, 3)
 
 
 def flip(path: Path, position: int) -> None:
@@ -97,12 +98,11 @@ def test_a_damaged_block_is_a_miss_from_there_and_is_written_anew(
     agent.say(NEXT)
     assert path.exists()
     assert agent.cached((*NEXT, 4)) == len(NEXT)
-    assert agent.store.verify() == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_tail_costs_only_the_tail(agent: Agent, tmp_path: Path, damage: str) -> None:
-    (tail,) = folder_of("agent", tmp_path).glob("tail-*")
+def test_a_damaged_tail_costs_only_the_tail(agent: Agent, damage: str) -> None:
+    tail = tail_of(agent)
     DAMAGES[damage](tail)
     restored = agent.restore(NEXT)
     assert restored.prefix is not None
@@ -112,7 +112,7 @@ def test_a_damaged_tail_costs_only_the_tail(agent: Agent, tmp_path: Path, damage
 
 
 def test_a_missing_piece_is_a_named_miss(agent: Agent, tmp_path: Path) -> None:
-    (tail,) = folder_of("agent", tmp_path).glob("tail-*")
+    tail = tail_of(agent)
     for path, left, reason in (
         (tail, 512, "tail_missing"),
         (blocks_of(agent, tmp_path)[1], 256, "block_missing"),
@@ -142,9 +142,8 @@ def test_another_block_at_a_blocks_address_is_foreign_and_never_loaded(agent: Ag
     assert not second.exists()
 
 
-def test_another_agents_tail_is_foreign_and_never_loaded(agent: Agent, tmp_path: Path) -> None:
-    (ours,), (theirs,) = (folder_of(name, tmp_path).glob("tail-*") for name in ("agent", "neighbour"))
-    shutil.copy(theirs, ours)
+def test_another_agents_tail_is_foreign_and_never_loaded(agent: Agent) -> None:
+    shutil.copy(tail_of(agent, "neighbour"), tail_of(agent))
     restored = agent.restore(NEXT)
     assert restored.prefix is not None
     assert (restored.prefix.n_tokens, restored.miss_reason) == (512, "tail_foreign")
@@ -179,6 +178,13 @@ def test_the_agents_own_block_serves_when_the_prompts_is_damaged(agent: Agent, t
 # --- transcripts ---
 
 
+def change(tmp_path: Path, sql: str, *parameters: Any) -> None:
+    """Behind the store's back, and past every checksum. `:agent` is the agent's number."""
+    with closing(sqlite3.connect(tmp_path / NAME)) as connection, connection:
+        number = connection.execute("SELECT number FROM agents WHERE agent_id = 'agent'").fetchone()[0]
+        assert connection.execute(sql.replace(":agent", str(number)), parameters).rowcount == 1
+
+
 def unreadable(agent: Agent, tmp_path: Path) -> tuple[str, AgentVersion]:
     """Reopen the store and expect `append` to be refused: the message, and what `full` may go on from."""
     agent.store = reopen(agent.store, tmp_path)
@@ -190,126 +196,142 @@ def unreadable(agent: Agent, tmp_path: Path) -> tuple[str, AgentVersion]:
 
 def expect_full_goes_on(agent: Agent, tmp_path: Path, usable: AgentVersion) -> None:
     """A turn that brings its whole conversation is saved above every version there was, and all is well again."""
-    remembered = dict(usable.results)
     agent.say(LONG[:720], (5,), usable)
     agent.store = reopen(agent.store, tmp_path)
     version = agent.open()
     assert version.number == usable.number + 1
     assert version.transcript == make_transcript((*LONG[:720], 5))
-    assert remembered.items() <= version.results.items()
-    assert len(version.results) == len(remembered) + 1
-    assert agent.store.verify() == []
     agent.say((*agent.tokens(), 1))
     agent.store = reopen(agent.store, tmp_path)
     assert agent.open().number == usable.number + 2
 
 
-@pytest.mark.parametrize("position", [0, 7, 21, 42, 100, 500, -1])
+TURN_COLUMNS = {
+    "parent": "x'00'",
+    "delivery": "x'00'",
+    "about": "replace(about, 'eos', 'stop')",
+    "keep_tokens": "keep_tokens + 1",
+    "keep_messages": "keep_messages + 1",
+    "keep_text": "keep_text + 1",
+    "new_tokens": "substr(new_tokens, 5)",
+    "new_messages": "replace(new_messages, 'tokens', 'Tokens')",
+    "new_text": "'?'",
+    "checksum": "zeroblob(16)",
+}
+
+
+@pytest.mark.parametrize("column", TURN_COLUMNS)
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_changed_byte_in_a_record_is_never_a_shorter_conversation(
-    agent: Agent, tmp_path: Path, version: int, position: int
+def test_a_changed_version_is_never_a_shorter_conversation(
+    agent: Agent, tmp_path: Path, version: int, column: str
 ) -> None:
-    flip(folder_of("agent", tmp_path) / f"{version:08d}.json", position)
+    change(
+        tmp_path, f"UPDATE turns SET {column} = {TURN_COLUMNS[column]} WHERE agent = :agent AND version = ?", version
+    )
     message, usable = unreadable(agent, tmp_path)
-    assert f"record {version} is unusable" in message
-    assert (usable.number, usable.transcript, len(usable.results)) == (3, None, 2)
-    expect_full_goes_on(agent, tmp_path, usable)
-
-
-@pytest.mark.parametrize("version", [1, 2, 3])
-@pytest.mark.parametrize("how", ["cut short", "removed", "another agent's", "another version's", "rewritten"])
-def test_a_replaced_record_is_noticed(agent: Agent, tmp_path: Path, version: int, how: str) -> None:
-    folder, name = folder_of("agent", tmp_path), f"{version:08d}.json"
-    if how == "cut short":
-        truncate(folder / name)
-    elif how == "removed":
-        (folder / name).unlink()
-    elif how == "another agent's":
-        shutil.copy(folder_of("neighbour", tmp_path) / name, folder / name)
-    elif how == "another version's":
-        shutil.copy(folder / f"{version % 3 + 1:08d}.json", folder / name)
-    else:  # whole, the same agent's and version's, but of another history
-        with_history = Agent(open_store(tmp_path / "elsewhere"))
-        for length in (310, 680, 710):
-            with_history.say(LONG[:length])
-        shutil.copy(folder_of("agent", tmp_path / "elsewhere") / name, folder / name)
-    message, usable = unreadable(agent, tmp_path)
-    assert f"record {version} is" in message
+    assert f"version {version} is" in message
     assert (usable.number, usable.transcript) == (3, None)
     expect_full_goes_on(agent, tmp_path, usable)
 
 
-def test_a_changed_byte_anywhere_in_head_is_noticed(agent: Agent, tmp_path: Path) -> None:
-    head = folder_of("agent", tmp_path) / "HEAD"
-    whole = head.read_bytes()
-    for position in range(len(whole)):
-        flip(head, position)
-        assert "HEAD is unusable" in unreadable(agent, tmp_path)[0]
-        head.write_bytes(whole)
-    assert agent.tokens() == LONG[:700]
-
-
-@pytest.mark.parametrize("how", ["removed", "empty", "cut short", "another agent's", "an old one"])
-def test_a_replaced_head_is_noticed(agent: Agent, tmp_path: Path, how: str) -> None:
-    head = folder_of("agent", tmp_path) / "HEAD"
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("how", ["removed", "another agent's", "another version's", "rewritten"])
+def test_a_replaced_version_is_noticed(agent: Agent, tmp_path: Path, version: int, how: str) -> None:
+    place = f"agent = :agent AND version = {version}"
     if how == "removed":
-        head.unlink()
-    elif how == "empty":
-        head.write_bytes(b"")
-    elif how == "cut short":
-        truncate(head)
-    elif how == "another agent's":
-        shutil.copy(folder_of("neighbour", tmp_path) / "HEAD", head)
+        change(tmp_path, f"DELETE FROM turns WHERE {place}")
     else:
-        before = head.read_bytes()
-        agent.say(LONG[:710])
-        agent.say(LONG[:720])
-        head.write_bytes(before)
+        if how == "rewritten":  # whole, the same agent's and version's, but of another history
+            with closing(open_store(tmp_path / "elsewhere")) as other:
+                for length in (310, 680, 710):
+                    Agent(other).say(LONG[:length])
+        elsewhere = tmp_path / "elsewhere" if how == "rewritten" else tmp_path
+        number = "agent_id = 'neighbour'" if how == "another agent's" else "agent_id = 'agent'"
+        with closing(sqlite3.connect(elsewhere / NAME)) as connection:
+            from_version = version % 3 + 1 if how == "another version's" else version
+            columns = ", ".join(["parent", *TURN_COLUMNS][1:])
+            row = connection.execute(
+                f"SELECT {columns} FROM turns WHERE version = ? AND agent = (SELECT number FROM agents WHERE {number})",
+                (from_version,),
+            ).fetchone()
+        change(tmp_path, f"UPDATE turns SET ({columns}) = ({', '.join('?' * len(row))}) WHERE {place}", *row)
     message, usable = unreadable(agent, tmp_path)
-    assert "HEAD" in message or "not the one that was written" in message
-    assert usable.transcript is None
-    assert usable.number == (5 if how == "an old one" else 3)
+    assert f"version {version} is" in message
+    assert (usable.number, usable.transcript) == (3, None)
+    expect_full_goes_on(agent, tmp_path, usable)
+
+
+@pytest.mark.parametrize(
+    "columns", ["version = 2", "head = x''", "unsaved = 1", "checksum = zeroblob(16)", "version = 'x'", "head = NULL"]
+)
+def test_a_changed_row_of_the_agent_is_noticed(agent: Agent, tmp_path: Path, columns: str) -> None:
+    if "NULL" in columns:  # as a flipped byte makes it
+        columns = "head = 0"
+    change(tmp_path, f"UPDATE agents SET {columns} WHERE number = :agent")
+    message, usable = unreadable(agent, tmp_path)
+    assert "checksum of its row" in message
+    assert (usable.number, usable.transcript) == (3, None)
+    expect_full_goes_on(agent, tmp_path, usable)
+
+
+def test_an_old_row_of_the_agent_is_noticed(agent: Agent, tmp_path: Path) -> None:
+    """A page that was never written, or came back from before: its rows are whole, and not the newest."""
+    columns = "version, head, unsaved, checksum"
+    with closing(sqlite3.connect(tmp_path / NAME)) as connection:
+        row = connection.execute(f"SELECT {columns} FROM agents WHERE agent_id = 'agent'").fetchone()
+    agent.say(LONG[:710])
+    agent.say(LONG[:720])
+    change(tmp_path, f"UPDATE agents SET ({columns}) = (?, ?, ?, ?) WHERE number = :agent", *row)
+    message, usable = unreadable(agent, tmp_path)
+    assert "its row lacks the newest version" in message
+    assert (usable.number, usable.transcript) == (5, None)
+    expect_full_goes_on(agent, tmp_path, usable)
+
+
+def empty_the_page(tmp_path: Path, index: str) -> None:
+    """As a damaged page hides its rows from SQLite, without an error."""
+    with closing(sqlite3.connect(tmp_path / NAME)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (index,)).fetchone()
+    with open(tmp_path / NAME, "r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\x0a\0\0\0\0\x10\0\0")
+
+
+@pytest.mark.parametrize("index", ["sqlite_autoindex_agents_1", "agents_by_key"])
+def test_an_agent_that_an_index_has_lost_is_never_begun_anew(agent: Agent, tmp_path: Path, index: str) -> None:
+    agent.store.close()
+    empty_the_page(tmp_path, index)
+    agent.store = open_store(tmp_path)
+    for name in ("agent", "neighbour"):
+        with pytest.raises(AgentTranscriptUnreadable, match="memory salvage") as caught:
+            agent.store.open_agent(name)
+        full = Agent(agent.store, name)
+        with pytest.raises(OSError):
+            full.say(LONG[:50], agent=caught.value.usable)
+        agent.store.mark_unsaved(name)
+    agent.store.close()
+    assert salvage(tmp_path).whole == 2
+    agent.store = open_store(tmp_path)
+    assert agent.tokens() == LONG[:700]
+    agent.say(NEXT)
+
+
+def test_versions_that_the_index_has_lost_are_noticed(agent: Agent, tmp_path: Path) -> None:
+    agent.store.close()
+    empty_the_page(tmp_path, "sqlite_autoindex_turns_1")
+    agent.store = open_store(tmp_path)
+    message, usable = unreadable(agent, tmp_path)
+    assert "version 3 is missing" in message
     expect_full_goes_on(agent, tmp_path, usable)
 
 
 def test_old_damage_below_a_full_replacement_is_forgotten(agent: Agent, tmp_path: Path) -> None:
     agent.say(ids(50, seed=5))
-    store = agent.store
-    store.save(make_turn(agent, 4, make_transcript((9, 9), text="raw"), None))
-    flip(folder_of("agent", tmp_path) / "00000002.json", 99)
-    agent.store = reopen(store, tmp_path)
+    agent.store.save(make_turn(agent, agent.open(), make_transcript((9, 9), text="raw"), None))
+    change(tmp_path, "UPDATE turns SET new_tokens = x'' WHERE agent = :agent AND version = 2")
+    agent.store = reopen(agent.store, tmp_path)
     assert agent.tokens() == (9, 9)
-    assert len(agent.open().results) == 4
-
-
-def test_verify_lists_every_damaged_file(agent: Agent, tmp_path: Path) -> None:
-    assert agent.store.verify() == []
-    block, other = blocks_of(agent, tmp_path)
-    flip(block, -1)
-    shutil.copy(next(x for x in (tmp_path / "blocks").rglob("*.safetensors") if x not in (block, other)), other)
-    (tail,) = folder_of("agent", tmp_path).glob("tail-*")
-    truncate(tail)
-    record = folder_of("neighbour", tmp_path) / "00000002.json"
-    record.unlink()
-    problems = agent.store.verify()
-    assert len(problems) == 4
-    for path in (block, other, tail, record.parent):
-        assert any(problem.startswith(f"{path}: ") for problem in problems)
-
-
-@pytest.mark.parametrize("model", [MODEL, make_model("h", spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
-def test_verify_lists_an_intact_file_of_another_agent(tmp_path: Path, model: LoadedModel) -> None:
-    store = open_store(tmp_path)
-    ours, theirs = Agent(store, "ours", model), Agent(store, "theirs", model)
-    ours.say(LONG[:700], (1, 2))
-    theirs.say(ids(700, seed=9), (1, 2))
-    pieces = sorted(folder_of("ours", tmp_path).glob("*.safetensors"))
-    assert len(pieces) == (3 if model.spec.snapshot_layers else 1)
-    for path in pieces:
-        shutil.copy(folder_of("theirs", tmp_path) / path.name, path)
-    assert store.verify() == [f"{path}: it is another agent's or version's" for path in pieces]
-    ours.say((*LONG[:702], 3))
-    assert store.verify() == []
 
 
 # --- turns that were not saved ---
@@ -321,7 +343,7 @@ def test_after_an_unsaved_turn_append_is_refused_and_full_continues(agent: Agent
         with pytest.raises(AgentTranscriptUnreadable, match="last turn was not saved") as caught:
             agent.open()
         usable = caught.value.usable
-        assert (usable.number, usable.transcript, len(usable.results)) == (3, make_transcript(LONG[:700]), 3)
+        assert (usable.number, usable.transcript) == (3, make_transcript(LONG[:700]))
         assert agent.restore(NEXT, usable).prefix is not None
         agent.store = reopen(agent.store, tmp_path)
     expect_full_goes_on(agent, tmp_path, usable)
@@ -337,12 +359,11 @@ def test_a_new_agents_unsaved_turn_is_remembered_across_a_restart(tmp_path: Path
 
 
 def test_full_continues_after_an_unsaved_turn_on_a_damaged_agent(agent: Agent, tmp_path: Path) -> None:
-    flip(folder_of("agent", tmp_path) / "00000003.json", 99)
-    agent.store = reopen(agent.store, tmp_path)
+    change(tmp_path, "UPDATE turns SET new_tokens = x'' WHERE agent = :agent AND version = 3")
     agent.store.mark_unsaved("agent")
     agent.store.mark_unsaved("agent")
     _, usable = unreadable(agent, tmp_path)
-    assert (usable.number, usable.transcript, len(usable.results)) == (3, None, 2)
+    assert (usable.number, usable.transcript) == (3, None)
     expect_full_goes_on(agent, tmp_path, usable)
 
 
@@ -353,8 +374,7 @@ def test_the_mark_does_not_touch_other_agents(agent: Agent) -> None:
 
 def test_no_message_quotes_the_conversation(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret = make_transcript((1,), text="my secret prompt")
-    agent.store.save(make_turn(agent, 3, secret, None))
-    for path in files_below(folder_of("agent", tmp_path)):
-        flip(path, 60)
+    agent.store.save(make_turn(agent, agent.open(), secret, None))
+    change(tmp_path, "UPDATE turns SET new_tokens = x'' WHERE agent = :agent AND version = 4")
     message, _ = unreadable(agent, tmp_path)
     assert "secret" not in message + caplog.text

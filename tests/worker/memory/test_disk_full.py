@@ -1,7 +1,11 @@
-"""A full disk costs a turn, never a conversation, and leaves no files behind."""
+"""A full or failing disk costs a turn, never a conversation, and leaves no files behind."""
 
+import errno
 import os
 import shutil
+from contextlib import closing, suppress
+from itertools import count
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -9,113 +13,160 @@ from tests.small_disk import SmallDisk
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below, ids, make_model, open_store, reopen
 from tests.worker.memory.faulty_files import FullFiles
 
-from stoker_shared.errors import AgentTranscriptUnreadable
+from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.orphans import cache_folders, orphans_in
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import AgentVersion, LoadedModel
+from stoker_worker.ports import LoadedModel, Turn
 
 LONG = ids(900)
 HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_failures", [1, 3, 1000])
-@pytest.mark.parametrize("stored", [0, 400])
-@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
-def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
-    tmp_path: Path, stored: int, n_failures: int, model: LoadedModel
-) -> None:
-    base = open_store(tmp_path / "base")
-    if stored:
-        Agent(base, model=model).say(LONG[:stored])
-    base.close()
-    for fail_at in range(1, 100):
-        folder = shutil.copytree(tmp_path / "base", tmp_path / str(fail_at))
-        files = FullFiles()
-        agent = Agent(AgentCacheStore(folder, files=files), model=model)
-        before, pieces = agent.open(), pieces_in(folder)
-        turn = agent.turn(LONG[:700])
-        files.arm(fail_at, n_failures)
-        try:
-            agent.store.save(turn)
-        except OSError:
-            expect_unchanged_or_refused(agent, before.number)
-            if n_failures == 1:  # else taking it back may fail as well
-                assert pieces_in(folder) == pieces
-        else:
-            break
-        assert files_below(folder / "tmp") == []
-        files.arm(10**9, 0)  # there is room again
-        agent.store = reopen(agent.store, folder)
-        expect_unchanged_or_refused(agent, before.number)
-        agent.store.close()
-    assert not files.has_failed
-    assert fail_at > 10
-    assert agent.open().number == before.number + 1
+def on_full_disk(folder: Path, files: FullFiles) -> AgentCacheStore:
+    return AgentCacheStore(folder, files=files, connector=files.connector, max_bytes=1 << 30)
+
+
+def after_a_crash(folder: Path, into: Path) -> AgentCacheStore:
+    """What a process that dies now leaves to the next one."""
+    return open_store(shutil.copytree(folder, into, ignore=shutil.ignore_patterns("*-shm", "lock", "in-flight*")))
+
+
+def problems(store: AgentCacheStore) -> list[str]:
+    return list(verify_store(store.parts))
+
+
+def orphans(store: AgentCacheStore) -> list[Path]:
+    """Cache files without a row."""
+    return [path for folder in cache_folders(store.parts) for path in orphans_in(store.parts, folder, before=inf)]
 
 
 def pieces_in(folder: Path) -> list[Path]:
-    return [path.relative_to(folder) for path in files_below(folder / "agents") if path.suffix == ".safetensors"]
+    return [path.relative_to(folder) for path in files_below(folder / "pieces")]
 
 
-def expect_unchanged_or_refused(agent: Agent, number: int) -> None:
-    """Refused only when the turn was written whole and could then not be taken back; never the turn itself."""
-    found: AgentVersion | AgentTranscriptUnreadable
-    try:
-        found = agent.open()
-    except AgentTranscriptUnreadable as error:
-        found = error
-    if isinstance(found, AgentVersion):
-        assert found.number == number
-        assert agent.store.verify() == []
-    else:
-        assert "not saved" in str(found)
-        assert found.usable.number in (number, number + 1)
-
-
-def test_the_same_turn_can_be_saved_when_there_is_room_again(tmp_path: Path) -> None:
-    files = FullFiles()
-    agent = Agent(AgentCacheStore(tmp_path, files=files))
-    agent.say(LONG[:400])
-    turn = agent.turn(LONG[:700])
-    for fail_at in range(1, 100):
-        files.arm(fail_at, 1)
-        try:
-            number, _ = agent.store.save(turn)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "n_failures"), [(errno.ENOSPC, 1), (errno.ENOSPC, 1000), (errno.EIO, 1)])
+@pytest.mark.parametrize(("stored", "model"), [(0, MODEL), (400, HYBRID)])
+def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
+    quick_path: Path, stored: int, model: LoadedModel, number: int, n_failures: int
+) -> None:
+    base = open_store(quick_path / "base")
+    if stored:
+        Agent(base, model=model).say(LONG[:stored])
+    Agent(base, "other").say(LONG[:300])
+    base.close()
+    for fail_at in range(1, 200):
+        has_failed = False
+        files, folder = FullFiles(), shutil.copytree(quick_path / "base", quick_path / str(fail_at))
+        with closing(on_full_disk(folder, files)) as store:
+            agent, other = Agent(store, model=model, jobs=count(100)), Agent(store, "other")
+            before, pieces = agent.open(), pieces_in(folder)
+            turn, beside = agent.turn(LONG[:700]), other.turn(LONG[:500])
+            files.arm(fail_at, n_failures, number=number)
+            try:
+                store.save(turn)
+            except OSError:
+                has_failed = True
+                expect_at(store, turn, before.number)
+                if n_failures == 1:  # else SQLite may fail at this too
+                    assert pieces_in(folder) == pieces
+                    assert orphans(store) == []
+                    store.save(beside)
+                files.arm(10**9, 0)  # there is room again
+                with closing(after_a_crash(folder, quick_path / f"{fail_at} after a crash")) as later:
+                    # Whether a turn was written is unknown only on a disk that fails for good after all was written.
+                    is_unknown = n_failures > 1 and later.open_agent("agent").number == turn.version
+                    expect_at(later, turn, turn.version if is_unknown else before.number)
+                if n_failures > 1:
+                    store.save(beside)
+                store.save(turn)
+            expect_at(store, turn, before.number + 1)
+            assert agent.cached((*LONG[:700], 1)) == 700
+            assert files_below(folder / "tmp") == []
+            assert problems(store) == []
+            assert orphans(store) == []
+        if not has_failed and not files.has_failed:
             break
-        except OSError:
-            files.arm(10**9, 0)
-        assert agent.tokens() == LONG[:400]
-        assert agent.cached((*LONG[:400], 1)) == 400
+    assert fail_at > 15
+
+
+def expect_at(store: AgentCacheStore, turn: Turn, number: int) -> None:
+    """The agent is at this version, with the turn's answer if it is the turn's."""
+    agent = Agent(store, turn.agent_id, turn.model)
+    assert agent.open().number == number
+    if number == turn.version:
+        assert agent.tokens() == turn.transcript.token_ids
+    else:
+        assert agent.tokens() == (turn.base.transcript.token_ids if turn.base.transcript else ())
+    assert store.answer(turn.agent_id, turn.delivery) == (turn.result if number == turn.version else None)
+
+
+@pytest.mark.slow
+def test_a_store_that_cannot_be_made_for_lack_of_space_is_made_when_there_is_some(quick_path: Path) -> None:
+    for fail_at in range(1, 100):
+        files, folder = FullFiles(), quick_path / str(fail_at)
+        files.arm(fail_at, 1000)
+        with suppress(StoreUnusable):
+            on_full_disk(folder, files).close()
+        if not files.has_failed:
+            break
+        with closing(open_store(folder)) as store:
+            Agent(store).say(LONG[:300])
+            assert problems(store) == []
     assert fail_at > 10
-    assert number == 2
-    assert agent.cached((*LONG[:700], 1)) == 700
+
+
+def mark_on_a_full_disk(tmp_path: Path, stored: int, n_failures: int) -> AgentCacheStore:
+    files = FullFiles()
+    store = on_full_disk(tmp_path / "store", files)
+    if stored:
+        Agent(store).say(LONG[:stored])
+    files.arm(1, n_failures)
+    store.mark_unsaved("agent")
+    files.arm(10**9, 0)
+    with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+        store.open_agent("agent")
+    return store
 
 
 @pytest.mark.parametrize("stored", [0, 400])
-def test_a_turn_that_was_not_saved_can_be_marked_on_a_full_disk(tmp_path: Path, stored: int) -> None:
-    files = FullFiles()
-    agent = Agent(AgentCacheStore(tmp_path, files=files))
-    if stored:
-        agent.say(LONG[:stored])
-    files.arm(1, 1000)
-    agent.store.mark_unsaved("agent")
-    with pytest.raises(AgentTranscriptUnreadable):
+def test_a_turn_that_was_not_saved_is_marked_as_long_as_the_worker_lives(tmp_path: Path, stored: int) -> None:
+    store = mark_on_a_full_disk(tmp_path, stored, 1000)
+    agent = Agent(store)
+    with pytest.raises(AgentTranscriptUnreadable) as caught:
         agent.open()
-    if stored:  # for an agent without a folder there is nothing to rename: the mark lives as long as the worker
-        agent.store = reopen(agent.store, tmp_path)
-        with pytest.raises(AgentTranscriptUnreadable):
-            agent.open()
+    agent.say(LONG[:500], agent=caught.value.usable)
+    assert agent.tokens() == LONG[:500]
+    store.close()
 
 
 @pytest.mark.parametrize("small_disk", [600_000], indirect=True)
+def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: SmallDisk) -> None:
+    store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
+    for name in "abc":
+        Agent(store, name).say(LONG)
+    small_disk.fill()
+    for name in ("a", "new"):
+        store.mark_unsaved(name)
+    store = reopen(store, small_disk.path / "store")
+    for name in ("a", "new"):
+        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            store.open_agent(name)
+    assert Agent(store, "b").tokens() == LONG
+    assert problems(store) == []
+    store.close()
+
+
+@pytest.mark.parametrize("small_disk", [800_000], indirect=True)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
-def test_a_disk_that_is_really_full_leaves_whole_files_and_a_right_usage(
+def test_a_disk_that_is_really_full_leaves_whole_files_and_whole_conversations(
     small_disk: SmallDisk, model: LoadedModel
 ) -> None:
     folder = small_disk.path / "store"
     store = AgentCacheStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
     said: dict[str, tuple[int, ...]] = {}
-    small_disk.ballast.write_bytes(bytes(300_000))
+    small_disk.ballast.write_bytes(bytes(200_000))
 
     def say(agent: Agent, new: int) -> bool:
         prompt = said.get(agent.name, ()) + ids(new, seed=len(said))
@@ -123,8 +174,6 @@ def test_a_disk_that_is_really_full_leaves_whole_files_and_a_right_usage(
             agent.say(prompt)
         except OSError:
             return False
-        finally:
-            assert store.budget.total_bytes == sum(x.lstat().st_blocks * 512 for x in (folder, *folder.rglob("*")))
         said[agent.name] = prompt
         return True
 
@@ -135,7 +184,7 @@ def test_a_disk_that_is_really_full_leaves_whole_files_and_a_right_usage(
     assert files_below(folder / "tmp") == []
     for agent in agents:
         assert agent.tokens() == said.get(agent.name, ())
-    assert store.verify() == []
+    assert problems(store) == []
     small_disk.free()
     failed = next(agent for agent, was_saved in zip(agents, saved, strict=True) if not was_saved)
     assert say(failed, 700)
@@ -147,16 +196,16 @@ def test_a_disk_that_is_really_full_leaves_whole_files_and_a_right_usage(
     store.close()
 
 
-@pytest.mark.parametrize("small_disk", [400_000], indirect=True)
+@pytest.mark.parametrize("small_disk", [600_000], indirect=True)
 def test_what_a_failed_turn_wrote_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
     store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
     small, large = Agent(store, "small"), Agent(store, "large")
     small.say(LONG[:10])
     small_disk.fill()
-    os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 60_000)
-    store.pin(frozenset({"small", "large"}))
-    with pytest.raises(OSError, match="No space left"):
-        large.say(LONG[:800])  # its first two blocks fit
+    os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 100_000)
+    store.pin(frozenset({"small", "large"}), frozenset())
+    with pytest.raises(OSError, match=r"No space left|is full"):
+        large.say(ids(2000))  # its first blocks fit
     small.say(LONG[:11])
     assert small.tokens() == LONG[:11]
     store.close()

@@ -1,98 +1,224 @@
 """Eviction plans: the order, and the files that are never evicted."""
 
-from pathlib import Path
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
 
-from stoker_worker.memory.disk_usage import FolderUse
-from stoker_worker.memory.eviction import Plan, plan_eviction
-from stoker_worker.memory.usage import StoreUsage
+import pytest
+
+from stoker_worker.memory import cache_index
+from stoker_worker.memory.agent_table import insert_agent
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.eviction import Plan, plan_agents, plan_unused
+from stoker_worker.memory.schema import TABLES
 
 BLOCK = 100
 
 
-def usage_of(clock: list[float] | None = None, **agents: str) -> StoreUsage:
-    """Agents from the least to the most recently used, each with its blocks, a letter each, and 10 bytes of pieces."""
-    usage = StoreUsage((lambda: clock[0]) if clock else (lambda: 0.0))
-    for name, blocks in agents.items():
-        for block in blocks:
-            usage.set_block(Path(block), BLOCK)
-        usage.set_agent(Path(name), name, FolderUse(kept_bytes=1000, piece_bytes=10))
-        usage.set_blocks_of(Path(name), tuple(map(Path, blocks)))
-        usage.touch(Path(name), name)
-    return usage
+class Index:
+    """An index of agents and their blocks. A block is a letter, and follows the one before it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.letters: dict[str, str] = {}
+
+    def address(self, letter: str) -> str:
+        address = hashlib.sha256(letter.encode()).hexdigest()
+        self.letters[address] = letter
+        return address
+
+    def add(self, name: str, blocks: str, *, used_at: float) -> None:
+        """An agent with a chain of blocks, and 10 bytes of pieces."""
+        row = insert_agent(self.connection, name, last_used=used_at)
+        cache_index.set_piece_bytes(self.connection, row.number, 10)
+        self.use(name, blocks)
+
+    def use(self, name: str, blocks: str, now: float = 0.0) -> None:
+        (number,) = self.connection.execute("SELECT number FROM agents WHERE agent_id = ?", (name,)).fetchone()
+        cache_index.add_blocks(self.connection, self.chain(blocks), dict.fromkeys(range(len(blocks)), BLOCK), now=now)
+        cache_index.use_chain(self.connection, number, self.chain(blocks), now=now)
+
+    def chain(self, blocks: str) -> Any:
+        return Letters(tuple(map(self.address, blocks)))
+
+    def named(self, plan: Plan) -> tuple[str, str]:
+        blocks = "".join(self.letters[block.address] for block in plan.blocks)
+        return blocks, " ".join(row.agent_id for row in plan.agents)
+
+    def unused(self, need: int, held: str = "", *, unused_before: float = -1.0, most: int = 64) -> str:
+        addresses = frozenset(map(self.address, held))
+        return self.named(
+            plan_unused(self.connection, need_bytes=need, held=addresses, unused_before=unused_before, most=most)
+        )[0]
+
+    def agents(self, need: int, pinned: str = "", held: str = "", *, most: int = 64) -> tuple[str, str]:
+        addresses = frozenset(map(self.address, held))
+        return self.named(
+            plan_agents(self.connection, need_bytes=need, pinned=pinned.split(), held=addresses, most=most)
+        )
+
+    def carry_out(self, plan: Plan) -> None:
+        for row in plan.agents:
+            released = row in plan.released
+            cache_index.note_evicted(self.connection, row, released=released, now=0.0)
+        for block in plan.blocks:
+            cache_index.remove_block(self.connection, block.address)
 
 
-def plan(usage: StoreUsage, need: int, pinned: str = "", held: str = "", **options: float) -> tuple[str, str]:
-    found = plan_eviction(
-        usage,
-        need_bytes=need,
-        pinned=frozenset(pinned.split()),
-        held=frozenset(map(Path, held)),
-        **options,  # type: ignore[arg-type]
-    )
-    return "".join(map(str, found.blocks)), " ".join(map(str, found.agents))
+class Letters:
+    """As much of a `BlockChain` as the index looks at."""
+
+    model = "f" * 64
+
+    def __init__(self, addresses: tuple[str, ...]) -> None:
+        self.addresses = addresses
+        self.n_blocks = len(addresses)
+
+    def parent(self, index: int) -> str:
+        return self.addresses[index - 1] if index else "00" * 32
 
 
-def test_nothing_is_evicted_below_the_limit() -> None:
-    assert plan(usage_of(one="abc"), 0) == ("", "")
+@pytest.fixture
+def index() -> Iterator[Index]:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(TABLES)
+    yield Index(connection)
+    connection.close()
+
+
+def test_nothing_is_evicted_below_the_limit(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    assert index.unused(0) == ""
+    assert index.agents(0) == ("", "")
     assert not Plan()
 
 
-def test_blocks_without_a_user_go_first() -> None:
-    usage = usage_of(one="abc", two="xyz")
-    usage.set_blocks_of(Path("two"), (Path("x"),))
-    assert plan(usage, 1) == ("z", "")
-    assert plan(usage, 150) == ("zy", "")
-    assert plan(usage, 201) == ("zy", "one")
+def test_blocks_without_a_user_go_from_the_end_and_agents_blocks_do_not(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.add("two", "xyz", used_at=2)
+    assert index.unused(10**9) == ""
+    index.use("two", "x")
+    assert index.unused(1) == "z"
+    assert index.unused(150) == "z"  # `y` is not at an end yet
+    index.carry_out(plan_unused(index.connection, need_bytes=150, held=set(), unused_before=-1.0, most=9))
+    assert index.unused(50) == "y"
 
 
-def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end() -> None:
-    usage = usage_of(one="abc", two="xyz")
-    assert plan(usage, 210) == ("cb", "one")
-    usage.touch(Path("one"), "one")
-    assert plan(usage, 210) == ("zy", "two")
-    assert plan(usage, 10**9) == ("zyxcba", "two one")
+def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.add("two", "xyz", used_at=2)
+    assert index.agents(210) == ("cb", "one")
+    cache_index.touch(index.connection, [("one", 3.0)])
+    assert index.agents(210) == ("zy", "two")
+    assert index.agents(10**9) == ("zyxcba", "two one")
 
 
-def test_an_agent_with_work_loses_nothing() -> None:
-    assert plan(usage_of(one="abc", two="xyz"), 10**9, pinned="one") == ("zyx", "two")
-    assert plan(usage_of(one="abc", two="xyz"), 10**9, pinned="one two") == ("", "")
+def test_an_agent_with_work_loses_nothing(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.add("two", "xyz", used_at=2)
+    assert index.agents(10**9, pinned="one") == ("zyx", "two")
+    assert index.agents(10**9, pinned="one two") == ("", "")
 
 
-def test_a_shared_block_stays_while_a_remaining_agent_uses_it() -> None:
-    usage = usage_of(one="abc", two="abz")
-    assert plan(usage, 110) == ("c", "one")
-    assert plan(usage, 300) == ("czb", "one two")
-    assert plan(usage, 10**9, pinned="two") == ("c", "one")
-    assert plan(usage, 10**9, pinned="one") == ("z", "two")
+def test_a_shared_block_stays_while_a_remaining_agent_uses_it(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.add("two", "abz", used_at=2)
+    assert index.agents(110) == ("c", "one")
+    assert index.agents(300) == ("czb", "one two")
+    assert index.agents(10**9, pinned="two") == ("c", "one")
+    assert index.agents(10**9, pinned="one") == ("z", "two")
 
 
-def test_a_held_block_is_never_evicted() -> None:
-    assert plan(usage_of(one="abc"), 10**9, held="b") == ("ca", "one")
-    usage = usage_of(one="abc")
-    usage.set_blocks_of(Path("one"), ())
-    assert plan(usage, 10**9, held="ac") == ("b", "one")
+def test_agents_that_end_at_one_block_lose_it_together(index: Index) -> None:
+    for number in range(50):
+        index.add(f"agent {number}", "ab", used_at=number)
+    assert index.agents(400) == ("", " ".join(f"agent {number}" for number in range(40)))
+    assert index.agents(501) == ("b", " ".join(f"agent {number}" for number in range(50)))
 
 
-def test_blocks_unused_for_long_are_removed_even_below_the_limit() -> None:
-    clock = [5.0]
-    usage = usage_of(clock, one="abc")
-    usage.set_blocks_of(Path("one"), (Path("a"), Path("b")))
-    clock[0] = 6.0
-    usage.set_blocks_of(Path("one"), (Path("a"),))
-    assert plan(usage, 0, unused_before=4.0) == ("", "")
-    assert plan(usage, 0, unused_before=5.0) == ("c", "")
-    usage.set_blocks_of(Path("one"), (Path("a"), Path("c")))
-    assert plan(usage, 0, unused_before=6.0) == ("b", "")
+def test_a_held_block_is_never_evicted(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    assert index.agents(10**9, held="b") == ("c", "one")
+    index.use("one", "")
+    assert index.unused(10**9, held="c") == ""
 
 
-def test_a_plan_has_at_most_the_blocks_asked_for() -> None:
-    assert plan(usage_of(one="abc", two="xyz"), 10**9, most_blocks=4) == ("cbaz", "one two")
+def test_blocks_unused_for_long_are_removed_even_below_the_limit(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.use("one", "ab", now=5.0)
+    assert index.unused(0, unused_before=4.0) == ""
+    assert index.unused(0, unused_before=5.0) == "c"
+    index.use("one", "abc", now=6.0)
+    assert index.unused(0, unused_before=7.0) == ""
 
 
-def test_an_agent_without_cache_is_not_planned_again() -> None:
-    usage = usage_of(one="ab", two="x")
-    for block in "ab":
-        usage.set_block(Path(block), None)
-    usage.set_agent(Path("one"), "one", FolderUse(1000, 0))
-    assert plan(usage, 1) == ("", "two")
-    assert usage.total_bytes == 2110
+def test_the_blocks_before_one_unused_for_long_have_been_so_too(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.use("one", "x", now=5.0)
+    for block in "cba":
+        plan = plan_unused(index.connection, need_bytes=0, held=set(), unused_before=5.0, most=9)
+        assert index.named(plan)[0] == block
+        index.carry_out(plan)
+
+
+def test_a_plan_has_at_most_the_blocks_asked_for(index: Index) -> None:
+    index.add("one", "abc", used_at=1)
+    index.add("two", "xyz", used_at=2)
+    assert index.agents(10**9, most=4) == ("cbaz", "one two")
+
+
+def test_an_agent_without_cache_is_not_planned_again(index: Index) -> None:
+    index.add("one", "ab", used_at=1)
+    index.add("two", "x", used_at=2)
+    index.carry_out(plan_agents(index.connection, need_bytes=201, pinned=(), held=set(), most=9))
+    assert index.agents(1) == ("", "two")
+    assert cache_index.cache_bytes(index.connection) == 110
+
+
+def test_what_was_saved_since_the_plan_stays(index: Index) -> None:
+    index.add("one", "ab", used_at=1)
+    plan = plan_agents(index.connection, need_bytes=1, pinned=(), held=set(), most=9)
+    index.connection.execute("UPDATE agents SET version = 1")
+    index.carry_out(plan)
+    assert cache_index.cache_bytes(index.connection) == 210
+
+
+@pytest.mark.parametrize("after", ["plan", "look for unused blocks", "an agent's end"])
+def test_no_plan_reads_more_of_a_large_store_than_it_needs(index: Index, after: str) -> None:
+    """SQLite's own counter: with 3,000 agents a plan takes about as many steps as with 300."""
+
+    def steps_with(n_agents: int) -> int:
+        for number in range(n_agents):
+            index.add(f"{n_agents} {number}", f"{number % 50:c}ab", used_at=number)
+        index.use(f"{n_agents} 0", "", now=1.0)
+        steps = [0]
+
+        def count() -> None:
+            steps[0] += 1
+
+        index.connection.set_progress_handler(count, 10)  # type: ignore[attr-defined]
+        if after == "plan":
+            index.agents(300)
+        elif after == "look for unused blocks":
+            index.unused(300)
+        else:
+            cache_index.note_unused(index.connection, index.address("b"), now=2.0)
+        index.connection.set_progress_handler(None, 0)  # type: ignore[attr-defined]
+        return steps[0]
+
+    few = steps_with(300)
+    assert steps_with(3000) < 2 * few + 20
+
+
+def test_agents_that_share_their_last_block_do_not_keep_others_from_eviction(index: Index) -> None:
+    for number in range(20):
+        index.add(f"shared {number:2}", "ab", used_at=number)
+    index.add("own", "xy", used_at=30)
+    for _ in range(20):
+        index.carry_out(plan_agents(index.connection, need_bytes=10**9, pinned=["shared 19"], held=set(), most=4))
+        index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
+    assert cache_index.cache_bytes(index.connection) == 210  # the pinned agent's
+    index.carry_out(plan_agents(index.connection, need_bytes=10**9, pinned=[], held=set(), most=4))
+    index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
+    assert cache_index.cache_bytes(index.connection) == 0

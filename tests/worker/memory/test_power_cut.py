@@ -1,194 +1,226 @@
-"""After a power cut at any instant, an agent is whole, at the version before the turn or at the one after it."""
+"""After a power cut at any instant each agent is whole, at its last version or at the one that was being saved."""
 
-import dataclasses
+import os
+import random
 import shutil
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import (
-    MODEL,
-    SNAPSHOT_SPECS,
-    Agent,
-    files_below,
-    ids,
-    make_model,
-    make_transcript,
-    make_turn,
-    open_store,
-)
-from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
+from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivors
 
-from stoker_shared.errors import AgentTranscriptUnreadable
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import LoadedModel
+from stoker_worker.ports import Turn
 
 pytestmark = pytest.mark.slow
 
-LONG = ids(900)
+ROUNDS = int(os.environ.get("DEEP", "0")) // 125
+"""Of each instant, with each choice of what survives; 0: every second instant, each with another choice."""
+
+LONG = ids(1200)
+HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
+Q8 = make_model("q8", spec=make_model().spec.__class__(MODEL.spec.layers, MODEL.spec.dtype, store_dtype="q8"))
+MODELS = {"window": HYBRID, "q8": Q8}
+"""By agent; the others have `MODEL`."""
+
+State = tuple[int, tuple[int, ...]]
+"""Version and token ids; version 0 is no agent."""
+
+NOBODY: State = (0, ())
 
 
-def first_turn(agent: Agent) -> None:
-    agent.say(LONG[:300])
+@dataclass
+class Story:
+    """What is done to a store on a recorded disk. Each change of an agent is noted before it begins and after it has
+    returned."""
+
+    disk: RecordedDisk
+    store: AgentCacheStore
+    jobs: Iterator[int] = field(default_factory=count)
+
+    def agent(self, name: str) -> Agent:
+        return Agent(self.store, name, MODELS.get(name, MODEL), jobs=self.jobs)
+
+    @contextmanager
+    def changing(self, name: str, after: State, turn: Turn | None = None) -> Iterator[None]:
+        self.disk.note("begun", name, after, turn)
+        yield
+        self.disk.note("returned", name, after, turn)
+
+    def say(self, name: str, prompt: tuple[int, ...], answer: tuple[int, ...] = (7, 8)) -> None:
+        turn = self.agent(name).turn(prompt, answer)
+        with self.changing(name, (turn.version, (*prompt, *answer)), turn):
+            self.store.save(turn)
+
+    def say_together(self, prompts: dict[str, tuple[int, ...]]) -> None:
+        """Turns whose transactions share one sync."""
+        database = self.store.parts.database
+        threads = [threading.Thread(target=self.say, args=item) for item in prompts.items()]
+        with database._leading:
+            for thread in threads:
+                thread.start()
+            while len(database._waiting) < len(threads):
+                threads[0].join(0.001)
+        for thread in threads:
+            thread.join()
+
+    def fork(self, name: str, target: str) -> None:
+        with self.changing(target, (1, self.agent(name).tokens())):
+            fork_agent(self.store.parts, name, target)
+
+    def forget(self, name: str) -> None:
+        with self.changing(name, NOBODY):
+            forget_agent(self.store.parts, name)
+
+    def evict(self) -> None:
+        self.store.budget.max_bytes = 1
+        self.store.budget.make_room()
+        self.store.budget.max_bytes = 1 << 30
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = on_disk(self.disk)
 
 
-def turn_with_tail(agent: Agent) -> None:
-    agent.say(LONG[:420], (1, 2))
+def on_disk(disk: RecordedDisk) -> AgentCacheStore:
+    def often_emptied(path: Path) -> Connection:
+        connection = disk.connector(path)
+        connection.execute("PRAGMA wal_autocheckpoint=24").fetchall()
+        return connection
+
+    return AgentCacheStore(disk.root, files=disk, connector=often_emptied, max_bytes=1 << 30, keep_versions=2)
 
 
-def turn_over_two_blocks(agent: Agent) -> None:
-    agent.say(LONG[:900], (1, 2))
+def tell(root: Path, plot: Callable[[Story], None]) -> list[Op]:
+    """The steps on the disk, from the making of the store on."""
+    root.mkdir()
+    disk = RecordedDisk(root)
+    with disk.witnessed():
+        story = Story(disk, on_disk(disk))
+        plot(story)
+        story.store.close()
+    return disk.ops
 
 
-def turn_that_ends_on_a_block(agent: Agent) -> None:
-    agent.say(LONG[:512])
+def everything(story: Story) -> None:
+    story.say("a", LONG[:300])
+    story.say("window", LONG[:280])
+    story.say("a", (*LONG[:300], 7, 8, *LONG[300:400]))
+    story.say_together({"a": LONG[:900], "b": LONG[:600], "q8": LONG[:300], "c": LONG[:20]})
+    story.fork("a", "d")
+    story.say("window", LONG[:520])
+    story.forget("b")
+    story.evict()
+    story.store.parts.database.empty_log()
+    story.say("a", LONG[:1000])
+    story.reopen()
+    story.say("q8", ids(270, seed=5))  # another conversation
+    story.say("b", ids(30, seed=6))
+    story.forget("c")
 
 
-def turn_without_cache(agent: Agent) -> None:
-    agent.store.save(make_turn(agent, agent.open().number, make_transcript(LONG[:450]), None))
+def many_versions(story: Story) -> None:
+    """A whole transcript after deltas, and old versions pruned."""
+    for number in range(18):
+        story.say("a", (*LONG[: 10 + number],))
 
 
-def new_conversation(agent: Agent) -> None:
-    agent.say(ids(300, seed=8))
+@dataclass
+class Expected:
+    """What a power cut may leave of each agent, by the notes so far."""
 
+    at: dict[str, State]
+    maybe: dict[str, State]
+    turns: dict[tuple[str, State], Turn]
 
-TURNS: dict[str, tuple[int, Callable[[Agent], None]]] = {
-    turn.__name__: (stored, turn)
-    for stored, turn in (
-        (0, first_turn),
-        (400, turn_with_tail),
-        (400, turn_over_two_blocks),
-        (400, turn_that_ends_on_a_block),
-        (400, turn_without_cache),
-        (400, new_conversation),
-    )
-}
-
-
-HYBRID, RECURRENT = (make_model(name, spec=SNAPSHOT_SPECS[name]) for name in ("hybrid", "recurrent"))
-Q8 = make_model("q8", spec=dataclasses.replace(MODEL.spec, store_dtype="q8"))
-
-
-def state_of(folder: Path, model: LoadedModel = MODEL) -> tuple[object, ...]:
-    """All that a user can see of the agent after a restart; the store must be clean."""
-    store = open_store(folder)
-    try:
-        assert store.verify() == []
-        assert files_below(folder / "tmp") == []
-        agent = Agent(store, model=model)
-        version = agent.open()
-        cached = agent.cached((*agent.tokens(), 1)), agent.cached(agent.tokens())
-        assert store.misses == {}
-        assert len([*folder.rglob("tail-*"), *folder.rglob("snapshot-*")]) <= 6  # of two versions, at the very most
-        return version.number, version.transcript, dict(version.results), cached
-    finally:
-        store.close()
-
-
-def prepare(folder: Path, stored: int, model: LoadedModel = MODEL) -> Path:
-    store = open_store(folder)
-    if stored:
-        Agent(store, model=model).say(LONG[: stored - 20])
-        Agent(store, model=model).say(LONG[:stored])
-    store.close()
-    return folder
-
-
-def run(folder: Path, turn: Callable[[Agent], None], files: CutFiles, cut_at: int, model: LoadedModel = MODEL) -> bool:
-    """Take a turn in the store at `folder`; whether the power stayed on."""
-    store = AgentCacheStore(folder, files=files)
-    files.arm(cut_at)
-    try:
-        turn(Agent(store, model=model))
-    except PowerCut:
-        return False
-    finally:
-        store.close()
-    return True
-
-
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-@pytest.mark.parametrize("name", TURNS)
-def test_a_power_cut_leaves_the_version_before_or_the_one_after(
-    tmp_path: Path, name: str, survivors: Survivors
-) -> None:
-    stored, turn = TURNS[name]
-    cut_everywhere(tmp_path, stored, turn, survivors, MODEL)
-
-
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-@pytest.mark.parametrize("turn", [first_turn, turn_with_tail, turn_without_cache])
-@pytest.mark.parametrize("model", [HYBRID, RECURRENT, Q8], ids=lambda model: model.name)
-def test_the_same_holds_for_snapshots_and_for_quantised_blocks(
-    tmp_path: Path, model: LoadedModel, turn: Callable[[Agent], None], survivors: Survivors
-) -> None:
-    cut_everywhere(tmp_path, 0 if turn is first_turn else 400, turn, survivors, model)
-
-
-def cut_everywhere(
-    tmp_path: Path, stored: int, turn: Callable[[Agent], None], survivors: Survivors, model: LoadedModel
-) -> None:
-    base = prepare(tmp_path / "base", stored, model)
-    before, after = state_of(base, model), None
-    found = []
-    for cut_at in range(1, 200):
-        folder = shutil.copytree(base, tmp_path / str(cut_at))
-        files = CutFiles(survivors)
-        if run(folder, turn, files, cut_at, model):
-            files.cut()  # what `save` has returned for is there, whatever was not synced
-            after = state_of(folder, model)
-            break
-        found.append((folder, state_of(folder, model)))
-    assert after is not None
-    assert after[0] == before[0] + 1  # type: ignore[operator]
-    assert found[0][1] == before
-    assert len(found) > 12
-    for folder, state in found:
-        assert state in (before, after), folder.name
-        if state == before:
-            assert run(folder, turn, CutFiles(), 1000, model)
-            assert state_of(folder, model) == after
-
-
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-def test_a_power_cut_while_a_store_is_made_leaves_a_store_that_opens(tmp_path: Path, survivors: Survivors) -> None:
-    for cut_at in range(1, 100):
-        folder, files = tmp_path / str(cut_at), CutFiles(survivors)
-        files.arm(cut_at)
-        try:
-            AgentCacheStore(folder, files=files).close()
-        except PowerCut:
-            state_of(folder)
+    def hear(self, what: str, name: str, state: State, turn: Turn | None) -> None:
+        self.at.setdefault(name, NOBODY)
+        if turn is not None:
+            self.turns[name, state] = turn
+        if what == "begun":
+            self.maybe[name] = state
         else:
-            break
-    assert cut_at > 8
+            self.at[name] = self.maybe.pop(name)
+
+    def check(self, folder: Path, counts: Counter[str]) -> None:
+        """The store opens; all agents are whole, at a state that they may be at, and go on from there."""
+        with closing(open_store(folder)) as store:
+            problems = list(verify_store(store.parts))
+            assert problems == []
+            for name in self.at:
+                agent = Agent(store, name, MODELS.get(name, MODEL))
+                version = agent.open()
+                state = (version.number, agent.tokens())
+                assert state in (self.at[name], self.maybe.get(name)), name
+                counts["new" if state != self.at[name] else "old"] += 1
+                for at in {self.at[name], self.maybe.get(name, NOBODY)}:
+                    if turn := self.turns.get((name, at)):
+                        answer = store.answer(name, turn.delivery)
+                        assert answer == (turn.result if at == state or state[0] > at[0] else None)
+                if state[0]:
+                    counts["cached" if agent.cached((*state[1], 1)) else "missed"] += 1  # and it is the right cache
+            if self.at:
+                name = sorted(self.at)[len(counts) % len(self.at)]
+                agent = Agent(store, name, MODELS.get(name, MODEL))
+                prompt = (*agent.tokens(), *LONG[:300])
+                agent.say(prompt)
+                assert agent.cached((*prompt, 1)) == len(prompt)
 
 
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-def test_a_power_cut_while_damage_is_repaired_never_shows_a_shorter_conversation(
-    tmp_path: Path, survivors: Survivors
-) -> None:
-    base = prepare(tmp_path / "base", 400)
-    (record,) = base.rglob("00000001.json")
-    record.unlink()
-    n_refused = 0
-    for cut_at in range(1, 100):
-        folder = shutil.copytree(base, tmp_path / str(cut_at))
-        if run(folder, replace_conversation, CutFiles(survivors), cut_at):
-            break
-        store = open_store(folder)
-        try:
-            assert store.open_agent("agent").transcript == make_transcript(LONG[:500])
-        except AgentTranscriptUnreadable as error:
-            n_refused += 1
-            Agent(store).say(LONG[:500], agent=error.usable)
-            assert Agent(store).tokens() == LONG[:500]
-        finally:
-            store.close()
-    assert n_refused > 8
+def cut_everywhere(quick_path: Path, ops: list[Op], first: int = 0) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    every: list[Survivors] = ["all", "none", "some"]
+    for round_ in range(max(ROUNDS, 1)):
+        replay, expected = Replay(), Expected({}, {}, {})
+        for number, op in enumerate(ops):
+            if op[0] == "note":
+                expected.hear(*op[1:])
+                continue
+            replay.step(op)
+            if number < first or (not ROUNDS and number % 2):
+                continue
+            for survivors in every if ROUNDS else [every[number // 2 % 3]]:
+                after = quick_path / "after"
+                after.mkdir()
+                replay.write_to(after, survivors, random.Random(number + 1000 * round_))
+                expected.check(after, counts)
+                shutil.rmtree(after)
+    return counts
 
 
-def replace_conversation(agent: Agent) -> None:
-    with pytest.raises(AgentTranscriptUnreadable) as caught:
-        agent.open()
-    agent.say(LONG[:500], agent=caught.value.usable)
+def test_a_power_cut_leaves_each_agent_at_its_last_version_or_at_the_next_one(quick_path: Path) -> None:
+    counts = cut_everywhere(quick_path, tell(quick_path / "disk", everything))
+    assert min(counts[kind] for kind in ("new", "old", "cached", "missed")) > 20
+
+
+def test_a_power_cut_while_versions_are_pruned_leaves_the_others(quick_path: Path) -> None:
+    ops = tell(quick_path / "disk", many_versions)
+    cut_everywhere(quick_path, ops, first=0 if ROUNDS else len(ops) - 60)
+
+
+def test_what_a_save_returned_for_does_not_need_the_syncs_after_it(quick_path: Path) -> None:
+    """The last instant of each save, with nothing that is not synced: its version is there."""
+    ops = tell(quick_path / "disk", everything)
+    replay, expected, n_saves = Replay(), Expected({}, {}, {}), 0
+    for number, op in enumerate(ops):
+        if op[0] != "note":
+            replay.step(op)
+            continue
+        expected.hear(*op[1:])
+        if op[1] == "returned":
+            n_saves += 1
+            after = quick_path / str(number)
+            after.mkdir()
+            replay.write_to(after, "none", random.Random(0))
+            expected.check(after, Counter())
+    assert n_saves == 14

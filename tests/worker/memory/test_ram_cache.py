@@ -18,6 +18,7 @@ from tests.worker.memory.agents import (
     make_model,
     make_transcript,
     make_turn,
+    problems_of,
 )
 
 from stoker_worker.memory.block_chain import BlockChain
@@ -58,12 +59,12 @@ def test_the_next_turn_reads_no_file(tmp_path: Path) -> None:
         history += ids(new, seed=number)
         agent.say(history, ids(20, seed=number))
         history = agent.tokens()
-        for path in [*files_below(tmp_path / "blocks"), *tmp_path.rglob("tail-*")]:
+        for path in [*files_below(tmp_path / "blocks"), *tmp_path.rglob("*-tail.*")]:
             path.rename(path.with_suffix(".away"))
         assert source_of(agent, (*history, 1, 2)) == ("memory", len(history))
         for path in tmp_path.rglob("*.away"):
             path.rename(path.with_suffix(".safetensors"))
-    assert agent.store.verify() == []
+    assert problems_of(agent.store) == []
 
 
 def test_a_cache_read_from_disk_stays_in_ram_without_a_copy(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_ram_and_disk_give_the_same_cache(tmp_path: Path, shared: int, new: int)
         agent.say(prompt, (5,))
         assert agent.tokens() == (*prompt, 5)
         assert agent.cached((*prompt, 5, 6)) == len(prompt) + 1
-        assert agent.store.verify() == []
+        assert problems_of(agent.store) == []
     assert given[0] == given[1]
 
 
@@ -133,19 +134,19 @@ def test_a_turn_of_another_parent_is_not_appended(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
     turn = agent.turn(LONG[:700])
-    agent.store.ram_cache.saved(dataclasses.replace(turn, parent=7))
+    agent.store.ram_cache.saved(dataclasses.replace(turn, base=dataclasses.replace(turn.base, number=7)))
     assert "agent" not in agent.store.ram_cache
     agent.store.save(turn)
     assert source_of(agent, LONG[:800]) == ("disk", 700)
     other = make_transcript((*ids(512, seed=4), *LONG[512:900]))
-    agent.store.ram_cache.saved(dataclasses.replace(turn, parent=2, transcript=other))
+    agent.store.ram_cache.saved(dataclasses.replace(turn, base=agent.open(), transcript=other))
     assert "agent" not in agent.store.ram_cache
 
 
 def test_a_turn_saved_without_cache_leaves_none_in_memory(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
-    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), None))
     assert source_of(agent, LONG[:800]) == ("disk", 512)
 
 
@@ -165,11 +166,11 @@ def test_memory_stays_within_its_limit_and_the_agent_used_last_stays(tmp_path: P
 
 def test_an_agent_with_work_stays_in_ram(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1100 * TOKEN_BYTES)
-    store.pin(frozenset("ab"))
+    store.pin(frozenset("a"), frozenset("b"))
     for name in "abc":
         Agent(store, name).say(ids(400, seed=ord(name)))
     assert [name in store.ram_cache for name in "abc"] == [True, True, False]
-    store.pin(frozenset("b"))
+    store.pin(frozenset(), frozenset("b"))
     assert source_of(Agent(store, "c"), ids(400, seed=ord("c"))) == ("disk", 399)
     assert [name in store.ram_cache for name in "abc"] == [False, True, True]
 
@@ -250,7 +251,7 @@ def turn_of(model: LoadedModel, parent: int, start: int, stop: int, at: tuple[in
     layers = cut(cache_of(LONG[:stop], FULL_ONLY), start, stop) if model.spec.full_layers else ()
     cache = CacheSlice(start, stop, layers, tuple(Snapshot(n, state_after(LONG[:n])) for n in at))
     transcript = make_transcript(LONG[:stop])
-    return Turn("agent", parent, Delivery("job", ""), transcript, model, None, cache, lambda version: {})
+    return Turn(AgentVersion("agent", parent, None), Delivery("job", ""), transcript, model, None, cache, {})
 
 
 def take(
@@ -297,3 +298,24 @@ def test_snapshots_count_towards_the_limit() -> None:
     ram_cache = RamCache(PLENTY)
     ram_cache.saved(turn_of(ONLY_STATES, 0, 0, 300, (280, 300)))
     assert ram_cache.n_bytes == 2 * 2 * 3 * 4
+
+
+def test_caches_of_a_few_tokens_do_not_take_more_memory_than_is_counted() -> None:
+    cache = RamCache(PLENTY)
+    cache.pin(frozenset({"agent 0"}), frozenset({"agent 1"}))
+    tracemalloc.start()
+    for number in range(6000):
+        cache.saved(tiny_turn(f"agent {number}"))
+        if number == 2999:
+            first = tracemalloc.get_traced_memory()[0]
+    grown = tracemalloc.get_traced_memory()[0] - first
+    tracemalloc.stop()
+    assert grown < 500_000
+    assert all(f"agent {number}" in cache for number in (0, 1, 5999))
+    assert "agent 2999" not in cache
+
+
+def tiny_turn(name: str) -> Turn:
+    transcript = make_transcript(ids(3))
+    cache = CacheSlice(0, 3, cache_of(transcript.token_ids))
+    return Turn(AgentVersion(name, 0, None), Delivery("job", ""), transcript, MODEL, None, cache, {})

@@ -9,10 +9,12 @@ from tests.worker.memory.agents import (
     Agent,
     cache_of,
     cut,
+    disk_bytes,
     files_below,
     ids,
     make_model,
     open_store,
+    tidy,
 )
 
 from stoker_worker.memory.shared_prefixes import SharedPrefixes
@@ -49,13 +51,13 @@ def test_the_third_job_with_a_common_beginning_finds_the_blocks_of_the_second(tm
     store = open_store(tmp_path)
     assert [cached(ask(store, question())) for _ in range(4)] == [0, 0, 512, 512]
     assert len(files_below(tmp_path / "blocks")) == 2
-    assert files_below(tmp_path / "agents") == []
+    assert files_below(tmp_path / "pieces") == []
 
 
 def test_prompts_without_a_common_beginning_leave_no_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert [cached(ask(store, ids(700, seed=seed))) for seed in range(20)] == [0] * 20
-    assert files_below(tmp_path / "blocks") == files_below(tmp_path / "agents") == []
+    assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
 
 
 def test_jobs_of_different_salts_share_nothing(tmp_path: Path) -> None:
@@ -83,6 +85,8 @@ def test_shared_blocks_are_evicted_before_any_agents(tmp_path: Path) -> None:
     agent.say(ids(600, seed=1000))
     for _ in range(3):
         ask(store, question())
+    tidy(store)
+    store.parts.database.empty_log()  # which would go first
     store.budget.max_bytes = store.budget.total_bytes - 1
     store.budget.make_room()
     assert agent.restore((*ids(600, seed=1000), 1)).miss_reason is None
@@ -93,6 +97,8 @@ def test_recently_used_shared_blocks_stay_longest(tmp_path: Path) -> None:
     store, others = open_store(tmp_path), ids(600, seed=77)
     for start in (COMMON, others, COMMON, others, COMMON):
         ask(store, (*start, *ids(10, seed=next(SEEDS))))
+    tidy(store)
+    store.parts.database.empty_log()  # which would go first
     store.budget.max_bytes = store.budget.total_bytes - 1
     store.budget.make_room()
     assert cached(ask(store, question())) == 512
@@ -102,8 +108,7 @@ def test_shared_blocks_are_counted(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for _ in range(3):
         ask(store, question())
-    on_disk = sum(path.lstat().st_blocks * 512 for path in (tmp_path, *tmp_path.rglob("*")))
-    assert store.budget.total_bytes == on_disk
+    assert store.budget.total_bytes == disk_bytes(tmp_path)
 
 
 def test_a_damaged_shared_block_is_a_miss_and_is_written_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model, problems_of
 
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
@@ -32,10 +32,7 @@ class HangingDisk(FastDisk):
         self._sync(b"".join(data)[:4096].decode("latin-1"))
 
     def sync_folder(self, path: Path) -> None:
-        self._sync("folder of blocks" if path.parent.parent.name == "blocks" else "another folder")
-
-    def flush(self, path: Path) -> None:
-        self._sync("folder of the agent")
+        self._sync("folder of blocks" if path.parent.parent.name == "blocks" else "folder of pieces")
 
     def _sync(self, what: str) -> None:
         if threading.current_thread().name == "slow" and self.hangs_at and self.hangs_at in what:
@@ -44,13 +41,14 @@ class HangingDisk(FastDisk):
 
 
 @contextmanager
-def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], int]) -> Iterator[Future[int]]:
+def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], None]) -> Iterator[Future[None]]:
     """A save on a thread of its own that stands still inside."""
-    done: Future[int] = Future()
+    done: Future[None] = Future()
 
     def run() -> None:
         try:
-            done.set_result(save())
+            save()
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
 
@@ -69,9 +67,7 @@ HANGS_AT = {
     "a block": '"kind":"block"',
     "the blocks' folder": "folder of blocks",
     "the tail": '"kind":"tail"',
-    "the record": "stoker-record",
-    "HEAD": "stoker-head",
-    "the agent's folder": "folder of the agent",
+    "the pieces' folder": "folder of pieces",
 }
 
 
@@ -98,21 +94,21 @@ def test_a_sync_that_hangs_delays_no_other_agent(
         assert newcomer.tokens() == ()
         newcomer.say((*SHARED, 3))
         assert newcomer.cached((*SHARED, 3, 1)) == 601
-        store.pin(frozenset({"beside"}))
+        store.pin(frozenset({"beside"}), frozenset())
         store.budget.max_bytes = 1
         store.budget.make_room()
         assert agents["idle"].cached(agents["idle"].tokens()) == 0
         assert beside.cached((*SHARED, 2, 2, 1)) == 602
         store.budget.max_bytes = 1 << 30
 
-    with ThreadPoolExecutor(1) as pool, hanging_save(disk, hangs_at, lambda: store.save(turn)[0]) as saved:
+    with ThreadPoolExecutor(1) as pool, hanging_save(disk, hangs_at, lambda: store.save(turn)) as saved:
         pool.submit(others).result(PATIENCE_S)
         assert not saved.done()
-    assert saved.result() == 2
+    saved.result()
     # Nothing of what the slow turn was about to rely on was evicted meanwhile.
     assert agents["slow"].tokens() == (*SHARED, 1)
     assert agents["slow"].cached((*SHARED, 1, 1)) == 601
-    assert store.verify() == []
+    assert problems_of(store) == []
     store.close()
     store = AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=1 << 30)
     assert Agent(store, "slow", model).cached((*SHARED, 1, 1)) == 601

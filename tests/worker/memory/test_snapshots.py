@@ -1,7 +1,6 @@
 """Models with window or recurrent layers: they resume exactly where a snapshot was taken, or not at all."""
 
 import dataclasses
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -25,13 +24,13 @@ from tests.worker.memory.agents import (
     make_turn,
     only,
     open_store,
+    problems_of,
     reopen,
     snapshots_of,
     states_of,
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_worker.memory.access import StoreAccess
 from stoker_worker.ports import CacheSlice
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec
 
@@ -62,7 +61,8 @@ HISTORY = (*LONG[:700], *ANSWER)
 
 
 def snapshot_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("snapshot-*"))
+    """Without the agent's part of the name."""
+    return sorted(path.name.partition("-")[2] for path in folder.rglob("*-snapshot-*"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_another_agents_blocks_are_of_no_use_without_a_snapshot(hybrid: Agent) -
     other = Agent(hybrid.store, "other", model=hybrid.model)
     assert other.restore(HISTORY).prefix is None
     other.say((*LONG[:700], 5))
-    assert len(files_below(hybrid.store._folder.blocks)) == 2  # shared all the same
+    assert len(files_below(hybrid.store.parts.blocks.path)) == 2  # shared all the same
     assert other.cached((*LONG[:700], 5, 6)) == 701
 
 
@@ -105,16 +105,16 @@ def test_models_without_full_attention_write_no_blocks_and_no_tail(tmp_path: Pat
         agent = Agent(open_store(tmp_path / name), model=model_of(name))
         agent.say(LONG[:700], ANSWER)
         assert files_below(tmp_path / name / "blocks") == []
-        assert not list((tmp_path / name).rglob("tail-*"))
-        assert snapshot_files(tmp_path / name) == ["snapshot-1-0.safetensors", "snapshot-1-1.safetensors"]
+        assert not list((tmp_path / name).rglob("*-tail.*"))
+        assert snapshot_files(tmp_path / name) == ["1-snapshot-0.safetensors", "1-snapshot-1.safetensors"]
 
 
 def test_blocks_of_a_hybrid_model_hold_its_full_attention_layers_only(hybrid: Agent, tmp_path: Path) -> None:
     full = {f"layer.{i}.{side}" for i in (1, 3) for side in ("keys", "values")}
-    for path in (*files_below(tmp_path / "blocks"), only(tmp_path, "tail-*")):
+    for path in (*files_below(tmp_path / "blocks"), only(tmp_path, "*-tail.*")):
         with safe_open(path, framework="numpy") as file:
             assert set(file.keys()) == full
-    with safe_open(only(tmp_path, "snapshot-1-0*"), framework="numpy") as file:
+    with safe_open(only(tmp_path, "*-1-snapshot-0.*"), framework="numpy") as file:
         assert set(file.keys()) == {"layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"}
         assert np.array_equal(file.get_tensor("layer.2.state.0"), states_of(LONG[:699], hybrid.model)[1][0])
         metadata = file.metadata()
@@ -122,18 +122,18 @@ def test_blocks_of_a_hybrid_model_hold_its_full_attention_layers_only(hybrid: Ag
     assert metadata["token_ids"] == ",".join(map(str, LONG[512:699]))
 
 
-def test_names_alternate_and_the_previous_files_are_removed(agent: Agent, tmp_path: Path) -> None:
+def test_a_version_has_files_of_its_own_and_the_previous_ones_are_removed(agent: Agent, tmp_path: Path) -> None:
     for version, length in enumerate((10, 300, 320), start=1):
         agent.say(LONG[:length], (1, 2))
-        assert snapshot_files(tmp_path) == [f"snapshot-{version % 2}-{i}.safetensors" for i in (0, 1)]
+        assert snapshot_files(tmp_path) == [f"{version}-snapshot-{i}.safetensors" for i in (0, 1)]
     agent.say(LONG[:1])  # nothing is before the only token: one snapshot
-    assert snapshot_files(tmp_path) == ["snapshot-0-0.safetensors"]
+    assert snapshot_files(tmp_path) == ["4-snapshot-0.safetensors"]
 
 
 def test_a_turn_without_cache_drops_the_snapshots_and_the_next_turn_recovers(hybrid: Agent) -> None:
-    hybrid.store.save(make_turn(hybrid, 1, make_transcript((*HISTORY, 5)), None))
-    assert snapshot_files(hybrid.store._folder.agents) == []
-    assert StoreAccess(hybrid.store._folder.agents.parent).readable("agent").cache is not None  # the blocks serve on
+    hybrid.store.save(make_turn(hybrid, hybrid.open(), make_transcript((*HISTORY, 5)), None))
+    assert snapshot_files(hybrid.store.parts.path) == []
+    assert hybrid.open().cache is not None  # the blocks serve on
     restored = hybrid.restore((*HISTORY, 5, 6))
     assert (restored.prefix, restored.miss_reason) == (None, None)
     hybrid.say((*HISTORY, 5, 6))
@@ -144,8 +144,8 @@ def test_a_turn_without_cache_drops_the_snapshots_and_the_next_turn_recovers(hyb
 def test_a_model_without_blocks_has_no_cache_left_after_its_snapshots_are_dropped(tmp_path: Path, name: str) -> None:
     agent = Agent(open_store(tmp_path), model=model_of(name))
     agent.say(LONG[:700])
-    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
-    assert StoreAccess(tmp_path).readable("agent").cache is None
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), None))
+    assert agent.open().cache is None
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -169,7 +169,7 @@ def test_any_run_of_turns_reuses_up_to_the_last_snapshot_on_the_way(
         agent.store = reopen(agent.store, folder)
         assert agent.tokens() == (*prompt, *ids(answer, seed=seed))
     assert agent.store.misses == {}
-    assert agent.store.verify() == []
+    assert problems_of(agent.store) == []
     agent.store.close()
 
 
@@ -183,8 +183,9 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     def refuse(snapshots: object, match: str, stop: int = 300) -> None:
         cache = CacheSlice(0, stop, cut(layers, 0, stop), snapshots)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=match):
-            agent.store.save(make_turn(agent, 0, make_transcript(LONG[:300]), cache))
-        assert files_below(tmp_path / "agents") == files_below(tmp_path / "blocks") == []
+            agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), cache))
+        assert files_below(tmp_path / "pieces") == files_below(tmp_path / "blocks") == []
+        assert agent.open().number == 0
 
     good = snapshots_of(LONG, [20, 30, 40], agent.model)
     refuse(good, "at most 2")
@@ -200,7 +201,7 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
     full = Agent(agent.store, model=make_model())
     cache = CacheSlice(0, 300, cache_of(LONG[:300]), good[:1])
     with pytest.raises(ValueError, match="snapshots"):
-        full.store.save(make_turn(full, 0, make_transcript(LONG[:300]), cache))
+        full.store.save(make_turn(full, full.open(), make_transcript(LONG[:300]), cache))
 
 
 def test_an_unknown_layout_is_served_without_memory_and_without_a_miss(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_an_unknown_layout_is_served_without_memory_and_without_a_miss(tmp_path:
             None,
         )
     assert agent.tokens() == LONG[:310]
-    assert StoreAccess(tmp_path).readable("agent").cache is None
+    assert agent.open().cache is None
     assert list(tmp_path.rglob("*.safetensors")) == []
     assert agent.store.misses == {}
 
@@ -229,14 +230,13 @@ def test_an_agent_that_moves_to_an_unknown_layout_has_no_miss(tmp_path: Path) ->
     assert (restored.prefix, restored.miss_reason) == (None, None)
 
 
-def test_records_of_full_attention_agents_are_as_they_were(tmp_path: Path) -> None:
+def test_a_version_knows_where_its_snapshots_were_taken(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    Agent(store).say(LONG[:10])
-    record = json.loads(only(tmp_path, "00000001.json").read_bytes().partition(b"\n")[2])
-    assert set(record["cache"]) == {"model", "salt", "tokens", "last_block"}
-    Agent(store, "hybrid", model=model_of("hybrid")).say(LONG[:10])
-    (other,) = (x for x in tmp_path.rglob("00000001.json") if b'"hybrid"' in x.read_bytes())
-    assert json.loads(other.read_bytes().partition(b"\n")[2])["cache"]["snapshots"] == [9, 10]
+    for name, model, snapshots in (("full", make_model(), ()), ("hybrid", model_of("hybrid"), (9, 10))):
+        Agent(store, name, model=model).say(LONG[:10])
+        cache = store.open_agent(name).cache
+        assert cache is not None
+        assert (cache.tokens, cache.snapshots) == (10, snapshots)
 
 
 # --- damage ---
@@ -268,22 +268,22 @@ def test_a_damaged_snapshot_is_a_named_miss_and_the_one_before_it_serves(
     hybrid: Agent, tmp_path: Path, how: str
 ) -> None:
     damage, reason = SNAPSHOT_DAMAGES[how]
-    damage(only(tmp_path, "snapshot-1-1*"))
+    damage(only(tmp_path, "*-1-snapshot-1.*"))
     restored = hybrid.restore((*HISTORY, 1))
     assert restored.prefix is not None
     assert (restored.prefix.n_tokens, restored.miss_reason) == (699, reason)
     assert hybrid.store.misses == {reason: 1}
-    damage(only(tmp_path, "snapshot-1-0*"))
+    damage(only(tmp_path, "*-1-snapshot-0.*"))
     restored = hybrid.restore((*HISTORY, 1))
     assert (restored.prefix, restored.source, restored.saved_blocks) == (None, "none", 0)
     assert restored.miss_reason == "snapshot_missing"  # what is damaged is removed when it is met
     hybrid.say((*HISTORY, 1))
     assert hybrid.cached((*HISTORY, 1, 2)) == 761
-    assert hybrid.store.verify() == []
+    assert problems_of(hybrid.store) == []
 
 
 def test_a_changed_byte_anywhere_in_a_snapshot_is_noticed(hybrid: Agent, tmp_path: Path) -> None:
-    path = only(tmp_path, "snapshot-1-1*")
+    path = only(tmp_path, "*-1-snapshot-1.*")
     whole = path.read_bytes()
     for position in range(0, len(whole), 41):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
@@ -293,7 +293,7 @@ def test_a_changed_byte_anywhere_in_a_snapshot_is_noticed(hybrid: Agent, tmp_pat
 
 
 def test_a_snapshot_in_the_place_of_the_other_is_foreign(hybrid: Agent, tmp_path: Path) -> None:
-    shutil.copy(only(tmp_path, "snapshot-1-0*"), only(tmp_path, "snapshot-1-1*"))
+    shutil.copy(only(tmp_path, "*-1-snapshot-0.*"), only(tmp_path, "*-1-snapshot-1.*"))
     assert hybrid.restore((*HISTORY, 1)).miss_reason == "snapshot_foreign"
     assert hybrid.cached((*HISTORY, 1)) == 699
 
@@ -303,9 +303,9 @@ def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, lef
     agent = Agent(open_store(tmp_path), model=model_of("hybrid"))
     # Snapshots after 699 and 900 tokens. The block behind 768 is damaged first, then the one before 512.
     layers, snapshots = cache_of(LONG[:900], agent.model), snapshots_of(LONG, [699, 900], agent.model)
-    agent.store.save(make_turn(agent, 0, make_transcript(LONG[:900]), CacheSlice(0, 900, layers, snapshots)))
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:900]), CacheSlice(0, 900, layers, snapshots)))
     assert agent.cached((*LONG[:900], 1)) == 900
-    paths = (only(tmp_path, "tail-*"), next(x for x in files_below(tmp_path / "blocks") if block_of(x, 1)))
+    paths = (only(tmp_path, "*-tail.*"), next(x for x in files_below(tmp_path / "blocks") if block_of(x, 1)))
     for path in paths[:version]:
         DAMAGES["data"](path)
     restored = agent.restore((*LONG[:900], 1))
@@ -318,15 +318,7 @@ def block_of(path: Path, index: int) -> bool:
     return ",".join(map(str, LONG[256 * index : 256 * (index + 1)])).encode() in path.read_bytes()
 
 
-def test_leftovers_of_an_interrupted_turn_are_removed_by_the_next(hybrid: Agent, tmp_path: Path) -> None:
-    folder = only(tmp_path, "snapshot-1-0*").parent
-    for index in (0, 1):
-        (folder / f"snapshot-0-{index}.safetensors").write_bytes(b"half")
-    hybrid.store.save(make_turn(hybrid, 1, make_transcript((*HISTORY, 5)), None))
-    assert snapshot_files(tmp_path) == []
-
-
 def test_verify_lists_a_damaged_snapshot(hybrid: Agent, tmp_path: Path) -> None:
-    path = only(tmp_path, "snapshot-1-0*")
+    path = only(tmp_path, "*-1-snapshot-0.*")
     DAMAGES["last byte"](path)
-    assert hybrid.store.verify() == [f"{path}: it is damaged"]
+    assert problems_of(hybrid.store) == [f"{path}: it is damaged"]

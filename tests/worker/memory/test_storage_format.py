@@ -1,8 +1,15 @@
-"""A reader written from ``docs/storage-format.md`` alone, without stoker's own code, gets what was saved."""
+"""A reader written from ``docs/storage-format.md`` alone, without stoker's own code, gets what was saved.
+
+The programs on the page are run as they are printed there.
+"""
 
 import dataclasses
 import hashlib
 import json
+import re
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,14 @@ from tests.worker.memory.agents import (
 )
 from xxhash import xxh3_128_hexdigest
 
+from stoker_shared.request import Message
+from stoker_worker.memory import agent_table
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import Delivery, Transcript
 from stoker_worker.ports.cache_spec import StoreDtype
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "storage-format.md").read_text()
+CONVERSATION, CHECKSUM = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 LONG = ids(700)
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
@@ -57,8 +71,10 @@ def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype:
     agent = Agent(open_store(tmp_path), model=make_model(spec=spec), salt="salt")
     agent.say(LONG)
     model = agent.model.fingerprint
-    folder = next(tmp_path.glob(f"agents/*/{hashlib.sha256(b'agent').hexdigest()}"))
-    cache = json.loads((folder / "00000001.json").read_bytes().partition(b"\n")[2])["cache"]
+    ((about,),) = rows(tmp_path, "SELECT about FROM turns")
+    cache = json.loads(about)["cache"]
+    name = hashlib.sha256(b"agent").hexdigest()[:32]
+    pieces = tmp_path / "pieces" / name[:2]
     assert (cache["tokens"], cache["snapshots"]) == (700, [699, 700])
 
     wanted, found = cache_of(LONG, agent.model), []
@@ -67,8 +83,8 @@ def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype:
     for start in (0, 256):
         packed = np.array(LONG[start : start + 256], "<u4").tobytes()
         address = hashlib.sha256(parent + packed).digest()
-        name = address.hex()
-        metadata, tensors = read(tmp_path / "blocks" / model[:16] / name[:2] / f"{name}.safetensors")
+        file = tmp_path / "blocks" / model[:16] / address.hex()[:2] / f"{address.hex()}.safetensors"
+        metadata, tensors = read(file)
         assert metadata["parent"] == parent.hex()
         assert metadata["cache"] == (
             "float32|window:1:4:2:64;full:2:4:2;recurrent:3x5/float32,2/bfloat16;full:2:4:2"
@@ -77,55 +93,180 @@ def test_a_stranger_reads_blocks_tail_and_snapshots(tmp_path: Path, store_dtype:
         found.append(tensors)
         parent = address
     assert cache["last_block"] == parent.hex()
-    metadata, tail = read(folder / "tail-1.safetensors")
+    metadata, tail = read(pieces / f"{name}-1-tail.safetensors")
     assert (metadata["kind"], metadata["parent"]) == ("tail", parent.hex())
     for layer, pair in zip((1, 3), wanted, strict=True):
         for side, array in zip(("keys", "values"), pair, strict=True):
-            name = f"layer.{layer}.{side}"
+            tensor = f"layer.{layer}.{side}"
             bits = {"q8": 8, "q4": 4}.get(store_dtype)
-            blocks = [dequantised(x, name, bits) if bits else x[name] for x in found]
+            blocks = [dequantised(x, tensor, bits) if bits else x[tensor] for x in found]
             assert equal(array[:, :512], np.concatenate(blocks, axis=1), agent.model)
-            assert np.array_equal(array[:, 512:], tail[name])
+            assert np.array_equal(array[:, 512:], tail[tensor])
 
     for index, n_tokens in enumerate((699, 700)):
-        metadata, tensors = read(folder / f"snapshot-1-{index}.safetensors")
+        metadata, tensors = read(pieces / f"{name}-1-snapshot-{index}.safetensors")
         assert (metadata["kind"], metadata["after_tokens"]) == ("snapshot", str(n_tokens))
         assert metadata["parent"] == parent.hex()
         names = ["layer.0.keys", "layer.0.values", "layer.2.state.0", "layer.2.state.1"]
         states = [array for arrays in states_of(LONG[:n_tokens], agent.model) for array in arrays]
-        assert all(np.array_equal(tensors[name], array) for name, array in zip(names, states, strict=True))
+        assert all(np.array_equal(tensors[x], array) for x, array in zip(names, states, strict=True))
 
 
-def unsealed(path: Path, name: str) -> tuple[Any, str]:
-    """What a record or HEAD says, its checksum verified; and that checksum."""
-    first, _, rest = path.read_bytes().partition(b"\n")
-    assert first.decode().split(" ") == [name, "1", xxh3_128_hexdigest(rest)]
-    return json.loads(rest), xxh3_128_hexdigest(rest)
+def rows(store: Path, sql: str) -> list[Any]:
+    database = sqlite3.connect(f"file:{store / 'agents.db'}?mode=ro", uri=True)
+    try:
+        return database.execute(sql).fetchall()
+    finally:
+        database.close()
 
 
-def test_a_stranger_reads_conversations(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    said = [make_transcript(LONG[:300], text="one two")]
-    said += [make_transcript((*LONG[:300], *LONG[400:500]), text="one two three")]
-    said += [make_transcript((*LONG[:250], 7, 8), text="one 2"), make_transcript((*LONG[:250], 7, 9), text="one 2 4")]
-    for transcript in said:
-        agent.store.save(make_turn(agent, agent.open().number, transcript, None))
-        folder = next(tmp_path.glob(f"agents/*/{hashlib.sha256(b'agent').hexdigest()}"))
-        head, _ = unsealed(folder / "HEAD", "stoker-head")
-        chain: list[Any] = []
-        number, wanted = head["version"], head["record"]
-        while wanted is not None:
-            record, checksum = unsealed(folder / f"{number:08d}.json", "stoker-record")
-            assert (record["agent_id"], record["version"], checksum) == ("agent", number, wanted)
-            chain.insert(0, record)
-            number, wanted = number - 1, record["parent"]
-        tokens: list[int] = []
-        text = ""
-        for record in chain:
-            tokens[record["keep_tokens"] :] = record["new_tokens"]
-            text = text[: record["keep_text"]] + record["new_text"]
-        assert (tuple(tokens), text) == (transcript.token_ids, transcript.text)
-        newest = chain[-1]
-        assert (newest["new_messages"], newest["ended_by"], newest["tokenizer"]) == (None, "eos", "tok")
-        assert newest["result"] == {"job_id": newest["delivery"]["job_id"], "version": newest["version"]}
-    assert len(chain) == 4
+def printed(store: Path, agent_id: str) -> str:
+    """What the page's program prints."""
+    command = [sys.executable, "-c", CONVERSATION, str(store / "agents.db"), agent_id]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def as_printed(transcript: Transcript) -> str:
+    messages = (x.as_template_input() for x in transcript.messages or ())
+    lines = [f"[{x['role']}] {x.get('content') or x['tool_calls']}\n" for x in messages]
+    return "".join(lines) + f"{transcript.text or ''}\n"
+
+
+def save(agent: Agent, transcript: Transcript) -> None:
+    agent.store.save(make_turn(agent, agent.open(), transcript, None))
+
+
+def chat(*said: str, seed: int = 0) -> Transcript:
+    """A user and an assistant by turns; a call of a tool where nothing is said."""
+    messages = []
+    for n, text in enumerate(said):
+        call = {"type": "function", "function": {"name": "look", "arguments": {"at": f"{n} \u2603"}}}
+        message = {"content": text} if text else {"tool_calls": [call]}
+        messages.append(Message(role=("user", "assistant")[n % 2], **message))
+    return Transcript(ids(9 * len(said), seed=seed), "tok", tuple(messages), None, "eos")
+
+
+def raw(text: str) -> Transcript:
+    return make_transcript(ids(len(text)), text=text)
+
+
+CONVERSATIONS = {
+    "messages, a call without content": [chat("Hi \u2603", "Hello"), chat("Hi \u2603", "Hello", "Look", "", "Well?")],
+    "a message that was replaced": [chat("a", "b", "c", "d"), chat("a", "b", "other", "d", "e")],
+    "another conversation in its place": [chat("a", "b"), chat("x", "y", seed=1), chat("x", "y", "z", seed=1)],
+    "raw text, not ASCII": [raw("\u00fcber "), raw("\u00fcber \U0001f600 etwas"), raw("\u00fcber \U0001f600 nichts")],
+    "text after messages": [chat("a", "b"), raw("one"), raw("one two")],
+    "messages after text": [raw("one"), chat("a", "b"), chat("a", "b", "c")],
+    "40 versions of messages": [chat(*map(str, range(n))) for n in range(1, 41)],
+    "33 versions of text": [raw("\u00fc" * n) for n in range(1, 34)],
+    "an empty text": [raw("something"), raw("")],
+}
+
+
+@pytest.fixture(scope="module")
+def talked(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An open store, as beside a running worker, in which every conversation was led."""
+    store = open_store(tmp_path_factory.mktemp("store"))
+    for name, said in CONVERSATIONS.items():
+        agent = Agent(store, name=name)
+        for transcript in said:
+            save(agent, transcript)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_the_program_on_the_page_prints_a_conversation(talked: AgentCacheStore, name: str) -> None:
+    transcript = CONVERSATIONS[name][-1]
+    assert printed(talked.parts.path, name) == as_printed(transcript)
+    assert talked.open_agent(name).transcript == transcript
+
+
+def test_that_program_has_at_most_20_lines() -> None:
+    assert len(CONVERSATION.splitlines()) <= 20
+
+
+def test_the_program_reads_a_store_that_is_closed(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    save(Agent(store), raw("once"))
+    store.close()
+    assert printed(tmp_path, "agent") == "once\n"
+
+
+def test_a_stranger_verifies_every_row(talked: AgentCacheStore) -> None:
+    made: dict[str, Any] = {}
+    exec(CHECKSUM, made)
+    row_checksum, folder = made["row_checksum"], talked.parts.path
+    covered = "number, agent_id, version, head, unsaved"
+    agents = rows(folder, f"SELECT checksum, key, {covered} FROM agents")
+    assert len(agents) == len(CONVERSATIONS)
+    heads: dict[tuple[int, int], bytes] = {}
+    for checksum, key, *columns in agents:
+        assert checksum == row_checksum(*columns)
+        number, agent_id, version, head, _ = columns
+        assert key == hashlib.sha256(agent_id.encode()).digest()
+        heads[number, version] = head
+    columns = (
+        "version, parent, delivery, about, keep_tokens, keep_messages, keep_text, new_tokens, new_messages, new_text"
+    )
+    written = {}
+    for number, checksum, agent_id, *turn in rows(
+        folder, f"SELECT number, turns.checksum, agent_id, turns.{columns} FROM turns JOIN agents ON number = agent"
+    ):
+        assert checksum == row_checksum(agent_id, *turn)
+        written[number, turn[0]] = checksum, turn[1]
+    assert {place: written[place][0] for place in heads} == heads
+    for (number, version), (_, parent) in written.items():
+        assert parent is None or parent == written[number, version - 1][0]
+    answers = rows(folder, "SELECT checksum, agent, key, result FROM deliveries")
+    assert len(answers) == sum(map(len, CONVERSATIONS.values()))
+    assert all(checksum == row_checksum(*columns) for checksum, *columns in answers)
+
+
+def test_a_stranger_finds_the_answer_to_a_delivery(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    agent = Agent(store, name="\u2603")
+    turn = make_turn(agent, agent.open(), raw("once"), None)
+    store.save(dataclasses.replace(turn, delivery=Delivery("a-job", "2026-01-01T00:00:00Z", None, "ab12")))
+    key = hashlib.sha256(b'["\\u2603", "a-job", "2026-01-01T00:00:00Z", null, "ab12"]').digest()
+    ((result, made),) = rows(
+        tmp_path, "SELECT result, delivery FROM deliveries d JOIN turns t ON (t.agent, t.delivery) = (d.agent, d.key)"
+    )
+    assert (json.loads(result), made) == (turn.result, key)
+
+
+def test_the_bytes_of_a_transcript_are_those_of_its_rows(talked: AgentCacheStore) -> None:
+    size = " + ".join(
+        f"coalesce(length(CAST({name} AS BLOB)), 0)"
+        for name in ("parent", "delivery", "about", "new_tokens", "new_messages", "new_text", "turns.checksum")
+    )
+    counted = rows(
+        talked.parts.path,
+        f"SELECT agent_id, transcript_bytes, (SELECT sum({size}) FROM turns WHERE agent = number) FROM agents",
+    )
+    assert {agent_id: seen for agent_id, seen, _ in counted} == {agent_id: real for agent_id, _, real in counted}
+
+
+def test_the_page_explains_every_column(talked: AgentCacheStore) -> None:
+    for (table,) in rows(talked.parts.path, "SELECT name FROM sqlite_schema WHERE type = 'table'"):
+        _, section = PAGE.split(f"\n`{table}`", 1)
+        explained = re.split(r"\n\n`\w+`:? |\n## ", section)[0]
+        for column in rows(talked.parts.path, f"PRAGMA table_info({table})"):
+            assert column[1] == "id" or f"`{column[1]}`" in explained, f"{table}.{column[1]}"
+
+
+def test_nothing_of_a_removed_agent_is_left_in_the_database(tmp_path: Path) -> None:
+    """`docs/security.md` promises it; SQLite by itself only unlinks deleted rows, in most of its builds."""
+    store = open_store(tmp_path)
+    long = "a secret told at length, over many pages; " * 500
+    for agent, text in ((Agent(store, name="kept"), "harmless"), (Agent(store, name="gone"), long)):
+        save(agent, raw(text))
+    with store.parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, "gone")
+    assert row is not None
+    store.parts.database.commit(lambda connection: agent_table.delete_agent(connection, row))
+    store.close()
+    left = (tmp_path / "agents.db").read_bytes()
+    assert b"harmless" in left
+    assert b"a secret" not in left
+    assert b"over many pages" not in left

@@ -19,11 +19,15 @@ from tests.worker.memory.agents import (
     make_turn,
     only,
     open_store,
+    problems_of,
     reopen,
 )
 
-from stoker_shared.errors import AgentVersionConflict
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_worker.memory import agent_table
+from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import CacheSlice, CacheStorePort, Transcript
 
 LONG = ids(1000)
@@ -44,7 +48,7 @@ def test_a_conversation_and_its_results_survive_a_restart(tmp_path: Path) -> Non
     version = agent.open()
     assert version.number == 5
     assert version.transcript == turns[-1].transcript
-    assert version.results == {turn.delivery: turn.result_of(number) for number, turn in enumerate(turns, start=1)}
+    assert [agent.store.answer("agent", turn.delivery) for turn in turns] == [turn.result for turn in turns]
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "\U0001f600 \u200d", " ", ".", "x" * 200, "CON", "Agent"])
@@ -81,7 +85,7 @@ def test_any_run_of_turns_keeps_the_transcript_and_its_cache(
         agent.say(prompt, (seed,))
         assert agent.tokens() == (*prompt, seed)
         assert agent.cached((*prompt, seed, 1)) == len(prompt) + 1
-    assert agent.store.verify() == []
+    assert problems_of(agent.store) == []
     agent.store.close()
 
 
@@ -120,7 +124,7 @@ def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
     agent.say(LONG[:600])
     for model in (make_model("b"), make_model("b"), make_model("c")):
         dataclasses.replace(agent, model=model).restore(LONG[:700])
-    only(tmp_path, "tail-*").unlink()
+    only(tmp_path, "*-tail.*").unlink()
     agent.restore(LONG[:700])
     agent.store.close()
     assert "cache misses since the store was opened: 3 other_model, 1 tail_missing" in caplog.messages
@@ -150,13 +154,13 @@ def test_a_turn_without_cache_keeps_the_transcript_and_its_common_blocks(tmp_pat
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
     transcript = make_transcript(LONG[:700])
-    agent.store.save(make_turn(agent, 1, transcript, None))
+    agent.store.save(make_turn(agent, agent.open(), transcript, None))
     agent.store = reopen(agent.store, tmp_path)
     assert agent.open().transcript == transcript
     restored = agent.restore(LONG[:800])
     assert restored.prefix is not None
     assert (restored.prefix.n_tokens, restored.miss_reason) == (512, None)
-    assert not list(tmp_path.rglob("tail-*"))
+    assert not list(tmp_path.rglob("*-tail.*"))
     for path in files_below(tmp_path / "blocks"):
         path.unlink()
     assert agent.restore(LONG[:800]).miss_reason == "block_missing"
@@ -166,28 +170,85 @@ def test_text_conversations_are_kept_too(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     for number, text in enumerate(["Once", "Once upon", "Twice \U0001f600"]):
         transcript = Transcript((1, number), "tok", None, text, "stop", carry_text="\n")
-        agent.store.save(make_turn(agent, number, transcript, None))
+        agent.store.save(make_turn(agent, agent.open(), transcript, None))
         agent.store = reopen(agent.store, tmp_path)
         assert agent.open().transcript == transcript
 
 
-def test_a_turn_is_not_saved_twice(tmp_path: Path) -> None:
+def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:
+    """The files of its version have the names of those that the agent has by now."""
     agent = Agent(open_store(tmp_path))
-    turn = agent.turn(LONG[:300])
-    agent.store.save(turn)
-    before = {path: path.read_bytes() for path in files_below(tmp_path)}
-    for _ in range(2):
-        with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
-            agent.store.save(turn)
-        agent.store = reopen(agent.store, tmp_path)
-    assert {path: path.read_bytes() for path in files_below(tmp_path)} == before
+    late = agent.turn((*LONG[:290], *ids(10, seed=1)))
+    agent.say(LONG[:300])
+    before = {path: path.read_bytes() for path in files_below(tmp_path) if path.suffix == ".safetensors"}
+    with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
+        agent.store.save(late)
+    assert {path: path.read_bytes() for path in files_below(tmp_path) if path.suffix == ".safetensors"} == before
+    assert agent.cached(LONG[:300]) == 299
+
+
+def test_an_agent_that_another_process_removed_is_made_anew(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:300])
+    late = agent.turn(LONG[:310])
+    remove_beside(tmp_path, "agent")
+    assert (agent.open().number, agent.tokens()) == (0, ())
+    with pytest.raises(AgentVersionConflict, match="is at version 0, the turn continues 1"):
+        agent.store.save(late)
+    assert agent.say(LONG[:5]) == 1
+
+
+def remove_beside(folder: Path, agent_id: str) -> None:
+    """As a command does while the worker runs."""
+    with opened(folder) as parts:
+
+        def change(connection: Connection) -> None:
+            row = agent_table.find_agent(connection, agent_id)
+            assert row is not None
+            agent_table.delete_agent(connection, row)
+
+        parts.database.commit(change)
+
+
+def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:300])
+    agent.store.mark_unsaved("agent")
+    agent.store.mark_unsaved("unknown")
+    agent.store = reopen(agent.store, tmp_path)
+    for name, number in (("agent", 1), ("unknown", 0)):
+        with pytest.raises(AgentTranscriptUnreadable, match="its last turn was not saved") as refused:
+            agent.store.open_agent(name)
+        assert refused.value.usable.number == number
+    agent.store.mark_unsaved("agent")
+    remove_beside(tmp_path, "agent")
+    assert agent.open().number == 0
+    assert agent.say(LONG[:5]) == 1
+
+
+def test_a_lost_turn_is_remembered_by_the_worker_as_long_as_the_database_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(open_store(tmp_path))
+    agent.say(LONG[:300])
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.store.parts.database, "commit", raise_no_space)
+        agent.store.mark_unsaved("agent")
+    with pytest.raises(AgentTranscriptUnreadable, match="its last turn was not saved") as refused:
+        agent.open()
+    agent.say(LONG[:310], agent=refused.value.usable)
+    assert agent.tokens() == LONG[:310]
+
+
+def raise_no_space(change: object) -> None:
+    raise OSError("no space")
 
 
 def test_a_cache_that_is_not_the_transcripts_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     layers = cache_of(LONG[:300])
     for start, stop, arrays in ((0, 301, layers), (10, 300, layers), (0, 299, layers), (0, 300, layers[:1])):
-        turn = make_turn(agent, 0, make_transcript(LONG[:300]), CacheSlice(start, stop, arrays))
+        turn = make_turn(agent, agent.open(), make_transcript(LONG[:300]), CacheSlice(start, stop, arrays))
         with pytest.raises(ValueError, match="cache"):
             agent.store.save(turn)
     assert agent.open().number == 0
@@ -208,26 +269,9 @@ def test_the_previous_tail_is_removed(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     for length in (10, 20, 30):
         agent.say(LONG[:length])
-        assert only(tmp_path, "tail-*")
+        assert only(tmp_path, "*-tail.*")
     agent.say(LONG[:512])
-    assert not list(tmp_path.rglob("tail-*"))
-
-
-def test_reopening_an_agent_does_not_read_its_records_again(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    agent.say(LONG[:310])
-    only(tmp_path, "00000001.json").unlink()
-    assert agent.tokens() == LONG[:310]
-
-
-def test_an_agent_is_read_once_after_a_restart(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    agent.store = reopen(agent.store, tmp_path)
-    assert agent.tokens() == LONG[:300]
-    only(tmp_path, "00000001.json").unlink()
-    assert agent.tokens() == LONG[:300]
+    assert not list(tmp_path.rglob("*-tail.*"))
 
 
 def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
@@ -235,19 +279,8 @@ def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
     agent.say(LONG[:600])
     before = {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")}
     layers = cache_of(LONG[:700])
-    agent.store.save(make_turn(agent, 1, make_transcript(LONG[:700]), CacheSlice(0, 700, layers)))
+    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), CacheSlice(0, 700, layers)))
     assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
-
-
-def test_a_head_changed_by_another_process_is_read_again(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    head = only(tmp_path, "HEAD")
-    first = head.read_bytes()
-    agent.say(LONG[:310])
-    assert agent.open().number == 2
-    head.write_bytes(first)
-    assert agent.open().number == 1
 
 
 def test_the_saved_cache_is_a_copy(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.worker.memory.agents import (
     make_model,
     make_transcript,
     make_turn,
+    tidy,
 )
 
 from stoker_shared.agent_request import build_agent_request
@@ -60,29 +61,74 @@ def run(store: CacheStorePort, action: str, agent: str = "agent", **fields: Any)
 
 def test_an_unknown_agent_is_at_version_0(store: CacheStorePort) -> None:
     agent = store.open_agent("nobody")
-    assert (agent.number, agent.transcript, dict(agent.results)) == (0, None, {})
+    assert (agent.number, agent.transcript) == (0, None)
+    assert store.answer("nobody", delivery()) is None
 
 
-def test_every_turn_is_the_next_version_and_remembers_its_delivery(store: CacheStorePort) -> None:
+def test_every_turn_is_the_next_version_and_answers_its_delivery(store: CacheStorePort) -> None:
     agent = AgentOf(store)
     turns = []
     for length in (10, 300, 305, 40, 900):
         turns.append(agent.turn(LONG[:length], (7, 8)))
-        assert store.save(turns[-1]) == (len(turns), turns[-1].result_of(len(turns)))
+        assert store.answer("agent", turns[-1].delivery) is None
+        store.save(turns[-1])
     version = agent.open()
     assert (version.number, version.transcript) == (5, turns[-1].transcript)
-    assert version.results == {turn.delivery: turn.result_of(number) for number, turn in enumerate(turns, start=1)}
-    assert version.answer_to(turns[1].delivery) == turns[1].result_of(2)
-    assert version.answer_to(replace(turns[1].delivery, repeats_left=1)) is None
+    assert [store.answer("agent", turn.delivery) for turn in turns] == [turn.result for turn in turns]
+
+
+def test_another_delivery_is_not_answered(store: CacheStorePort) -> None:
+    """RQ's Repeat, a job id that is used again, and another request are deliveries of their own."""
+    agent = AgentOf(store)
+    turn = agent.turn(LONG[:10])
+    store.save(turn)
+    AgentOf(store, "other").say(LONG[:5])
+    for changes in ({"repeats_left": 1}, {"created_at": "2025"}, {"request": "other"}, {"job_id": "job-11"}):
+        assert store.answer("agent", replace(turn.delivery, **changes)) is None  # type: ignore[arg-type]
+    assert store.answer("other", turn.delivery) == {"job_id": "job-1", "version": 1}  # its own first job
+    assert store.answer("third", turn.delivery) is None
 
 
 def test_a_turn_is_not_saved_twice(store: CacheStorePort) -> None:
     agent = AgentOf(store)
     turn = agent.turn(LONG[:300])
     store.save(turn)
-    with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
-        store.save(turn)
+    for _ in range(2):
+        with pytest.raises(AgentVersionConflict, match="is at version 1, the turn continues 0"):
+            store.save(turn)
     assert agent.open().number == 1
+    assert (agent.cached(LONG[:300]), store.answer("agent", turn.delivery)) == (299, turn.result)
+
+
+def test_a_turn_does_not_continue_a_version_that_only_has_the_same_number(store: CacheStorePort) -> None:
+    """The agent was forgotten and made anew while its job ran."""
+    agent = AgentOf(store)
+    agent.say(LONG[:10])
+    late = agent.turn(LONG[:20])
+    run(store, "forget")
+    with pytest.raises(AgentVersionConflict, match="is at version 0, the turn continues 1"):
+        store.save(late)
+    agent.say(LONG[:12])
+    with pytest.raises(AgentVersionConflict):
+        store.save(late)
+    assert (agent.open().number, agent.tokens()) == (1, LONG[:12])
+    assert store.answer("agent", late.delivery) is None
+
+
+def test_an_answer_is_kept_until_its_job_has_ended_and_for_its_time_after_that(store: CacheStorePort) -> None:
+    agent = AgentOf(store)
+    turns = []
+    for length in (10, 20, 30):
+        turns.append(agent.turn(LONG[:length]))
+        store.save(turns[-1])
+    over, kept, running = (turn.delivery for turn in turns)
+    store.ended("agent", over, remember_s=-1)
+    store.ended("agent", kept, remember_s=3600)
+    tidy(store)
+    assert [store.answer("agent", one) for one in (kept, running)] == [turns[1].result, turns[2].result]
+    with pytest.raises(AgentTranscriptUnreadable, match="forgotten"):  # it made a turn: never one more
+        store.answer("agent", over)
+    assert (agent.open().number, agent.tokens()) == (3, LONG[:30])
 
 
 def test_a_cache_that_is_not_the_transcripts_is_refused(store: CacheStorePort) -> None:
@@ -90,7 +136,7 @@ def test_a_cache_that_is_not_the_transcripts_is_refused(store: CacheStorePort) -
     layers = cache_of(LONG[:300])
     for start, stop, arrays in ((0, 301, layers), (10, 300, layers), (0, 299, layers), (0, 300, layers[:1])):
         with pytest.raises(ValueError, match="cache"):
-            store.save(make_turn(agent, 0, make_transcript(LONG[:300]), CacheSlice(start, stop, arrays)))
+            store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), CacheSlice(start, stop, arrays)))
     assert agent.open().number == 0
 
 
@@ -174,7 +220,7 @@ def test_a_cache_of_another_model_tokenizer_or_salt_is_a_named_miss(store: Cache
 def test_a_turn_without_cache_keeps_the_blocks_of_the_tokens_that_stay(store: CacheStorePort) -> None:
     agent = AgentOf(store)
     agent.say(LONG[:600])
-    store.save(make_turn(agent, 1, make_transcript(LONG[:700]), None))
+    store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), None))
     assert agent.cached(LONG[:800]) == 512
     assert agent.say(LONG[:800]) == 3
     assert agent.cached(LONG[:900]) == 800
@@ -195,7 +241,7 @@ def test_a_snapshot_is_used_exactly_where_it_was_taken(store: CacheStorePort, ki
     agent.say((*LONG[:610], *ids(40, seed=3)))
     assert agent.cached((*LONG[:610], *ids(40, seed=3), 1)) == 650
     assert AgentOf(store, "other", model=agent.model).cached(LONG[:600]) == 0
-    store.save(make_turn(agent, 2, make_transcript(LONG[:700], tokenizer="tok"), None))
+    store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700], tokenizer="tok"), None))
     assert agent.cached(LONG[:800]) == 0
 
 
@@ -206,7 +252,7 @@ def test_a_model_without_memory_leaves_transcripts_only(store: CacheStorePort, w
     else:
         model = make_model(spec=ModelCacheSpec((*SPEC.layers, LayerSpec(LayerKind.UNKNOWN)), "float32"))
     agent = AgentOf(store, model=model)
-    store.save(make_turn(agent, 0, make_transcript(LONG[:300]), None))
+    store.save(make_turn(agent, agent.open(), make_transcript(LONG[:300]), None))
     assert agent.tokens() == LONG[:300]
     restored = agent.restore(LONG[:400])
     assert (restored.prefix, restored.source, restored.miss_reason) == (None, "none", None)
@@ -303,11 +349,14 @@ def test_a_rollback_clears_the_mark_of_a_lost_turn(store: CacheStorePort) -> Non
 
 def test_a_fork_has_its_own_future_and_no_other_deliveries(store: CacheStorePort) -> None:
     agent, fork = AgentOf(store), AgentOf(store, "fork")
-    agent.say(LONG[:700])
+    turn = agent.turn(LONG[:700])
+    store.save(turn)
     made = run(store, "fork", target="fork")
     assert isinstance(made, AgentForked)
     assert (made.version, made.from_version, made.tokens) == (1, 1, 700)
-    assert (fork.open().number, fork.cached((*LONG[:700], 1)), len(fork.open().results)) == (1, 700, 1)
+    assert (fork.open().number, fork.cached((*LONG[:700], 1))) == (1, 700)
+    assert store.answer("agent", turn.delivery) is not None
+    assert store.answer("fork", turn.delivery) is None
     fork.say(LONG[:800])
     agent.say(LONG[:750])
     assert (fork.tokens(), agent.tokens()) == (LONG[:800], LONG[:750])
@@ -349,7 +398,7 @@ def test_a_forgotten_agent_leaves_only_the_blocks_of_others(store: CacheStorePor
 def test_the_blocks_that_a_pinned_agents_work_counts_on_outlive_their_owner(store: CacheStorePort) -> None:
     agent, other = AgentOf(store), AgentOf(store, "other")
     agent.say(LONG[:600])
-    store.pin(frozenset({"other"}))
+    store.pin(frozenset({"other"}), frozenset())
     turn = other.turn(LONG[:700])
     gone = run(store, "forget")
     assert isinstance(gone, AgentForgotten)
@@ -375,7 +424,8 @@ def test_a_second_delivery_is_answered_and_changes_nothing(
     assert jobs.answer(request, by) == first
     assert jobs.answer(request, delivery()) is None
     assert (agent.open().number, agent.tokens()) == (number, ids(30, seed=6))
-    jobs.ended(request, by)
+    store.ended(request.changed_agent, by, remember_s=3600)
+    assert jobs.answer(request, by) == first
 
 
 @pytest.mark.parametrize("action", ["forget", "fork", "rollback"])

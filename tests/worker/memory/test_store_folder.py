@@ -1,25 +1,25 @@
-"""The store's folder: one process at a time, one known format, readable by the owner only."""
+"""The store's folder: one worker at a time, one known format, readable by the owner only."""
 
-import json
 import os
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
-import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, files_below, ids, make_model, make_transcript, open_store, reopen
-from tests.worker.memory.faulty_files import CutFiles, PowerCut, Survivors
+from tests.small_disk import SmallDisk
+from tests.worker.memory.agents import Agent, ids, open_store, reopen
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.access import StoreAccess, hold, look_at
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.memory.store_parts import opened
 
 
-def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
+def test_a_second_worker_is_refused_and_told_the_holder(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(StoreUnusable, match=f"in use by pid {os.getpid()} on "):
         open_store(tmp_path)
@@ -27,100 +27,120 @@ def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None
     open_store(tmp_path).close()
 
 
+def test_a_second_worker_may_stand_by_until_the_first_one_has_ended(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    Agent(first).say(ids(10))
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(AgentCacheStore, tmp_path, wait=True)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        Agent(first).say(ids(20))
+        first.close()
+        with closing(second.result(timeout=30)) as store:
+            assert Agent(store).tokens() == ids(20)
+
+
 def test_a_dead_process_leaves_no_lock(tmp_path: Path) -> None:
     script = "import os, sys, pathlib, stoker_worker.memory.store as s\n"
     script += "s.AgentCacheStore(pathlib.Path(sys.argv[1]))\nos._exit(7)"
     assert subprocess.run([sys.executable, "-c", script, tmp_path], check=False).returncode == 7
-    open_store(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content", ['{"format": 5}', '{"format": "1"}', '{"format": true}', "{}", "[]", "", "\x00\xff", None]
-)
-def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, content: str | None) -> None:
-    store = open_store(tmp_path)
-    Agent(store).say(ids(10))
-    store.close()
-    if content is None:
-        (tmp_path / "store.json").unlink()
-    else:
-        (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(StoreUnusable, match=r"store.json has format .* reads format 4 and older"):
-        open_store(tmp_path)
-    (tmp_path / "store.json").write_text('{"format": 1}')
-    assert Agent(open_store(tmp_path)).tokens() == ids(10)
-
-
-@pytest.fixture
-def format_1(tmp_path: Path) -> Path:
-    """A store that the last version to write format 1 made: agent `a` at version 3, agent `b` (salt s) at version 2."""
-    with tarfile.open(Path(__file__).parent / "data" / "store-v1.tar") as tar:
-        tar.extractall(tmp_path / "v1", filter="data")
-    return tmp_path / "v1"
-
-
-V1_MODEL = make_model(spec=ModelCacheSpec((LayerSpec(LayerKind.FULL, 1, 4, 4),) * 2, "float32"))
-V1_AGENTS = {
-    "a": (3, (*ids(300), 7, 8, *ids(20, seed=3)), 3),
-    "b": (2, (*ids(260, seed=1), 5), 2),
-}
-"""Version, token ids, and how many results are remembered."""
-
-
-def test_a_store_of_format_1_is_read_whole_and_becomes_format_4(format_1: Path) -> None:
-    before = {path: path.read_bytes() for path in files_below(format_1)}
-    assert StoreAccess(format_1).verify() == []
-    store = open_store(format_1)
-    assert json.loads((format_1 / "store.json").read_bytes()) == {"format": 4}
-    assert before == {path: path.read_bytes() for path in before} | {format_1 / "store.json": b'{"format": 1}\n'}
-    for name, (version, token_ids, n_results) in V1_AGENTS.items():
-        agent = Agent(store, name, model=V1_MODEL, salt="s" if name == "b" else None)
-        assert (agent.open().number, len(agent.open().results)) == (version, n_results)
-        assert agent.open().transcript == make_transcript(token_ids)
-        assert agent.cached((*token_ids, 1)) == len(token_ids)  # and it is the cache of these tokens
-        assert agent.say((*token_ids, 1, 2)) == version + 1
-    store = reopen(store, format_1)
-    for name, (_, token_ids, _) in V1_AGENTS.items():
-        agent = Agent(store, name, model=V1_MODEL, salt="s" if name == "b" else None)
-        assert agent.tokens() == (*token_ids, 1, 2)
-        assert agent.cached((*token_ids, 1, 2, 3)) == len(token_ids) + 2
-    assert store.misses == {}
-    assert store.verify() == []
-
-
-def test_commands_that_only_read_leave_a_store_of_format_1_as_it_is(format_1: Path) -> None:
-    before = {path: path.read_bytes() for path in files_below(format_1)}
-    assert look_at(format_1).readable("a").version.number == 3
-    with hold(format_1, clear=False) as access:
-        assert access.verify() == []
-    assert before.items() <= {path: path.read_bytes() for path in files_below(format_1)}.items()
-
-
-@pytest.mark.parametrize("survivors", ["all", "none", "newest"])
-def test_a_power_cut_during_the_upgrade_leaves_a_store_that_opens(
-    format_1: Path, tmp_path: Path, survivors: Survivors
-) -> None:
-    for cut_at in range(1, 30):
-        folder, files = shutil.copytree(format_1, tmp_path / str(cut_at)), CutFiles(survivors)
-        files.arm(cut_at)
-        try:
-            AgentCacheStore(folder, files=files).close()
-            break
-        except PowerCut:
-            assert json.loads((folder / "store.json").read_bytes())["format"] in (1, 4)
-            store = open_store(folder)
-            assert store.open_agent("a").number == 3
-            store.close()
-    assert cut_at > 4
-
-
-def test_a_store_of_a_newer_format_keeps_its_unfinished_files(tmp_path: Path) -> None:
     open_store(tmp_path).close()
-    (tmp_path / "store.json").write_text('{"format": 5}')
-    (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
-    with pytest.raises(StoreUnusable, match="has format 5; this version of stoker reads format 4 and older"):
+
+
+@pytest.mark.parametrize("content", ['{"format": 1}', '{"format": 4}', '{"format": 5}', "[]", "", "\x00\xff"])
+def test_a_store_of_an_earlier_format_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+    (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(StoreUnusable, match=r"has format .* which no release of stoker wrote .* move this one away"):
         open_store(tmp_path)
-    assert (tmp_path / "tmp" / "0.tmp").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"store.json", "lock"}
+
+
+def with_an_agent(folder: Path) -> Path:
+    with closing(open_store(folder)) as store:
+        Agent(store).say(ids(300))
+    return folder
+
+
+@pytest.mark.parametrize("number", [0, 4, 6, 2**31 - 1])
+def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, number: int) -> None:
+    with_an_agent(tmp_path)
+
+    def set_format(to: int) -> None:
+        with closing(sqlite3.connect(tmp_path / "agents.db")) as connection:
+            connection.execute(f"PRAGMA user_version={to}")
+
+    set_format(number)
+    before = (tmp_path / "agents.db").read_bytes()
+    with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 5"):
+        open_store(tmp_path)
+    assert (tmp_path / "agents.db").read_bytes() == before
+    set_format(5)
+    with closing(open_store(tmp_path)) as store:
+        assert Agent(store).tokens() == ids(300)
+
+
+@pytest.mark.parametrize("lost", [["agents.db"], ["agents.db", "agents.commits"]])
+def test_a_store_that_lost_its_database_is_refused_and_not_begun_anew(tmp_path: Path, lost: list[str]) -> None:
+    with_an_agent(tmp_path)
+    for name in lost:
+        (tmp_path / name).unlink()
+    with pytest.raises(StoreUnusable, match=r"memory restore BACKUP.* memory salvage"):
+        open_store(tmp_path)
+    assert not (tmp_path / "agents.db").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", bytes(4096), b"SQLite format 3\x00" + bytes(4080)])
+def test_what_is_no_database_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    with_an_agent(tmp_path)
+    (tmp_path / "agents.db").write_bytes(content)
+    with pytest.raises(StoreUnusable, match=r"memory restore BACKUP.* memory salvage"):
+        open_store(tmp_path)
+    assert (tmp_path / "agents.db").read_bytes() == content
+
+
+def test_there_is_no_store_for_a_command_where_no_worker_made_one(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnusable, match="there is no store at"), opened(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def crashed(folder: Path, into: Path) -> Path:
+    """A store whose worker died with everything in the log."""
+    with closing(open_store(folder)) as store:
+        for length in (10, 20, 30):
+            Agent(store).say(ids(length))
+        shutil.copytree(folder, into, ignore=shutil.ignore_patterns("*-shm"))
+    return into
+
+
+def test_a_log_that_ends_early_is_noticed(tmp_path: Path) -> None:
+    folder = crashed(tmp_path / "store", tmp_path / "copy")
+    log = folder / "agents.db-wal"
+    size = log.stat().st_size
+    for kept in (size - 1, size // 2, 32, 0):
+        os.truncate(log, kept)
+        with pytest.raises(StoreUnusable, match=r"newest [0-9]+ transactions are missing.*memory restore"):
+            open_store(folder)
+        shutil.rmtree(folder)
+        crashed(tmp_path / "store", folder)
+    log.unlink()
+    with pytest.raises(StoreUnusable, match=r"newest [0-9]+ transactions are missing"):
+        open_store(folder)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"00000000000000099999 wrong\n"])
+def test_a_store_without_a_sound_witness_opens_and_gets_one(tmp_path: Path, content: bytes | None) -> None:
+    folder = crashed(tmp_path / "store", tmp_path / "copy")
+    witness = folder / "agents.commits"
+    before = witness.read_bytes()
+    if content is None:
+        witness.unlink()
+    else:
+        witness.write_bytes(content)
+    with closing(open_store(folder)) as store:
+        assert Agent(store).tokens() == ids(30)
+        Agent(store).say(ids(40))
+    assert witness.read_bytes() > before
 
 
 def test_an_unusable_folder_is_one_clear_error(tmp_path: Path) -> None:
@@ -130,25 +150,54 @@ def test_an_unusable_folder_is_one_clear_error(tmp_path: Path) -> None:
             open_store(folder)
 
 
+def test_a_read_only_disk_is_one_clear_error_for_workers_and_commands(small_disk: SmallDisk) -> None:
+    folder = with_an_agent(small_disk.path / "store")
+    with small_disk.read_only():
+        with pytest.raises(StoreUnusable, match=r"cannot be used: .*([Rr]ead-only|unable to open)"):
+            open_store(folder)
+        with pytest.raises(StoreUnusable, match=r"cannot be used: .*([Rr]ead-?only|unable to open)"), opened(folder):
+            pass
+    with closing(open_store(folder)) as store:
+        assert Agent(store).tokens() == ids(300)
+
+
 def test_missing_parent_folders_are_made(tmp_path: Path) -> None:
     open_store(tmp_path / "a" / "b").close()
 
 
-def test_only_the_owner_may_read_the_store(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_the_store_while_it_is_open_and_after(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = AgentCacheStore(tmp_path / "store")
         Agent(store).say(ids(300))
+        while_open = modes(tmp_path / "store")
         store.close()
     finally:
         os.umask(before)
-    paths = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()} == {0o700}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()} == {0o600}
+    assert {"agents.db", "agents.db-wal", "agents.db-shm", "agents.commits", "lock", "blocks"} <= while_open.keys()
+    for found in (while_open, modes(tmp_path / "store")):
+        assert set(found.values()) == {"drwx------", "-rw-------"}
+
+
+def modes(folder: Path) -> dict[str, str]:
+    return {path.name: stat.filemode(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     open_store(tmp_path).close()
     (tmp_path / "tmp" / "0.tmp").write_bytes(b"half")
-    Agent(open_store(tmp_path)).say(ids(10))
+    with closing(open_store(tmp_path)) as store:
+        Agent(store).say(ids(10))
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_store_that_is_open_twice_is_whole_for_both(tmp_path: Path) -> None:
+    """A worker and a command."""
+    store = open_store(tmp_path)
+    Agent(store).say(ids(10))
+    with opened(tmp_path) as parts, parts.database.snapshot() as connection:
+        assert connection.execute("SELECT count(*) FROM agents").fetchone() == (1,)
+        Agent(store).say(ids(20))
+    store = reopen(store, tmp_path)
+    assert Agent(store).tokens() == ids(20)
+    store.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store, problems_of
 
 from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.ports import LoadedModel
@@ -49,7 +49,7 @@ def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path, 
         done.set()
         loader.join()
     assert errors == []
-    assert store.verify() == []
+    assert problems_of(store) == []
 
 
 @pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])

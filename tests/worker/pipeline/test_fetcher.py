@@ -36,8 +36,10 @@ def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_
     events: list[Any] = []
 
     class Store(InMemoryAgentStore):
-        def pin(self, agents: frozenset[str]) -> None:
-            events.append(set(agents))
+        def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+            pins = [event for event in events if isinstance(event, tuple)]
+            if (set(running), set(waiting)) not in pins[-1:]:  # only `is_all` has changed
+                events.append((set(running), set(waiting)))
 
     class Loader(NotedLoader):
         def put(self, job: Job) -> None:
@@ -53,7 +55,27 @@ def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_
         job.claimed.finish({})
         job.claimed.release()
     fetcher.join(TIMEOUT_S)
-    assert events == [{"a", "b"}, "a", {"b"}, "b", set()]
+    assert events == [({"a"}, {"b"}), "a", ({"b"}, set()), "b", (set(), set())]
+
+
+def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_order() -> None:
+    queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
+    for agent_id in "bacade":
+        queue.enqueue(agent_id=agent_id)
+    fetcher = fetcher_of(queue, loader, store, burst=True, poll_s=0.001)
+    for _ in range(6):
+        job = loader.jobs.get(timeout=TIMEOUT_S)
+        job.claimed.finish({})
+        job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+    assert list(dict.fromkeys(store.read_ahead_for)) == [
+        ("a", "c"),  # two for the one place, and not b, whose job runs
+        ("c", "d"),
+        ("a", "d"),
+        ("d", "e"),
+        ("e",),
+        (),
+    ]
 
 
 class LongQueue(InMemoryQueue):

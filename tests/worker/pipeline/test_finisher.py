@@ -5,19 +5,26 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.answers import without_total
 from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryJob, InMemoryQueue
+from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
 
 from stoker_shared.agent_request import build_agent_request
-from stoker_shared.errors import AgentVersionConflict, RedisUnavailable, WorkerLostTooOften
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, RedisUnavailable, WorkerLostTooOften
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import CacheSlice, Restored
+from stoker_worker.pipeline.worker import Worker
+from stoker_worker.ports import CacheSlice, Delivery, Restored
+from stoker_worker.settings import read_settings
 
 TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
 
@@ -120,7 +127,7 @@ def test_a_stop_while_redis_is_away_saves_finished_turns_and_leaves_the_rest_to_
     scene.finish()
     assert scene.queue.in_flight() == ()
     assert scene.states("a", "b", "c") == ["started"] * 3
-    answer = scene.store.open_agent("a").answer_to(finished.claimed.delivery)
+    answer = scene.store.answer("a", finished.claimed.delivery)
     assert answer is not None  # so the next worker answers from the history
     assert answer["text"] == "x"
     assert scene.store.open_agent("b").number == 0
@@ -239,19 +246,121 @@ def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeyp
     """An agent is free only after every step of its job's end, also the store's."""
     forget = build_agent_request({"agent_id": "a", "action": "forget"})
     in_flight: list[int] = []
-    real = scene.store.agent_jobs.ended
+    real = scene.store.ended
 
-    def ended(*args: Any) -> None:
+    def ended(*args: Any, **fields: Any) -> None:
         in_flight.append(len(scene.queue.in_flight()))
-        real(*args)
+        real(*args, **fields)
 
-    monkeypatch.setattr(scene.store.agent_jobs, "ended", ended)
+    monkeypatch.setattr(scene.store, "ended", ended)
     scene.put_finished("a")
     scene.wait_for_release()
     scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=forget)), AgentChange(forget))
     scene.wait_for_release()
     assert scene.queue.state("forget") == "finished"
-    assert in_flight == [1]
+    assert in_flight == [1, 1]
+
+
+@pytest.fixture
+def ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str, float]]:
+    """Each end that the store was told of: the agent, the job, the job's state at that time, and how long it lives."""
+    told: list[tuple[str, str, str, float]] = []
+
+    def note(agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
+        told.append((agent_id, delivery.job_id, scene.queue.state(delivery.job_id), remember_s))
+
+    monkeypatch.setattr(scene.store, "ended", note)
+    return told
+
+
+def test_the_store_learns_how_long_an_answer_is_needed_once_its_job_has_ended(
+    scene: Scene, ended: list[tuple[str, str, str, float]]
+) -> None:
+    job, again = loaded_job(scene.queue, "a"), loaded_job(scene.queue, "b")
+    scene.queue.entries["job-a"].lives_s = 77.0
+    scene.finisher.put(job, generated())
+    scene.wait_for_release(n_left=1)
+    scene.finisher.put(again, Replayed({"text": "before"}))
+    scene.wait_for_release()
+    fork = build_agent_request({"agent_id": "a", "action": "fork", "target": "c"})
+    scene.finisher.put(Job(claimed(scene.queue, job_id="fork", request=fork)), AgentChange(fork))
+    scene.wait_for_release()
+    assert ended == [
+        ("a", "job-a", "finished", 77.0),
+        ("b", "job-b", "finished", 3600.0),
+        ("c", "fork", "finished", 3600.0),
+    ]
+
+
+def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(
+    scene: Scene, ended: list[tuple[str, str, str, float]]
+) -> None:
+    """Else a worker that only reads agents would collect what no commit ever takes from it."""
+    scene.put_finished("a", cache="read", job_id="read")
+    scene.put_finished("a", cache="off", context="full", job_id="off")
+    scene.finisher.put(loaded_job(scene.queue, "b"), Failed(WorkerLostTooOften("alone, three times")))
+    scene.wait_for_release()
+    scene.store.memory.before_write = raise_no_space
+    scene.put_finished("c", context="full", job_id="not saved")
+    scene.wait_for_release()
+    assert scene.queue.state("not saved") == "finished"
+    assert ended == []
+
+
+def raise_no_space(agent_id: str | None) -> None:
+    raise OSError("no space")
+
+
+def test_a_result_that_could_not_be_posted_is_not_forgotten(
+    scene: Scene, ended: list[tuple[str, str, str, float]]
+) -> None:
+    """The queue is another worker's since the save: that one answers the job from the agent's history."""
+    job = loaded_job(scene.queue, "a")
+
+    def take_over(agent_id: str | None) -> None:
+        scene.queue.take_over()
+
+    scene.store.memory.before_write = take_over
+    scene.finisher.put(job, generated())
+    scene.wait_for_release()
+    assert scene.states("a") == ["started"]
+    assert scene.store.answer("a", job.claimed.delivery) is not None
+    assert ended == []
+
+
+def test_a_saved_turn_has_the_version_that_its_result_names(scene: Scene) -> None:
+    for number in (1, 2):
+        job = Job(claimed(scene.queue, "a", job_id=f"job-{number}"), scene.store.open_agent("a"))
+        job.prompt = Prompt((number, 2), None, "p")
+        scene.finisher.put(job, generated())
+        scene.wait_for_release()
+        result = scene.queue.entries[f"job-{number}"].result
+        assert result is not None
+        assert result["cache"]["agent_version"] == scene.store.open_agent("a").number == number
+        answer = scene.store.answer("a", job.claimed.delivery)
+        assert answer is not None
+        assert without_total(answer) == without_total(result)
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_after_a_version_that_could_not_be_read_is_not_saved(tmp_path: Path, context: str) -> None:
+    """Its index is damaged, so that nobody knows which version would be the next one."""
+    store, queue = AgentCacheStore(tmp_path, files=FastDisk()), InMemoryQueue()
+    options = {"burst": True, "poll_s": 0.001}
+    queue.enqueue(job_id="first", agent_id="a", prompt="say so")
+    Worker(read_settings(options), queue, store, ScriptedProvider(max_batch=1, steps_per_s=1000)).run()
+    store.parts.database.commit(lambda connection: connection.execute("UPDATE agents SET key = x'00'"))
+    queue.enqueue(job_id="next", agent_id="a", prompt="say more", context=context)
+    Worker(read_settings(options), queue, store, ScriptedProvider(max_batch=1, steps_per_s=1000)).run()
+    store.close()
+    entry = queue.entries["next"]
+    if context == "append":
+        assert isinstance(entry.error, AgentTranscriptUnreadable)
+        return
+    assert entry.result is not None
+    report = entry.result["cache"]
+    assert (entry.result["text"], report["saved"], report["agent_version"]) == ("more", False, None)
+    assert "could not be read" in report["save_error"]
 
 
 def test_an_answer_from_the_history_is_posted_as_it_is(scene: Scene) -> None:
@@ -272,7 +381,7 @@ def test_the_total_time_includes_the_save(scene: Scene) -> None:
     result = scene.queue.entries["job-a"].result
     assert result is not None
     assert result["timing"]["total_s"] >= began - job.claimed.enqueued_at + 0.3
-    remembered = scene.store.open_agent("a").answer_to(job.claimed.delivery)
+    remembered = scene.store.answer("a", job.claimed.delivery)
     assert remembered is not None
     assert remembered["timing"]["total_s"] < result["timing"]["total_s"]
 

@@ -8,7 +8,13 @@ from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedEngine, NotedFinisher, claimed, loaded_model
 
-from stoker_shared.errors import AgentNotFound, AgentVersionConflict, EngineFailed, WorkerLostTooOften
+from stoker_shared.errors import (
+    AgentNotFound,
+    AgentTranscriptUnreadable,
+    AgentVersionConflict,
+    EngineFailed,
+    WorkerLostTooOften,
+)
 from stoker_worker.pipeline.job import Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.ports import Busy, Transcript, Turn
@@ -69,8 +75,8 @@ def test_a_job_is_failed_only_for_worker_losses_while_it_ran_alone(scene: Scene)
 
 def save(scene: Scene, job: Job, text: str) -> None:
     transcript = Transcript((1, 2), MODEL.tokenizer_fingerprint, None, text, "eos")
-    parent, delivery = scene.store.open_agent("a").number, job.claimed.delivery
-    scene.store.save(Turn("a", parent, delivery, transcript, MODEL, None, None, lambda number: {"text": text}))
+    delivery = job.claimed.delivery
+    scene.store.save(Turn(scene.store.open_agent("a"), delivery, transcript, MODEL, None, None, {"text": text}))
 
 
 def test_the_expected_version_is_checked_only_for_a_delivery_without_an_answer(scene: Scene) -> None:
@@ -87,6 +93,58 @@ def test_the_expected_version_is_checked_only_for_a_delivery_without_an_answer(s
     assert isinstance(late.error, AgentVersionConflict)
     assert isinstance(none, Failed)
     assert isinstance(none.error, AgentNotFound)
+
+
+def unreadable(*args: Any) -> Any:
+    raise AgentTranscriptUnreadable("the answers of agent 'a': damaged")
+
+
+def outcomes(scene: Scene) -> dict[str, Any]:
+    """Of the jobs put before, and of two more, `append` and `full`: the error of one that failed, its outcome if it
+    ended in another way, else the job."""
+    scene.put("a", context="append", job_id="append")
+    scene.put("a", context="full", job_id="full")
+    scene.put("b", job_id="last").cancel.set("withdrawn")
+    scene.loader.start()
+    found: dict[str, Any] = {}
+    while "last" not in found:
+        job, outcome = scene.finisher.next()
+        found[job.job_id] = outcome.error if isinstance(outcome, Failed) else outcome
+    while not scene.engine.jobs.empty():
+        job = scene.engine.next()
+        found[job.job_id] = job
+    return found
+
+
+def test_a_turn_that_may_have_been_made_is_not_made_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a job that carries the whole conversation goes on when the answers cannot be read."""
+    monkeypatch.setattr(scene.store, "answer", unreadable)
+    found = outcomes(scene)
+    assert isinstance(found["append"], AgentTranscriptUnreadable)
+    assert isinstance(found["full"], Job)
+
+
+def test_an_agent_that_cannot_be_read_is_only_replaced(scene: Scene) -> None:
+    save(scene, scene.put("a", job_id="first"), "done")
+    scene.store.mark_unsaved("a")
+    found = outcomes(scene)
+    assert isinstance(found["append"], AgentTranscriptUnreadable)
+    assert found["full"].agent.number == 1
+    assert found["first"] == Replayed({"text": "done"})  # its turn is saved, whatever happened since
+
+
+def test_a_job_that_uses_no_memory_asks_for_none(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*args: Any) -> None:
+        raise EngineFailed("asked")
+
+    monkeypatch.setattr(scene.store, "answer", ask)
+    monkeypatch.setattr(scene.store, "open_agent", ask)
+    scene.put("a", cache="off", job_id="off")
+    scene.queue.enqueue(job_id="none")
+    (job,) = scene.queue.claim(1, Busy())
+    scene.loader.put(Job(job))
+    scene.loader.start()
+    assert [scene.engine.next().agent for _ in range(2)] == [None, None]
 
 
 def test_a_job_cancelled_before_it_is_loaded_never_reaches_the_engine(scene: Scene) -> None:

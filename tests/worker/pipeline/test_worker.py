@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -43,6 +43,39 @@ def test_a_worker_deposed_while_its_model_loads_reports_that() -> None:
             worker.run()
     finally:
         provider.release.set()
+
+
+def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowlyLoaded(ScriptedProvider):
+        def load(self) -> Any:
+            assert is_seen.wait(TIMEOUT_S)
+            return super().load()
+
+    class Store(InMemoryAgentStore):
+        def read_ahead(self, agents: Sequence[str]) -> None:
+            super().read_ahead(agents)
+            if len(self.read_ahead_for) == 1:
+                queue.away = True
+            if "later" in agents:
+                is_seen.set()
+
+    class Queue(InMemoryQueue):
+        def next_agents(self, limit: int) -> tuple[str, ...]:
+            if self.away:
+                self.away = False
+                self.enqueue(agent_id="later", max_tokens=1)
+                raise RedisUnavailable("it is away for a moment")
+            return super().next_agents(limit)
+
+    is_seen, queue, store = threading.Event(), Queue(), Store()
+    monkeypatch.setattr("stoker_worker.pipeline.worker._LOOK_S", 0.01)
+    for agent_id in "ba":
+        queue.enqueue(agent_id=agent_id, max_tokens=1)
+    provider = SlowlyLoaded(max_batch=2, steps_per_s=1000)
+    Worker(read_settings({"max_batch": 2, "burst": True, "poll_s": 0.001}), queue, store, provider).run()
+    calls = list(dict.fromkeys(store.read_ahead_for))
+    assert calls[:3] == [("b", "a"), ("b", "a", "later"), "scripted"]
+    assert {queue.state(job_id) for job_id in queue.entries} == {"finished"}
 
 
 class HangingQueue(InMemoryQueue):

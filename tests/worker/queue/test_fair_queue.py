@@ -167,6 +167,31 @@ def test_everything_is_chosen_once_agent_by_agent_in_order(job_ids):
         assert [j for j in chosen if agent_of(j) == agent] == [j for j in job_ids if agent_of(j) == agent]
 
 
+@given(st.lists(st.sampled_from(JOBS), unique=True), st.integers(0, 10), st.integers(1, 6))
+def test_the_agents_of_the_next_jobs_are_those_that_are_chosen_next(job_ids, n_served, limit):
+    fair_queue = FairQueue()
+    fair_queue.append(job_ids)
+    for job_id in fair_queue.unlearned(100):
+        fair_queue.learn(job_id, use_of(job_id), quarantined=False)
+    for _ in range(n_served):
+        for job_id in fair_queue.choose(1, Busy()):
+            fair_queue.serve(job_id)
+    chosen = [agent for agent in map(agent_of, fair_queue.choose(limit, Busy())) if agent]
+    found = fair_queue.next_agents(2 * limit)
+    assert len(set(found)) == len(found)
+    assert set(found) >= set(chosen)
+
+
+def test_the_agents_of_the_next_jobs_are_in_their_order_and_no_more_than_the_limit():
+    places = Places()
+    places.submit("a", "a", "b", "c", "d")
+    assert places.fair_queue.next_agents(9) == ["a", "b", "c", "d"]
+    places.give(2)
+    assert places.given == ["a", "b"]
+    assert places.fair_queue.next_agents(9) == ["a", "c", "d"]
+    assert places.fair_queue.next_agents(2) == ["a", "c"]
+
+
 class Places:
     """Gives one place after the other; an agent's jobs are named after it."""
 

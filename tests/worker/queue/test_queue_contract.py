@@ -170,6 +170,23 @@ def test_agents_of_waiting_jobs_are_known(outside: Outside) -> None:
     assert "b" in outside.queue.waiting_agents()
 
 
+def test_the_agents_of_the_next_jobs_are_known_before_the_first_claim_and_after_it(outside: Outside) -> None:
+    for job_id in ("a1", "a2", "none", "b1", "c1", "d1"):
+        outside.enqueue(job_id, None if job_id == "none" else job_id[0])
+    assert outside.queue.next_agents(3) == ("a", "b", "c")
+    outside.enqueue("e1", "e")
+    assert outside.queue.next_agents(8) == ("a", "b", "c", "d", "e")
+    assert outside.queue.in_flight() == ()
+    assert outside.waiting() == ["a1", "a2", "none", "b1", "c1", "d1", "e1"]
+    first, *_ = claim(outside, limit=3)
+    running = {job.memory_use.agent_id for job in outside.queue.in_flight()}
+    assert "a" in running
+    assert outside.queue.next_agents(8) == tuple(agent for agent in "bcde" if agent not in running)
+    finish(first, RESULT)
+    assert outside.queue.next_agents(8)[0] == "a"
+    assert outside.queue.next_agents(2) == outside.queue.next_agents(8)[:2]
+
+
 def test_a_job_has_one_end(outside: Outside) -> None:
     outside.enqueue("job", "a")
     (job,) = claim(outside)

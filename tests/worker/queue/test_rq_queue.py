@@ -46,6 +46,20 @@ def test_a_claimed_job_is_started_in_rqs_terms_and_finished_once(connection, pro
     assert not list(connection.scan_iter("rq:execution*"))
 
 
+DAY_S, YEAR_S = 86_400, 366 * 86_400
+
+
+@pytest.mark.parametrize(
+    ("result_ttl", "at_least_s"),
+    [(None, DAY_S), (600, 600), (0, 0), (3 * DAY_S, 3 * DAY_S), (-1, YEAR_S), (10**12, YEAR_S)],
+)
+def test_a_job_lives_as_long_as_its_result_and_some_time_more(plain, queue, result_ttl, at_least_s):
+    """The margin is for a worker that still has it, and for clocks that differ."""
+    plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, result_ttl=result_ttl)
+    (job,) = claim(queue)
+    assert at_least_s + 1800 <= job.lives_s <= at_least_s + 2 * 3600
+
+
 def test_finishing_twice_after_a_lost_reply_leaves_one_result(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)

@@ -74,6 +74,8 @@ main.add_command(memory)
 @_store("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]")
 @_store("--store-max-bytes", type=int, help="Disk space for the store.  [80 % of its own and the free space]")
 @_store("--memory-max-bytes", type=int, help="RAM for caches of recent agents; 0: none.  [1/16 of all]")
+@_store("--keep-versions", type=int, help="Versions of an agent that a rollback can return to.  [16]")
+@_store("--agent-ttl", metavar="DURATION", help="Remove agents unused for so long: 30d, 12h, 90m, seconds.  [never]")
 @_store("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
 @_batch("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
 @_batch("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
@@ -159,9 +161,12 @@ def _run(settings: "WorkerSettings") -> None:
             settings.store_folder,
             max_bytes=settings.store_max_bytes,
             memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
+            keep_versions=settings.keep_versions,
+            agent_ttl_s=settings.agent_ttl_s,
             wait=settings.standby,
         )
         cleanup.callback(store.close)
+        store.start_upkeep()
         queue = cleanup.enter_context(open_queue(settings, redis_url))
         worker = Worker(settings, queue.rq_queue, store, provider)
         queue.registration.on_shutdown = worker.request_stop

@@ -1,44 +1,65 @@
-"""Prints the tables of the `memory` commands. Needs rich; texts from a store are never read as markup."""
+"""Prints the tables of the `memory` commands. Control characters in texts of a store never reach the terminal."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+import click
+from rich.cells import cell_len
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
-from stoker_shared.request import Message
-from stoker_worker.memory.summary import AgentSummary, VersionSummary
-from stoker_worker.ports import Transcript
+if TYPE_CHECKING:  # a list of agents needs none of what these load
+    from stoker_shared.request import Message
+    from stoker_worker.memory.admin.listing import AgentLine
+    from stoker_worker.memory.summary import AgentSummary, VersionSummary
+    from stoker_worker.ports import Transcript
 
 
-def print_agents(agents: Sequence[AgentSummary]) -> None:
-    """Print one line for each agent."""
-    rows = (
+def print_list(agents: Iterable["AgentLine"]) -> int:
+    """Print one line for each agent; returns how many."""
+    rows = [
         (
-            agent.agent_id if agent.agent_id is not None else f"? ({agent.folder})",
+            agent.agent_id,
             agent.version,
             agent.turns,
             agent.tokens,
             agent.cached_tokens,
-            _length(agent),
-            decimal(agent.record_bytes),
-            decimal(agent.tail_bytes),
-            decimal(agent.snapshot_bytes),
+            decimal(agent.size_bytes),
+            decimal(agent.transcript_bytes),
+            decimal(agent.piece_bytes),
             decimal(agent.block_bytes),
-            decimal(agent.shared_bytes),
             _time(agent.last_used),
             agent.state if agent.problem is None else f"{agent.state}: {agent.problem}",
         )
         for agent in agents
-    )
-    titles = "AGENT VERSION TURNS TOKENS CACHED LENGTH RECORDS TAIL SNAPSHOTS BLOCKS (SHARED) USED STATE"
+    ]
+    titles = "AGENT VERSION TURNS TOKENS CACHED SIZE TRANSCRIPT PIECES BLOCKS USED STATE"
     _print_table(titles.split(), rows)
+    return len(rows)
 
 
-def print_versions(versions: Sequence[VersionSummary]) -> None:
+def print_agent(agent: "AgentSummary") -> None:
+    """Print everything about one agent, a line for each fact."""
+    length = f"{agent.text_chars} chars" if agent.messages is None else f"{agent.messages} messages"
+    facts = {
+        "agent": agent.agent_id,
+        "state": agent.state if agent.problem is None else f"{agent.state}: {agent.problem}",
+        "version": agent.version,
+        "turns": agent.turns,
+        "length": None if agent.tokens is None else f"{agent.tokens} tokens, {length}",
+        "cached": f"{agent.cached_tokens} tokens when it was saved",
+        "transcripts": decimal(agent.transcript_bytes),
+        "pieces": f"{decimal(agent.piece_bytes)}, tail and snapshots",
+        "blocks": f"{agent.blocks}, {decimal(agent.block_bytes)}; others use {decimal(agent.shared_bytes)} of them too",
+        "last used": _time(agent.last_used),
+    }
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        click.echo(f"{name:{width}}  {_cell(fact)}")
+
+
+def print_versions(versions: Sequence["VersionSummary"]) -> None:
     """Print one line for each version."""
-    rows = (
+    rows = [
         (
             version.version,
             version.job_id,
@@ -52,32 +73,25 @@ def print_versions(versions: Sequence[VersionSummary]) -> None:
             "yes" if version.can_return else None,
         )
         for version in versions
-    )
+    ]
     _print_table(["VERSION", "JOB", "BY", "ENDED", "FINISH", "TOKENS", "NEW", "CACHED", "SAVED", "ROLLBACK"], rows)
 
 
-def print_conversation(transcript: Transcript | None) -> None:
+def print_conversation(transcript: "Transcript | None") -> None:
     """Print the messages or the text, if they can be read."""
-    console = _console()
     if transcript is None:
-        console.print(Text("(it cannot be read)"))
+        click.echo("(it cannot be read)")
         return
     for message in transcript.messages or ():
-        console.print(Text(f"\n[{_plain(message.role)}]", style="bold"))
-        console.print(Text(_plain(_said(message))))
+        click.secho(f"\n[{_plain(message.role)}]", bold=True)
+        click.echo(_plain(_said(message)))
     if transcript.text is not None:
-        console.print(Text(f"\n{_plain(transcript.text)}"))
+        click.echo(f"\n{_plain(transcript.text)}")
 
 
-def _said(message: Message) -> str:
+def _said(message: "Message") -> str:
     calls = [f"tool call: {call}" for call in message.tool_calls or ()]
     return "\n".join([message.content, *calls] if message.content else calls)
-
-
-def _length(agent: AgentSummary) -> str | None:
-    if agent.messages is not None:
-        return f"{agent.messages} messages"
-    return None if agent.text_chars is None else f"{agent.text_chars} chars"
 
 
 def _time(iso: str | None) -> str | None:
@@ -85,21 +99,21 @@ def _time(iso: str | None) -> str | None:
 
 
 def _print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold", justify="left")
-    for row in rows:
-        table.add_row(*(Text("-" if cell is None else _plain(str(cell))) for cell in row))
-    _console().print(table)
+    """Plain columns, because tens of thousands of rows have to be quick."""
+    lines = [titles, *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    padded = (
+        "  ".join(x + " " * (width - cell_len(x)) for x, width in zip(line, widths, strict=True)) for line in lines
+    )
+    click.echo("\n".join(line.rstrip() for line in padded))
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000  # a pipe has no width
-    return console
+def _cell(value: object) -> str:
+    return "-" if value is None else _plain(str(value))
 
 
 def _plain(text: str) -> str:
     """Without control characters, which would steer the terminal: a model may have written them."""
+    if text.isprintable():
+        return text
     return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)

@@ -73,7 +73,8 @@ class ServerFiles:
             RedisUnavailable: the folder cannot be made.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps the store's folder
+            self.folder.mkdir(exist_ok=True)
             self.folder.chmod(0o700)
         except OSError as error:
             raise RedisUnavailable(f"{self.folder} cannot be the Redis server's folder: {error.strerror}") from error

@@ -1,113 +1,99 @@
 """Carries out jobs about an agent's memory in the running worker: info, forget, fork, rollback. Finisher threads,
 beside saves and restores of other agents.
 
-Each change is durable in one step that remembers the delivery: a second delivery is answered and changes nothing. The
-commands of the shell use the same modules; here the worker's own state (budget, RAM, recent agents) follows.
+The commands of the shell make the same changes; here the worker's own state (budget, RAM) follows them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from typing import Any, Final
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult, read_agent_result
-from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_index import AgentIndexEntry, history_blocks, newest_blocks
-from stoker_worker.memory.agent_locks import AgentLocks
+from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable
+from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory.agent_changes import Asked, naming
 from stoker_worker.memory.budget import DiskBudget
+from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.fork import fork_agent
-from stoker_worker.memory.gc import size_of
+from stoker_worker.memory.in_flight import InFlight
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.recent_agents import RecentAgents
-from stoker_worker.memory.record import AgentState
 from stoker_worker.memory.rollback import roll_back
+from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.summary import AgentSummary, versions_of
 from stoker_worker.ports import AgentJobsPort, Delivery
 
-_MOST_VERSIONS = 100
+_MOST_VERSIONS: Final = 100
 
 
 class AgentJobs(AgentJobsPort):
     def __init__(
         self,
-        store: StoreAccess,
+        parts: StoreParts,
         *,
-        locks: AgentLocks,
+        in_flight: InFlight,
         budget: DiskBudget,
         ram_cache: RamCache,
-        recent: RecentAgents,
         unsaved: set[str],
-        state_of: Callable[[str], AgentState],
+        answer_of: Callable[[str, Delivery], Mapping[str, Any] | None],
     ) -> None:
-        """`unsaved`: agents whose last turn is lost, also where the disk could not be marked."""
-        self._store = store
-        self._tombstones = store.tombstones
-        self._locks = locks
+        """
+        Args:
+            unsaved: agents whose last turn is lost, and that the database could not mark.
+            answer_of: `CacheStorePort.answer`.
+        """
+        self._parts = parts
+        self._in_flight = in_flight
         self._budget = budget
         self._ram_cache = ram_cache
-        self._recent = recent
         self._unsaved = unsaved
-        self._state_of = state_of
+        self._answer_of = answer_of
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
         """See `AgentJobsPort.answer`.
 
         Raises:
-            OSError: that cannot be known, or an unfinished change cannot be finished.
+            AgentTranscriptUnreadable, OSError: that cannot be known.
         """
+        agent_id = request.changed_agent
         if request.action == "info":
             return None
-        if request.action == "forget":
-            return self._tombstones.answer(request.agent_id, delivery)
-        agent_id = request.target or request.agent_id
-        state = self._state_of(agent_id)
-        if state.unreadable is not None:
-            raise state.unreadable
-        known = state.version.answer_to(delivery)
-        if known is None:
-            return None
-        if state.problem and state.version.transcript and known["version"] == state.version.number:
-            # The version is whole, but the disk failed afterwards and it was marked as not saved.
-            self._store.agent_writer(agent_id).mark_saved()
-            self._unsaved.discard(agent_id)
-            self._budget.look_again(agent_id)
-        return read_agent_result(known)
+        if request.action != "forget":
+            known = self._answer_of(agent_id, delivery)
+        else:
+            key = deliveries.delivery_key(agent_id, delivery)
+            with naming(agent_id), self._parts.database.snapshot() as connection:
+                known = deliveries.read_answer(connection, deliveries.FORGETTER, key)
+        return None if known is None else read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
         """See `AgentJobsPort.run`: once for each delivery, if `answer` was called first.
 
         Raises:
-            AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable: it cannot be done, and nothing
-                has changed.
+            AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable, AgentBusy: it cannot be done,
+                and nothing has changed.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
+        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version)
         if request.action == "info":
-            return self._info(request.agent_id, delivery)
-        with self._locks.of(request.target or request.agent_id):
-            state = self._state_of(request.agent_id)
-            if request.expect_version not in (None, state.version.number):
-                raise AgentVersionConflict(
-                    f"agent {request.agent_id!r} is at version {state.version.number}, not {request.expect_version}"
-                )
+            return self._info(agent_id, delivery)
+        with self._in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
             if request.action == "forget":
-                return self._forget(request.agent_id, state, delivery)
+                return self._forget(agent_id, asked)
             if request.action == "fork":
                 assert request.target is not None  # the request is valid
-                return self._fork(request.agent_id, request.target, state, delivery)
-            return self._roll_back(request, state, delivery)
-
-    def ended(self, request: AgentRequest, delivery: Delivery) -> None:
-        if request.action == "forget":
-            self._tombstones.remove(request.agent_id, delivery)
-            self._look_at_tomb(request.agent_id, delivery)
+                result: AgentResult = self._fork(agent_id, request.target, asked)
+            else:
+                result = self._roll_back(agent_id, request.version, asked)
+        self._budget.make_room()
+        return result
 
     def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
-        state = self._state_of(agent_id)
-        if not state.version.number and state.problem is None:
-            return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
-        blocks = newest_blocks(state, self._store.blocks.path_of)
-        entry = AgentIndexEntry(self._store.agent(agent_id).path, agent_id, state, blocks)
-        seen = AgentSummary.of(entry, self._budget.users_of(blocks))
+        with naming(agent_id), self._parts.database.snapshot() as connection:
+            state = agent_table.read_agent(connection, agent_id)
+            if state.row is None:
+                return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
+            seen, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)
         if agent_id in self._unsaved:
             seen = replace(seen, state="unsaved", problem="its last turn was not saved")
         fields = (
@@ -115,70 +101,36 @@ class AgentJobs(AgentJobsPort):
             | {  # of these, `AgentInfo` takes those that it has
                 "job_id": delivery.job_id,
                 "exists": True,
-                "own_bytes": seen.record_bytes + seen.tail_bytes + seen.snapshot_bytes,
-                "versions": [asdict(x) for x in versions_of(self._store, entry) if x.can_return][-_MOST_VERSIONS:],
+                "own_bytes": seen.own_bytes,
+                "versions": [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:],
             }
         )
         return AgentInfo.model_validate(fields)
 
-    def _forget(self, agent_id: str, state: AgentState, delivery: Delivery) -> AgentForgotten:
-        if state.unreadable is not None:
-            raise state.unreadable
-        folder, path_of = self._store.agent(agent_id), self._store.blocks.path_of
-        existed = bool(state.version.number) or state.problem is not None
-        forgotten = AgentForgotten(job_id=delivery.job_id, agent_id=agent_id, existed=existed)
-        used = history_blocks(folder.read_records().values(), path_of).union(newest_blocks(state, path_of))
-        if folder.path.is_dir():
-            there = [path for path in used if path.exists()]
-            going = self._budget.only_of(agent_id, there)
-            forgotten = forgotten.model_copy(
-                update={
-                    "version": state.version.number,
-                    "blocks": len(going),
-                    "block_bytes": size_of(going),
-                    "shared_blocks": len(there) - len(going),
-                }
-            )
-            try:
-                self._tombstones.bury(folder.path, forgotten, delivery)
-            finally:
-                self._recent.drop(agent_id)
-                self._ram_cache.drop(agent_id)
-                self._look_at_tomb(agent_id, delivery)
-        self._unsaved.discard(agent_id)
-        self._budget.forgotten(agent_id, used)
-        return forgotten
+    def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
+        def is_held(address: str) -> bool:
+            return self._budget.holds.is_held(address, but_by=agent_id)
 
-    def _fork(self, source: str, target: str, state: AgentState, delivery: Delivery) -> AgentResult:
+        try:
+            return forget_agent(self._parts, agent_id, asked, is_held=is_held)
+        finally:  # also if it is forgotten, and a file could not be removed
+            self._ram_cache.drop(agent_id)
+            self._unsaved.discard(agent_id)
+            self._budget.saved(agent_id)
+
+    def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
         if source in self._unsaved:
             raise AgentTranscriptUnreadable(f"the transcript of agent {source!r}: its last turn was not saved")
         if target in self._unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
-        blocks = newest_blocks(state, self._store.blocks.path_of)
-        with self._budget.using(source, blocks), self._budget.using(target, blocks):
-            try:
-                forked = fork_agent(self._store, source, target, delivery)
-            finally:
-                self._budget.look_again(target)
-            self._budget.saved(target, blocks)
-        self._budget.make_room()
+        with self._budget.holds.using(target, ()):
+            forked = fork_agent(self._parts, source, target, asked)
+        self._budget.saved(target)
         return forked
 
-    def _roll_back(self, request: AgentRequest, state: AgentState, delivery: Delivery) -> AgentResult:
-        agent_id = request.agent_id
-        self._recent.drop(agent_id)
-        with self._budget.using(agent_id, ()):
-            try:
-                back = roll_back(self._store, agent_id, request.version, delivery, state=state)
-            finally:
-                self._budget.look_again(agent_id)
-            blocks = newest_blocks(self._state_of(agent_id), self._store.blocks.path_of)
-            self._budget.saved(agent_id, blocks)
+    def _roll_back(self, agent_id: str, version: int | None, asked: Asked) -> AgentResult:
+        back = roll_back(self._parts, agent_id, version, asked)
         self._unsaved.discard(agent_id)
         self._ram_cache.renumber(agent_id, back.from_version, back.version)
-        self._budget.make_room()
+        self._budget.saved(agent_id)
         return back
-
-    def _look_at_tomb(self, agent_id: str, delivery: Delivery) -> None:
-        tomb, answer = self._tombstones.paths_of(agent_id, delivery)
-        self._budget.look_at(tomb.parent, tomb, answer)

@@ -24,13 +24,16 @@ class BlockFolder:
     def path_of(self, model: str, address: str) -> Path:
         return self.path / model[:16] / address[:2] / f"{address}.safetensors"
 
-    def save(self, chain: BlockChain, cache: CacheSlice, spec: ModelCacheSpec) -> None:
+    def save(self, chain: BlockChain, cache: CacheSlice, spec: ModelCacheSpec) -> dict[int, int]:
         """Make every full block of `chain` from `cache.start` on durable, except those that are there.
+
+        Returns:
+            the allocated bytes of each of them, by its index in the chain.
 
         Raises:
             OSError: not all of them could be written.
         """
-        touched = set()
+        touched, sizes = set(), {}
         # A model without full-attention layers has no blocks.
         for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks) if spec.full_layers else ():
             piece = CachePiece("block", chain.model, spec, chain.parent(index), chain.block(index))
@@ -39,8 +42,10 @@ class BlockFolder:
                 self._writer.make_folder(path.parent)
                 self._writer.put(path, piece.encode(cache.layers, index * BLOCK_TOKENS - cache.start))
                 touched.add(path.parent)
+            sizes[index] = path.stat().st_blocks * 512
         for folder in sorted(touched):
             self._files.sync_folder(folder)
+        return sizes
 
 
 def _has_size(path: Path, piece: CachePiece) -> bool:

@@ -6,18 +6,20 @@ own next piece (its tail, or a full block that the prompt leaves in the middle),
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
 from stoker_worker.memory.block_chain import BlockChain, PathOf, block_address, common_length
 from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
-from stoker_worker.memory.cache_layout import PieceKind, empty_layers
+from stoker_worker.memory.cache_layout import PieceKind, empty_layers, empty_states
 from stoker_worker.memory.files import is_there
-from stoker_worker.ports import Array, LayerKV, LayerState
+from stoker_worker.memory.piece_folder import PieceFolder
+from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 _MOST_READERS: Final = 4
@@ -36,6 +38,16 @@ class AgentBlocks:
     tail: Path = Path()
     snapshots: tuple[tuple[int, Path], ...] = ()
 
+    @classmethod
+    def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
+        """Everything that was saved of the version."""
+        if agent.cache is None or agent.transcript is None:
+            return cls()
+        name, number = agent.agent_id, agent.number
+        snapshots = [(n, pieces.snapshot_path(name, number, index)) for index, n in enumerate(agent.cache.snapshots)]
+        tail = pieces.tail_path(name, number)
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots))
+
 
 @dataclass(frozen=True)
 class DiskSource:
@@ -44,12 +56,14 @@ class DiskSource:
     Attributes:
         own: of the prompt's model and salt; empty for a job without an agent.
         n_readers: threads that may read.
+        before_each: called by them before each file; an exception ends the lookup.
     """
 
     spec: ModelCacheSpec
     own: AgentBlocks
     path_of: PathOf
     n_readers: int
+    before_each: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -121,7 +135,7 @@ class BlockLookup:
         starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
         planned_tokens = sum(step.use_tokens for step in steps)
         found = DiskPrefix(layers=empty_layers(self._source.spec, planned_tokens))
-        target = _Target(found.layers)
+        target = _Target(found.layers, self._source.before_each)
         for step, fault in zip(steps, _load_all(steps, starts, target, self._source.n_readers), strict=True):
             if found.add(step, fault):
                 index = found.saved_blocks
@@ -168,17 +182,26 @@ class BlockLookup:
         return self._source.path_of(self._prompt.model, self._prompt.addresses[index])
 
 
+def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[tuple[LayerState, ...], Fault | None]:
+    """The states of the window and recurrent layers after all tokens of `chain`; after a fault they hold anything."""
+    states = empty_states(spec, len(chain.token_ids))
+    targets = [bytes_of(array) for arrays in states for array in arrays]
+    return states, CachePiece.snapshot(spec, chain).load(path, targets)
+
+
 class _Target:
     """K/V arrays that are being filled. A file's bytes go straight to their place, head by head."""
 
-    def __init__(self, layers: tuple[LayerKV, ...]) -> None:
+    def __init__(self, layers: tuple[LayerKV, ...], before_each: Callable[[], None]) -> None:
         self._layers = layers
+        self._before_each = before_each
         self._heads = [
             (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
         ]
 
     def load(self, step: _Step, start: int) -> Fault | None:
         """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there."""
+        self._before_each()
         piece, stop = step.piece, start + step.use_tokens
         if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
             return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])

@@ -1,236 +1,224 @@
-"""Limits a store's bytes on disk: keeps the usage up to date, and evicts when it is over the limit.
+"""Limits a store's bytes on disk: evicts when it is over the limit. Any thread.
 
-One lock makes planning and removing one step, and `using` another: a save or a restore first names the blocks that it
-counts on, and from then on each of them is there or not. Nothing is synced while the lock is held. Any thread.
+The bytes of cache files are in the database; only folders and the files beside the database are looked at. A save or a
+restore first names the blocks that it counts on (`Holds`), and from then on each of them is there or not. Files go
+first and their rows after: a full disk may have no room for a transaction until they are gone.
 """
 
 import logging
 import shutil
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.disk_usage import allocated_bytes
-from stoker_worker.memory.eviction import Plan, carry_out, plan_eviction, remove_empty_folders
-from stoker_worker.memory.usage import StoreUsage, measure_again, scan_usage
+from stoker_worker.memory import cache_index
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.eviction import Plan, plan_agents, plan_unused
+from stoker_worker.memory.files import is_there
+from stoker_worker.memory.folder_sizes import FolderSizes
+from stoker_worker.memory.holds import Holds
+from stoker_worker.memory.notes import Notes
+from stoker_worker.memory.store_parts import StoreParts
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_SHARE: Final = 0.8
 LOW_WATER: Final = 0.9
 KEEP_UNUSED_S: Final = 3600.0
-_BLOCKS_AT_ONCE: Final = 64
-_SLOW_OPENING_S: Final = 1.0
+_AT_ONCE: Final = 64
+_LOOK_EVERY_S: Final = 1.0
+_NO_END: Final = 1 << 62
+_MANY: Final = 4096
 
 
 class DiskBudget:
-    """A store's bytes on disk, the agents that use them, and the limit.
+    """A store's bytes on disk, and the limit.
 
     Attributes:
         max_bytes: the limit. Over it, cache is evicted down to 90 %, so that not every save has to.
+        holds: the cache that stays.
     """
 
     def __init__(
         self,
-        store: StoreAccess,
+        parts: StoreParts,
+        notes: Notes,
         *,
         max_bytes: int | None = None,
         keep_unused_s: float = KEEP_UNUSED_S,
         on_evicted: Callable[[str], None] = lambda agent_id: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Reads the whole store once, and removes the blocks that no agent uses.
-
+        """
         Args:
             max_bytes: ``None``: 80 % of the store's bytes and of the free bytes on its disk.
             keep_unused_s: how long a block without a user stays while there is room: a conversation that was replaced
                 may come back.
             on_evicted: called with the id of an agent before it loses cache.
         """
-        self._store = store
+        self._parts = parts
+        self._database = parts.database
+        self._notes = notes
         self._keep_unused_s = keep_unused_s
         self._on_evicted = on_evicted
         self._clock = clock
-        self._lock = threading.Lock()
-        self._usage = StoreUsage(clock)
-        self._pinned: frozenset[str] = frozenset()
-        self._in_use: Counter[str] = Counter()
-        self._held: dict[str, set[Path]] = {}
-        self._lent: Counter[Path] = Counter()
-        self._evicted: set[str] = set()
+        self._settling = threading.Lock()
+        self.holds = Holds(notes.used)
+        self._folders = FolderSizes(parts)
+        self._room_bytes = 0
+        self._look_at = 0.0
         self._warned = False
-        started = time.monotonic()
-        scan_usage(store, self._usage)
         self.max_bytes = self._default_bytes() if max_bytes is None else max_bytes
-        self._settle(unused_before=float("inf"))
-        remove_empty_folders(store.blocks.path, self._usage)
-        if (took_s := time.monotonic() - started) > _SLOW_OPENING_S:
-            _log.info("read the store's %d agents in %.1f s", len(self._usage.agents), took_s)
+        self.make_room()
 
     @property
     def total_bytes(self) -> int:
         """Allocated on disk, as `du` counts; without ``redis/``, and without files that are just being written."""
-        with self._lock:
-            return self._usage.total_bytes
+        with self._database.snapshot() as connection:
+            return self._total(connection)
 
-    def pin(self, agents: frozenset[str]) -> None:
-        """From now on these agents, and no others, lose nothing. Never blocks."""
-        self._pinned = agents
+    def writing(self, files: Iterable[Path]) -> None:
+        """These files are going to be written or removed: their folders will be measured again."""
+        self._folders.changed(file.parent for file in files)
 
-    def was_evicted(self, agent_id: str) -> bool:
-        """Whether this process evicted cache of the agent's newest version."""
-        return agent_id in self._evicted
+    def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
+        """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
 
-    @contextmanager
-    def using(self, agent_id: str, blocks: Iterable[Path]) -> Iterator[None]:
-        """Inside, the agent loses nothing and `blocks` stay; afterwards too, while it is pinned, until it is saved."""
-        named = set(blocks)
-        folder = self._store.agent(agent_id).path
-        with self._lock:
-            self._in_use[agent_id] += 1
-            self._held.setdefault(agent_id, set()).update(named)
-            self._usage.touch(folder, agent_id)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_use[agent_id] -= 1
-                if not self._in_use[agent_id]:
-                    del self._in_use[agent_id]
-
-    @contextmanager
-    def lending(self, blocks: tuple[Path, ...]) -> Iterator[None]:
-        """Inside, `blocks` stay, for a job without an agent."""
-        with self._lock:
-            self._lent.update(blocks)
-            self._usage.touch_unused(blocks)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._lent -= Counter(blocks)
-
-    def look_again(self, agent_id: str | None, blocks: Iterable[Path] = ()) -> None:
-        """Measure the agent's folder and these blocks again: they may have changed on disk. Never raises."""
-        try:
-            with self._lock:
-                measure_again(self._store, self._usage, agent_id, blocks)
-        except OSError as error:
-            _log.warning("cannot measure %s: %s", f"agent {agent_id!r}" if agent_id else "blocks", error)
-
-    def look_at(self, *paths: Path) -> None:
-        """Measure these again: neither agents' folders nor blocks."""
-        with suppress(OSError), self._lock:
-            for path in paths:
-                self._usage.set_other(path, allocated_bytes(path))
-
-    def saved(self, agent_id: str, blocks: tuple[Path, ...]) -> None:
-        """A version of the agent is committed that uses `blocks`."""
-        folder = self._store.agent(agent_id).path
-        with self._lock:
-            self._usage.set_blocks_of(folder, blocks)
-            self._usage.touch(folder, agent_id)
-            self._held.pop(agent_id, None)
-            self._evicted.discard(agent_id)
-
-    def users_of(self, blocks: Iterable[Path]) -> dict[Path, int]:
-        """How many agents use each of them."""
-        with self._lock:
-            return {path: self._usage.n_users(path) for path in blocks}
-
-    def only_of(self, agent_id: str, blocks: Iterable[Path]) -> tuple[Path, ...]:
-        """Those of `blocks` that no other agent uses, and that no work of another agent was restored from."""
-        with self._lock:
-            return self._only_of(agent_id, blocks)
-
-    def forgotten(self, agent_id: str, blocks: Iterable[Path]) -> None:
-        """The agent is gone: remove those of its `blocks` that nothing else needs.
-
-        Raises:
-            OSError: some are left; they are the next to be evicted.
+        Args:
+            n_bytes: how much the store has grown at most. Only when it may be over its limit is more looked at.
         """
-        self.look_again(agent_id)
-        with self._lock:
-            self._held.pop(agent_id, None)
-            self._evicted.discard(agent_id)
-            self._carry_out(Plan(self._only_of(agent_id, blocks)))
+        if agent_id is not None:
+            self._notes.saved(agent_id)
+            self.holds.saved(agent_id)
+        with self.holds.lock:
+            self._room_bytes -= n_bytes
+            is_due = self._room_bytes < 0 or self._clock() >= self._look_at
+        if is_due:
+            self.make_room()
 
-    def not_saved(self, agent_id: str | None) -> None:
-        """A save failed, as on a full disk: remove all unused blocks at once, or the next turn finds no space."""
-        with self._lock:
-            if agent_id is not None:
-                self._held.pop(agent_id, None)
+    def not_saved(self, agent_id: str | None, blocks: Iterable[Path]) -> None:
+        """A save failed, as on a full disk: remove what it has written of these blocks, and all unused ones, or the
+        next turn finds no space."""
+        if agent_id is not None:
+            self.holds.saved(agent_id)
+        with suppress(OSError, Damaged):
+            self.discard(lambda: self._without_rows(blocks))
         self._settle(unused_before=float("inf"))
 
     def make_room(self) -> None:
         """Evict if the store is over its limit, and remove blocks unused for long. Never raises."""
         self._settle(unused_before=self._clock() - self._keep_unused_s)
 
+    def free(self, n_bytes: int) -> None:
+        """Evict that much, however much room the store has: the disk has none. Never raises."""
+        self._settle(unused_before=float("inf"), free_bytes=n_bytes)
+
+    def discard(self, find: Callable[[], Iterable[Path]]) -> int:
+        """Remove the cache files that `find` finds, except blocks that work counts on; returns how many. While it
+        looks, nobody begins to count on one. Raises `OSError`."""
+        with self.holds.lock:
+            held = self.holds.blocks()
+            paths = [path for path in find() if path.stem not in held]
+            for path in paths:
+                self._parts.files.remove(path)
+        self.writing(paths)
+        return len(paths)
+
+    def _without_rows(self, blocks: Iterable[Path]) -> list[Path]:
+        with self._database.snapshot() as connection:
+            return [path for path in blocks if not cache_index.has_block(connection, path.stem)]
+
+    def measure_folders(self) -> None:
+        """Measure all folders again: other processes change them too."""
+        self._folders.measure_all()
+
+    def _unlink(self, plan: Plan) -> None:
+        """Remove the plan's files. Raises `OSError`: some may be left."""
+        pieces, blocks = self._parts.pieces, self._parts.blocks
+        paths = [blocks.path_of(block.model, block.address) for block in plan.blocks]
+        for row in plan.agents:
+            self._on_evicted(row.agent_id)
+            paths += pieces.paths(row.agent_id, row.version)
+        self.writing(paths)
+        for path in paths:
+            self._parts.files.remove(path)
+
+    def _note_removed(self, plan: Plan) -> None:
+        """Remove the plan's rows. Raises `OSError`, `Damaged`."""
+        now = self._clock()
+
+        def change(connection: Connection) -> None:
+            for row in plan.agents:
+                is_released = row in plan.released
+                cache_index.note_evicted(connection, row, released=is_released, now=now)
+            for block in plan.blocks:
+                if not is_there(self._parts.blocks.path_of(block.model, block.address)):  # else it is saved again
+                    cache_index.remove_block(connection, block.address, now=now if plan.agents else None)
+
+        self._database.commit(change)
+
+    def _total(self, connection: Connection) -> int:
+        return cache_index.cache_bytes(connection) + self._folders.total_bytes()
+
     def _default_bytes(self) -> int:
-        free = shutil.disk_usage(self._store.path).free
-        max_bytes = int(DEFAULT_SHARE * (self._usage.total_bytes + free))
+        free = shutil.disk_usage(self._parts.path).free
+        max_bytes = int(DEFAULT_SHARE * (self.total_bytes + free))
         share = 100 * DEFAULT_SHARE
         _log.info("the store may take %.1f GB: %d %% of its own bytes and the free ones", max_bytes / 1e9, share)
         return max_bytes
 
-    def _only_of(self, agent_id: str, blocks: Iterable[Path]) -> tuple[Path, ...]:
-        folder = self._store.agent(agent_id).path
-        own = set(self._usage.agents[folder].blocks) if folder in self._usage.agents else set()
-        held = set(self._lent).union(*(held for user, held in self._held.items() if user != agent_id))
-        return tuple(path for path in blocks if path not in held and self._usage.n_users(path) <= (path in own))
-
-    def _settle(self, *, unused_before: float) -> None:
-        """Evict until the store is within its limit; in parts, so that the lock is never held for long."""
-        goal = self.max_bytes
+    def _settle(self, *, unused_before: float, free_bytes: int = 0) -> None:
+        """Evict until the store is within its limit and has freed that many bytes. In parts: no lock is held for
+        long."""
+        goal, total = self.max_bytes, 0
         try:
-            while True:
-                with self._lock:
-                    if self._usage.total_bytes > self.max_bytes:
-                        goal = int(self.max_bytes * LOW_WATER)
-                    plan = self._plan(self._usage.total_bytes - goal, unused_before)
+            with self._settling:
+                while True:
+                    if 10 * self._database.log_bytes() > self.max_bytes:
+                        self._database.empty_log()
+                    with self.holds.lock, self._database.snapshot() as connection:
+                        total = self._total(connection)
+                        if total > self.max_bytes:
+                            goal = int(self.max_bytes * LOW_WATER)
+                        goal, free_bytes = min(goal, total - free_bytes) if free_bytes else goal, 0
+                        plan = self._plan(connection, total - goal, unused_before)
+                        self._unlink(plan)
                     if not plan:
                         break
-                    self._carry_out(plan)
-        except OSError as error:
+                    self._note_removed(plan)
+                    if plan.agents:
+                        n_blocks, n_agents = len(plan.blocks), len(plan.agents)
+                        _log.info("evicted %d blocks, and the rest of the cache of %d agents", n_blocks, n_agents)
+        except (OSError, Damaged) as error:
             _log.warning("could not evict everything that should go: %s", error)
-            return
-        self._warn_if_over()
+        except Exception:  # whatever a damaged row does, it does to no turn
+            _log.exception("could not evict everything that should go")
+        self._look_again(total)
 
-    def _plan(self, need_bytes: int, unused_before: float) -> Plan:
-        pinned = self._pinned.union(self._in_use)
-        self._held = {agent_id: blocks for agent_id, blocks in self._held.items() if agent_id in pinned}
-        return plan_eviction(
-            self._usage,
-            need_bytes=need_bytes,
-            pinned=pinned,
-            held=set(self._lent).union(*self._held.values()),
-            unused_before=unused_before,
-            most_blocks=_BLOCKS_AT_ONCE,
-        )
+    def _look_again(self, total: int) -> None:
+        """When there is no room left, or after a second. If nothing more can go because so many agents have work, only
+        after a second: to find that takes a while."""
+        is_over = total > self.max_bytes
+        with self.holds.lock:
+            is_slow = is_over and len(self.holds.agents()) > _MANY
+            self._room_bytes = _NO_END if is_slow else self.max_bytes - total
+            self._look_at = self._clock() + min(_LOOK_EVERY_S, self._keep_unused_s)
+        if is_over and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and "
+                "cache of agents with work",
+                total / 1e9,
+                self.max_bytes / 1e9,
+            )
 
-    def _carry_out(self, plan: Plan) -> None:
-        """Raises `OSError`; the usage is then of what is left."""
-        for folder in plan.agents:
-            agent_id = self._usage.agents[folder].agent_id
-            if agent_id is not None:
-                self._evicted.add(agent_id)
-                self._on_evicted(agent_id)
-        carry_out(plan, self._usage, self._store.files)
-        if plan.agents:
-            _log.info("evicted %d blocks, and the rest of the cache of %d agents", len(plan.blocks), len(plan.agents))
-
-    def _warn_if_over(self) -> None:
-        if self._warned or self._usage.total_bytes <= self.max_bytes:
-            return
-        self._warned = True
-        _log.warning(
-            "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and cache "
-            "of agents with work",
-            self._usage.total_bytes / 1e9,
-            self.max_bytes / 1e9,
-        )
+    def _plan(self, connection: Connection, need_bytes: int, unused_before: float) -> Plan:
+        pinned, held = self.holds.agents(), self.holds.blocks()
+        unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before, most=_AT_ONCE)
+        if unused or need_bytes <= 0:
+            return unused
+        return plan_agents(connection, need_bytes=need_bytes, pinned=pinned, held=held, most=_AT_ONCE)

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from xxhash import xxh3_128
 
+from stoker_shared.scattered_io import fill, in_parts
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.cache_layout import CacheLayout, PieceKind, is_quantised, layout_of
 from stoker_worker.memory.files import Chunk
@@ -33,9 +34,6 @@ _ALIGNMENT: Final = 64
 _CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
 _ZEROS: Final = b"0" * 32
 _READ_BYTES: Final = 1 << 20
-"""Read and hashed at once: few enough to be hashed out of the processor's cache."""
-_MOST_TARGETS: Final = 256
-"""Buffers filled by one system call; every system allows at least 1024."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +150,15 @@ class CachePiece:
         if os.fstat(file.fileno()).st_size != self.n_bytes:
             return "foreign" if is_intact(file) else "corrupt"
         header = bytearray(len(self.header))
-        if not _fill(file, [memoryview(header)]):
+        if not fill(file.fileno(), [memoryview(header)]):
             return "corrupt"
         stored = bytes(header[_CHECKSUM_AT : _CHECKSUM_AT + 32])
         header[_CHECKSUM_AT : _CHECKSUM_AT + 32] = _ZEROS
         digest = xxh3_128(header)
-        for some in _batches(targets):
-            if not _fill(file, some):
+        for part in in_parts(targets):
+            if not fill(file.fileno(), part):
                 return "corrupt"
-            for target in some:
+            for target in part:  # while its bytes are in the processor's cache
                 digest.update(target)
         if digest.hexdigest().encode() != stored:
             return "corrupt"
@@ -196,48 +194,3 @@ def bytes_of(array: Array) -> memoryview:
 
 def _bytes_of(array: Array) -> memoryview:
     return bytes_of(np.ascontiguousarray(array))
-
-
-def _batches(targets: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same memory in the same order, in parts for one system call."""
-    some: list[memoryview] = []
-    room = _READ_BYTES
-    for stretch in _stretches(targets):
-        size = len(stretch)
-        if some and (size > room or len(some) == _MOST_TARGETS):
-            yield some
-            some, room = [], _READ_BYTES
-        some.append(stretch)
-        room -= size
-    if some:
-        yield some
-
-
-def _stretches(targets: Sequence[memoryview]) -> Iterator[memoryview]:
-    for target in targets:
-        if len(target) <= _READ_BYTES:
-            yield target
-        else:
-            yield from (target[at : at + _READ_BYTES] for at in range(0, len(target), _READ_BYTES))
-
-
-def _fill(file: FileIO, targets: list[memoryview]) -> bool:
-    """Read until `targets` are full; false when the file ends first."""
-    missing = sum(map(len, targets))
-    while missing:
-        n_read = os.readv(file.fileno(), targets)
-        if n_read == 0:
-            return False
-        missing -= n_read
-        if missing:  # a signal, or a file system that reads less at once
-            targets = _behind(targets, n_read)
-    return True
-
-
-def _behind(targets: list[memoryview], n_bytes: int) -> list[memoryview]:
-    """The memory behind the first `n_bytes`."""
-    for index, target in enumerate(targets):
-        if n_bytes < len(target):
-            return [target[n_bytes:], *targets[index + 1 :]]
-        n_bytes -= len(target)
-    return []

@@ -1,19 +1,21 @@
-"""Plans which cache files to remove from a store that is over its budget, and removes them. Under the budget's lock.
+"""Plans which cache files to remove from a store that is over its budget. Reads the index, removes nothing.
 
 First the blocks that no agent uses, then the cache of the least recently used agents. Never cache of an agent with
-work, never a held block, never a transcript. The plan is pure policy: the usage alone decides.
+work, never a held block, never a transcript.
 """
 
-import os
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from stoker_worker.memory.disk_usage import agent_use, allocated_bytes, pieces_in
-from stoker_worker.memory.files import Files
-from stoker_worker.memory.usage import StoreUsage
+from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.cache_index import Block
+from stoker_worker.memory.connection import Connection
+
+HAS_CACHE = "(piece_bytes > 0 OR last_block IS NOT NULL)"
+"""As in the index `agents_with_cache`."""
 
 
 @dataclass(frozen=True)
@@ -22,87 +24,68 @@ class Plan:
 
     Attributes:
         blocks: in this order.
-        agents: folders of the agents that lose cache they use; their tails and snapshots go too.
+        agents: those that lose cache they use; their tails and snapshots go too.
+        released: of them those that give up the rest of their chains, which others use as well: when those are evicted
+            too, nothing keeps it.
     """
 
-    blocks: tuple[Path, ...] = ()
-    agents: tuple[Path, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    agents: tuple[AgentRow, ...] = ()
+    released: tuple[AgentRow, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.blocks or self.agents)
 
 
-def plan_eviction(
-    usage: StoreUsage,
-    *,
-    need_bytes: int,
-    pinned: AbstractSet[str],
-    held: AbstractSet[Path],
-    unused_before: float = float("-inf"),
-    most_blocks: int = 2**31,
+def plan_unused(
+    connection: Connection, *, need_bytes: int, held: AbstractSet[str], unused_before: float, most: int
 ) -> Plan:
-    """Enough files to free `need_bytes`, or all that may go.
-
-    Args:
-        pinned: ids of agents that lose nothing.
-        held: blocks that stay in any case.
-        unused_before: blocks without a user since then go even when no bytes are needed.
-        most_blocks: the plan has no more than that; another one can follow.
-    """
-    blocks: dict[Path, None] = {}
+    """Blocks that nothing refers to: enough to free `need_bytes`, and in any case those unused since `unused_before`.
+    Another plan may find more: a block is unused once the one that follows it is gone."""
+    before = None if need_bytes > 0 else unused_before
+    blocks: list[Block] = []
     freed = 0
-    for path, since in usage.unused_since.items():
-        if len(blocks) >= most_blocks or (freed >= need_bytes and since > unused_before):
+    for block in cache_index.unused_blocks(connection, limit=most + len(held), before=before):
+        if len(blocks) >= most or (before is None and freed >= need_bytes):
             break
-        if path not in held:
-            blocks[path] = None
-            freed += usage.blocks[path]
-    seen: list[Path] = []
-    users_seen: Counter[Path] = Counter()
-    for folder, agent in usage.least_recently_used() if freed < need_bytes else ():
-        if freed >= need_bytes or len(blocks) >= most_blocks:
+        if block.address not in held:
+            blocks.append(block)
+            freed += block.n_bytes
+    return Plan(tuple(blocks))
+
+
+def plan_agents(
+    connection: Connection, *, need_bytes: int, pinned: Collection[str], held: AbstractSet[str], most: int
+) -> Plan:
+    """Cache of the least recently used agents, to free `need_bytes`: their tails and snapshots, and blocks from the end
+    of their chains, because the rest of a chain is of use from its start only."""
+    blocks: dict[str, Block] = {}
+    losing: list[AgentRow] = []
+    released: list[AgentRow] = []
+    gone: Counter[str] = Counter()
+    freed = 0
+    for row in agent_table.each_agent_row(connection, f"WHERE {HAS_CACHE} ORDER BY last_used"):
+        if freed >= need_bytes or len(blocks) >= most or len(losing) >= most:
             break
-        if agent.agent_id in pinned:
+        if row.agent_id in pinned:
             continue
-        seen.append(folder)
-        users_seen.update(agent.blocks)
-        freed += agent.folder.piece_bytes
-        for path in reversed(agent.blocks):  # the rest of a chain is of use from its start only
-            if freed >= need_bytes or len(blocks) >= most_blocks:
+        losing.append(row)
+        freed += row.piece_bytes
+        if row.last_block is not None:
+            gone[row.last_block.hex()] += 1
+        for block in cache_index.chain_back(connection, row.last_block):
+            if freed >= need_bytes or len(blocks) >= most:
                 break
-            if path in usage.blocks and path not in held and users_seen[path] == usage.n_users(path):
-                blocks[path] = None
-                freed += usage.blocks[path]
-    losing = (
-        folder
-        for folder in seen
-        if usage.agents[folder].folder.piece_bytes or any(path in blocks for path in usage.agents[folder].blocks)
-    )
-    return Plan(tuple(blocks), tuple(losing))
+            if gone[block.address] != block.n_users or block.address in held:
+                released.append(row)
+                break
+            if block.address not in blocks:
+                blocks[block.address] = block
+                gone[block.parent] += 1
+                freed += block.n_bytes
+    agents = (row for row in losing if row.piece_bytes or row in released or _loses(row, blocks))
+    return Plan(tuple(blocks.values()), tuple(agents), tuple(released))
 
 
-def carry_out(plan: Plan, usage: StoreUsage, files: Files) -> None:
-    """Remove what the plan names. Raises `OSError`; the usage is then of what is left."""
-    for folder in plan.agents:
-        try:
-            for path in pieces_in(folder):
-                files.remove(path)
-        finally:
-            usage.set_agent(folder, usage.agents[folder].agent_id, agent_use(folder, usage.folder_use(folder)))
-    for path in plan.blocks:
-        try:
-            files.remove(path)
-        finally:
-            usage.set_block(path, allocated_bytes(path))
-    for path in {path.parent for path in plan.blocks}:
-        usage.set_other(path, allocated_bytes(path))
-
-
-def remove_empty_folders(blocks: Path, usage: StoreUsage) -> None:
-    """Only while nothing is saved: a save makes a block's folder first, and then the block."""
-    for name, _, _ in os.walk(blocks, topdown=False):
-        folder = Path(name)
-        with suppress(OSError):  # not empty
-            if folder != blocks:
-                folder.rmdir()
-        usage.set_other(folder, allocated_bytes(folder))
+def _loses(row: AgentRow, blocks: Collection[str]) -> bool:
+    return row.last_block is not None and row.last_block.hex() in blocks

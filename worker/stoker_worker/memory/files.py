@@ -83,7 +83,7 @@ class DurableWriter:
     One temp folder for the whole store, on its file system: what a crash leaves is found without a search.
     """
 
-    _numbers = itertools.count()  # of the process: several writers share one temp folder
+    _numbers = itertools.count()  # of the process: several writers, and several processes, share one temp folder
 
     def __init__(self, files: Files, temp_folder: Path) -> None:
         self._files = files
@@ -99,7 +99,7 @@ class DurableWriter:
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
         """Write a synced temp file, for `place`."""
-        path = self._temp_folder / f"{next(self._numbers)}.tmp"
+        path = self._temp_folder / f"{os.getpid()}-{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
             self._files.write(path, chunks)
         return path
@@ -123,13 +123,30 @@ class DurableWriter:
                 self._files.remove(staged)
             raise
 
+    def left_behind(self) -> list[Path]:
+        """What processes that are gone left in the temp folder."""
+        return [path for path in self._temp_folder.iterdir() if not _is_alive(path.name.partition("-")[0])]
+
     def clear(self) -> None:
-        """Empty the temp folder of what a crash or a full disk left."""
-        for path in list(self._temp_folder.iterdir()):
-            if path.is_dir() and not path.is_symlink():  # an agent on its way out, or on its way in
+        """Remove what processes that are gone left in the temp folder."""
+        for path in self.left_behind():
+            if path.is_dir() and not path.is_symlink():
                 self._files.remove_folder(path)
             else:
                 self._files.remove(path)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether there is such a process, other than this one: what this process left before belongs to a namesake."""
+    if not pid.isdecimal() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def is_there(path: Path) -> bool:
@@ -139,6 +156,14 @@ def is_there(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def allocated_bytes(path: Path) -> int:
+    """Of a file on its disk; 0 if it is not there. Raises `OSError`."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def chunks_of(path: Path) -> Iterator[bytes]:

@@ -1,47 +1,92 @@
-"""Makes an agent that continues from another one. The store must be locked.
+"""Makes an agent that continues from another one. Finisher threads, and commands of the shell.
 
-The new agent gets the transcript as one record of its own, copies of the tail and the snapshots, and the same blocks by
-their addresses. Of the deliveries it gets the fork's alone: the others were answered for the other agent.
+The new agent gets the transcript as one version of its own, copies of the tail and the snapshots, and the same blocks.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
 from stoker_shared.agent_result import AgentForked
-from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.files import chunks_of
-from stoker_worker.memory.record import NO_JOB, TurnRecord, delta
-from stoker_worker.ports import Delivery
+from stoker_shared.errors import AgentExists
+from stoker_worker.memory import agent_table
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, check_vacant, naming, readable, write_version
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.turn_parts import chain_of, make_record
+from stoker_worker.ports import AgentVersion
+
+_READ_BYTES: Final = 1 << 20
 
 
-def fork_agent(store: StoreAccess, source: str, target: str, delivery: Delivery = NO_JOB) -> AgentForked:
-    """Make agent `target` at version 1, with the transcript of `source`'s newest version.
+def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
+    """Make agent `target` at version 1, with the transcript and the cache of `source`'s newest version. Of the
+    deliveries it gets the fork's alone: the others were answered for the other agent.
 
     Raises:
         AgentNotFound: there is no `source`.
         AgentExists: there is a `target`.
         AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
+        AgentVersionConflict: see `Asked`.
         OSError: it could not be written; there is no `target`.
     """
-    state = store.readable(source)
-    transcript, number = state.version.transcript, state.version.number
-    assert transcript is not None  # it is readable
-    empty = store.vacant(target)
-    forked = AgentForked(
-        job_id=delivery.job_id,
-        agent_id=source,
-        target=target,
-        version=1,
-        from_version=number,
-        tokens=len(transcript.token_ids),
-    )
-    record = TurnRecord(
-        agent_id=target,
-        version=1,
-        delivery=delivery,
-        result=forked.model_dump(mode="json"),
-        cache=state.cache,
-        **delta(None, transcript),
-    )
-    theirs = store.agent(source).piece_paths(number)
-    copies = zip(store.agent(target).piece_paths(1), theirs, strict=True)
-    pieces = {ours: chunks_of(path) for ours, path in copies if path.exists()}
-    store.agent_writer(target).commit(empty, 1, record.encode(), pieces)
+    with ExitStack() as files:
+        version, pieces = _open_version(parts, source, target, asked, files)
+        cache, transcript = version.cache, version.transcript
+        assert transcript is not None  # it is readable
+        record = make_record(AgentVersion(target, 0, None), transcript, cache, made_by="fork", delivery=asked.delivery)
+        chain = chain_of(cache, transcript.token_ids) if cache else None
+        forked = AgentForked(
+            job_id=asked.job_id,
+            agent_id=source,
+            target=target,
+            version=1,
+            from_version=version.number,
+            tokens=len(transcript.token_ids),
+        )
+        piece_bytes = parts.pieces.write({path: _chunks(file) for path, file in pieces.items()})
+
+    def change(connection: Connection) -> None:
+        check_vacant(connection, target)
+        write_version(connection, None, record, chain, piece_bytes)
+        row = agent_table.find_agent(connection, target)
+        assert row is not None
+        asked.remember(connection, row.number, target, forked)
+
+    try:
+        with naming(target):
+            parts.database.commit(change)
+    except AgentExists:
+        raise  # its files have the same names
+    except Exception:
+        parts.pieces.remove(pieces)
+        raise
     return forked
+
+
+def _open_version(
+    parts: StoreParts, source: str, target: str, asked: Asked, files: ExitStack
+) -> tuple[AgentVersion, dict[Path, BinaryIO]]:
+    """The newest version of `source`, and its tail and snapshots by the paths that `target` will have them at; open, so
+    that they outlast a turn of `source`."""
+    while True:
+        with naming(source), parts.database.snapshot() as connection:
+            state = readable(connection, source)
+            asked.check(source, state.version.number)
+            check_vacant(connection, target)
+        version = state.version
+        opened: dict[Path, BinaryIO] = {}
+        theirs = parts.pieces.paths(source, version.number)
+        for ours, path in zip(parts.pieces.paths(target, 1), theirs, strict=True):
+            with suppress(FileNotFoundError):
+                opened[ours] = files.enter_context(path.open("rb"))
+        with naming(source), parts.database.snapshot() as connection:
+            row = agent_table.find_agent(connection, source)
+        if row is not None and row.head == version.head:  # no turn has removed some of them before they were open
+            return version, opened
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(_READ_BYTES):
+        yield chunk

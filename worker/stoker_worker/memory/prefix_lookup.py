@@ -8,20 +8,24 @@ only where one of the agent's own snapshots was taken.
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from stoker_worker.memory.access import StoreAccess
 from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.block_lookup import AgentBlocks, BlockLookup, DiskPrefix, DiskSource, FaultyPiece
+from stoker_worker.memory.block_lookup import (
+    AgentBlocks,
+    BlockLookup,
+    DiskPrefix,
+    DiskSource,
+    FaultyPiece,
+    load_snapshot,
+)
 from stoker_worker.memory.budget import DiskBudget
-from stoker_worker.memory.cache_file import CachePiece, bytes_of
-from stoker_worker.memory.cache_layout import empty_states
 from stoker_worker.memory.files import is_there
+from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.record import AgentState
 from stoker_worker.memory.shared_prefixes import SharedPrefixes
+from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import AgentVersion, LoadedModel, Restored, RestoredPrefix
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
@@ -55,41 +59,37 @@ class PrefixLookup:
         misses: how often less was reused than an agent's history allowed, by reason.
     """
 
-    def __init__(
-        self,
-        store: StoreAccess,
-        budget: DiskBudget,
-        ram_cache: RamCache,
-        *,
-        state_of: Callable[[str], AgentState],
-    ) -> None:
+    def __init__(self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes) -> None:
         self.misses: Counter[str] = Counter()
-        self._store = store
-        self._path_of = store.blocks.path_of
+        self._parts = parts
+        self._path_of = parts.blocks.path_of
         self._budget = budget
         self._ram_cache = ram_cache
-        self._state_of = state_of
+        self._notes = notes
         self._shared = SharedPrefixes()
 
     def find(self, lookup: Lookup) -> Restored:
         """The longest verified prefix, or none and the reason."""
-        blocks = lookup.prompt.paths(self._path_of)
+        addresses = lookup.prompt.addresses
         if (agent := lookup.agent) is None:
-            with self._budget.lending(blocks):
+            with self._budget.holds.lending(addresses):
                 return self._without_agent(lookup)
         own, other = self._own_blocks(lookup, agent)
-        with self._budget.using(agent.agent_id, blocks):
+        with self._budget.holds.using(agent.agent_id, addresses):
             restored = None
             if other is None and agent.agent_id in self._ram_cache:
-                saved_blocks = sum(1 for _ in takewhile(is_there, blocks))
+                paths = (self._path_of(lookup.prompt.model, address) for address in addresses)
+                saved_blocks = sum(1 for _ in takewhile(is_there, paths))
                 restored = self._from_ram(lookup, agent, own, saved_blocks)
             return restored or self._from_disk(lookup, agent, own, other)
 
     def _without_agent(self, lookup: Lookup) -> Restored:
         """The blocks that other jobs of this salt left of the same beginning."""
         n_shared = self._shared.note(lookup.prompt.addresses)
-        found = find_on_disk(lookup.prompt, self._source(lookup, AgentBlocks()))
-        reason = self._report(None, found, None)
+        found = find_on_disk(lookup.prompt, lookup.limit, self._source(lookup, AgentBlocks()))
+        reason = self._report(lookup, found, None)
+        if found.saved_blocks:
+            self._notes.read(lookup.prompt.addresses[found.saved_blocks - 1])
         prefix = RestoredPrefix(found.n_tokens, found.layers) if found.n_tokens else None
         return Restored(
             prefix, "disk" if prefix else "none", found.saved_blocks, miss_reason=reason, shared_blocks=n_shared
@@ -108,8 +108,8 @@ class PrefixLookup:
 
     def _from_disk(self, lookup: Lookup, agent: AgentVersion, own: AgentBlocks, other: str | None) -> Restored:
         """`other`: why the agent's own cache cannot be used."""
-        found = find_on_disk(lookup.prompt, self._source(lookup, own))
-        reason = self._report(agent.agent_id, found, other if found.n_tokens < lookup.limit else None)
+        found = find_on_disk(lookup.prompt, lookup.limit, self._source(lookup, own))
+        reason = self._report(lookup, found, other if found.n_tokens < lookup.limit else None)
         if not found.n_tokens:
             return Restored(None, "none", saved_blocks=found.saved_blocks, miss_reason=reason)
         prefix = RestoredPrefix(found.n_tokens, found.layers, found.states)
@@ -122,11 +122,9 @@ class PrefixLookup:
 
     def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
         """The agent's own cache, if this model and salt may use it; else none and why."""
-        model = lookup.model
-        state, transcript = self._state_of(agent.agent_id), agent.transcript
-        cache = state.cache if state.version.number == agent.number else None
+        model, cache, transcript = lookup.model, agent.cache, agent.transcript
         if cache is None or transcript is None:
-            is_lost = state.problem and state.version.transcript is None
+            is_lost = agent.number > 0 and transcript is None
             return AgentBlocks(), "transcript_unreadable" if is_lost else None
         if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
             return AgentBlocks(), "other_tokenizer"
@@ -134,21 +132,20 @@ class PrefixLookup:
             return AgentBlocks(), "other_model"
         if cache.salt != lookup.prompt.salt:
             return AgentBlocks(), "other_salt"
-        folder = self._store.agent(agent.agent_id)
-        snapshots = [(n, folder.snapshot_path(agent.number, index)) for index, n in enumerate(cache.snapshots)]
-        tail = folder.tail_path(agent.number)
-        return AgentBlocks(transcript.token_ids[: cache.tokens], tail, tuple(snapshots)), None
+        return AgentBlocks.of(agent, self._parts.pieces), None
 
-    def _report(self, agent_id: str | None, found: DiskPrefix, other: str | None) -> str | None:
+    def _report(self, lookup: Lookup, found: DiskPrefix, other: str | None) -> str | None:
         """Remove damaged files, so that the next save writes them again; log the first reason of a miss and return
         it."""
+        agent = lookup.agent
         for faulty in found.faults:
             if faulty.fault != "missing":
                 with contextlib.suppress(OSError):
-                    self._store.files.remove(faulty.path)
-        if found.faults:
-            self._budget.look_again(agent_id, (faulty.path for faulty in found.faults if faulty.kind == "block"))
-        was_evicted = agent_id is not None and self._budget.was_evicted(agent_id)
+                    self._parts.files.remove(faulty.path)
+        self._notes.missing([faulty.path for faulty in found.faults if faulty.kind == "block"])
+        if agent is not None and any(faulty.kind != "block" for faulty in found.faults):
+            self._notes.pieces_changed(agent.agent_id)
+        was_evicted = agent is not None and agent.evicted
         reasons = [
             "evicted" if was_evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
             for faulty in found.faults
@@ -157,15 +154,14 @@ class PrefixLookup:
             return None
         where = f": {found.faults[0].path}" if found.faults else ""
         level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
-        whose = "no agent" if agent_id is None else f"agent {agent_id!r}"
+        whose = "no agent" if agent is None else f"agent {agent.agent_id!r}"
         _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.n_tokens, reasons[0], where)
         self.misses[reasons[0]] += 1
         return reasons[0]
 
 
-def find_on_disk(prompt: BlockChain, source: DiskSource) -> DiskPrefix:
-    """The longest prefix on disk, without the prompt's last token, which the model has to see."""
-    limit = max(0, len(prompt.token_ids) - 1)
+def find_on_disk(prompt: BlockChain, limit: int, source: DiskSource) -> DiskPrefix:
+    """The longest prefix on disk, of at most `limit` tokens."""
     if not source.spec.snapshot_layers:
         return BlockLookup(prompt, limit, source).run()
     return _find_snapshot(prompt, limit, source)
@@ -179,9 +175,7 @@ def _find_snapshot(prompt: BlockChain, limit: int, source: DiskSource) -> DiskPr
     for n_tokens, path in reversed(own.snapshots):
         if n_tokens > own_tokens:
             continue
-        piece = CachePiece.snapshot(source.spec, prompt.up_to(n_tokens))
-        states = empty_states(source.spec, n_tokens)
-        fault = piece.load(path, [bytes_of(array) for arrays in states for array in arrays])
+        states, fault = load_snapshot(path, prompt.up_to(n_tokens), source.spec)
         if fault is not None:
             faults.append(FaultyPiece(path, "snapshot", fault))
             continue

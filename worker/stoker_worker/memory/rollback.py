@@ -1,80 +1,84 @@
-"""Takes an agent back to an earlier version, as its next version: versions only grow. The store must be locked.
-
-Records are never removed, so any version whose records can be read is a possible goal. Of its cache only the full
-blocks are left, and not all of them may be there; its tail and snapshots are gone.
+"""Takes an agent back to an earlier version, as its next version: versions only grow. Finisher threads, and commands of
+the shell.
 """
+
+from functools import partial
 
 from stoker_shared.agent_result import AgentRolledBack
 from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
-from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.checksummed_file import Damaged
-from stoker_worker.memory.record import NO_JOB, AgentState, CachedPrefix, TurnRecord, delta
-from stoker_worker.ports import Delivery
+from stoker_worker.memory import agent_table, turn_table
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, write_version
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.turn_parts import cached_prefix, chain_of, make_record
+from stoker_worker.ports import CachedPrefix
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
 def roll_back(
-    store: StoreAccess,
-    agent_id: str,
-    version: int | None = None,
-    delivery: Delivery = NO_JOB,
-    *,
-    state: AgentState | None = None,
+    parts: StoreParts, agent_id: str, version: int | None = None, asked: Asked = BY_COMMAND
 ) -> AgentRolledBack:
-    """Commit a new version with the transcript of `version`, by default the one before the newest. The newest may be
-    unreadable, or lack its last turn.
-
-    Args:
-        state: the agent's, if it has been read already.
+    """Make the transcript of `version`, by default the one before the newest, the agent's next version: versions only
+    grow. The newest may be unreadable, or lack its last turn. Of the cache only the full blocks are left.
 
     Raises:
-        AgentNotFound: there is no such agent, or it has no such version.
+        AgentNotFound: there is no such agent, or it has no such version (any more).
         AgentTranscriptUnreadable: the transcript of that version is damaged.
+        AgentVersionConflict: see `Asked`.
         OSError: it could not be written; the agent is as it was.
     """
-    folder = store.agent(agent_id)
-    state = folder.read() if state is None else state
-    if state.unreadable is not None:
-        raise state.unreadable
-    newest = state.version.number
-    to = _goal(agent_id, newest, version)
-    try:
-        transcript, cache = folder.read_version(to)
-    except Damaged as damage:
-        raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
-    back = AgentRolledBack(
-        job_id=delivery.job_id,
-        agent_id=agent_id,
-        version=newest + 1,
-        to_version=to,
-        from_version=newest,
-        tokens=len(transcript.token_ids),
-    )
-    record = TurnRecord(
-        agent_id=agent_id,
-        version=newest + 1,
-        delivery=delivery,
-        result=back.model_dump(mode="json"),
-        cache=_in_blocks(cache, transcript.token_ids),
-        **delta(state.version.transcript, transcript, state.record),
-    )
-    store.agent_writer(agent_id).commit(state, newest + 1, record.encode(), {})
+    with naming(agent_id):
+        back = parts.database.commit(partial(_roll_back, agent_id=agent_id, version=version, asked=asked))
+    parts.pieces.remove(parts.pieces.paths(agent_id, back.from_version))
     return back
 
 
-def _goal(agent_id: str, newest: int, version: int | None) -> int:
-    """Raises `AgentNotFound` when there is no such agent or version."""
-    if not newest:
+def _roll_back(connection: Connection, agent_id: str, version: int | None, asked: Asked) -> AgentRolledBack:
+    state = agent_table.read_agent(connection, agent_id)
+    row, base = state.row, state.version
+    asked.check(agent_id, base.number)
+    if row is None or not base.number:
         raise AgentNotFound(f"there is no agent {agent_id!r}")
-    to = newest - 1 if version is None else version
-    if not 1 <= to <= newest:
-        raise AgentNotFound(f"agent {agent_id!r} has no version {to}: it is at version {newest}")
+    to = _goal(connection, row, version)
+    try:
+        transcript, cache = turn_table.read_version(connection, row, to)
+    except Damaged as damage:
+        raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
+    chain = _full_blocks(cache, transcript.token_ids)
+    left = cached_prefix(chain) if chain else None
+    back = AgentRolledBack(
+        job_id=asked.job_id,
+        agent_id=agent_id,
+        version=base.number + 1,
+        to_version=to,
+        from_version=base.number,
+        tokens=len(transcript.token_ids),
+    )
+    record = make_record(base, transcript, left, made_by="rollback", delivery=asked.delivery)
+    write_version(connection, row, record, chain, 0)
+    asked.remember(connection, row.number, agent_id, back)
+    return back
+
+
+def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:
+    """Raises `AgentNotFound` when there is no such version."""
+    to = row.version - 1 if version is None else version
+    if version is None and to == 0:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version before its first one")
+    if not 1 <= to <= row.version:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version {to}: it is at version {row.version}")
+    oldest = connection.execute("SELECT min(version) FROM turns WHERE agent = ?", (row.number,)).fetchone()[0]
+    if oldest is not None and to < oldest:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version {to} any more: {oldest} is the oldest that is kept")
     return to
 
 
-def _in_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...]) -> CachedPrefix | None:
+def _full_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...]) -> BlockChain | None:
     """The full blocks of the cache; nothing of a cache that also needs a snapshot."""
     if cache is None or cache.snapshots:
         return None
-    chain = cache.chain(token_ids)
-    return CachedPrefix.of(chain.up_to(chain.n_blocks * BLOCK_TOKENS))
+    chain = chain_of(cache, token_ids)
+    return chain.up_to(chain.n_blocks * BLOCK_TOKENS)

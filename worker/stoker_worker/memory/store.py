@@ -1,35 +1,50 @@
 """`AgentCacheStore`: agent memory on disk, as the worker sees it (`CacheStorePort`). The way into this package.
 
-Owns the order of a save, and the cached state of each agent. `open_agent` and `restore` run on the loader thread,
-`save` and `mark_unsaved` on finisher threads, at the same time, for different agents.
+Owns the order of a save. `open_agent`, `answer` and `restore` run on the loader thread, `save` and `mark_unsaved` on
+finisher threads, at the same time, for different agents. Nothing here grows with the number of agents.
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
-from stoker_worker.memory.access import StoreAccess
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
 from stoker_worker.memory.agent_jobs import AgentJobs
-from stoker_worker.memory.agent_locks import AgentLocks
-from stoker_worker.memory.agent_writer import Pieces
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
-from stoker_worker.memory.files import Disk, Files
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
+from stoker_worker.memory.database_file import with_way_on
+from stoker_worker.memory.files import Files
+from stoker_worker.memory.in_flight import InFlight
+from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.recent_agents import RecentAgents
-from stoker_worker.memory.record import AgentState, CachedPrefix, TurnRecord, delta, record_checksum
-from stoker_worker.memory.store_folder import StoreFolder
-from stoker_worker.memory.turn_cache import cached_chain, own_pieces
-from stoker_worker.ports import AgentVersion, CacheSlice, CacheStorePort, LoadedModel, Restored, Turn
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.memory.read_ahead import ReadAhead
+from stoker_worker.memory.store_parts import StoreLock, open_parts
+from stoker_worker.memory.turn_parts import cached_chain
+from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
+from stoker_worker.memory.upkeep import Upkeep
+from stoker_worker.ports import (
+    UNKNOWN_VERSION,
+    AgentVersion,
+    CacheSlice,
+    CacheStorePort,
+    Delivery,
+    LoadedModel,
+    Restored,
+    Turn,
+)
 
 _log = logging.getLogger(__name__)
+
+KEEP_VERSIONS: Final = 16
 
 
 class AgentCacheStore(CacheStorePort):
@@ -41,7 +56,7 @@ class AgentCacheStore(CacheStorePort):
         agent_jobs: carries out jobs about an agent's memory.
 
     Raises:
-        StoreUnusable: the folder is locked, of an unknown format, or cannot be written.
+        StoreUnusable: the folder is locked, damaged, of an unknown format, or cannot be written.
     """
 
     def __init__(
@@ -52,34 +67,40 @@ class AgentCacheStore(CacheStorePort):
         max_bytes: int | None = None,
         memory_max_bytes: int = 0,
         keep_unused_s: float = KEEP_UNUSED_S,
+        keep_versions: int = KEEP_VERSIONS,
+        agent_ttl_s: float | None = None,
         wait: bool = False,
+        connector: Callable[[Path], Connection] = connect,
     ) -> None:
         """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
-        `StoreFolder`."""
-        files = Disk() if files is None else files
-        self._folder = StoreFolder(folder, files, wait=wait)
-        self._store = StoreAccess(folder, files)
-        self._blocks = self._store.blocks
-        self._recent = RecentAgents()
-        self._unsaved: set[str] = set()
-        self._locks = AgentLocks()
-        self.ram_cache = RamCache(memory_max_bytes)
+        `StoreLock`, `agent_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a rollback can return
+        to."""
+        self._lock = StoreLock(folder, wait=wait)
         try:
+            self.parts = parts = open_parts(folder, files, create=True, connector=connector)
+            parts.writer.clear()
+            self._database, self._blocks, self._pieces = parts.database, parts.blocks, parts.pieces
+            self.ram_cache = RamCache(memory_max_bytes)
+            self._notes = Notes(parts)
             self.budget = DiskBudget(
-                self._store, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
+                parts, self._notes, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
             )
-        except OSError as error:
-            self._folder.close()
-            raise StoreUnusable(f"the store folder {folder} cannot be read: {error}") from error
-        self._prefixes = PrefixLookup(self._store, self.budget, self.ram_cache, state_of=self._state)
+            self._in_flight = InFlight(folder)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
+        self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
+        self._upkeep = Upkeep(parts, self._notes, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
+        self._read_ahead = ReadAhead(parts, self.ram_cache)
+        self._unsaved: set[str] = set()
         self.agent_jobs = AgentJobs(
-            self._store,
-            locks=self._locks,
+            parts,
+            in_flight=self._in_flight,
             budget=self.budget,
             ram_cache=self.ram_cache,
-            recent=self._recent,
             unsaved=self._unsaved,
-            state_of=self._state,
+            answer_of=self.answer,
         )
 
     @property
@@ -88,11 +109,32 @@ class AgentCacheStore(CacheStorePort):
         return self._prefixes.misses
 
     def open_agent(self, agent_id: str) -> AgentVersion:
-        state = self._state(agent_id)
+        self._in_flight.wait_for(agent_id)
+        try:
+            with self._database.snapshot() as connection:
+                state = agent_table.read_agent(connection, agent_id)
+        except (Damaged, OSError) as error:
+            unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
+            message = f"the transcript of agent {agent_id!r}: {with_way_on(error)}"
+            raise AgentTranscriptUnreadable(message, usable=unknown) from error
         problem = "its last turn was not saved" if agent_id in self._unsaved else state.problem
         if problem is not None:
             raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}", usable=state.version)
         return state.version
+
+    def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
+        self._in_flight.wait_for(agent_id)
+        key = deliveries.delivery_key(agent_id, delivery)
+        try:
+            with self._database.snapshot() as connection:
+                row = agent_table.find_agent(connection, agent_id)
+                known = None if row is None else deliveries.read_answer(connection, row.number, key)
+                is_whole = row is not None and known is not None and turn_table.is_newest(connection, row, key)
+        except (Damaged, OSError) as error:
+            raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {with_way_on(error)}") from error
+        if row is not None and is_whole and (row.unsaved or agent_id in self._unsaved):
+            self._mark(agent_id, unsaved=False)  # the disk failed after its version was written
+        return known
 
     def restore(
         self,
@@ -106,120 +148,94 @@ class AgentCacheStore(CacheStorePort):
         if not model.has_memory or (agent is None and model.spec.snapshot_layers):
             return Restored(None, "none")
         prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
-        return self._prefixes.find(Lookup(prompt, agent, model, n_readers(beside_others)))
+        with self._read_ahead.giving_way(agent.agent_id if agent else None):
+            return self._prefixes.find(Lookup(prompt, agent, model, n_readers(beside_others)))
 
-    def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
+    def save(self, turn: Turn) -> None:
         """See `CacheStorePort.save`.
 
         Raises:
-            AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
+            AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
         """
-        with self._locks.of(turn.agent_id):
-            version, result = self._save(turn)
-        self.budget.make_room()
-        return version, result
-
-    def _save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
-        state = self._state(turn.agent_id)
-        if state.unreadable is not None:
-            raise state.unreadable
-        if state.version.number != turn.parent:
-            raise AgentVersionConflict(
-                f"agent {turn.agent_id!r} is at version {state.version.number}, the turn continues {turn.parent}"
-            )
-        chain = cached_chain(turn, state)
-        snapshots = tuple(snapshot.n_tokens for snapshot in turn.cache.snapshots) if turn.cache else ()
-        cached = CachedPrefix.of(chain, snapshots) if chain is not None else None
-        result = turn.result_of(turn.parent + 1)
-        record = TurnRecord(
-            agent_id=turn.agent_id,
-            version=turn.parent + 1,
-            delivery=turn.delivery,
-            result=dict(result),
-            cache=cached,
-            **delta(state.version.transcript, turn.transcript, state.record),
-        ).encode()
-        head = self._write(turn, state, record, chain)
-        results = MappingProxyType({**state.version.results, turn.delivery: result})
-        version = AgentVersion(turn.agent_id, turn.parent + 1, turn.transcript, results)
-        size = state.record_bytes + len(record)
-        self._recent.put(AgentState(version, record_checksum(record), cached, head, record_bytes=size))
+        if turn.base.number == UNKNOWN_VERSION:
+            raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
+        chain = cached_chain(turn)
+        blocks = chain.addresses if chain is not None else ()
+        try:
+            with self.budget.holds.using(turn.agent_id, blocks):
+                n_bytes = self._turns.save(turn, chain)
+        except AgentVersionConflict:
+            self.budget.saved(turn.agent_id, 0)
+            raise
+        except Exception as error:
+            self.budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
+            if isinstance(error, Damaged):
+                raise DatabaseFailed(with_way_on(error)) from error
+            raise
         self._unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
-        return version.number, result
+        self.budget.saved(turn.agent_id, n_bytes)
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
     ) -> None:
         chain = BlockChain(model.fingerprint, salt, token_ids)
-        blocks = chain.paths(self._blocks.path_of)
         try:
-            with self.budget.lending(blocks):
-                try:
-                    self._blocks.save(chain, cache, model.spec)
-                finally:
-                    self.budget.look_again(None, blocks[cache.start // BLOCK_TOKENS :])
-        except OSError:
-            self.budget.not_saved(None)
-            raise
-        self.budget.make_room()
+            with self.budget.holds.lending(chain.addresses):
+                self.budget.writing(chain.paths(self._blocks.path_of))
+                sizes = self._blocks.save(chain, cache, model.spec)
+                self._database.commit(
+                    lambda connection: cache_index.add_blocks(connection, chain, sizes, now=time.time())
+                )
+        except (OSError, Damaged) as error:
+            self.budget.not_saved(None, chain.paths(self._blocks.path_of))
+            raise DatabaseFailed(str(error)) from error
+        self.budget.saved(None, sum(sizes.values()) + LOG_BYTES)
+
+    def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
+        self._notes.ended(agent_id, deliveries.delivery_key(agent_id, delivery), time.time() + remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
-        self._unsaved.add(agent_id)
-        self._recent.drop(agent_id)
-        self._store.agent_writer(agent_id).mark_unsaved()
-        self.budget.look_again(agent_id)
+        self.ram_cache.drop(agent_id)
+        self._mark(agent_id, unsaved=True)
 
-    def pin(self, agents: frozenset[str]) -> None:
-        self.budget.pin(agents)
-        self.ram_cache.pin(agents)
+    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+        self._in_flight.pin(running)
+        self.budget.holds.pin(running | waiting, is_all=is_all)
+        self.ram_cache.pin(running, waiting)
 
-    def verify(self) -> list[str]:
-        return self._store.verify()
+    def model_loaded(self, model: LoadedModel) -> None:
+        self._read_ahead.model_loaded(model)
+
+    def read_ahead(self, agents: Sequence[str]) -> None:
+        self._read_ahead.next(agents)
+
+    def start_upkeep(self) -> None:
+        """Start the thread that keeps the store small and its books right."""
+        self._upkeep.start()
 
     def close(self) -> None:
         """Log this run's misses, and unlock the folder. Every save was durable when it returned."""
+        self._read_ahead.close()
         if misses := ", ".join(f"{n_times} {reason}" for reason, n_times in self.misses.most_common()):
             _log.info("cache misses since the store was opened: %s", misses)
-        self._folder.close()
+        self._upkeep.close()
+        self._notes.write()  # never raises
+        self.parts.close()
+        self._in_flight.close()
+        self._lock.close()
 
-    def _state(self, agent_id: str) -> AgentState:
-        """The agent's state: from memory while HEAD is the same, else from its records."""
-        folder, held = self._store.agent(agent_id), self._recent.get(agent_id)
-        if held is not None and held.head == folder.read_head():
-            return held
-        state = folder.read()
-        if state.head and state.problem is None:
-            self._recent.put(state)
-        return state
-
-    def _write(self, turn: Turn, state: AgentState, record: bytes, chain: BlockChain | None) -> bytes:
-        """Write blocks and record within the budget; returns HEAD as written."""
-        blocks = chain.paths(self._blocks.path_of) if chain is not None else ()
-        written = blocks[turn.cache.start // BLOCK_TOKENS :] if turn.cache is not None else ()
+    def _mark(self, agent_id: str, *, unsaved: bool) -> None:
+        """In the database, or in this process while the database fails. A mark is worth more than cache: without space
+        for it, some of that goes."""
+        change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=unsaved, now=time.time())
+        self._unsaved.add(agent_id)
         try:
-            with self.budget.using(turn.agent_id, blocks):
-                try:
-                    head = self._commit(turn, state, record, chain)
-                finally:
-                    self.budget.look_again(turn.agent_id, written)
-                self.budget.saved(turn.agent_id, blocks)
-        except OSError:
-            self._after_failure(turn)
-            raise
-        return head
-
-    def _commit(self, turn: Turn, state: AgentState, record: bytes, chain: BlockChain | None) -> bytes:
-        """Blocks first, durable before the record that names them; returns HEAD as written."""
-        pieces: Pieces = {}
-        if turn.cache is not None and chain is not None:
-            self._blocks.save(chain, turn.cache, turn.model.spec)
-            pieces = own_pieces(turn, turn.cache, self._store.agent(turn.agent_id), chain)
-        return self._store.agent_writer(turn.agent_id).commit(state, turn.parent + 1, record, pieces)
-
-    def _after_failure(self, turn: Turn) -> None:
-        """If the turn could not be undone, `append` is refused from now on. The blocks written for it are useless."""
-        self._recent.drop(turn.agent_id)
-        if self._state(turn.agent_id).version.number != turn.parent:
-            self._unsaved.add(turn.agent_id)
-        self.budget.not_saved(turn.agent_id)
+            try:
+                self._database.commit(change)
+            except OSError:
+                self.budget.free(LOG_BYTES)
+                self._database.commit(change)
+            self._unsaved.discard(agent_id)
+        except (OSError, Damaged) as error:
+            _log.error("agent %r: could not note whether its last turn is saved: %s", agent_id, error)

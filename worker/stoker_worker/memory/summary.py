@@ -1,16 +1,24 @@
-"""Summaries of a store's agents and their versions, as plain values. Reads only; also beside a worker."""
+"""Summaries of an agent and its versions, as plain values. Any thread; reads only, inside one `Database.snapshot`."""
 
-import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal, Self
 
-from stoker_worker.memory.access import StoreAccess
-from stoker_worker.memory.agent_index import AgentIndexEntry
-from stoker_worker.memory.gc import size_of
-from stoker_worker.memory.record import NO_JOB, TurnRecord
+from stoker_worker.memory import cache_index
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.agent_table import AgentState
+from stoker_worker.memory.block_chain import common_length
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.turn_record import MadeBy
+from stoker_worker.memory.turn_table import read_history
+
+_OTHER_USER = (
+    "WITH RECURSIVE below (address) AS (SELECT address FROM blocks WHERE parent = ?1 AND address IS NOT ?2"
+    " UNION ALL SELECT blocks.address FROM blocks JOIN below ON blocks.parent = below.address)"
+    " SELECT 1 FROM agents WHERE last_block = ?1 AND number != ?3"
+    " UNION ALL SELECT 1 FROM below JOIN agents ON agents.last_block = below.address LIMIT 1"
+)
+"""Whether an agent other than ?3 uses the block ?1, which ?2 follows in the chain of ?3."""
 
 
 @dataclass(frozen=True)
@@ -18,55 +26,65 @@ class AgentSummary:
     """One agent. ``None``: unknown, or not applicable. Sizes in bytes.
 
     Attributes:
-        turns: jobs whose results are remembered; a fork starts without those of its source.
+        turns: jobs that made one of its versions; a fork starts without those of its source.
         messages, text_chars: of the conversation; one of them is ``None``.
-        cached_tokens: how many of `tokens` have a cache.
-        blocks: how many of its blocks are on disk, with `block_bytes`; other agents use `shared_bytes` of them too.
-        last_used: when its newest version was saved, ISO 8601, UTC.
+        cached_tokens: how many of `tokens` had a cache when the newest version was saved.
+        transcript_bytes: of all versions that are kept.
+        piece_bytes: its tail and snapshots on disk.
+        blocks: how many blocks of its cache are on disk, with `block_bytes`; other agents use `shared_bytes` of them
+            too.
+        last_used: ISO 8601, UTC.
         state: ``unsaved``: the last turn is not in its transcript, so `append` is refused. `problem` gives the reason.
     """
 
-    agent_id: str | None
+    agent_id: str
     version: int
     turns: int
     tokens: int | None
     messages: int | None
     text_chars: int | None
     cached_tokens: int
-    record_bytes: int
-    tail_bytes: int
-    snapshot_bytes: int
+    transcript_bytes: int
+    piece_bytes: int
     blocks: int
     block_bytes: int
     shared_bytes: int
     last_used: str | None
     state: Literal["ok", "unsaved", "unreadable"]
     problem: str | None
-    folder: str
+
+    @property
+    def own_bytes(self) -> int:
+        """Without the blocks."""
+        return self.transcript_bytes + self.piece_bytes
 
     @classmethod
-    def of(cls, entry: AgentIndexEntry, users: Mapping[Path, int]) -> Self:
-        """`users`: how many agents use each block."""
-        state, transcript = entry.state, entry.state.version.transcript
-        there = [path for path in entry.blocks if path.exists()]
+    def of(cls, connection: Connection, state: AgentState) -> Self:
+        """Of an agent that exists (`state.row`). Raises `sqlite3.Error`."""
+        row, transcript = state.row, state.version.transcript
+        assert row is not None
+        names = ("turns", "transcript_bytes", "piece_bytes", "last_used")
+        counts = ", ".join(f"CAST({name} AS INTEGER)" for name in names)  # no checksum covers them
+        found = connection.execute(f"SELECT {counts} FROM agents WHERE number = ?", (row.number,)).fetchone()
+        turns, transcript_bytes, piece_bytes, last_used = found
+        blocks = list(cache_index.chain_back(connection, row.last_block))
+        is_unsaved = row.problem is None and row.unsaved
         return cls(
-            agent_id=entry.agent_id,
-            version=state.version.number,
-            turns=sum(delivery != NO_JOB for delivery in state.version.results),
+            agent_id=row.agent_id,
+            version=row.version,
+            turns=turns,
             tokens=None if transcript is None else len(transcript.token_ids),
             messages=None if transcript is None or transcript.messages is None else len(transcript.messages),
             text_chars=None if transcript is None or transcript.text is None else len(transcript.text),
-            cached_tokens=0 if state.cache is None else state.cache.tokens,
-            record_bytes=size_of(entry.folder.glob("*.json")),
-            tail_bytes=size_of(entry.folder.glob("tail-*")),
-            snapshot_bytes=size_of(entry.folder.glob("snapshot-*")),
-            blocks=len(there),
-            block_bytes=size_of(there),
-            shared_bytes=size_of(path for path in there if users[path] > 1),
-            last_used=_time_of(entry.folder / "HEAD") or _time_of(entry.folder / "HEAD.unsaved"),
-            state="ok" if state.problem is None else "unsaved" if entry.is_unsaved else "unreadable",
+            cached_tokens=state.version.cache.tokens if state.version.cache else 0,
+            transcript_bytes=transcript_bytes,
+            piece_bytes=piece_bytes,
+            blocks=len(blocks),
+            block_bytes=sum(block.n_bytes for block in blocks),
+            shared_bytes=sum(block.n_bytes for block in _shared(connection, row, blocks)),
+            last_used=iso(last_used),
+            state="ok" if state.problem is None else "unsaved" if is_unsaved else "unreadable",
             problem=state.problem,
-            folder=str(entry.folder),
         )
 
 
@@ -77,7 +95,7 @@ class VersionSummary:
     Attributes:
         job_id: the job that made it; ``None``: a command did.
         made_by: ``turn``, ``fork`` (from another agent) or ``rollback`` (to an earlier version).
-        tokens: in the transcript; `new_tokens` of them are not in the version before.
+        tokens: in the transcript; `new_tokens` of them are not in the version before, as far as that is kept.
         finish_reason: of the job's result; `ended_by` is more exact: ``eos``, ``stop`` or ``length``.
         saved_at: ISO 8601, UTC.
         can_return: whether `rollback` can restore it.
@@ -85,7 +103,7 @@ class VersionSummary:
 
     version: int
     job_id: str | None
-    made_by: Literal["turn", "fork", "rollback"]
+    made_by: MadeBy
     ended_by: str
     finish_reason: str | None
     tokens: int
@@ -95,41 +113,47 @@ class VersionSummary:
     can_return: bool
 
 
-def versions_of(store: StoreAccess, entry: AgentIndexEntry) -> list[VersionSummary]:
-    """Every version of the agent whose record can be read, oldest first."""
-    if entry.agent_id is None:
-        return []
-    folder = store.agent(entry.agent_id)
-    return [
-        VersionSummary(
-            version=number,
-            job_id=None if record.delivery == NO_JOB else record.delivery.job_id,
-            made_by=_made_by(record),
-            ended_by=record.ended_by,
-            finish_reason=_text(record.result.get("finish_reason")),
-            tokens=record.keep_tokens + len(record.new_tokens),
-            new_tokens=len(record.new_tokens),
-            cached_tokens=record.cache.tokens if record.cache else 0,
-            saved_at=_time_of(folder.record_path(number)),
-            can_return=is_readable and number < entry.state.version.number,
+def versions_of(connection: Connection, row: AgentRow) -> list[VersionSummary]:
+    """Every version of the agent that is kept and can be read, oldest first. Raises `sqlite3.Error`."""
+    versions: list[VersionSummary] = []
+    tokens: tuple[int, ...] = ()
+    for record, is_whole in read_history(connection, row):
+        if record.version > row.version:
+            continue
+        before, about = tokens, record.about
+        tokens = (*tokens[: record.keep_tokens], *record.new_tokens) if is_whole else ()
+        kept = common_length(before, tokens) if record.keeps_nothing else record.keep_tokens
+        versions.append(
+            VersionSummary(
+                version=record.version,
+                job_id=about.job_id,
+                made_by=about.made_by,
+                ended_by=about.ended_by,
+                finish_reason=about.finish_reason,
+                tokens=about.tokens,
+                new_tokens=about.tokens - kept,
+                cached_tokens=about.cache.tokens if about.cache else 0,
+                saved_at=iso(about.saved_at),
+                can_return=is_whole and record.version < row.version,
+            )
         )
-        for number, (record, is_readable) in folder.read_history().items()
-        if number <= entry.state.version.number
-    ]
+    return versions
 
 
-def _made_by(record: TurnRecord) -> Literal["turn", "fork", "rollback"]:
-    action = record.result.get("action")
-    if action == "rollback":
-        return "rollback"
-    return "fork" if action == "fork" or "forked_from" in record.result else "turn"
+def iso(unix_s: float) -> str | None:
+    """A Unix time, to the second; ``None`` for no time at all."""
+    try:
+        return datetime.fromtimestamp(int(unix_s), UTC).isoformat()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _time_of(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    return None
+def _shared(connection: Connection, row: AgentRow, blocks: list[cache_index.Block]) -> list[cache_index.Block]:
+    """Those of the agent's blocks, the last one first, that other agents use too: they share all blocks before one."""
+    after = None
+    for index, block in enumerate(blocks):
+        address = bytes.fromhex(block.address)
+        if block.n_users > 1 and connection.execute(_OTHER_USER, (address, after, row.number)).fetchone():
+            return blocks[index:]
+        after = address
+    return []

@@ -32,11 +32,3 @@ def carry_out(request: AgentRequest, job: ClaimedJob, store: AgentJobsPort) -> M
         return store.run(request, job.delivery).model_dump(mode="json")
     except OSError as error:
         raise AgentVersionNotSaved(f"{type(error).__name__}: {error}") from error
-
-
-def let_go(request: AgentRequest, job: ClaimedJob, store: AgentJobsPort) -> None:
-    """Tell the store that the job's end is written. A failure here does not change that end."""
-    try:
-        store.ended(request, job.delivery)
-    except OSError as error:
-        log.warning("leftovers of job %s could not be removed from the store: %s", job.job_id, error)

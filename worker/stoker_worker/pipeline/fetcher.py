@@ -18,6 +18,9 @@ from stoker_worker.ports import Busy, CacheStorePort, CancelReason, ClaimedJob, 
 
 log = logging.getLogger(__name__)
 
+READ_AHEAD_JOBS = 2
+"""The caches of so many jobs are read ahead for each place in the batch."""
+
 _GATHER_S = 0.005
 """Jobs often end together: one claim for all of their places costs Redis and the engine less."""
 
@@ -54,7 +57,7 @@ class Fetcher(threading.Thread):
         self._watch = Periodic(0.5)
         self._tidy = Periodic(1.0)
         self._burst = burst
-        self._pinned = (frozenset[str](), frozenset[str]())
+        self._pinned: tuple[frozenset[str], frozenset[str], bool] | None = None
         self._look_again = False
         self._draining = threading.Event()
         self.claims_no_more = threading.Event()
@@ -111,19 +114,21 @@ class Fetcher(threading.Thread):
         in_flight = self._queue.in_flight()
         room = max(0, self._max_in_flight - len(in_flight))
         claimed = self._queue.claim(room, busy_beside(in_flight))
-        self._pin_agents()
+        self._pin_agents(is_all=room > 0 and not self._queue.has_unread())
         for job in claimed:
             self._loader.put(Job(job))
+        self._store.read_ahead(self._queue.next_agents(READ_AHEAD_JOBS * self._max_in_flight))
         # A job that could take a free place may wait behind those that were read.
         self._look_again = room > len(claimed) and self._queue.has_unread()
         return bool(claimed)
 
-    def _pin_agents(self) -> None:
+    def _pin_agents(self, *, is_all: bool) -> None:
         """Before the loader has a job: nothing of what it reads may be evicted until the job has ended."""
-        pinned = (busy_beside(self._queue.in_flight()).agents, self._queue.waiting_agents())
+        running = busy_beside(self._queue.in_flight()).agents
+        pinned = (running, self._queue.waiting_agents(), is_all)
         if pinned != self._pinned:
             self._pinned = pinned
-            self._store.pin(pinned[0] | pinned[1])
+            self._store.pin(pinned[0], pinned[1], is_all=pinned[2])
 
     def _cancel_overdue_and_withdrawn(self) -> None:
         now, in_flight = time.monotonic(), self._queue.in_flight()

@@ -22,7 +22,7 @@ from stoker_shared.errors import (
     RedisUnavailable,
     WorkerLostTooOften,
 )
-from stoker_worker.pipeline.agent_jobs import carry_out, let_go
+from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.pipeline.job import (
     AgentChange,
     Cancelled,
@@ -122,6 +122,7 @@ class Finisher:
                 self._finish(job, completion)
             case Replayed(answer):
                 self._when_redis_is_there(partial(job.claimed.finish, answer))
+                self._forget_delivery(job)
             case AgentChange(request):
                 self._change_agent(job, request)
             case Failed(error, partial_text):
@@ -141,6 +142,8 @@ class Finisher:
             return
         result = with_total_until_now(saved, job)
         self._when_redis_is_there(partial(job.claimed.finish, result))
+        if result["cache"]["saved"]:
+            self._forget_delivery(job)
         usage = result["usage"]
         log.info(
             "job %s finished: %s, prompt %d, cached %d, generated %d, version %s",
@@ -173,8 +176,15 @@ class Finisher:
             self._fail(job, error)
             return
         self._when_redis_is_there(partial(claimed.finish, result))
-        let_go(request, claimed, store)
+        self._forget_delivery(job)
         log.info("job %s finished: %s of agent %r", job.job_id, request.action, request.agent_id)
+
+    def _forget_delivery(self, job: Job) -> None:
+        """Its end is written: no worker gets it again, once Redis has forgotten it too."""
+        request, claimed = job.claimed.request, job.claimed
+        agent_id = request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
+        if agent_id is not None:
+            self._store.ended(agent_id, claimed.delivery, remember_s=claimed.lives_s)
 
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
         log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)

@@ -5,8 +5,10 @@ Owns reading agent memory and turning requests into tokens. Touches neither Redi
 
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
@@ -80,10 +82,11 @@ class Loader(threading.Thread):
         request, claimed = job.request, job.claimed
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
-        job.agent = agent = self._agent(job)
-        if agent is not None and (answer := agent.answer_to(claimed.delivery)) is not None:
-            log.info("job %s answered from the agent's history, version %d", job.job_id, agent.number)
+        if (answer := self._answer(job)) is not None:
+            version = answer.get("cache", {}).get("agent_version")
+            log.info("job %s answered from the agent's history, version %s", job.job_id, version)
             return Replayed(answer)
+        job.agent = agent = self._agent(job)
         if claimed.losses_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
             raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
@@ -104,6 +107,23 @@ class Loader(threading.Thread):
             return request.cache_salt
         return f"{request.agent_id}\n{request.cache_salt or ''}"  # an agent id holds no newline
 
+    def _answer(self, job: Job) -> Mapping[str, Any] | None:
+        """The result of the turn that this delivery has made already, if it has.
+
+        Raises:
+            AgentTranscriptUnreadable: that cannot be known, and an `append` job must not make its turn twice.
+        """
+        request = job.request
+        if request.agent_id is None or request.cache == "off":
+            return None
+        try:
+            return self._store.answer(request.agent_id, job.claimed.delivery)
+        except AgentTranscriptUnreadable as error:
+            if request.context == "append":
+                raise
+            log.warning("agent of job %s: %s", job.job_id, error)
+            return None
+
     def _agent(self, job: Job) -> AgentVersion | None:
         request = job.request
         if request.agent_id is None or request.cache == "off":
@@ -112,11 +132,8 @@ class Loader(threading.Thread):
             return self._store.open_agent(request.agent_id)
         except AgentTranscriptUnreadable as error:
             usable: AgentVersion | None = error.usable
-            if usable is None:
-                raise
-            # A `full` job carries the whole conversation, so a damaged record costs only time. A turn that was saved
-            # stays saved, even if another turn's record is damaged.
-            if request.context == "append" and usable.answer_to(job.claimed.delivery) is None:
+            # A `full` job carries the whole conversation, so a damaged version costs only time.
+            if usable is None or request.context == "append":
                 raise
             log.warning("agent of job %s: %s", job.job_id, error)
             return usable

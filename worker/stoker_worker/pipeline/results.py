@@ -12,7 +12,7 @@ from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved
 from stoker_shared.result import CacheReport, GenerationResult, Timing, Usage
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.prompt import next_transcript, replaced_version
-from stoker_worker.ports import CacheStorePort, CompletedGeneration, LoadedModel, Turn
+from stoker_worker.ports import AgentVersion, CacheStorePort, CompletedGeneration, LoadedModel, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
@@ -102,19 +102,19 @@ def save_turn(
         _save_shared(job, completion, store, model)
         return result(None, saved=False)
     if request.cache != "readwrite":
-        return result(agent.number or None, saved=False)
+        return result(_number_of(agent), saved=False)
+    saved = result(agent.number + 1, saved=True)
     turn = Turn(
-        agent_id=agent.agent_id,
-        parent=agent.number,
+        base=agent,
         delivery=job.claimed.delivery,
         transcript=next_transcript(job.prompt, completion, model),
         model=model,
         cache_salt=job.salt,
         cache=completion.cache,
-        result_of=lambda version: result(version, saved=True),
+        result=saved,
     )
     try:
-        _, saved_result = store.save(turn)
+        store.save(turn)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         log.error("agent version of job %s not saved: %s", job.job_id, reason)
@@ -122,8 +122,12 @@ def save_turn(
             raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
         if not isinstance(error, AgentVersionConflict):  # after a conflict, a newer version is there, and sound
             store.mark_unsaved(agent.agent_id)
-        return result(agent.number or None, saved=False, save_error=reason)
-    return saved_result
+        return result(_number_of(agent), saved=False, save_error=reason)
+    return saved
+
+
+def _number_of(agent: AgentVersion) -> int | None:
+    return agent.number if agent.number > 0 else None
 
 
 def _save_shared(job: Job, completion: CompletedGeneration, store: CacheStorePort, model: LoadedModel) -> None:

@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from types import FrameType
 
 from stoker_shared.errors import EngineFailed, QueueHeld
+from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.draining import Draining
 from stoker_worker.pipeline.engine_thread import EngineThread
-from stoker_worker.pipeline.fetcher import Fetcher
+from stoker_worker.pipeline.fetcher import READ_AHEAD_JOBS, Fetcher
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.heartbeat import Heartbeat
 from stoker_worker.pipeline.loader import Loader
@@ -21,6 +22,9 @@ from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, 
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""Between two looks at the waiting jobs while the model loads."""
 
 
 class Worker:
@@ -36,7 +40,9 @@ class Worker:
         self._queue = queue
         self._loaded = loaded = Future[LoadedModel]()
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
-        self._recovery = threading.Thread(target=self._recover_early, name="recovery", daemon=True)
+        self._store = store
+        self._n_read_ahead = READ_AHEAD_JOBS * settings.max_batch
+        self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
         self._finisher = Finisher(store, loaded)
         self._engine = EngineThread(provider, loaded, self._finisher)
         self._loader = Loader(store, loaded, self._engine, self._finisher, share_prefixes=settings.share_prefixes)
@@ -91,14 +97,27 @@ class Worker:
         """After `run`: whether it was told to stop while the model loads. The engine thread then goes on loading."""
         return self._engine.is_alive()
 
-    def _recover_early(self) -> None:
-        """A dead worker's jobs need not look started while the model loads, which may take minutes. Recovery thread:
-        a stop does not wait for a Redis that hangs."""
+    def _prepare(self) -> None:
+        """While the model loads, which may take minutes: a dead worker's jobs need not look started, and the caches of
+        the first jobs can be read. Recovery thread: a stop does not wait for a Redis that hangs."""
         try:
             if recovered := self._queue.recover():
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
         except Exception:  # the fetcher looks again
             log.exception("no recovery yet")
+        look = Periodic(_LOOK_S)
+        while not self._draining.is_requested:
+            if look.is_due():
+                self._read_ahead()
+            if self._loaded.done():
+                return
+            time.sleep(0.02)
+
+    def _read_ahead(self) -> None:
+        try:
+            self._store.read_ahead(self._queue.next_agents(self._n_read_ahead))
+        except Exception as error:  # it would only have saved time
+            log.debug("the first jobs' caches are not read ahead: %s", error)
 
     def _load(self) -> LoadedModel | None:
         """Wait for the model, and for the recovery; ``None`` when told to stop meanwhile."""
@@ -109,6 +128,7 @@ class Worker:
         return self._loaded.result()
 
     def _serve(self, model: LoadedModel) -> None:
+        self._store.model_loaded(model)
         self._finisher.start()
         self._loader.start()
         self._fetcher.start()

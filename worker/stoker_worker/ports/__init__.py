@@ -21,6 +21,16 @@ from stoker_worker.ports.engine import (
     Stage,
     as_uint16_if_bfloat16,
 )
-from stoker_worker.ports.memory import AgentJobsPort, AgentVersion, CacheStorePort, Delivery, Restored, Transcript, Turn
+from stoker_worker.ports.memory import (
+    UNKNOWN_VERSION,
+    AgentJobsPort,
+    AgentVersion,
+    CachedPrefix,
+    CacheStorePort,
+    Delivery,
+    Restored,
+    Transcript,
+    Turn,
+)
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
 from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving

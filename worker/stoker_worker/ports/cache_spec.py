@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import gcd, prod
-from typing import Final, Literal
+from typing import Final, Literal, Self, get_args
 
 BLOCK_TOKENS: Final = 256
 """Tokens in a cache block: MLX's own KV growth step, so that a block boundary is never inside a reallocation."""
@@ -46,6 +46,14 @@ class ArraySpec:
     def nbytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def describe(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}/{self.dtype}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        shape, dtype = text.split("/")
+        return cls(tuple(_number(part) for part in shape.split("x")) if shape else (), _dtype(dtype))
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -78,9 +86,21 @@ class LayerSpec:
 
     def describe(self) -> str:
         if self.kind == LayerKind.RECURRENT:
-            return f"{self.kind}:" + ",".join(f"{'x'.join(map(str, a.shape))}/{a.dtype}" for a in self.arrays)
+            return f"{self.kind}:" + ",".join(array.describe() for array in self.arrays)
         text = f"{self.kind}:{self.n_kv_heads}:{self.key_dim}:{self.value_dim}"
         return f"{text}:{self.window_tokens}" if self.kind == LayerKind.WINDOW else text
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        name, _, rest = text.partition(":")
+        kind = LayerKind(name)
+        if kind == LayerKind.RECURRENT:
+            return cls(kind, arrays=tuple(map(ArraySpec.parse, rest.split(",") if rest else ())))
+        numbers = [_number(part) for part in rest.split(":")]
+        names = ("n_kv_heads", "key_dim", "value_dim", "window_tokens")[: 4 if kind == LayerKind.WINDOW else 3]
+        if len(numbers) != len(names):
+            raise ValueError(f"no layer of a cache: {text!r}")
+        return cls(kind, **dict(zip(names, numbers, strict=True)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,32 @@ class ModelCacheSpec:
         layers = ";".join(layer.describe() for layer in self.layers)
         return f"{self.dtype}|{layers}" + (f"|{self.store_dtype}" if self.store_dtype != "native" else "")
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The spec that `describe` wrote. Raises `ValueError` for any other text."""
+        dtype, layers, *others = text.split("|")
+        store_dtype = next((one for one in get_args(StoreDtype) if [one] == (others or ["native"])), None)
+        if store_dtype is None:
+            raise ValueError(f"no precision of a cache at rest: {others}")
+        parsed = tuple(map(LayerSpec.parse, layers.split(";") if layers else ()))
+        spec = cls(parsed, _dtype(dtype), store_dtype)
+        if spec.describe() != text:
+            raise ValueError(f"no layout of a cache: {text!r}")
+        return spec
+
 
 def group_size(dim: int) -> int:
     """Elements per scale in a quantised block: 64, or the largest power of two below it that divides `dim`."""
     return gcd(dim, GROUP_SIZE)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"no number: {text!r}")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    if text not in ITEM_BYTES:
+        raise ValueError(f"no dtype of a cache: {text!r}")
+    return text

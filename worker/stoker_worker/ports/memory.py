@@ -1,8 +1,8 @@
 """The interface of agent memory: versions, turns, and the store that keeps them. No I/O."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.agent_result import AgentResult
@@ -17,7 +17,7 @@ class Delivery:
 
     Attributes:
         created_at: from the job's hash; empty when its enqueuer wrote none.
-        request: digest of the request; empty in records older than store format 3.
+        request: digest of the request.
     """
 
     job_id: str
@@ -48,25 +48,47 @@ class Transcript:
 
 
 @dataclass(frozen=True)
+class CachedPrefix:
+    """The part of a transcript whose cache was saved: its first `tokens` tokens.
+
+    Their full blocks are in the shared block folder, the rest (`tokens` modulo the block size) is in the agent's tail,
+    and the state of window and recurrent layers is in its snapshots.
+
+    Attributes:
+        model: fingerprint of the model that made it.
+        last_block: address of the last full block (the chain's root when there is none).
+        snapshots: after how many tokens each snapshot was taken, ascending.
+    """
+
+    model: str
+    salt: str | None
+    tokens: int
+    last_block: str
+    snapshots: tuple[int, ...] = ()
+
+
+UNKNOWN_VERSION: Final = -1
+"""The number of a version that could not be read: nothing can be saved after it."""
+
+
+@dataclass(frozen=True)
 class AgentVersion:
-    """A state of an agent's transcript. An unknown agent is at `number` 0, without a transcript."""
+    """A state of an agent's transcript. An unknown agent is at `number` 0, without a transcript.
+
+    Attributes:
+        head: identifies the version's content; empty at version 0.
+        cache: ``None``: nothing of it was saved.
+        since_full: versions since the last one that was written as a whole.
+        evicted: whether some of its cache was evicted.
+    """
 
     agent_id: str
     number: int
     transcript: Transcript | None
-    results: Mapping[Delivery, Mapping[str, Any]] = field(default_factory=dict)
-    """The result (as JSON) of every delivery in the agent's history."""
-
-    def answer_to(self, delivery: Delivery) -> Mapping[str, Any] | None:
-        """The answer that `delivery` was given, if any.
-
-        A record without the digest of its request counts if it has the job's `created_at`. Without both, any later job
-        of the same id would match, and an answer to another prompt is worse than a turn taken twice.
-        """
-        answer = self.results.get(delivery)
-        if answer is None and delivery.created_at:
-            answer = self.results.get(replace(delivery, request=""))
-        return answer
+    head: bytes = field(default=b"", repr=False)
+    cache: CachedPrefix | None = None
+    since_full: int = 0
+    evicted: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,22 +106,29 @@ class Restored:
 
 @dataclass(frozen=True)
 class Turn:
-    """Version `parent + 1` of an agent, to be saved.
+    """The version after `base`, to be saved.
 
     Attributes:
         cache: cache of [start, stop) of `transcript.token_ids`; `start` is a multiple of the block size and all
             blocks before it are on disk; ``None`` saves the transcript alone.
-        result_of: returns the job's result, to remember and to answer with, for the new version's number.
+        result: the job's result (as JSON), for a second delivery.
     """
 
-    agent_id: str
-    parent: int
+    base: AgentVersion
     delivery: Delivery
     transcript: Transcript
     model: LoadedModel
     cache_salt: str | None
     cache: CacheSlice | None
-    result_of: Callable[[int], Mapping[str, Any]]
+    result: Mapping[str, Any]
+
+    @property
+    def agent_id(self) -> str:
+        return self.base.agent_id
+
+    @property
+    def version(self) -> int:
+        return self.base.number + 1
 
 
 class CacheStorePort(Protocol):
@@ -112,8 +141,16 @@ class CacheStorePort(Protocol):
         """The agent's newest version.
 
         Raises:
-            AgentTranscriptUnreadable: a record is damaged, missing or foreign, or the last turn was not saved. The
+            AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
                 error's `.usable` is the version that `context="full"` may still continue from.
+        """
+        ...
+
+    def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
+        """The result (as JSON) of the agent's turn that this delivery made, if it has made one. Loader thread.
+
+        Raises:
+            AgentTranscriptUnreadable: that cannot be known.
         """
         ...
 
@@ -136,16 +173,18 @@ class CacheStorePort(Protocol):
         """
         ...
 
-    def save(self, turn: Turn) -> tuple[int, Mapping[str, Any]]:
-        """Make the turn durable as the agent's next version: blocks first, then the record, then HEAD.
-
-        Returns:
-            the new version's number, and the result that was saved with it.
+    def save(self, turn: Turn) -> None:
+        """Make the turn durable as the agent's next version, with its result: cache files first, then one transaction.
 
         Raises:
-            AgentVersionConflict: `turn.parent` is not the agent's newest version (any more).
-            OSError: it could not be written; the agent is still at `turn.parent`.
+            AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
+            OSError: it could not be written; the agent is still at `turn.base`.
         """
+        ...
+
+    def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
+        """The end of the delivery's job is written: its answer is needed for so long only. Never raises. Finisher
+        threads."""
         ...
 
     def save_blocks(
@@ -163,8 +202,22 @@ class CacheStorePort(Protocol):
         """Remember that a finished turn of this agent is not in its transcript: `append` is refused from now on."""
         ...
 
-    def pin(self, agents: frozenset[str]) -> None:
-        """These agents, and no others, have work queued or running: they lose no cache. Any thread; never blocks."""
+    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+        """These agents, and no others, have work running or queued: they lose no cache, and no other process changes
+        those that run. Any thread; never blocks.
+
+        Args:
+            is_all: whether nobody else has work in the queue; until that is known no agent is removed for being unused.
+        """
+        ...
+
+    def read_ahead(self, agents: Sequence[str]) -> None:
+        """The next jobs of the queue are of these agents, in this order: bring their caches into RAM, as far as there
+        is room; before the first `restore` the caches of the agents used last as well. Any thread; never blocks."""
+        ...
+
+    def model_loaded(self, model: LoadedModel) -> None:
+        """The model is known: caches of another one leave the RAM. Any thread; never blocks."""
         ...
 
     def close(self) -> None: ...
@@ -174,7 +227,11 @@ class AgentJobsPort(Protocol):
     """Jobs about an agent's memory. Finisher threads; never two jobs of one agent at once."""
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """The answer of this delivery, if it has taken effect. Raises `OSError` when that cannot be known."""
+        """The answer of this delivery, if it has taken effect.
+
+        Raises:
+            AgentTranscriptUnreadable, AgentBusy, OSError: that cannot be known.
+        """
         ...
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
@@ -184,8 +241,4 @@ class AgentJobsPort(Protocol):
             AgentMemoryError: it cannot be done, and nothing has changed.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
-        ...
-
-    def ended(self, request: AgentRequest, delivery: Delivery) -> None:
-        """Forget the answer that only this delivery can ask for: its end is written. Raises `OSError`."""
         ...

@@ -45,6 +45,7 @@ class ClaimedJob(Protocol):
         enqueued_at, claimed_at: Unix time in seconds.
         claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
             this order.
+        lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
         cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
     """
@@ -60,6 +61,9 @@ class ClaimedJob(Protocol):
     claim_number: int
     deadline: float | None
     cancel: CancelToken = field(default_factory=CancelToken, repr=False)
+
+    @property
+    def lives_s(self) -> float: ...
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -156,6 +160,15 @@ class QueuePort(Protocol):
 
     def waiting_agents(self) -> frozenset[str]:
         """Agents of waiting jobs, as far as `claim` has looked. No round trip; the same object until they change."""
+        ...
+
+    def next_agents(self, limit: int) -> tuple[str, ...]:
+        """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these; without those
+        that have a job in flight. Changes nothing.
+
+        Before the first `claim`, while no other thread uses the queue's waiting jobs, it asks Redis, a little further
+        each time. After that: as far as `claim` has looked, and no round trip.
+        """
         ...
 
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:

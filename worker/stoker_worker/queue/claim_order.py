@@ -8,6 +8,7 @@ queue, `JobStart` starts what was claimed.
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 from stoker_worker.ports import Busy
@@ -46,14 +47,25 @@ class ClaimOrder:
         self._in_flight = in_flight
         self._repeated_ids: set[str] = set()
         self._quarantined_since: float | None = None
+        self._has_claimed = False
 
     def waiting_agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
         waiting = [agents for claimer in self.claimers.values() if (agents := claimer.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
 
+    def next_agents(self, limit: int) -> tuple[str, ...]:
+        """See `QueuePort.next_agents`."""
+        if not self._has_claimed:
+            for claimer in self.claimers.values():
+                claimer.read_ahead(0, Busy())
+        running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
+        found = (name for claimer in self.claimers.values() for name in claimer.next_agents(limit + len(running)))
+        return tuple(islice(dict.fromkeys(name for name in found if name not in running), limit))
+
     def claim(self, limit: int, busy: Busy, claimed: list[RqClaimedJob]) -> None:
         """Claim and start up to `limit` jobs. Each is added to `claimed` at once, so that a later error loses none."""
+        self._has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
         if limit > 0 and not self._in_flight and self._claim_quarantined(claimed):

@@ -7,8 +7,9 @@ from then on (`ending`).
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
@@ -19,6 +20,10 @@ from stoker_worker.queue.progress_meta import ProgressMeta
 from stoker_worker.queue.requeue import Claim, Requeue
 from stoker_worker.queue.streams import JobStreams
 from stoker_worker.queue.transient_errors import as_redis_unavailable
+
+FOR_EVER_S: Final = 366 * 86_400.0
+_MARGIN_S: Final = 3600.0
+"""Longer than any lease, and than the clocks of two machines differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +52,11 @@ class RqClaimedJob(ClaimedJob):
     run: JobRun = field(repr=False)
     parts: QueueParts = field(repr=False)
     ending: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def lives_s(self) -> float:
+        ttl_s = self.run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
+        return _MARGIN_S + (ttl_s if 0 <= ttl_s < FOR_EVER_S else FOR_EVER_S)
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:

@@ -135,6 +135,10 @@ class Claimer:
         """The agents of the waiting jobs that were read; the same object until they change."""
         return self._waiting.agents()
 
+    def next_agents(self, limit: int) -> list[str]:
+        """As `FairQueue.next_agents`."""
+        return self._waiting.next_agents(limit)
+
     def claim(self, limit: int, busy: Busy, lease_value: str) -> list[str]:
         """Move up to `limit` job ids to the intermediate list: jobs that may run beside what is busy, none quarantined.
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from heapq import merge
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile, zip_longest
 from math import inf
 from typing import NamedTuple
 
@@ -99,6 +99,14 @@ class FairQueue:
         if self._agents is None:
             self._agents = frozenset(name for name in self._lines if isinstance(name, str))
         return self._agents
+
+    def next_agents(self, limit: int) -> list[str]:
+        """The agents of the next jobs, about in the order of `choose`: by age and by turn alternately. Looks at `limit`
+        heads of each kind, because a job without an agent comes first in its place too."""
+        by_age = (job.line for job in islice(self._heads, limit))
+        by_turn = (job.line for _, job in islice(self._turns, limit))
+        both = chain.from_iterable(zip_longest(by_age, by_turn))
+        return list(islice(dict.fromkeys(name for name in both if isinstance(name, str)), limit))
 
     def first(self, count: int) -> list[str]:
         """The first `count` jobs, in queue order."""

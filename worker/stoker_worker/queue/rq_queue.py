@@ -127,6 +127,10 @@ class RqQueue(QueuePort):
         return self._claim_order.waiting_agents()
 
     @as_redis_unavailable()
+    def next_agents(self, limit: int) -> tuple[str, ...]:
+        return self._claim_order.next_agents(limit)
+
+    @as_redis_unavailable()
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
         jobs = self._in_flight.snapshot()
         started, runs = JobStatus.STARTED.value.encode(), []

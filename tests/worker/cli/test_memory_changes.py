@@ -1,0 +1,296 @@
+"""`stoker-worker memory rm | fork | rollback | gc`: their output, and what they change or leave alone."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.worker.cli.conftest import LONG, Command
+from tests.worker.memory.agents import SNAPSHOT_SPECS, Agent, files_below, ids, make_model, only, open_store, using
+from tests.worker.memory.in_flight_process import another_process_working_on
+
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.orphans import YOUNG_S
+from stoker_worker.memory.store_parts import opened
+
+
+def blocks(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("blocks/*/*/*.safetensors")}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Of every cache file, and a copy of every table."""
+    found = {str(path): path.read_bytes() for path in files_below(folder) if path.suffix in {".safetensors", ".tmp"}}
+    with opened(folder) as parts, parts.database.snapshot() as connection:
+        for table in ("agents", "turns", "deliveries", "blocks"):
+            found[table] = repr(connection.execute(f"SELECT * FROM {table}").fetchall()).encode()
+    return found
+
+
+def assert_sound(folder: Path) -> None:
+    with opened(folder) as parts:
+        assert list(verify_store(parts)) == []
+
+
+def older(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - YOUNG_S - 60,) * 2)
+
+
+# --- gc ---
+
+
+def test_gc_removes_exactly_the_unused_blocks_and_the_leftovers_of_crashes(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        agent("a").say(ids(600, seed=2))  # the third block of its old transcript is unused now
+    (two_agents / "tmp" / "99999999-0.tmp").write_bytes(b"half")
+    (two_agents / "tmp" / f"{os.getppid()}-0.tmp").write_bytes(b"of a process that is alive")
+    block, piece = sorted(two_agents.glob("blocks/*/*/*"))[0], sorted(two_agents.glob("pieces/*/*"))[0]
+    block.with_name(f"{'0' * 64}.safetensors").write_bytes(b"?" * 5000)
+    piece.with_name(piece.name.replace("-3-", "-2-").replace("-1-", "-2-")).write_bytes(b"?")
+    piece.with_name(f"{'0' * 32}-1-tail.safetensors").write_bytes(b"?")
+    before = content(two_agents)
+    planned = json.loads(command("gc", "--dry-run", "--json").stdout)
+    assert (planned["blocks"], planned["orphans"], planned["temp_files"]) == (1, 3, 1)
+    assert (planned["block_bytes"] > 0, planned["orphan_bytes"], planned["temp_bytes"]) == (True, 16384, 4096)
+    assert content(two_agents) == before
+    done = json.loads(command("gc", "--json").stdout)
+    assert done == planned | {"dry_run": False}
+    assert len(before) - len(content(two_agents)) == 5
+    with using(two_agents) as agent:
+        for name in "ab":
+            tokens = agent(name).tokens()
+            assert agent(name).cached((*tokens, 1)) == len(tokens)
+    again = json.loads(command("gc", "--json").stdout)
+    assert (again["blocks"], again["orphans"], again["temp_files"]) == (0, 0, 0)
+    assert_sound(two_agents)
+
+
+def test_gc_removes_a_whole_unused_conversation(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        agent("c").say(ids(256 * 300, seed=7))  # more than go at once
+        agent("c").say(ids(10, seed=8))
+    planned = json.loads(command("gc", "--dry-run", "--json").stdout)
+    assert planned["blocks"] == 300
+    assert json.loads(command("gc", "--json").stdout) == planned | {"dry_run": False}
+    assert len(blocks(two_agents)) == 4
+    assert_sound(two_agents)
+
+
+def test_gc_beside_a_worker_leaves_what_it_may_just_be_writing(command: Command, two_agents: Path) -> None:
+    piece = only(two_agents, "*-2-tail*")
+    young, old = (piece.with_name(f"{name * 32}-1-tail.safetensors") for name in "01")
+    young.write_bytes(b"?")
+    old.write_bytes(b"?")
+    older(old)
+    with using(two_agents) as agent:
+        agent("a").say(ids(600, seed=2))
+        done = json.loads(command("gc", "--json").stdout)
+        assert (done["blocks"], done["orphans"]) == (0, 1)
+        assert (young.exists(), old.exists()) == (True, False)
+        assert agent("b").cached((*agent("b").tokens(), 1)) == 900
+    assert json.loads(command("gc", "--json").stdout)["blocks"] == 1
+
+
+# --- rm ---
+
+
+def test_rm_removes_every_file_that_no_other_agent_uses(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        kept = blocks(two_agents)
+        agent("c").say((*LONG[:256], *ids(600, seed=3)))
+        agent("c").say((*LONG[:256], *ids(600, seed=4)))  # its first version's blocks are its own too
+        b = agent("b").tokens()
+        done = json.loads(command("rm", "c", "--yes", "--json").stdout)  # beside the worker
+        assert (done["agent_id"], done["blocks"], done["shared_blocks"]) == ("c", 4, 1)
+        assert blocks(two_agents) == kept
+        assert "removed 'a' and 1 blocks" in command("rm", "a", "--yes").stdout
+        assert [agent["agent_id"] for agent in json.loads(command("ls", "--json").stdout)] == ["b"]
+        assert (len(blocks(two_agents)), len(list(two_agents.glob("pieces/*/*")))) == (3, 1)
+        assert agent("b").cached((*b, 1)) == len(b)
+        assert agent("a").open().number == 0
+        assert agent("a").say(LONG[:300]) == 1
+    assert_sound(two_agents)
+
+
+def test_rm_asks_first(command: Command, two_agents: Path) -> None:
+    before = content(two_agents)
+    command("rm", "a", input="n\n", ok=False)
+    command("rm", "a", "--json", ok=False)
+    assert "there is no agent 'nobody'" in command("rm", "nobody", "--yes", ok=False).output
+    assert content(two_agents) == before
+    command("rm", "a", input="y\n")
+    assert content(two_agents) != before
+
+
+def test_an_agent_that_cannot_be_read_can_be_removed(command: Command, two_agents: Path) -> None:
+    with opened(two_agents) as parts:
+        parts.database.commit(lambda connection: connection.execute("UPDATE turns SET about = '?' WHERE agent = 1"))
+    command("rm", "a", "--yes")
+    assert [agent["agent_id"] for agent in json.loads(command("ls", "--json").stdout)] == ["b"]
+
+
+# --- fork and rollback ---
+
+
+@pytest.mark.parametrize("tokens", [1000, 1024, 100])
+def test_a_fork_continues_token_for_token_and_independently(command: Command, folder: Path, tokens: int) -> None:
+    with using(folder) as agent:
+        agent("a").say(LONG[:50])
+        agent("a").say(LONG[:tokens])
+        original = agent("a").open()
+        command("fork", "a", "../b")
+        assert agent("../b").open().transcript == original.transcript
+        assert agent("../b").cached((*LONG[:tokens], 1, 2)) == tokens
+        agent("../b").say((*LONG[:tokens], 1, 2), (3,))
+        agent("a").say((*LONG[:tokens], 4))
+        for name, end in (("../b", (1, 2, 3)), ("a", (4,))):
+            assert agent(name).tokens() == (*LONG[:tokens], *end)
+            assert agent(name).cached((*agent(name).tokens(), 9)) == tokens + len(end)
+        command("rm", "a", "--yes")
+        assert json.loads(command("ls", "--json").stdout)[0]["turns"] == 1
+        assert agent("../b").cached((*agent("../b").tokens(), 9)) == tokens + 3
+    assert json.loads(command("show", "../b", "--json").stdout)["versions"][0]["job_id"] is None
+    assert_sound(folder)
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_a_fork_copies_snapshots(command: Command, folder: Path, kind: str, versions: int) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS[kind])
+    store = open_store(folder)
+    for version in range(versions):
+        Agent(store, "a", model=model).say(LONG[: 600 + version], (1, 2))
+    command("fork", "a", "b")
+    for name in "ab":
+        agent = Agent(store, name, model=model)
+        assert agent.cached((*LONG[: 599 + versions], 1, 2, 3)) == 601 + versions
+        assert agent.cached(LONG[: 599 + versions]) == 598 + versions
+    assert store.misses == {}
+    store.close()
+
+
+def test_a_fork_without_one_of_its_snapshots_still_has_the_other(command: Command, folder: Path) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS["hybrid"])
+    store = open_store(folder)
+    Agent(store, "a", model=model).say(LONG[:600], (1, 2))
+    only(folder, "*-snapshot-0*").unlink()
+    command("fork", "a", "b")
+    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
+    assert Agent(store, "b", model=model).restore(LONG[:600]).miss_reason == "snapshot_missing"
+    store.close()
+
+
+@pytest.mark.parametrize("kind", SNAPSHOT_SPECS)
+def test_every_command_knows_agents_with_snapshots(command: Command, folder: Path, kind: str) -> None:
+    model = make_model(spec=SNAPSHOT_SPECS[kind])
+    store = open_store(folder)
+    for name in "ab":
+        Agent(store, name, model=model).say(LONG[:600], (1, 2))
+    store.close()
+    before = content(folder)
+    done = json.loads(command("gc", "--json").stdout)
+    assert (done["blocks"], done["orphans"]) == (0, 0)
+    assert content(folder) == before
+    command("verify")
+    done = json.loads(command("rm", "a", "--yes", "--json").stdout)
+    assert (done["blocks"], done["shared_blocks"]) == (0, 2 if kind == "hybrid" else 0)
+    store = open_store(folder)
+    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 602
+    command("rollback", "b", "--to", "1")
+    assert Agent(store, "b", model=model).cached((*LONG[:600], 1, 2, 3)) == 0
+    store.close()
+    assert len(list(folder.glob("pieces/*/*"))) == 0
+    assert_sound(folder)
+
+
+def test_fork_refuses_what_it_cannot_do_and_changes_nothing(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        agent("unsaved").say(LONG[:10])
+        agent("unsaved").store.mark_unsaved("unsaved")
+    before = content(two_agents)
+    assert "there is an agent 'b' already" in command("fork", "a", "b", ok=False).output
+    assert "there is no agent 'nobody'" in command("fork", "nobody", "c", ok=False).output
+    assert "its last turn was not saved" in command("fork", "unsaved", "c", ok=False).output
+    assert "cannot be an agent's id" in command("fork", "a", "\n", ok=False).output
+    assert content(two_agents) == before
+
+
+def test_a_rollback_brings_back_what_show_lists(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        shown = json.loads(command("show", "a", "--json").stdout)["versions"]
+        assert [(x["version"], x["made_by"], x["can_return"]) for x in shown] == [(1, "turn", True), (2, "turn", False)]
+        back = json.loads(command("rollback", "a", "--json").stdout)
+        assert back == {"agent_id": "a", "version": 3, "to_version": 1, "from_version": 2, "tokens": 700}
+        assert "as it was at version 2: 1000 tokens" in command("rollback", "a", "--to", "2").stdout
+        shown = json.loads(command("show", "a", "--json").stdout)["versions"]
+        assert [x["made_by"] for x in shown] == ["turn", "turn", "rollback", "rollback"]
+        assert (agent("a").open().number, agent("a").tokens()) == (4, LONG[:1000])
+        assert agent("a").cached((*LONG[:1000], 1)) == 768
+    before = content(two_agents)
+    assert "has no version 9" in command("rollback", "a", "--to", "9", ok=False).output
+    assert "there is no agent 'nobody'" in command("rollback", "nobody", ok=False).output
+    assert content(two_agents) == before
+    assert_sound(two_agents)
+
+
+def test_a_rollback_of_the_shell_keeps_every_version_that_the_worker_keeps(command: Command, folder: Path) -> None:
+    with using(folder) as agent:
+        for n in range(1, 18):
+            agent("a").say(LONG[:n])
+        kept = [x["version"] for x in json.loads(command("show", "a", "--json").stdout)["versions"]]
+        for _ in range(20):
+            command("rollback", "a")
+        now = [x["version"] for x in json.loads(command("show", "a", "--json").stdout)["versions"]]
+        assert now == [*kept, *range(18, 38)]
+
+
+# --- agents with work in flight ---
+
+CHANGES = {"rm": ("rm", "a", "--yes"), "rollback": ("rollback", "a"), "fork": ("fork", "b", "a2")}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_agent_with_work_in_flight_is_refused_or_waited_for(command: Command, two_agents: Path, name: str) -> None:
+    agent_id, arguments = "a2" if name == "fork" else "a", CHANGES[name]
+    before = content(two_agents)
+    with another_process_working_on(two_agents, agent_id) as other:
+        refused = command(*arguments, ok=False).output
+        assert f"AgentBusy: another process is working on agent {agent_id!r}" in refused
+        assert json.loads(command(*arguments, "--json", ok=False).stdout)["error"]["type"] == "AgentBusy"
+        assert content(two_agents) == before
+        waiting = threading.Thread(target=command, args=(*arguments, "--wait"))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        assert content(two_agents) == before
+        other.kill()
+        waiting.join(30)
+    assert content(two_agents) != before
+
+
+def test_an_agent_whose_jobs_only_wait_can_be_changed(command: Command, two_agents: Path) -> None:
+    with using(two_agents) as agent:
+        store = agent("a").store
+        store.pin(frozenset({"a"}), frozenset({"b"}))
+        command("rm", "b", "--yes")
+        command("fork", "a", "c")  # of an agent with work
+        assert "AgentBusy" in command("rm", "a", "--yes", ok=False).output
+        store.pin(frozenset(), frozenset())
+        command("rm", "a", "--yes")
+        assert [agent["agent_id"] for agent in json.loads(command("ls", "--json").stdout)] == ["c"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("gc",), ("fork", "a", "c"), ("rollback", "a"), ("rm", "a", "--yes"), ("fork", "nobody", "c")]
+)
+def test_json_is_one_value(command: Command, two_agents: Path, arguments: tuple[str, ...]) -> None:
+    json.loads(command(*arguments, "--json", ok="nobody" not in arguments).stdout)
+
+
+def test_no_command_makes_a_store_where_there_is_none(command: Command, folder: Path) -> None:
+    for arguments in (("gc",), ("rm", "a", "--yes"), ("fork", "a", "b"), ("rollback", "a")):
+        assert "there is no store at" in command(*arguments, ok=False).output
+    assert not folder.exists()

@@ -1,0 +1,205 @@
+"""`memory backup` and `memory restore`: a copy beside a worker at work, and the way back."""
+
+import os
+import shutil
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.worker.memory.agents import Agent, AgentCacheStore, files_below, ids, open_store
+
+from stoker_shared.errors import StoreUnusable
+from stoker_worker.memory import cache_index
+from stoker_worker.memory.admin import backup as backup_module
+from stoker_worker.memory.admin.backup import Backup, back_up
+from stoker_worker.memory.admin.restore import restore
+from stoker_worker.memory.store_parts import opened
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
+    with closing(open_store(tmp_path / "store")) as store:
+        for n in range(5):
+            Agent(store, f"agent-{n}").say(ids(300 + n, seed=n))
+        yield store
+
+
+def copied(store: AgentCacheStore, file: Path, names: Path | None = None) -> Backup:
+    with opened(store.parts.path) as parts:  # as the shell does, beside the worker
+        return back_up(parts, file, names=names)
+
+
+def allocated(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in files_below(folder))
+
+
+def test_a_backup_is_one_private_file_and_names_what_it_leaves_out(store: AgentCacheStore, tmp_path: Path) -> None:
+    done = copied(store, tmp_path / "backup", tmp_path / "names")
+    folder = store.parts.path
+    found = [(x.folder, x.files, x.n_bytes) for x in done.left_out]
+    assert found == [(name, 5, allocated(folder / name)) for name in ("blocks", "pieces")]
+    assert (done.agents, done.n_bytes) == (5, (tmp_path / "backup").stat().st_size)
+    for name in ("backup", "names"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    listed = (tmp_path / "names").read_text().splitlines()
+    assert sorted(listed) == [str(x.relative_to(folder)) for x in files_below(folder) if x.suffix == ".safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "backup", "names"}  # nothing beside it
+
+
+def test_a_restored_store_has_every_agent_as_it_was(store: AgentCacheStore, tmp_path: Path) -> None:
+    before = {f"agent-{n}": store.open_agent(f"agent-{n}") for n in range(5)}
+    copied(store, tmp_path / "backup")
+    Agent(store, "agent-0").say((*ids(300), 1, 2))
+    Agent(store, "new").say((1, 2))
+    cache = before["agent-4"].cache
+    assert cache is not None
+    store.parts.blocks.path_of(cache.model, cache.last_block).unlink()
+    store.close()
+    kept_by_then = (store.parts.path / "agents.db").read_bytes()
+    done = restore(store.parts.path, tmp_path / "backup")
+    assert (done.agents, done.blocks) == (5, 4)
+    assert done.kept is not None
+    assert Path(done.kept).read_bytes() == kept_by_then  # never deleted
+    with closing(open_store(store.parts.path)) as again:
+        for name, version in before.items():
+            assert again.open_agent(name) == version
+        assert again.open_agent("new").number == 0
+        n_cached = [Agent(again, f"agent-{n}").cached((*ids(300 + n, seed=n), 1)) for n in range(5)]
+        assert n_cached == [256, 301, 302, 303, 0]  # the tail of the turn that is undone has gone
+        # What a turn that is undone has left behind is found by the upkeep.
+        of_agents = [x for name, version in before.items() for x in again.parts.pieces.paths(name, version.number)]
+        n_bytes = allocated(again.parts.path / "blocks") + sum(
+            x.stat().st_blocks * 512 for x in of_agents if x.exists()
+        )
+        with again.parts.database.snapshot() as connection:
+            assert cache_index.cache_bytes(connection) == n_bytes
+        assert Agent(again, "agent-0").say((*ids(300), 3)) == 2
+
+
+def test_the_copy_ends_and_is_one_state_while_a_worker_writes(
+    store: AgentCacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that began anew with each turn would never end."""
+    monkeypatch.setattr(backup_module, "_PAGES", 1)
+    first, second = Agent(store, "agent-0"), Agent(store, "agent-1")
+    go_on, is_over = threading.Event(), threading.Event()
+    n_turns = 0
+
+    def work() -> None:
+        nonlocal n_turns
+        while not is_over.is_set():
+            for agent in (first, second):
+                agent.say((*agent.tokens(), n_turns))
+            n_turns += 1
+            go_on.set()
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    assert go_on.wait(30)
+    try:
+        for n in range(3):
+            copied(store, tmp_path / f"backup-{n}")
+    finally:
+        is_over.set()
+        writer.join()
+    store.close()
+    for n in range(3):
+        restore(tmp_path / f"restored-{n}", tmp_path / f"backup-{n}")
+        with closing(open_store(tmp_path / f"restored-{n}")) as again:
+            versions = [again.open_agent(f"agent-{x}").number for x in (0, 1)]
+            assert versions[0] - versions[1] in (0, 1)
+
+
+def test_nothing_is_overwritten(store: AgentCacheStore, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    for files in ((tmp_path / "there", None), (tmp_path / "free", tmp_path / "there")):
+        with pytest.raises(FileExistsError, match="there"):
+            copied(store, *files)
+    assert (tmp_path / "there").read_text() == "mine"
+    assert not (tmp_path / "free").exists()
+
+
+def test_a_damaged_database_is_not_copied(store: AgentCacheStore, tmp_path: Path) -> None:
+    """A backup that nobody can use would be found out on the wrong day."""
+    store.close()
+    damage(store.parts.path / "agents.db")
+    with pytest.raises(StoreUnusable, match=r"memory salvage"):
+        copied(store, tmp_path / "backup")
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
+
+
+def damage(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'agents_by_key'").fetchone()
+    with open(path, "r+b") as file:
+        file.seek((page - 1) * 4096 + 9)
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut short", "empty", "text", "another database", "another format"])
+def test_a_bad_backup_changes_nothing(store: AgentCacheStore, tmp_path: Path, how: str) -> None:
+    file = tmp_path / "backup"
+    copied(store, file)
+    store.close()
+    if how == "damaged":
+        damage(file)
+    elif how == "cut short":
+        os.truncate(file, file.stat().st_size - 4096)
+    elif how == "another database":
+        file.unlink()
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("CREATE TABLE agents (name)")
+    elif how == "another format":
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA user_version=77")
+    else:
+        file.write_text("" if how == "empty" else "no database")
+    names = {path.name for path in store.parts.path.iterdir()}
+    with pytest.raises(StoreUnusable, match=r"backup .* cannot be used, and nothing has changed"):
+        restore(store.parts.path, file)
+    assert {path.name for path in store.parts.path.iterdir()} == names
+    assert not list((store.parts.path / "tmp").iterdir())
+    with closing(open_store(store.parts.path)) as again:
+        assert again.open_agent("agent-1").number == 1
+
+
+def test_a_missing_backup_is_named(store: AgentCacheStore, tmp_path: Path) -> None:
+    store.close()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        restore(store.parts.path, tmp_path / "nowhere")
+
+
+def test_a_store_with_a_worker_is_not_restored(store: AgentCacheStore, tmp_path: Path) -> None:
+    copied(store, tmp_path / "backup")
+    with pytest.raises(StoreUnusable, match=r"in use by pid"):
+        restore(store.parts.path, tmp_path / "backup")
+
+
+def test_a_restore_can_be_undone(store: AgentCacheStore, tmp_path: Path) -> None:
+    """The kept database may have its newest turns in its log alone, as a worker that was killed leaves them."""
+    copied(store, tmp_path / "backup")
+    Agent(store, "agent-0").say((*ids(300), 1, 2))
+    shutil.copytree(store.parts.path, tmp_path / "killed")
+    kept = restore(tmp_path / "killed", tmp_path / "backup").kept
+    assert kept is not None
+    restore(tmp_path / "killed", Path(kept))
+    with closing(open_store(tmp_path / "killed")) as again:
+        assert again.open_agent("agent-0").number == 2
+
+
+def test_an_older_database_in_the_place_of_a_restored_one_is_still_refused(
+    store: AgentCacheStore, tmp_path: Path
+) -> None:
+    copied(store, tmp_path / "backup")
+    Agent(store, "agent-0").say((*ids(300), 1, 2))
+    store.close()
+    restore(store.parts.path, tmp_path / "backup")
+    with closing(open_store(store.parts.path)) as again:
+        Agent(again, "agent-1").say((1, 2, 3))
+    shutil.copy(tmp_path / "backup", store.parts.path / "agents.db")
+    with pytest.raises(StoreUnusable, match=r"newest [0-9]+ transactions are missing"):
+        open_store(store.parts.path)

@@ -1,0 +1,185 @@
+"""Rows of turns: any conversation comes back exactly, whatever was rewritten; every change of a row is noticed."""
+
+import dataclasses
+import itertools
+import json
+import math
+import sqlite3
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker_shared.request import Message
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord, delta, replay
+from stoker_worker.ports import CachedPrefix, Transcript
+
+any_text = st.text(st.sampled_from("a\x00\ud800\udfff\U0001f600\n'\""), max_size=4)
+"""With NUL and lone surrogates, which JSON can carry into a tool call."""
+
+json_values: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.sampled_from([0.0, -0.0, 1.0, 1e300, math.nan, math.inf, -math.inf])
+    | any_text,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(any_text, inner, max_size=2),
+    max_leaves=4,
+)
+plain_text = st.text(max_size=5)
+"""Without lone surrogates: requests with them are refused."""
+
+messages = st.builds(
+    Message,
+    role=st.sampled_from(["user", "assistant", "tool"]),
+    content=plain_text,
+    name=st.none() | st.just("n"),
+    tool_calls=st.none() | st.lists(st.dictionaries(st.just("f"), json_values), max_size=2),
+    tool_call_id=st.none() | plain_text,
+)
+transcripts = st.builds(
+    Transcript,
+    token_ids=st.lists(st.integers(0, 2) | st.just(2**32 - 1), max_size=8).map(tuple),
+    tokenizer_fingerprint=st.sampled_from(["t", "u"]),
+    messages=st.none() | st.lists(messages, max_size=3).map(tuple),
+    text=st.none() | st.text("ab\U0001f600\n\x00", max_size=6),
+    ended_by=st.sampled_from(["eos", "stop", "length"]),
+    carry_text=plain_text,
+)
+
+
+def make_about(transcript: Transcript, **fields: Any) -> About:
+    about = About(
+        ended_by=transcript.ended_by,
+        carry_text=transcript.carry_text,
+        tokenizer=transcript.tokenizer_fingerprint,
+        cache=CachedPrefix("model", "a salt", 300, "root", (7, 9)),
+        made_by="turn",
+        job_id="job",
+        finish_reason="stop",
+        answer_until=1.5,
+        saved_at=0.5,
+        tokens=len(transcript.token_ids),
+        since_full=3,
+    )
+    return dataclasses.replace(about, **fields)
+
+
+def make_record(base: Transcript | None, new: Transcript, version: int = 1, **fields: Any) -> TurnRecord:
+    return TurnRecord(
+        agent_id=fields.pop("agent_id", "agent"),
+        version=version,
+        delivery=b"delivery",
+        about=make_about(new, **fields),
+        **delta(base, new, b"parent"),
+    )
+
+
+def through_database(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    connection = sqlite3.connect(":memory:")
+    try:
+        connection.execute(f"CREATE TABLE turns ({COLUMNS})")
+        connection.execute(f"INSERT INTO turns VALUES (?{', ?' * (len(row) - 1)})", row)
+        return tuple(connection.execute("SELECT * FROM turns").fetchone())
+    finally:
+        connection.close()
+
+
+def exact(transcript: Transcript) -> object:
+    """With the type of every number: 1 == 1.0 == True in Python, but not in a rendered tool call; and NaN is NaN."""
+    shown = transcript.messages and [json.dumps(message.model_dump()) for message in transcript.messages]
+    return dataclasses.replace(transcript, messages=None), shown
+
+
+@settings(deadline=None)
+@given(st.lists(transcripts, min_size=1, max_size=6))
+def test_any_sequence_of_transcripts_replays_to_each_of_them(versions: list[Transcript]) -> None:
+    records: list[TurnRecord] = []
+    for number, (base, new) in enumerate(zip([None, *versions], versions, strict=False), start=1):
+        row = through_database(make_record(base, new, number).to_row())
+        records.append(TurnRecord.of_row("agent", number, row))
+        assert exact(replay(records)) == exact(new)
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations([1, True, 1.0, "1"], 2), (math.nan, None)])
+def test_a_tool_call_that_changed_only_the_type_of_a_value_is_new(one: object, other: object) -> None:
+    base, new = (
+        Transcript((1,), "t", (Message(role="assistant", content="", tool_calls=({"x": value},)),), None, "eos")
+        for value in (one, other)
+    )
+    assert delta(base, new)["keep_messages"] == 0
+    assert delta(base, base)["keep_messages"] == 1
+
+
+def test_a_record_has_only_the_change() -> None:
+    long = Transcript(tuple(range(10_000)), "t", None, "x" * 50_000, "eos")
+    longer = dataclasses.replace(long, token_ids=(*long.token_ids, 7), text=f"{long.text}y")
+    assert sum(len(value) for value in make_record(long, longer).to_row() if isinstance(value, str | bytes)) < 1000
+
+
+def test_a_record_comes_back_with_all_its_fields() -> None:
+    new = Transcript((1,), "t", (Message(role="user", content="hi"),), None, "stop", "carried")
+    for record in (
+        make_record(None, new),
+        make_record(new, new, 9, made_by="fork", job_id=None, finish_reason=None, cache=None),
+        dataclasses.replace(make_record(None, new), delivery=None),
+    ):
+        assert TurnRecord.of_row("agent", record.version, through_database(record.to_row())) == record
+
+
+def others(value: Any) -> list[Any]:
+    """Values that a damaged row may have in its place."""
+    if isinstance(value, int):
+        return [value + 1, value ^ 64, str(value), float(value), None]
+    if isinstance(value, bytes):
+        return [value[:-1], value + b"\0", bytes([value[0] ^ 4, *value[1:]]) if value else b"\1", None, value.hex()]
+    if isinstance(value, str):
+        return [value[:-1], value + "\0", value + " ", chr(ord(value[0]) ^ 1) + value[1:], value.encode(), None, 7]
+    return ["", b"", 0]
+
+
+def test_every_changed_column_is_noticed() -> None:
+    base = Transcript((1, 2, 3), "t", (Message(role="user", content="hi"),), None, "eos")
+    new = dataclasses.replace(
+        base, token_ids=(1, 2, 4), messages=(*(base.messages or ()), Message(role="user", content="?"))
+    )
+    for record in (make_record(base, new), make_record(None, Transcript((5,), "t", None, "text", "eos"))):
+        row = record.to_row()
+        assert TurnRecord.of_row("agent", 1, row) == record
+        for place, value in enumerate(row):
+            for other in others(value):
+                changed = list(row)
+                changed[place] = other
+                with pytest.raises(Damaged):
+                    TurnRecord.of_row("agent", 1, changed)
+
+
+def test_columns_that_only_changed_places_are_noticed() -> None:
+    row = make_record(None, Transcript((5,), "t", None, "text", "eos")).to_row()
+    for left, right in itertools.combinations(range(len(row)), 2):
+        swapped = list(row)
+        swapped[left], swapped[right] = swapped[right], swapped[left]
+        if (row[left], type(row[left])) != (row[right], type(row[right])):
+            with pytest.raises(Damaged):
+                TurnRecord.of_row("agent", 1, swapped)
+
+
+def test_another_agents_or_versions_record_is_refused() -> None:
+    row = make_record(None, Transcript((1,), "t", None, None, "eos")).to_row()
+    for agent_id, version in (("other", 1), ("agent", 2)):
+        with pytest.raises(Damaged):
+            TurnRecord.of_row(agent_id, version, row)
+
+
+def test_a_record_that_keeps_more_than_there_is_is_refused() -> None:
+    first = make_record(None, Transcript((1, 2), "t", None, "ab", "eos"))
+    second = make_record(None, Transcript((1,), "t", None, "", "eos"))
+    for more in (
+        dataclasses.replace(second, keep_tokens=3),
+        dataclasses.replace(second, keep_messages=3),
+        dataclasses.replace(second, keep_text=3),
+    ):
+        with pytest.raises(Damaged, match="keeps more"):
+            replay([first, more])

@@ -1,0 +1,290 @@
+"""The upkeep of a store: what is written later, forgotten and corrected, and that work is never in its way."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.worker.memory.agents import (
+    Agent,
+    FastDisk,
+    disk_bytes,
+    files_below,
+    ids,
+    make_transcript,
+    make_turn,
+    problems_of,
+)
+
+from stoker_worker.memory import cache_index, upkeep
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import Delivery
+
+LONG = ids(1300)
+NOBODY = frozenset[str]()
+HOUR_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def _no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "_REST_S", 0.0)
+    monkeypatch.setattr(upkeep, "_EVERY_S", 0.01)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        yield store
+
+
+def one_round(store: AgentCacheStore) -> None:
+    """All that the thread does in a round."""
+    for _ in store._upkeep.tidy():
+        pass
+    for _ in store._upkeep.walk():
+        pass
+
+
+def rows(store: AgentCacheStore, sql: str, *parameters: Any) -> list[Any]:
+    with store.parts.database.snapshot() as connection:
+        return connection.execute(sql, parameters).fetchall()
+
+
+def last_used(store: AgentCacheStore, name: str) -> float:
+    ((used_at,),) = rows(store, "SELECT last_used FROM agents WHERE agent_id = ?", name)
+    return float(used_at)
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def wait_until(is_so: Any) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_uses_and_ends_of_jobs_are_written_although_no_turn_comes(store: AgentCacheStore) -> None:
+    agent = Agent(store)
+    agent.say(LONG[:10])
+    before = last_used(store, "agent")
+    agent.restore(LONG[:20])
+    store.ended("agent", Delivery("job-1", "2024-01-01T00:00:00Z"), remember_s=-1.0)
+    store.start_upkeep()
+    wait_until(lambda: rows(store, "SELECT count(*) FROM deliveries") == [(0,)])
+    assert last_used(store, "agent") > before
+
+
+def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        for name in "ab":
+            Agent(store, name).say(LONG[:10])
+        Agent(store, "a").restore(LONG[:20])
+        store.ended("b", Delivery("job-1", "2024-01-01T00:00:00Z"), remember_s=-1.0)
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        assert last_used(store, "a") > last_used(store, "b")
+        one_round(store)
+        assert rows(store, "SELECT agent_id FROM deliveries JOIN agents ON number = agent") == [("a",)]
+
+
+def test_what_is_written_later_never_grows_beyond_a_bound_without_upkeep(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:10])
+    for number in range(3000):
+        store.ended("agent", Delivery(f"job-{number}", ""), remember_s=HOUR_S)
+        assert len(store._notes) <= 1024
+
+
+def test_all_answers_whose_time_is_over_are_forgotten_and_no_other(store: AgentCacheStore) -> None:
+    agent = Agent(store)
+    for number in range(600):
+        turn = make_turn(agent, agent.open(), make_transcript(LONG[: number % 5]), None)
+        store.save(turn)
+        store.ended("agent", turn.delivery, remember_s=HOUR_S if number in (7, 500) else -1.0)
+    one_round(store)
+    assert len(rows(store, "SELECT * FROM deliveries")) == 2
+    assert store.answer("agent", Delivery("job-8", "2024-01-01T00:00:00Z")) is not None
+    assert problems_of(store) == []
+
+
+def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        for name in ("old", "read today", "busy", "waiting", "new"):
+            Agent(store, name).say(LONG[:300], ids(10, seed=len(name)))
+        set_used(store, "UPDATE agents SET last_used = last_used - 3700 WHERE agent_id != 'new'")
+        one_round(store)  # nobody knows yet who has work
+        store.pin(frozenset({"busy"}), frozenset({"waiting"}), is_all=False)
+        one_round(store)
+        assert all(Agent(store, name).open().number for name in ("old", "read today", "busy", "waiting", "new"))
+        store.pin(frozenset({"busy"}), frozenset({"waiting"}))
+        Agent(store, "read today").restore(LONG[:300])
+        one_round(store)
+        assert [Agent(store, name).open().number for name in ("old", "busy", "waiting", "new")] == [0, 1, 1, 1]
+        assert Agent(store, "read today").open().number == 1
+        assert len(list(tmp_path.rglob("*-tail.safetensors"))) == 4
+        store.pin(NOBODY, NOBODY)
+        one_round(store)
+        assert {row[0] for row in rows(store, "SELECT agent_id FROM agents")} == {"read today", "new"}
+        assert problems_of(store) == []
+
+
+def test_hundreds_of_old_agents_go_in_one_round(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        for number in range(30):
+            Agent(store, f"agent {number}").say(ids(10, seed=number))
+        set_used(store, "UPDATE agents SET last_used = last_used - 3700 WHERE number > 10")
+        store.pin(NOBODY, NOBODY)
+        one_round(store)
+        assert rows(store, "SELECT count(*) FROM agents") == [(10,)]
+
+
+def test_without_a_ttl_no_agent_is_removed(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:10])
+    set_used(store, "UPDATE agents SET last_used = 0")
+    one_round(store)
+    assert Agent(store).tokens() == LONG[:10]
+
+
+def test_cache_files_that_a_crash_left_are_removed_when_no_save_can_be_writing_them(
+    tmp_path: Path, store: AgentCacheStore
+) -> None:
+    agent = Agent(store)
+    agent.say(LONG[:600])
+    kept = files_below(tmp_path / "blocks") + files_below(tmp_path / "pieces")
+    left = []
+    for path in kept:
+        young, old = (path.with_name(path.name.replace("-1-", f"-{n}-")) for n in (8, 9))
+        if path.parent.parent.parent.name == "blocks":
+            young, old = (path.with_name(path.name.replace(path.stem[2:18], x * 16)) for x in "ab")
+        for copy in (young, old):
+            copy.write_bytes(path.read_bytes())
+        age(old, 700)
+        age(path, 700)
+        left.append(young)
+    one_round(store)
+    assert files_below(tmp_path / "blocks") + files_below(tmp_path / "pieces") == sorted(kept + left)
+    assert agent.cached(LONG[:700]) == 600
+
+
+def test_a_block_that_work_counts_on_stays_although_no_row_names_it(tmp_path: Path, store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:600])
+    for path in files_below(tmp_path / "blocks"):
+        store.parts.database.commit(partial(cache_index.remove_block, address=path.stem, now=0.0))
+        age(path, 700)
+    store.pin(frozenset({"other"}), NOBODY)
+    other = Agent(store, "other")
+    turn = other.turn((*LONG[:600], 1))
+    one_round(store)
+    store.save(turn)
+    store.pin(NOBODY, NOBODY)
+    one_round(store)
+    assert other.cached((*LONG[:600], 1, 2)) == 601
+    assert problems_of(store) == []
+
+
+def test_the_index_follows_the_files(tmp_path: Path, store: AgentCacheStore) -> None:
+    for name, length in (("a", 700), ("b", 900), ("c", 300)):
+        Agent(store, name).say(ids(length, seed=ord(name)))
+    blocks, pieces = files_below(tmp_path / "blocks"), files_below(tmp_path / "pieces")
+    for path in (blocks[0], blocks[3], pieces[1]):
+        path.unlink()
+    with pieces[2].open("ab") as file:
+        file.write(bytes(50_000))
+    blocks[1].write_bytes(blocks[1].read_bytes() * 5)
+    one_round(store)
+    one_round(store)  # rows without a file are noted, and written with the next round
+    assert store.budget.total_bytes == disk_bytes(tmp_path)
+    assert len(rows(store, "SELECT * FROM blocks")) == len(files_below(tmp_path / "blocks"))
+    ((counted,),) = rows(store, "SELECT (SELECT sum(n_bytes) FROM blocks) + (SELECT sum(piece_bytes) FROM agents)")
+    assert rows(store, "SELECT cache_bytes FROM store") == [(counted,)]
+
+
+def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
+    Agent(store).say(LONG[:700])
+    store.parts.database.commit(lambda connection: cache_index.count_bytes(connection, 12_345))
+    assert len(problems_of(store)) == 1
+    one_round(store)
+    assert problems_of(store) == []
+
+
+def test_a_walk_changes_nothing_in_a_store_that_is_right(tmp_path: Path, store: AgentCacheStore) -> None:
+    for number in range(300):
+        Agent(store, f"agent {number}").say(ids(270, seed=number % 100), (number,))
+    for _ in store._upkeep.tidy():
+        pass
+    before = rows(store, "SELECT commits FROM store")
+    for _ in store._upkeep.walk():
+        pass
+    assert rows(store, "SELECT commits FROM store") == before
+
+
+def test_the_log_is_emptied_beside_the_turns(tmp_path: Path, store: AgentCacheStore) -> None:
+    for number in range(60):
+        Agent(store, f"agent {number}").say(ids(10), ids(3000, seed=number))
+    assert store.parts.database.log_bytes() > 1 << 20
+    size = (tmp_path / "agents.db").stat().st_size
+    one_round(store)
+    assert (tmp_path / "agents.db").stat().st_size > size
+
+
+def test_a_round_that_fails_does_not_end_the_thread(
+    store: AgentCacheStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = iter([OSError("disk away"), ValueError("a bug")])
+    rounds = []
+
+    def measure() -> None:
+        rounds.append(1)
+        if (error := next(errors, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(upkeep, "_WALK_EVERY_S", 0.0)
+    monkeypatch.setattr(store.budget, "measure_folders", measure)
+    store.start_upkeep()
+    wait_until(lambda: len(rounds) > 2)
+    assert "disk away" in caplog.text
+    assert "a bug" in caplog.text
+
+
+def set_used(store: AgentCacheStore, sql: str) -> None:
+    store._notes.write()
+    store.parts.database.commit(lambda connection: connection.execute(sql))
+
+
+def test_an_agent_that_cannot_be_removed_keeps_no_other_from_it(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        for name in ("damaged", "old"):
+            Agent(store, name).say(LONG[:300])
+        set_used(store, "UPDATE agents SET last_used = last_used - 3700")
+        set_used(store, "UPDATE agents SET last_used = last_used - 1, key = x'00' WHERE agent_id = 'damaged'")
+        store.pin(NOBODY, NOBODY)
+        one_round(store)
+        assert [row[0] for row in rows(store, "SELECT agent_id FROM agents")] == ["damaged"]
+
+
+@pytest.mark.parametrize("damage", ["piece_bytes = 'z'", "last_block = 'zz'"])
+def test_a_damaged_size_stops_no_turn_of_another_agent_and_no_eviction(tmp_path: Path, damage: str) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), max_bytes=200_000)) as store:
+        for name in ("damaged", "idle", "busy"):
+            Agent(store, name).say(ids(600, seed=len(name)))
+        set_used(store, f"UPDATE agents SET {damage} WHERE agent_id = 'damaged'")
+        store.budget.max_bytes = 60_000
+        busy = Agent(store, "busy")
+        assert busy.say((*busy.tokens(), 1, 2)) == 2
+        assert store.open_agent("idle").evicted
+
+
+def test_a_note_that_a_damaged_row_refuses_is_dropped_alone(store: AgentCacheStore, tmp_path: Path) -> None:
+    agent = Agent(store)
+    agent.say(LONG[:600])
+    set_used(store, "UPDATE blocks SET n_bytes = 'q'")
+    for path in (tmp_path / "store").rglob("blocks/*/*/*.safetensors"):
+        path.unlink()
+    agent.restore((*agent.tokens(), 1))
+    one_round(store)
+    assert len(store._notes) == 0

@@ -1,0 +1,219 @@
+"""`verify_store`: one line for everything that is not as it was written, and none for anything else."""
+
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model, open_store
+
+from stoker_worker.memory.admin import verify
+from stoker_worker.memory.admin.cache_check import check_piece
+from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.store_parts import StoreParts, open_parts
+
+LONG = ids(1000)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[StoreParts]:
+    """Agents `a` and `b`, three turns each, who share two blocks."""
+    with closing(open_store(tmp_path / "store")) as store:
+        for agent in (Agent(store, "a"), Agent(store, "b")):
+            for length in (300, 600, 610):
+                agent.say(LONG[:length], (7,))
+    with closing(open_parts(tmp_path / "store", FastDisk())) as parts:
+        yield parts
+
+
+def change(parts: StoreParts, sql: str) -> None:
+    parts.database.commit(lambda connection: connection.execute(sql).fetchall())
+
+
+@pytest.mark.parametrize(
+    ("sql", "found"),
+    [
+        ("UPDATE turns SET about = '?' WHERE agent = 1 AND version = 2", ["agent 'a': version 2 is unusable: "]),
+        (
+            "UPDATE turns SET new_messages = CAST(x'ff80' AS TEXT) WHERE agent = 1 AND version = 3",
+            ["agent 'a': version 3 is unusable: its checksum does not match"],
+        ),
+        (
+            "DELETE FROM turns WHERE agent = 1 AND version = 2",
+            ["agent 'a': version 3 does not follow the one before it"],
+        ),
+        ("DELETE FROM turns WHERE agent = 1 AND version = 3", ["agent 'a': version 3 is missing"]),
+        (
+            "UPDATE agents SET agent_id = CAST(x'ff80' AS TEXT) WHERE number = 2",
+            ["agent '\ufffd\ufffd': its row is not the agent's"],
+        ),
+        ("UPDATE agents SET key = x'00' WHERE number = 2", ["agent 'b': its indexes do not agree on the agent"]),
+        ("UPDATE agents SET version = 2 WHERE number = 2", ["agent 'b': the checksum of its row does not match"]),
+        (
+            "DELETE FROM agents WHERE number = 2",
+            [
+                "agents.db: agent number 2 has versions and no row",
+                "agents.db: agent number 2 has answers and no row",
+                "agents.db: its cache files take ",
+            ],
+        ),
+        (
+            "UPDATE deliveries SET result = '{}' WHERE agent = 2",
+            ["agent number 2: the answer to this delivery is damaged"] * 3,
+        ),
+        ("UPDATE agents SET last_block = x'00' WHERE number = 1", ["agents.db: agent 'a' uses a block that "]),
+        ("UPDATE store SET cache_bytes = 7", ["agents.db: its cache files take "]),
+    ],
+)
+def test_a_damaged_row_is_a_line(parts: StoreParts, sql: str, found: list[str]) -> None:
+    assert list(verify_store(parts)) == []
+    change(parts, sql)
+    lines = list(verify_store(parts))
+    assert len(lines) == len(found), lines
+    for line, expected in zip(lines, found, strict=True):
+        assert expected in line
+
+
+def test_a_damaged_page_is_a_line_and_the_rest_is_still_read(parts: StoreParts) -> None:
+    tail = parts.pieces.tail_path("a", 3)
+    tail.write_bytes(b"?")
+    with parts.database.snapshot() as connection:
+        sql = "SELECT rootpage FROM sqlite_schema WHERE name = 'deliveries'"
+        page = connection.execute(sql).fetchone()[0]
+    parts.close()
+    data = bytearray(parts.database.path.read_bytes())
+    data[(page - 1) * 4096 : page * 4096] = bytes(4096)
+    parts.database.path.write_bytes(data)
+    with closing(open_parts(parts.path, FastDisk())) as again:
+        lines = list(verify_store(again))
+    assert lines.pop() == f"{tail}: it is damaged"
+    assert lines
+    assert all(line.startswith(f"{parts.database.path}: ") for line in lines)
+
+
+@pytest.mark.parametrize("data", [b"", b"?", b"\xff" * 5000])
+def test_a_damaged_file_is_a_line(parts: StoreParts, data: bytes) -> None:
+    block = next(parts.blocks.path.glob("*/*/*"))
+    tail = parts.pieces.tail_path("a", 3)
+    old = tail.with_name(tail.name.replace("-3-", "-2-"))
+    for path in (block, tail, old):
+        path.write_bytes(data)
+    assert sorted(verify_store(parts)) == sorted(f"{path}: it is damaged" for path in (block, tail, old))
+
+
+@pytest.mark.parametrize("kind", ["full", *SNAPSHOT_SPECS])
+def test_a_whole_file_at_another_place_is_a_line(tmp_path: Path, kind: str) -> None:
+    model = MODEL if kind == "full" else make_model(spec=SNAPSHOT_SPECS[kind])
+    with closing(open_store(tmp_path / "store")) as store:
+        for name, length in (("a", 600), ("b", 700)):
+            Agent(store, name, model=model).say(LONG[:length], (7,))
+        parts = store.parts
+        for ours, theirs in zip(parts.pieces.paths("a", 1), parts.pieces.paths("b", 1), strict=True):
+            if ours.exists():
+                ours.write_bytes(theirs.read_bytes())
+        pieces = [path for path in parts.pieces.paths("a", 1) if path.exists()]
+        expected = [f"{path}: it is another agent's or version's" for path in pieces]
+        blocks = sorted(parts.blocks.path.glob("*/*/*"))
+        if blocks:
+            blocks[1].write_bytes(blocks[0].read_bytes())
+            stray = blocks[0].parent / "notes.txt"
+            stray.write_text("mine")
+            elsewhere = parts.blocks.path / "0123456789abcdef" / blocks[0].parent.name / blocks[0].name
+            elsewhere.parent.mkdir(parents=True)
+            elsewhere.write_bytes(blocks[0].read_bytes())
+            expected += [
+                f"{blocks[1]}: it is not the block of its name",
+                f"{stray}: it has no name of a block",
+                f"{elsewhere}: it is another model's",
+            ]
+        assert sorted(verify_store(parts)) == sorted(expected)
+
+
+def test_a_block_that_the_index_has_otherwise_is_a_line(parts: StoreParts) -> None:
+    address = BlockChain(MODEL.fingerprint, None, LONG[:512]).last
+    change(parts, f"UPDATE blocks SET parent = x'00' WHERE address = x'{address}'")
+    path = parts.blocks.path_of(MODEL.fingerprint, address)
+    assert list(verify_store(parts)) == [f"{path}: it has another parent or model in the index"]
+
+
+def test_what_a_crash_or_an_eviction_leaves_is_no_problem(parts: StoreParts) -> None:
+    with closing(open_store(parts.path)) as store:
+        Agent(store, "unsaved").say(LONG[:10])
+        store.mark_unsaved("unsaved")
+        store.mark_unsaved("never saved")
+    parts.pieces.tail_path("a", 3).rename(parts.pieces.tail_path("a", 4))  # of a turn that was never committed
+    nobody = parts.pieces.tail_path("nobody", 1)
+    nobody.parent.mkdir()
+    parts.pieces.tail_path("b", 3).rename(nobody)
+    next(parts.blocks.path.glob("*/*/*")).unlink()
+    (parts.temp / "1-0.tmp").write_bytes(b"half")
+    assert list(verify_store(parts)) == []
+
+
+def test_beside_a_worker_at_work_there_is_no_false_alarm(parts: StoreParts) -> None:
+    """Files come and go: turns replace tails, an agent is forgotten and made anew, blocks are evicted."""
+    looking = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with closing(open_store(parts.path)) as store:
+                store.budget.max_bytes = 1
+                agents = [Agent(store, name) for name in ("a", "b", "c")]
+                turn = 0
+                while not looking.is_set():
+                    turn += 1
+                    agents[turn % 3].say(LONG[: 300 + turn % 7 * 100], (turn,))
+        except BaseException as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(15):
+            assert list(verify_store(parts)) == []
+    finally:
+        looking.set()
+        worker.join()
+    assert failures == []
+
+
+def test_an_agent_made_anew_between_two_looks_is_no_problem(parts: StoreParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def replaced(path: Path, *arguments: Any) -> None:
+        if path == parts.pieces.tail_path("a", 3) and not seen:
+            forget_agent(parts, "a")
+            with closing(open_store(parts.path)) as store:
+                agent = Agent(store, "a")
+                for length in (20, 30, 40):
+                    agent.say(ids(length, seed=1))
+            seen.append(path)
+        check_piece(path, *arguments)
+
+    monkeypatch.setattr(verify, "check_piece", replaced)
+    assert list(verify_store(parts)) == []
+    assert seen
+
+
+def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
+    def peak(parts: StoreParts) -> int:
+        tracemalloc.start()
+        try:
+            assert list(verify_store(parts)) == []
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    with closing(open_store(tmp_path / "store")) as store:
+        peaks = []
+        for first, last in ((0, 150), (150, 600)):
+            for n in range(first, last):
+                Agent(store, f"agent-{n}").say((n, 1, 2))
+            peaks.append(peak(store.parts))
+    assert peaks[1] < peaks[0] * 1.3

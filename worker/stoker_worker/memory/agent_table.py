@@ -1,0 +1,187 @@
+"""The agents of a store in its database: their newest versions, and the commit of a version. Any thread.
+
+An agent is found by its id and, over another index, by the hash of its id: a damaged page can hide a row from one of
+them, and an agent that one index knows is never taken for a new one. Runs inside `Database.snapshot` or a change of
+`Database.commit`; owns the table `agents`; `turn_table` owns the versions.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from stoker_worker.memory import turn_table
+from stoker_worker.memory.agent_row import COLUMNS, AgentRow, row_of
+from stoker_worker.memory.checksum import Damaged, agent_checksum, key_of
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.turn_record import TurnRecord, replay
+from stoker_worker.ports import AgentVersion
+
+_FIND: Final = (
+    f"SELECT 1, {COLUMNS} FROM agents WHERE agent_id = ?"
+    f" UNION ALL SELECT 2, number{', NULL' * COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
+)
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """An agent's state.
+
+    Attributes:
+        version: the newest version; after a `problem`, the one that a full replacement may continue from.
+        row: ``None`` for an unknown agent.
+        problem: why the transcript cannot be trusted; ``None`` when it can.
+    """
+
+    version: AgentVersion
+    row: AgentRow | None = None
+    problem: str | None = None
+
+
+def read_agent(connection: Connection, agent_id: str) -> AgentState:
+    """The agent's state. A damaged version is a `problem`.
+
+    Raises:
+        Damaged: even whether there is such an agent is unknown.
+        sqlite3.Error: the same, or the disk failed.
+    """
+    row = find_agent(connection, agent_id)
+    if row is None:
+        return AgentState(AgentVersion(agent_id, 0, None))
+    base = AgentVersion(agent_id, row.version, None, head=row.head, evicted=row.evicted)
+    if row.problem is not None:
+        return AgentState(base, row, row.problem)
+    problem = "its last turn was not saved" if row.unsaved else None
+    if not row.version:
+        return AgentState(base, row, problem)
+    try:
+        records = turn_table.read_chain(connection, row, row.version, row.head)
+        transcript = replay(records)
+    except Damaged as damage:
+        return AgentState(base, row, str(damage))
+    about = records[-1].about
+    version = replace(base, transcript=transcript, cache=about.cache, since_full=about.since_full)
+    return AgentState(version, row, problem)
+
+
+def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
+    """The agent's row; `AgentRow.problem` if its content is damaged.
+
+    Raises:
+        Damaged: only one of the two indexes knows the agent.
+    """
+    found = {row[0]: row[1:] for row in connection.execute(_FIND, (agent_id, key_of(agent_id))).fetchall()}
+    if not found:
+        return None
+    by_id, by_key = found.get(1), found.get(2)
+    if by_id is None or by_key is None or by_id[0] != by_key[0]:
+        raise Damaged("its indexes do not agree on the agent")
+    newest = connection.execute("SELECT max(version) FROM turns WHERE agent = ?", (by_id[0],)).fetchone()[0] or 0
+    if not isinstance(newest, int):
+        raise Damaged("its versions cannot be told")
+    try:
+        row = row_of(by_id)
+        if row.agent_id != agent_id:
+            raise Damaged("its index leads to the row of another agent")
+        if newest > row.version:
+            raise Damaged("its row lacks the newest version")
+        return row
+    except Damaged as damage:
+        return AgentRow(by_id[0], agent_id, newest, b"", False, None, 0, False, problem=str(damage))
+
+
+def last_used(connection: Connection, agent_id: str) -> float | None:
+    """Unix time; ``None`` for an unknown agent."""
+    row = connection.execute("SELECT CAST(last_used AS REAL) FROM agents WHERE agent_id = ?", (agent_id,)).fetchone()
+    return None if row is None else float(row[0])
+
+
+def write_version(connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int) -> AgentRow:
+    """Make `record` the agent's newest version, and prune those beyond `keep_versions`.
+
+    Args:
+        row: the agent's, ``None`` for a new agent; `record` follows its version.
+
+    Returns:
+        the row as it is now.
+    """
+    if row is None:
+        row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
+    head, n_bytes = turn_table.add_version(connection, row, record, keep_versions=keep_versions)
+    cache = record.about.cache
+    connection.execute(
+        "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
+        " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, last_used = ? WHERE number = ?",
+        (
+            record.version,
+            head,
+            agent_checksum(row.number, record.agent_id, record.version, head, 0),
+            record.about.job_id is not None,
+            record.about.tokens,
+            cache.tokens if cache else 0,
+            n_bytes,
+            record.about.saved_at,
+            row.number,
+        ),
+    )
+    return replace(row, version=record.version, head=head, unsaved=False, evicted=False)
+
+
+def insert_agent(connection: Connection, agent_id: str, *, last_used: float) -> AgentRow:
+    """A new agent at version 0. Its place in `agents` is its number."""
+    number = connection.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
+    row = AgentRow(number, agent_id, 0, b"", False, None, 0, False)
+    put_row(connection, row, last_used=last_used)
+    return row
+
+
+def put_row(connection: Connection, row: AgentRow, *, last_used: float, or_else: Literal["", "OR IGNORE"] = "") -> None:
+    """Insert an agent's row, with nothing in its columns about sizes and cache files."""
+    proof = (row.version, row.head, int(row.unsaved))
+    connection.execute(
+        f"INSERT {or_else} INTO agents (number, agent_id, key, version, head, unsaved, checksum, turns, tokens,"
+        " cached_tokens, transcript_bytes, piece_bytes, evicted, last_used)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, ?)",
+        (
+            row.number,
+            row.agent_id,
+            key_of(row.agent_id),
+            *proof,
+            agent_checksum(row.number, row.agent_id, *proof),
+            last_used,
+        ),
+    )
+
+
+def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: float) -> None:
+    """Note whether the last turn that finished is missing in the transcript. Raises `Damaged`."""
+    row = find_agent(connection, agent_id)
+    if row is None:
+        if not unsaved:
+            return
+        row = insert_agent(connection, agent_id, last_used=now)
+    checksum = agent_checksum(row.number, agent_id, row.version, row.head, int(unsaved))
+    sql = "UPDATE agents SET unsaved = ?, checksum = ? WHERE number = ?"
+    connection.execute(sql, (int(unsaved), checksum, row.number))
+
+
+def delete_agent(connection: Connection, row: AgentRow) -> None:
+    """Delete the agent, its versions and the answers to its jobs."""
+    for sql in (
+        "DELETE FROM turns WHERE agent = ?",
+        "DELETE FROM deliveries WHERE agent = ?",
+        "DELETE FROM agents WHERE number = ?",
+    ):
+        connection.execute(sql, (row.number,))
+
+
+def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> list[AgentRow]:
+    """The rows that ``SELECT … FROM agents`` + `sql` finds, without the damaged ones."""
+    return list(each_agent_row(connection, sql, parameters))
+
+
+def each_agent_row(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> Iterator[AgentRow]:
+    """As `agent_rows`, one by one: for a caller that stops early, within one snapshot."""
+    for columns in connection.execute(f"SELECT {COLUMNS} FROM agents {sql}", tuple(parameters)):
+        with suppress(Damaged):
+            yield row_of(columns)

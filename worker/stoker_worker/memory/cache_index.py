@@ -1,0 +1,241 @@
+"""The index of the cache files, in the database: which blocks there are, who uses them, and how many bytes. Any thread.
+
+It only decides what may be evicted, and counts; a lookup asks the disk. An agent refers to the last block of its chain
+that is on disk, and each block to the one before it: so a turn changes a few rows, however long its conversation, and
+a block is in use as long as an agent or another block refers to it. Runs inside `Database.snapshot` or a change of
+`Database.commit`; owns the table `blocks`, `store.cache_bytes`, and the columns of `agents` that are about cache files.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.connection import Connection
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block on disk.
+
+    Attributes:
+        model: the first 16 characters of the model's fingerprint, which are part of the path.
+        n_bytes: allocated.
+        n_users: agents whose cache ends at this block, and blocks that follow it; `MOST_USERS` of each kind are
+            counted, unless the caller asks for more.
+    """
+
+    address: str
+    parent: str
+    model: str
+    n_bytes: int
+    n_users: int
+
+
+MOST_USERS: Final = 200
+"""A block at the end of a common prompt may have a hundred thousand users; a plan asks about a few at a time."""
+
+_N_USERS: Final = (
+    "(SELECT count(*) FROM (SELECT 1 FROM agents WHERE last_block = blocks.address LIMIT ?1))"
+    " + (SELECT count(*) FROM (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address LIMIT ?1))"
+)
+_IS_USED: Final = (
+    "(EXISTS (SELECT 1 FROM agents WHERE last_block = blocks.address)"
+    " OR EXISTS (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address))"
+)
+_BLOCK: Final = f"SELECT hex(address), hex(parent), model, CAST(n_bytes AS INTEGER), {_N_USERS} FROM blocks"
+
+
+def cache_bytes(connection: Connection) -> int:
+    """Allocated bytes of all cache files in the index."""
+    return int(connection.execute("SELECT cache_bytes FROM store").fetchone()[0])
+
+
+def add_blocks(connection: Connection, chain: BlockChain, sizes: Mapping[int, int], *, now: float) -> None:
+    """Enter blocks of `chain`: allocated bytes by their index in it, without gaps. They count as unused until an agent
+    refers to the last one."""
+    before = 0
+    for index, n_bytes in sorted(sizes.items()):
+        key, parent = bytes.fromhex(chain.addresses[index]), bytes.fromhex(chain.parent(index))
+        if not before and index:
+            found = connection.execute("SELECT chain_bytes FROM blocks WHERE address = ?", (parent,)).fetchone()
+            before = found[0] if found else 0
+        before += n_bytes
+        known = connection.execute("SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE address = ?", (key,)).fetchone()
+        connection.execute(
+            "INSERT INTO blocks (address, parent, model, n_bytes, chain_bytes) VALUES (?, ?, ?, ?, ?)"
+            " ON CONFLICT (address) DO UPDATE SET n_bytes = excluded.n_bytes, chain_bytes = excluded.chain_bytes",
+            (key, parent, chain.model[:16], n_bytes, before),
+        )
+        count_bytes(connection, n_bytes - (known[0] if known else 0))
+        connection.execute("UPDATE blocks SET unused_since = NULL WHERE address = ?", (parent,))
+        note_unused(connection, chain.addresses[index], now=now)
+
+
+def has_block(connection: Connection, address: str) -> bool:
+    sql = "SELECT 1 FROM blocks WHERE address = ?"
+    return connection.execute(sql, (bytes.fromhex(address),)).fetchone() is not None
+
+
+def n_known(connection: Connection, chain: BlockChain, most: int) -> int:
+    """How many of the chain's first `most` blocks are in the index, up to the last one that is."""
+    return next((n for n in range(most, 0, -1) if has_block(connection, chain.addresses[n - 1])), 0)
+
+
+def use_chain(connection: Connection, agent: int, chain: BlockChain | None, *, now: float) -> None:
+    """From now on the agent uses the blocks of `chain`, as far as they are in the index."""
+    old = connection.execute("SELECT last_block FROM agents WHERE number = ?", (agent,)).fetchone()[0]
+    n_blocks = n_known(connection, chain, chain.n_blocks) if chain else 0
+    last = bytes.fromhex(chain.addresses[n_blocks - 1]) if chain and n_blocks else None
+    if last == old:
+        return
+    connection.execute("UPDATE agents SET last_block = ? WHERE number = ?", (last, agent))
+    if last is not None:
+        connection.execute("UPDATE blocks SET unused_since = NULL WHERE address = ?", (last,))
+    if old is not None:
+        note_unused(connection, old.hex(), now=now)
+
+
+def note_unused(connection: Connection, address: str, *, now: float) -> None:
+    """Mark the block as unused from `now` on if nothing refers to it and it is not marked."""
+    connection.execute(
+        f"UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NULL AND NOT {_IS_USED}",
+        (now, bytes.fromhex(address)),
+    )
+
+
+def remove_block(connection: Connection, address: str, *, now: float | None = None) -> None:
+    """Its file is gone. Agents that ended at it end at the block before it; that one becomes unused with it.
+
+    Args:
+        now: ``None``: the block before it has been unused as long as this one.
+    """
+    key = bytes.fromhex(address)
+    row = connection.execute(
+        "SELECT parent, CAST(n_bytes AS INTEGER), unused_since FROM blocks WHERE address = ?", (key,)
+    ).fetchone()
+    if row is None:
+        return
+    parent, n_bytes, unused_since = row
+    connection.execute("DELETE FROM blocks WHERE address = ?", (key,))
+    has_parent = connection.execute("SELECT 1 FROM blocks WHERE address = ?", (parent,)).fetchone() is not None
+    connection.execute("UPDATE agents SET last_block = ? WHERE last_block = ?", (parent if has_parent else None, key))
+    count_bytes(connection, -n_bytes)
+    since = unused_since if now is None else now
+    if has_parent and since is not None:
+        note_unused(connection, parent.hex(), now=since)
+
+
+def note_evicted(connection: Connection, row: AgentRow, *, released: bool = False, now: float) -> None:
+    """The agent has lost its tail and snapshots of this version; if a newer one has been saved meanwhile, or its number
+    is another agent's now, nothing changes.
+
+    Args:
+        released: it uses its blocks no more, either.
+    """
+    found = connection.execute("SELECT agent_id, version FROM agents WHERE number = ?", (row.number,)).fetchone()
+    if found is not None and tuple(found) == (row.agent_id, row.version):
+        set_piece_bytes(connection, row.number, 0)
+        connection.execute("UPDATE agents SET evicted = 1 WHERE number = ?", (row.number,))
+        if released:
+            use_chain(connection, row.number, None, now=now)
+
+
+def set_piece_bytes(connection: Connection, agent: int, n_bytes: int, *, known: int | None = None) -> None:
+    """Allocated bytes of the agent's tail and snapshots. `known`: what its row has, if it was just read."""
+    if known is None:
+        sql = "SELECT coalesce(CAST(piece_bytes AS INTEGER), 0) FROM agents WHERE number = ?"
+        row = connection.execute(sql, (agent,)).fetchone()
+        known = n_bytes if row is None else row[0]
+    if known != n_bytes:
+        connection.execute("UPDATE agents SET piece_bytes = ? WHERE number = ?", (n_bytes, agent))
+        count_bytes(connection, n_bytes - known)
+
+
+def count_bytes(connection: Connection, n_bytes: int) -> None:
+    if n_bytes:
+        connection.execute("UPDATE store SET cache_bytes = cache_bytes + ?", (n_bytes,))
+
+
+def uncounted_bytes(connection: Connection) -> int:
+    """By how much the bytes of all cache files in the index, one by one, exceed `cache_bytes`. Reads all rows."""
+    one_by_one = (
+        "SELECT (SELECT coalesce(sum(n_bytes), 0) FROM blocks) + (SELECT coalesce(sum(piece_bytes), 0) FROM agents)"
+    )
+    return int(connection.execute(f"{one_by_one} - (SELECT cache_bytes FROM store)").fetchone()[0])
+
+
+def recount(connection: Connection) -> None:
+    count_bytes(connection, uncounted_bytes(connection))
+
+
+def unused_blocks(connection: Connection, *, limit: int, before: float | None = None) -> list[Block]:
+    """Blocks that nothing refers to, unused the longest first; with `before` only those unused since then."""
+    where = "WHERE unused_since IS NOT NULL" + (" AND unused_since <= ?3" if before is not None else "")
+    parameters = (MOST_USERS, limit) if before is None else (MOST_USERS, limit, before)
+    rows = connection.execute(f"{_BLOCK} {where} ORDER BY unused_since LIMIT ?2", parameters)
+    return [Block(*_lower(row)) for row in rows]
+
+
+def chain_back(connection: Connection, last: bytes | None, *, most_users: int = MOST_USERS) -> Iterator[Block]:
+    """The blocks of a chain from its last one to its first. `most_users`: of each kind, to count; -1: all."""
+    while last is not None:
+        row = connection.execute(f"{_BLOCK} WHERE address = ?2", (most_users, last)).fetchone()
+        if row is None:
+            return
+        block = Block(*_lower(row))
+        yield block
+        last = bytes.fromhex(block.parent)
+
+
+def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -> list[Block]:
+    """Blocks whose address starts with these hex digits (an even number), in the order of their addresses."""
+    first = bytes.fromhex(start)
+    rows = connection.execute(
+        "SELECT hex(address), hex(parent), model, CAST(n_bytes AS INTEGER), 0 FROM blocks"
+        " WHERE address > ? AND address <= ? ORDER BY address LIMIT ?",
+        (bytes.fromhex(after) or first, first + b"\xff" * 31, limit),
+    )
+    return [Block(*_lower(row)) for row in rows]
+
+
+def correct_sizes(connection: Connection, sizes: Mapping[str, int]) -> None:
+    """The allocated bytes of blocks, by address, are these."""
+    for address, n_bytes in sizes.items():
+        key = bytes.fromhex(address)
+        known = connection.execute("SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE address = ?", (key,)).fetchone()
+        if known is not None:
+            connection.execute("UPDATE blocks SET n_bytes = ? WHERE address = ?", (n_bytes, key))
+            count_bytes(connection, n_bytes - known[0])
+
+
+def touch(connection: Connection, agents: Iterable[tuple[str, float]]) -> None:
+    """These agents were used at these Unix times."""
+    for agent_id, used_at in agents:
+        connection.execute("UPDATE agents SET last_used = ? WHERE agent_id = ?", (used_at, agent_id))
+
+
+def touch_blocks(connection: Connection, blocks: Iterable[tuple[str, float]]) -> None:
+    """Those that nothing refers to have been unused since these Unix times only."""
+    for address, used_at in blocks:
+        connection.execute(
+            "UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NOT NULL",
+            (used_at, bytes.fromhex(address)),
+        )
+
+
+def note_model(connection: Connection, fingerprint: str, cache: str) -> None:
+    """Remember the cache layout (`ModelCacheSpec.describe`) of a model that has saved something."""
+    connection.execute("INSERT OR IGNORE INTO models (fingerprint, cache) VALUES (?, ?)", (fingerprint, cache))
+
+
+def read_model(connection: Connection, fingerprint: str) -> str | None:
+    """The cache layout that `note_model` wrote."""
+    row = connection.execute("SELECT cache FROM models WHERE fingerprint = ?", (fingerprint,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def _lower(row: Sequence[object]) -> tuple[str, str, str, int, int]:
+    address, parent, model, n_bytes, n_users = row
+    return str(address).lower(), str(parent).lower(), str(model), int(str(n_bytes)), int(str(n_users))

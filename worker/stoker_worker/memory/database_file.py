@@ -1,0 +1,203 @@
+"""The file of a store's database: made whole, checked, brought to this version, opened, or refused with the reason. Any
+thread of any process. Loads nothing that a short command would wait for.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from stoker_shared.errors import StoreUnusable
+from stoker_worker.memory import schema
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection, connect, translated
+from stoker_worker.memory.database import NAME, Database
+from stoker_worker.memory.files import Files
+from stoker_worker.memory.replacement import finish_replacement, locked
+from stoker_worker.memory.witness import Witness
+
+HOW_TO_GO_ON: Final = (
+    "with the worker stopped, put a backup back with 'stoker-worker memory restore BACKUP', or take over every agent "
+    "that is whole with 'stoker-worker memory salvage'"
+)
+OLD_FORMAT: Final = "store.json"
+"""Formats 1 to 4 had this file, and no database."""
+
+COMPANIONS: Final = ("-journal", "-wal", "-shm")
+"""What SQLite may put beside a database: the ends of their names."""
+
+
+def has_database(folder: Path) -> bool:
+    return (folder / NAME).exists()
+
+
+def create_database(folder: Path, files: Files, connector: Callable[[Path], Connection] = connect) -> None:
+    """Make an empty database, unless there is one: whole under its name, or not there. Processes that do so at the same
+    time wait for each other.
+
+    Raises:
+        OSError, Damaged: it could not be made.
+    """
+    with locked(folder):
+        if has_database(folder):
+            return
+        draft = folder / f"{NAME}.draft"
+        for path in (draft, *(draft.with_name(f"{draft.name}{end}") for end in COMPANIONS)):
+            files.remove(path)
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        with translated():
+            connection = connector(draft)
+            try:
+                make_tables(connection)
+                connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            finally:
+                connection.close()
+        files.rename(draft, folder / NAME)
+        files.flush(folder)
+        for parent in folder.absolute().parents:  # some of which may be as new as the folder
+            with suppress(OSError):
+                files.sync_folder(parent)
+
+
+def open_database(
+    folder: Path, connector: Callable[[Path], Connection] = connect, *, make: Callable[[], None] | None = None
+) -> Database:
+    """The database of the store at `folder`.
+
+    Args:
+        make: makes one if there never was one.
+
+    Raises:
+        StoreUnusable: there is none, it is damaged, of another format, or lacks its newest transactions; the message
+            explains how to go on.
+        OSError: it cannot be used now.
+    """
+    refuse_other_formats(folder)
+    finish_replacement(folder)
+    if not has_database(folder):
+        if Witness(folder).path.exists() or (folder / f"{NAME}-wal").exists():
+            raise StoreUnusable(f"the database of the store at {folder} is missing; {HOW_TO_GO_ON}")
+        if make is None:
+            raise StoreUnusable(f"there is no store at {folder}")
+        make()
+    with refused_if_damaged(folder / NAME):
+        format_ = _check(folder)
+        database = Database(folder, connector)
+        try:
+            for step in range(format_, schema.FORMAT):
+                database.commit(partial(_migrate, format_=step))
+        except BaseException:
+            database.close()
+            raise
+    return database
+
+
+def with_way_on(error: Exception) -> str:
+    """The message of an error, and for damage how to go on."""
+    return f"{error}; {HOW_TO_GO_ON}" if isinstance(error, Damaged) else str(error)
+
+
+@contextmanager
+def refused_if_damaged(path: Path) -> Iterator[None]:
+    """`Damaged` stays inside this package: a command at the store or file at `path` raises `StoreUnusable`."""
+    try:
+        yield
+    except Damaged as damage:
+        raise StoreUnusable(f"{path}: {with_way_on(damage)}") from damage
+
+
+def make_tables(connection: Connection) -> None:
+    """Fill an empty database. Raises `sqlite3.Error`."""
+    connection.execute("PRAGMA page_size=4096")
+    for statement in ["BEGIN IMMEDIATE", *_statements(schema.TABLES)]:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={schema.FORMAT}")
+    seal_tables(connection)
+    connection.execute("COMMIT")
+
+
+def seal_tables(connection: Connection) -> None:
+    """Note which tables there are, and where in the file: `open_database` refuses others. For a change of the tables,
+    and after anything that moves them. Raises `sqlite3.Error`."""
+    connection.execute("UPDATE store SET tables = ?", (_digest(connection),))
+
+
+def _check(folder: Path) -> int:
+    """The format. Over a connection that cannot write: one that could would move a damaged log into the database when
+    it closes, as far as SQLite can read it, and delete it.
+
+    Raises:
+        StoreUnusable, Damaged, DatabaseFailed: as `open_database`.
+    """
+    testified = Witness(folder).read()  # first: another process may commit meanwhile
+    path = folder / NAME
+    with translated(), closing(connect(path, "ro")) as found:
+        found.execute("BEGIN")
+        # A damaged header can make SQLite treat other pages as its own bookkeeping.
+        expected = {"application_id": schema.APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
+        for pragma, value in {**expected, "journal_mode": "wal"}.items():
+            if (seen := _value(found, f"PRAGMA {pragma}")) != value:
+                raise Damaged(f"its {pragma} is {seen!r}")
+        log = folder / f"{NAME}-wal"
+        n_bytes = _value(found, "PRAGMA page_count") * 4096
+        if n_bytes != path.stat().st_size and not (log.exists() and log.stat().st_size):
+            raise Damaged(f"it has {path.stat().st_size} bytes, and should have {n_bytes}")
+        format_: int = _value(found, "PRAGMA user_version")
+        if format_ not in (*schema.MIGRATIONS, schema.FORMAT):
+            reads = f"this version of stoker reads format {schema.FORMAT}"
+            otherwise = f"unless a newer version wrote it, it is damaged: {HOW_TO_GO_ON}"
+            raise StoreUnusable(f"{path} has format {format_}; {reads}; {otherwise}")
+        if _value(found, "SELECT tables FROM store WHERE id = 1") != _digest(found):
+            raise Damaged("its tables are not those of a store")
+        commits = _value(found, "SELECT commits FROM store WHERE id = 1")
+        if not isinstance(commits, int):
+            raise Damaged("its row in table store is damaged")
+        if testified is not None and commits < testified:
+            raise Damaged(f"its newest {testified - commits} transactions are missing")
+    return format_
+
+
+def _migrate(connection: Connection, format_: int) -> None:
+    """One step, with the new number, unless another process has taken it."""
+    if _value(connection, "PRAGMA user_version") != format_:
+        return
+    for statement in _statements(schema.MIGRATIONS[format_]):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version={format_ + 1}")
+    seal_tables(connection)
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Raises `StoreUnusable` for a store of an earlier format."""
+    old = path / OLD_FORMAT
+    if not old.exists():
+        return
+    found = None
+    with suppress(ValueError, AttributeError):
+        found = json.loads(old.read_bytes()).get("format")
+    raise StoreUnusable(
+        f"the store at {path} has format {found!r}, which no release of stoker wrote and this version does not read; "
+        "name another folder with --store, or move this one away: its agents then begin anew"
+    )
+
+
+def _statements(script: str) -> list[str]:
+    return [statement for part in script.split(";\n") if (statement := part.strip().rstrip(";"))]
+
+
+def _value(connection: Connection, sql: str) -> Any:
+    row = connection.execute(sql).fetchone()
+    if row is None:
+        raise Damaged(f"{sql!r} finds nothing")
+    return row[0]
+
+
+def _digest(connection: Connection) -> bytes:
+    """Of the tables and indexes, their SQL and the pages at which they begin."""
+    rows = connection.execute("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_schema ORDER BY name").fetchall()
+    return hashlib.sha256(repr([tuple(row) for row in rows]).encode()).digest()

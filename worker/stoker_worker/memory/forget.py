@@ -1,0 +1,99 @@
+"""Removes an agent: its conversation, its answers, and the blocks that only it used. Finisher threads, and commands of
+the shell.
+
+One transaction removes the rows; the files go after it. A crash in between leaves files that no row names (see
+`orphans.py`), and never half an agent.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from stoker_shared.agent_result import AgentForgotten
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.cache_index import Block
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.store_parts import StoreParts
+
+
+def forget_agent(
+    parts: StoreParts,
+    agent_id: str,
+    asked: Asked = BY_COMMAND,
+    *,
+    is_held: Callable[[str], bool] = lambda address: False,
+) -> AgentForgotten:
+    """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too.
+
+    Args:
+        is_held: whether work of another agent counts on the block of this address.
+
+    Raises:
+        AgentTranscriptUnreadable: whether there is such an agent cannot be known.
+        AgentVersionConflict: see `Asked`.
+        OSError: it could not be removed; or it is removed, but some of its cache files are not.
+    """
+
+    def change(connection: Connection) -> tuple[AgentForgotten, list[Block]]:
+        row = agent_table.find_agent(connection, agent_id)
+        forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
+        going: list[Block] = []
+        asked.check(agent_id, row.version if row else 0)
+        if row is not None:
+            ends = _ends_of_chains(connection, row)
+            cache_index.set_piece_bytes(connection, row.number, 0)
+            agent_table.delete_agent(connection, row)
+            going, shared = _take_blocks(connection, ends, is_held)
+            counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
+            forgotten = forgotten.model_copy(update={"version": row.version, **counts})
+        asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten)
+        return forgotten, going
+
+    with naming(agent_id):
+        forgotten, going = parts.database.commit(change)
+    blocks = [parts.blocks.path_of(block.model, block.address) for block in going if not is_held(block.address)]
+    _remove([*parts.pieces.paths(agent_id, forgotten.version), *blocks], parts)
+    return forgotten
+
+
+def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
+    """The last blocks of the agent's cache and of its older versions'."""
+    found = connection.execute("SELECT last_block FROM agents WHERE number = ?", (row.number,)).fetchone()
+    ends = [found[0]]
+    for (about,) in connection.execute("SELECT about FROM turns WHERE agent = ?", (row.number,)).fetchall():
+        with suppress(ValueError, TypeError, KeyError):  # nothing cached, or damaged
+            ends.append(bytes.fromhex(json.loads(about)["cache"]["last_block"]))
+    return [end for end in dict.fromkeys(ends) if isinstance(end, bytes)]
+
+
+def _take_blocks(
+    connection: Connection, ends: Sequence[bytes], is_held: Callable[[str], bool]
+) -> tuple[list[Block], int]:
+    """Remove the rows of the blocks before these ends that nothing refers to; returns them, and how many others there
+    are."""
+    going, shared, now = [], set[str](), time.time()
+    for end in ends:
+        for block in cache_index.chain_back(connection, end):
+            if block.n_users or is_held(block.address):
+                shared.add(block.address)
+                cache_index.note_unused(connection, block.address, now=now)
+            else:
+                cache_index.remove_block(connection, block.address, now=now)
+                going.append(block)
+    return going, len(shared)
+
+
+def _remove(paths: Iterable[Path], parts: StoreParts) -> None:
+    """Raises `OSError` after it has tried to remove all of them."""
+    failed: OSError | None = None
+    for path in paths:
+        try:
+            parts.files.remove(path)
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed

@@ -1,0 +1,167 @@
+"""The parts of a store by name, and how a store is opened: made, checked, refused. Any thread.
+
+Several processes may have a store open, the worker and the shell's commands; SQLite's locks and atomic renames keep
+them apart. Only one worker does: it holds `StoreLock`, as do the commands that replace the database.
+"""
+
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from stoker_shared.errors import StoreUnusable
+from stoker_worker.memory.block_folder import BlockFolder
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection, connect
+from stoker_worker.memory.database import Database
+from stoker_worker.memory.database_file import (
+    HOW_TO_GO_ON,
+    create_database,
+    has_database,
+    open_database,
+    refused_if_damaged,
+)
+from stoker_worker.memory.files import Disk, DurableWriter, Files
+from stoker_worker.memory.piece_folder import PieceFolder
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """An open store."""
+
+    path: Path
+    files: Files
+    database: Database
+    writer: DurableWriter
+    blocks: BlockFolder
+    pieces: PieceFolder
+
+    @property
+    def temp(self) -> Path:
+        return self.path / "tmp"
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def open_parts(
+    path: Path,
+    files: Files | None = None,
+    *,
+    create: bool = False,
+    connector: Callable[[Path], Connection] = connect,
+) -> StoreParts:
+    """Open the store at `path`.
+
+    Args:
+        create: make it if there is none, or if a crash left it half made.
+
+    Raises:
+        StoreUnusable: there is none, it is damaged or of another format, or it cannot be used.
+    """
+    files = Disk() if files is None else files
+    writer = DurableWriter(files, path / "tmp")
+    try:
+        database = open_database(
+            path, connector, make=partial(_make, path, files, writer, connector) if create else None
+        )
+    except (OSError, Damaged) as error:
+        raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error
+    blocks = BlockFolder(path / "blocks", files=files, writer=writer)
+    return StoreParts(path, files, database, writer, blocks, PieceFolder(path / "pieces", files=files, writer=writer))
+
+
+def make_folders(path: Path, writer: DurableWriter) -> None:
+    """Raises `OSError`."""
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("", "tmp", "blocks", "pieces"):
+        writer.make_folder(path / name)
+
+
+class StoreLock:
+    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies.
+
+    Raises:
+        StoreUnusable: another process has it, and the message names that process.
+    """
+
+    def __init__(self, path: Path, *, wait: bool = False) -> None:
+        """`wait`: wait for the other process to end, instead of refusing."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file: int | None = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                self._take(path, self._file, wait)
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _take(self, path: Path, lock: int, wait: bool) -> None:
+        has_it = _try_lock(lock)
+        if not has_it:
+            time.sleep(_PROBE_S)  # `is_in_use` may have had it for a moment
+            has_it = _try_lock(lock)
+        if not has_it:
+            holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
+            in_use = f"the store folder {path} is in use by {holder}"
+            if not wait:
+                raise StoreUnusable(in_use) from None
+            _log.info("standing by: %s", in_use)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a process has the store's `StoreLock`. Raises `OSError`."""
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return not _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[StoreParts]:
+    """A store that exists, for one command; a worker may have it open too.
+
+    Raises:
+        StoreUnusable: as `open_parts`, or the command came to a damaged page.
+    """
+    with closing(open_parts(path)) as parts, refused_if_damaged(path):
+        yield parts
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make(path: Path, files: Files, writer: DurableWriter, connector: Callable[[Path], Connection]) -> None:
+    make_folders(path, writer)
+    has_caches = any(True for name in ("blocks", "pieces") for _ in (path / name).iterdir())
+    if has_caches and not has_database(path):  # there is one as soon as another process has made it
+        raise StoreUnusable(f"there are caches at {path}, and no database; {HOW_TO_GO_ON}")
+    create_database(path, files, connector)

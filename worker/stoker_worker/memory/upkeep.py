@@ -1,0 +1,199 @@
+"""Keeps a store small and its books right, on a thread of its own: writes notes, forgets answers whose time is over,
+removes agents that nobody uses, and compares the cache files with their index.
+
+Works in small steps and rests between them, so that no turn waits for it. Nothing it knows outlives a round.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from stoker_shared.errors import AgentBusy, StokerError
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.budget import DiskBudget
+from stoker_worker.memory.checksum import Damaged, key_of
+from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.in_flight import working_on
+from stoker_worker.memory.notes import Notes
+from stoker_worker.memory.orphans import YOUNG_S, cache_folders, orphans_in
+from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.store_parts import StoreParts
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S: Final = 1.0
+_WALK_EVERY_S: Final = 3600.0
+_REST_S: Final = 0.02
+_REST_SHARE: Final = 4.0
+"""Rests last four times as long as the step before, and at least 20 ms."""
+_ROWS_AT_ONCE: Final = 128
+_AGENTS_AT_ONCE: Final = 8
+
+
+class Upkeep:
+    def __init__(
+        self,
+        parts: StoreParts,
+        notes: Notes,
+        budget: DiskBudget,
+        ram_cache: RamCache,
+        *,
+        agent_ttl_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            agent_ttl_s: how long an agent may be unused until it is removed; ``None``: it stays.
+        """
+        self._parts = parts
+        self._database = parts.database
+        self._notes = notes
+        self._budget = budget
+        self._ram_cache = ram_cache
+        self._agent_ttl_s = agent_ttl_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its step."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def tidy(self) -> Iterator[None]:
+        """The steps of each second. Each raises `OSError`, `Damaged`, `StokerError`."""
+        self._notes.write()
+        yield
+        while self._database.commit(partial(deliveries.forget_expired, now=time.time())):
+            yield
+        while self._agent_ttl_s is not None and self._forget_agents(time.time() - self._agent_ttl_s):
+            yield
+        self._budget.make_room()
+        self._database.shorten_log()
+
+    def walk(self) -> Iterator[None]:
+        """The steps of a comparison of all cache files with their index. Each raises as those of `tidy`."""
+        self._budget.measure_folders()
+        for folder in cache_folders(self._parts):
+            with suppress(FileNotFoundError):
+                self._remove_orphans(folder)
+                yield
+                is_of_pieces = folder.parent == self._parts.pieces.path
+                sizes = _sizes_in(folder)
+                yield from self._check_pieces(folder, sizes) if is_of_pieces else self._check_blocks(folder, sizes)
+        with self._database.snapshot() as connection:
+            is_right = cache_index.uncounted_bytes(connection) == 0
+        if not is_right:
+            self._database.commit(cache_index.recount)
+
+    def _run(self) -> None:
+        walk_at = 0.0
+        while not self._stop.wait(_EVERY_S):
+            try:
+                self._take(self.tidy())
+                if time.monotonic() >= walk_at:
+                    walk_at = time.monotonic() + _WALK_EVERY_S
+                    self._take(self.walk())
+            except (OSError, Damaged, StokerError) as error:
+                _log.warning("the store's upkeep goes on later: %s", error)
+            except Exception:  # the worker can do without it for now
+                _log.exception("the store's upkeep goes on later")
+
+    def _take(self, steps: Iterable[None]) -> None:
+        begin = time.perf_counter()
+        for _ in steps:
+            if self._stop.wait(max(_REST_S, _REST_SHARE * (time.perf_counter() - begin))):
+                return
+            begin = time.perf_counter()
+
+    def _forget_agents(self, before: float) -> bool:
+        """Some of the agents unused since then; returns whether there may be more."""
+        found: list[str] = []
+        with self._database.snapshot() as connection:
+            for row in agent_table.each_agent_row(connection, "WHERE last_used < ? ORDER BY last_used", (before,)):
+                if not self._budget.holds.has_work(row.agent_id):
+                    found.append(row.agent_id)
+                if len(found) == _AGENTS_AT_ONCE:
+                    break
+        self._notes.write()  # a use that is not written yet keeps its agent
+        n_removed = 0
+        for agent_id in found:
+            try:
+                with working_on(self._parts.path, agent_id):
+                    n_removed += self._forget_agent(agent_id, before)
+            except AgentBusy:
+                continue
+            except (OSError, Damaged, StokerError) as error:
+                _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
+        return n_removed == _AGENTS_AT_ONCE
+
+    def _forget_agent(self, agent_id: str, before: float) -> bool:
+        """Whether it is removed: it may have been used meanwhile."""
+        with self._database.snapshot() as connection:
+            used_at = agent_table.last_used(connection, agent_id)
+        is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
+        if is_unused:
+            forget_agent(self._parts, agent_id, is_held=partial(self._budget.holds.is_held, but_by=agent_id))
+            self._ram_cache.drop(agent_id)
+            _log.info("agent %r removed: unused since %s", agent_id, time.ctime(used_at))
+        return is_unused
+
+    def _remove_orphans(self, folder: Path) -> None:
+        find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)
+        if find():
+            _log.info("%d cache files that nothing refers to removed", self._budget.discard(find))
+
+    def _check_blocks(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
+        """Rows without a file go, and sizes are corrected."""
+        last = ""
+        while True:
+            with self._database.snapshot() as connection:
+                rows = cache_index.block_sizes(connection, folder.name, after=last, limit=_ROWS_AT_ONCE)
+            if not rows:
+                return
+            last = rows[-1].address
+            ours = {folder / f"{row.address}.safetensors": row for row in rows if row.model == folder.parent.name}
+            self._notes.missing([path for path in ours if path.name not in sizes])
+            wrong = {
+                row.address: sizes[path.name]
+                for path, row in ours.items()
+                if row.n_bytes != sizes.get(path.name, row.n_bytes)
+            }
+            if wrong:
+                self._database.commit(partial(cache_index.correct_sizes, sizes=wrong))
+            yield
+
+    def _check_pieces(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
+        """The bytes of each agent's tail and snapshots."""
+        paths, first = self._parts.pieces.paths, bytes.fromhex(folder.name)
+        last = first
+        while True:
+            where = "INDEXED BY agents_by_key WHERE key > ? AND key <= ? ORDER BY key LIMIT ?"
+            with self._database.snapshot() as connection:
+                rows = agent_table.agent_rows(connection, where, (last, first + b"\xff" * 31, _ROWS_AT_ONCE))
+            if not rows:
+                return
+            last = key_of(rows[-1].agent_id)
+            for row in rows:
+                n_bytes = sum(sizes.get(path.name, 0) for path in paths(row.agent_id, row.version))
+                if n_bytes != row.piece_bytes:
+                    self._notes.pieces_changed(row.agent_id)
+            yield
+
+
+def _sizes_in(folder: Path) -> dict[str, int]:
+    """Allocated bytes of the files in a folder, by name. Raises `OSError`."""
+    sizes = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_blocks * 512
+    return sizes
