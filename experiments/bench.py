@@ -132,14 +132,13 @@ class Bench:
         """Save a turn as the finisher does; returns the seconds it took."""
         start = time.perf_counter()
         turn = Turn(
-            agent_id=prepared.request.agent_id,
-            parent=prepared.agent.number,
+            base=prepared.agent,
             delivery=Delivery(job_id=f"{prepared.request.agent_id}-{prepared.agent.number}", created_at="0"),
             transcript=next_transcript(prepared.prompt, completion, self.model),
             model=self.model,
             cache_salt=prepared.request.cache_salt,
             cache=completion.cache,
-            result_of=lambda number: {"version": number},
+            result={"version": prepared.agent.number + 1},
         )
         store.save(turn)
         return time.perf_counter() - start

@@ -15,6 +15,7 @@ from common import Json, arguments, difference, finish, machine, note
 from exp_001_report import render
 from random_models import CONFIGS, RandomModel, random_ids
 
+from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, ModelCacheSpec
 
@@ -70,7 +71,7 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
     for number in range(2):
         store = AgentCacheStore(folder / name)
         completion, cached = model.turn(store, ids, tokens)
-        problems = store.verify()
+        problems = list(verify_store(store.parts))
         store.close()
         wanted = model.uncached(ids, tokens)
         turns.append(

@@ -19,6 +19,7 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         "other ways": _others(content),
         "scaling": _scaling(content),
         "padded": _padded(content["padded"]),
+        "library": _library(content["library"]),
         "direct": _direct(content["direct"]),
     }
     title = verdict_title(content, "cache reconstruction")
@@ -140,6 +141,19 @@ def _padded(padded: Json) -> str:
         f"{ratio['min']:.2f} to {ratio['max']:.2f}); the bytes are {padded['bytes_ratio']:.2f} of its bytes."
     )
     return f"{table(('layout', 'mean, ms', 'p50', 'p95', 'p99', 'n'), rows)}\n\n{said}"
+
+
+def _library(library: Json) -> str:
+    ways = {"library": "`save_file`", "mapped": "`safe_open`", "whole": "`load`"}
+    head = ("blocks", "MB", "step", "own, ms", "library, ms", "library / own: median (least to most)", "n")
+    lines = []
+    for row in library["rows"]:
+        for name, ratio in row["of_own"].items():
+            step, way = name.split(", ")
+            lines.append((row["blocks"], row["mb"], f"{step}: {ways[way]}", _ms(row["ms"][f"{step}, own"]["median"]),
+                          _ms(row["ms"][name]["median"]), _span(ratio), ratio["n"]))  # fmt: skip
+    when = f"Measured on {library['date']}, load average at the start {library['load_average_at_start']}."
+    return f"{table(head, lines)}\n\n{when}"
 
 
 def _direct(rows: list[Json]) -> str:

@@ -19,6 +19,7 @@ from common import Json, difference, machine, note, spread
 from exp_012_report import render
 from prompts import text_of
 
+from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import RestoredPrefix
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
@@ -231,7 +232,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     tokens = sum(len(bench.encode(text)) + 1 for text in (*long.values(), *short.values()))
     sizes = disk_bytes(modes, len(long) + len(short), tokens)
     answers = greedy(modes, short, plan.answer)
-    problems = [problem for mode in modes for problem in mode.store.verify()]
+    problems = [problem for mode in modes for problem in verify_store(mode.store.parts)]
     for mode in modes:
         mode.store.close()
     ratios = {

@@ -39,7 +39,7 @@ def main() -> None:
             for array in pair:
                 np.random.default_rng(2).random(out=array, dtype=np.float32)
         store = AgentCacheStore(Path(folder), memory_max_bytes=4 * n_tokens * SPEC.bytes_per_token)
-        save(store, 0, ids, 0, layers)
+        save(store, ids, 0, layers)
         for number in range(-2, options.rounds):
             one_round(store, ids, layers, samples if number >= 0 else {})
     found = {name: spread(values) for name, values in samples.items()}
@@ -73,7 +73,7 @@ def one_round(
     tail = tuple(
         (np.ascontiguousarray(keys[:, start:]), np.ascontiguousarray(values[:, start:])) for keys, values in layers
     )
-    save(store, store.open_agent("agent").number, ids, start, tail)
+    save(store, ids, start, tail)
     timed("ram_two_segments_ms", restore("memory"), samples)
     timed("plain_copy_ms", lambda: [array.copy() for pair in layers for array in pair], samples)
 
@@ -85,10 +85,11 @@ def timed(name: str, action: Callable[[], object], samples: dict[str, list[float
     del kept
 
 
-def save(store: AgentCacheStore, parent: int, ids: tuple[int, ...], start: int, layers: tuple[LayerKV, ...]) -> None:
+def save(store: AgentCacheStore, ids: tuple[int, ...], start: int, layers: tuple[LayerKV, ...]) -> None:
     transcript = Transcript(ids, MODEL.tokenizer_fingerprint, None, "synthetic", "length")
     cache = CacheSlice(start, len(ids), layers)
-    store.save(Turn("agent", parent, Delivery(f"job {parent}", ""), transcript, MODEL, None, cache, lambda number: {}))
+    base = store.open_agent("agent")
+    store.save(Turn(base, Delivery(f"job {base.number}", ""), transcript, MODEL, None, cache, {}))
 
 
 if __name__ == "__main__":

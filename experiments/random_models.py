@@ -119,10 +119,7 @@ class RandomModel:
         (completion,) = drain(engine)
         engine.close()
         transcript = Transcript((*ids, *completion.generated_ids), "t", None, "synthetic", "length")
-        store.save(
-            Turn("agent", agent.number, Delivery(f"{agent.number}", "0"), transcript, self.loaded, None,
-                 completion.cache, lambda number: {"version": number})
-        )  # fmt: skip
+        store.save(Turn(agent, Delivery(f"{agent.number}", "0"), transcript, self.loaded, None, completion.cache, {}))
         return completion, restored.prefix.n_tokens if restored.prefix else 0
 
 
