@@ -38,10 +38,10 @@ def run(worker, redis_url, tmp_path):
 
     def run(command, block, folder=tmp_path):
         path = f"{Path(sys.executable).parent}:{tmp_path}:{os.environ['PATH']}"
-        store = {"STOKER_STORE": str(tmp_path / "store")}
+        own = {"STOKER_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)}
         done = subprocess.run(
             command, input=block.replace(SHOWN_URL, redis_url), cwd=folder,
-            env={**os.environ, **store, "PATH": path},
+            env={**os.environ, **own, "PATH": path},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"

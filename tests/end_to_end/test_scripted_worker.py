@@ -15,6 +15,7 @@ from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 from tests.answers import without_total
+from tests.store_reader import StoreReader
 from tests.worker_process import WorkerProcess, running_worker
 
 from stoker import Producer
@@ -293,8 +294,7 @@ def test_a_read_only_question_uses_the_agents_memory_and_writes_no_version(produ
     assert [(result.cache.agent_version, result.cache.saved) for result in results] == [
         *((1, True), (1, False), (None, False), (2, True)),
     ]
-    (folder,) = (store / "agents").glob("*/*")
-    assert len(list(folder.glob("*.json"))) == 2
+    assert StoreReader(store).turns("a") == [asked[0].job_id, asked[3].job_id]
 
 
 def test_a_delivery_that_was_saved_but_not_finished_is_answered_from_the_agents_history(
