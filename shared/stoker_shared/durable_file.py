@@ -50,7 +50,9 @@ def draft_of(target: Path) -> Iterator[Path]:
             sync(path)
         draft.replace(target)
         sync(target.absolute().parent, to_platter=True)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and str(error.filename) == str(draft):  # a name that nobody knows
+            error.filename, error.filename2 = str(target), None
         shutil.rmtree(draft, ignore_errors=True)
         with suppress(OSError):
             draft.unlink()

@@ -23,7 +23,7 @@ class CacheReport(Record):
     """How this job used the agent's memory.
 
     Attributes:
-        source: where the reused prefix came from.
+        source: where the reused prefix came from. ``memory`` also if a job that was running had computed it.
         miss_reason: why less was reused than the agent's history allowed, in a word or two; ``None`` if all was reused.
         agent_version: the agent's version after this job; ``None`` when it has none.
         saved: whether this job's turn is durable as that version.

@@ -54,3 +54,12 @@ def test_a_folder_appears_with_all_its_files(tmp_path: Path) -> None:
         "folder",
         "folder/inside",
     ]
+
+
+def test_an_error_names_the_file_and_not_its_draft(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "file", tmp_path / "folder"):
+        (tmp_path / "folder" / "inside").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(OSError) as caught:
+            replace_file(path, b"new")
+        assert str(path) in str(caught.value)
+        assert "draft" not in str(caught.value)

@@ -28,6 +28,17 @@ def test_backup_and_restore_tell_what_they_did(command: Command, two_agents: Pat
     assert Path(done["kept"]).exists()
 
 
+def test_backup_names_damaged_agents_and_fails_and_keeps_the_file(
+    command: Command, two_agents: Path, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(two_agents / "agents.db")) as connection, connection:
+        connection.execute("UPDATE turns SET new_tokens = x'00' WHERE agent = 2")
+    problem = "agent 'b': version 1 is unusable: its checksum does not match"
+    assert command("backup", tmp_path / "one", ok=False).stdout.splitlines()[1:] == [problem]
+    assert json.loads(command("backup", tmp_path / "two", "--json", ok=False).stdout)["problems"] == [problem]
+    assert command("restore", tmp_path / "one").stdout.startswith("2 agents")
+
+
 def test_a_backup_is_restored_where_there_is_no_store(command: Command, two_agents: Path, tmp_path: Path) -> None:
     command("backup", tmp_path / "backup")
     new = tmp_path / "new"

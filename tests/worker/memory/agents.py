@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ from stoker_worker.ports import (
     LayerKV,
     LayerState,
     LoadedModel,
+    PrefixRoom,
     Restored,
     Snapshot,
     Transcript,
@@ -47,6 +49,27 @@ def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str =
 
 
 MODEL = make_model()
+
+
+class ArrayRoom(PrefixRoom):
+    """The memory of an engine without MLX: with places to spare, all of which hold nonsense."""
+
+    def __init__(self, spec: ModelCacheSpec, n_tokens: int, n_left: int) -> None:
+        self.n_left = n_left
+        self.arrays = empty_layers(spec, n_tokens + 3)
+        for array in (array for pair in self.arrays for array in pair):
+            array[:] = 77
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        return self.arrays
+
+    def take(self) -> list[tuple[Any, Any]]:
+        return list(self.arrays)
+
+
+def with_rooms(model: LoadedModel) -> LoadedModel:
+    """The model in an engine that restores into memory of its own."""
+    return replace(model, make_room=partial(ArrayRoom, model.spec))
 
 
 class FastDisk(Disk):
@@ -152,10 +175,13 @@ class AgentOf(Generic[S]):
         if restored.prefix is not None:
             n_tokens = restored.prefix.n_tokens
             wanted = cut(cache_of(prompt[:n_tokens], self.model), 0, n_tokens)
-            for ours, theirs in zip(wanted, restored.prefix.layers, strict=True):
+            room, layers = restored.prefix.room, restored.prefix.layers
+            if room is not None:
+                assert layers == ()
+                layers = cut(room.layers(), 0, n_tokens)
+            for ours, theirs in zip(wanted, layers, strict=True):
                 for a, b in zip(ours, theirs, strict=True):
                     assert equal(a, b, self.model)
-                    assert b.flags.c_contiguous
             for arrays, found in zip(states_of(prompt[:n_tokens], self.model), restored.prefix.states, strict=True):
                 for a, b in zip(arrays, found, strict=True):
                     assert a.dtype == b.dtype
@@ -171,7 +197,7 @@ class AgentOf(Generic[S]):
         transcript = make_transcript((*prompt, *answer), tokenizer=self.model.tokenizer_fingerprint)
         start = self.restore(prompt, agent).saved_blocks * BLOCK_TOKENS
         stop = len(transcript.token_ids)
-        layers = cut(cache_of(transcript.token_ids, self.model), start, stop)
+        layers = cache_of(transcript.token_ids, self.model)
         snapshots: tuple[Snapshot, ...] = ()
         if self.model.spec.snapshot_layers:
             snapshots = snapshots_of(transcript.token_ids, boundaries(prompt, answer), self.model)

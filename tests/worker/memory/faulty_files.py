@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
-from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.files import Chunk, Disk
 
 Survivors = Literal["all", "none", "newest"]
 """Which of the steps that no sync has made durable are on the disk after the power cut."""
@@ -22,7 +22,7 @@ class PowerCut(BaseException):
     """Not an `Exception`: a process that is gone cleans nothing up."""
 
 
-class CutFiles:
+class CutFiles(Disk):
     """Once armed, stops before a given step, and then loses what was never synced.
 
     A write is three steps (nothing there, half of it, all of it but not synced); every other operation is one. A name
@@ -104,10 +104,10 @@ class CutFiles:
                 raise PowerCut
 
 
-class FullFiles:
+class FullFiles(Disk):
     """Once armed, a given step fails, and `n_failures` in all, for lack of space; removing never does.
 
-    `Files`; with `connector` SQLite's steps count, and fail, too.
+    With `connector` SQLite's steps count, and fail, too.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
-from stoker_worker.memory.files import Chunk
+from stoker_worker.memory.files import Chunk, Disk
 from stoker_worker.memory.witness import Witness
 
 SECTOR: Final = 512
@@ -34,10 +34,10 @@ Op = tuple[Any, ...]
 ROOT: Final = 0
 
 
-class RecordedDisk:
+class RecordedDisk(Disk):
     """Carries out the steps below `root`, without syncs, and records them. Any thread.
 
-    `Files`, and with `connector` and `witnessed` all of a store's ways to the disk.
+    With `connector` and `witnessed` all of a store's ways to the disk.
     """
 
     def __init__(self, root: Path) -> None:

@@ -28,8 +28,8 @@ from stoker_shared.agent_result import AgentInfo, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.cache_folders import PieceFolder
 from stoker_worker.memory.connection import Connection, Cursor, connect
-from stoker_worker.memory.piece_folder import PieceFolder
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery
 

@@ -144,6 +144,21 @@ def test_an_agent_with_work_keeps_its_own_and_its_shared_blocks(tmp_path: Path) 
     assert blocks_in(tmp_path) == []
 
 
+def test_a_waiting_agent_loses_its_cache_after_idle_ones_and_the_one_needed_last_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for name in ("soon", "latest", "running", "idle", "later"):
+        Agent(store, name, model=BIG).say(ids(300, seed=ord(name[-1])))
+    store.pin(frozenset({"running"}), frozenset({"soon", "later", "latest"}))
+    store.order_by(lambda agent_id: (0, ["soon", "later", "latest"].index(agent_id)))
+    gone: list[str] = []
+    for _ in range(20):
+        store.budget.free(1)
+        names = ("soon", "latest", "running", "idle", "later")
+        gone += [name for name in names if name not in gone and store.open_agent(name).evicted]
+    assert gone == ["idle", "latest", "later", "soon"]
+    assert Agent(store, "running", model=BIG).restore((*ids(300, seed=ord("g")), 1)).miss_reason is None
+
+
 def test_blocks_that_a_running_job_was_restored_from_stay_until_its_turn_is_saved(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store, "other").say(LONG[:700])

@@ -212,7 +212,6 @@ class Budget(RuleBasedStateMachine):
         version = self.agent(source).open().number
         with opened(self.folder) as parts:  # beside the worker
             fork_agent(parts, source, to)
-        self.store.budget.measure_folders()  # as the upkeep does: another process may have made some
         self.note_fork(source, version, to)
 
     def note_fork(self, source: str, version: int, to: str) -> None:

@@ -299,16 +299,22 @@ def empty_the_page(tmp_path: Path, index: str) -> None:
 
 
 @pytest.mark.parametrize("index", ["sqlite_autoindex_agents_1", "agents_by_key"])
-def test_an_agent_that_an_index_has_lost_is_never_begun_anew(agent: Agent, tmp_path: Path, index: str) -> None:
+def test_an_agent_that_an_index_has_lost_is_never_begun_anew(
+    agent: Agent, tmp_path: Path, index: str, caplog: pytest.LogCaptureFixture
+) -> None:
     agent.store.close()
     empty_the_page(tmp_path, index)
     agent.store = open_store(tmp_path)
     for name in ("agent", "neighbour"):
-        with pytest.raises(AgentTranscriptUnreadable, match="memory salvage") as caught:
+        with pytest.raises(AgentTranscriptUnreadable, match="its indexes do not agree") as caught:
             agent.store.open_agent(name)
         full = Agent(agent.store, name)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError) as failed:
             full.say(LONG[:50], agent=caught.value.usable)
+        for message in map(str, (caught.value, failed.value)):  # a producer reads these
+            assert "memory salvage" not in message
+        assert f"agent {name!r}: its indexes do not agree on the agent; with the worker stopped" in caplog.text
+        assert "memory salvage" in caplog.text
         agent.store.mark_unsaved(name)
     agent.store.close()
     assert salvage(tmp_path).whole == 2

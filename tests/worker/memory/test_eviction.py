@@ -10,7 +10,7 @@ import pytest
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.agent_table import insert_agent
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.eviction import Plan, plan_agents, plan_unused
+from stoker_worker.memory.eviction import Plan, idle_rows, plan_agents, plan_unused
 from stoker_worker.memory.schema import TABLES
 
 BLOCK = 100
@@ -55,8 +55,11 @@ class Index:
     def agents(self, need: int, pinned: str = "", held: str = "", *, most: int = 64) -> tuple[str, str]:
         addresses = frozenset(map(self.address, held))
         return self.named(
-            plan_agents(self.connection, need_bytes=need, pinned=pinned.split(), held=addresses, most=most)
+            plan_agents(self.connection, self.idle(*pinned.split()), need_bytes=need, held=addresses, most=most)
         )
+
+    def idle(self, *pinned: str) -> Any:
+        return idle_rows(self.connection, pinned)
 
     def carry_out(self, plan: Plan) -> None:
         for row in plan.agents:
@@ -171,14 +174,14 @@ def test_a_plan_has_at_most_the_blocks_asked_for(index: Index) -> None:
 def test_an_agent_without_cache_is_not_planned_again(index: Index) -> None:
     index.add("one", "ab", used_at=1)
     index.add("two", "x", used_at=2)
-    index.carry_out(plan_agents(index.connection, need_bytes=201, pinned=(), held=set(), most=9))
+    index.carry_out(plan_agents(index.connection, index.idle(), need_bytes=201, held=set(), most=9))
     assert index.agents(1) == ("", "two")
     assert cache_index.cache_bytes(index.connection) == 110
 
 
 def test_what_was_saved_since_the_plan_stays(index: Index) -> None:
     index.add("one", "ab", used_at=1)
-    plan = plan_agents(index.connection, need_bytes=1, pinned=(), held=set(), most=9)
+    plan = plan_agents(index.connection, index.idle(), need_bytes=1, held=set(), most=9)
     index.connection.execute("UPDATE agents SET version = 1")
     index.carry_out(plan)
     assert cache_index.cache_bytes(index.connection) == 210
@@ -216,9 +219,9 @@ def test_agents_that_share_their_last_block_do_not_keep_others_from_eviction(ind
         index.add(f"shared {number:2}", "ab", used_at=number)
     index.add("own", "xy", used_at=30)
     for _ in range(20):
-        index.carry_out(plan_agents(index.connection, need_bytes=10**9, pinned=["shared 19"], held=set(), most=4))
+        index.carry_out(plan_agents(index.connection, index.idle("shared 19"), need_bytes=10**9, held=set(), most=4))
         index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
     assert cache_index.cache_bytes(index.connection) == 210  # the pinned agent's
-    index.carry_out(plan_agents(index.connection, need_bytes=10**9, pinned=[], held=set(), most=4))
+    index.carry_out(plan_agents(index.connection, index.idle(), need_bytes=10**9, held=set(), most=4))
     index.carry_out(plan_unused(index.connection, need_bytes=10**9, held=set(), unused_before=-1.0, most=4))
     assert cache_index.cache_bytes(index.connection) == 0

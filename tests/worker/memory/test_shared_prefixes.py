@@ -34,7 +34,7 @@ def ask(store: AgentCacheStore, prompt: tuple[int, ...], *, salt: str | None = N
             assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
     if restored.shared_blocks > restored.saved_blocks:
         start, stop = restored.saved_blocks * BLOCK_TOKENS, len(prompt)
-        cache = CacheSlice(start, stop, cut(cache_of(prompt), start, stop))
+        cache = CacheSlice(start, stop, cut(cache_of(prompt), 0, stop))
         store.save_blocks(prompt[: restored.shared_blocks * BLOCK_TOKENS], cache, model=MODEL, salt=salt)
     return restored
 

@@ -52,7 +52,23 @@ def test_a_store_of_an_earlier_format_is_refused_and_left_alone(tmp_path: Path, 
     (tmp_path / "store.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(StoreUnusable, match=r"has format .* which no release of stoker wrote .* move this one away"):
         open_store(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"store.json", "lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"store.json"}
+
+
+def test_a_store_that_fails_while_it_is_opened_is_one_clear_error_and_is_closed_again(tmp_path: Path) -> None:
+    with_an_agent(tmp_path)
+    (tmp_path / "in-flight").unlink()
+    (tmp_path / "in-flight").mkdir()
+    with pytest.raises(StoreUnusable, match=r"the store folder .* cannot be used: .*in-flight"):
+        open_store(tmp_path)
+    assert not (tmp_path / "agents.db-wal").exists()  # the last process that closes a database removes its log
+    (tmp_path / "in-flight").rmdir()
+    with closing(sqlite3.connect(tmp_path / "agents.db")) as connection:
+        connection.execute("UPDATE store SET cache_bytes = 'x'")
+        connection.commit()
+    with pytest.raises(StoreUnusable, match=r"the store folder .* cannot be used: "):
+        open_store(tmp_path)
+    assert not (tmp_path / "agents.db-wal").exists()
 
 
 def with_an_agent(folder: Path) -> Path:

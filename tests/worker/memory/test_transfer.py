@@ -205,6 +205,12 @@ def test_export_replaces_no_file_and_refuses_an_unreadable_agent(exported: Path,
     assert not exported.with_name("b.tar").exists()
 
 
+def test_an_error_names_the_file_that_was_asked_for(home: StoreParts, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"missing/a.tar'") as caught:
+        export_agent(home, "a", tmp_path / "missing" / "a.tar")
+    assert "draft" not in str(caught.value)
+
+
 def test_export_leaves_out_damaged_cache_and_older_versions(exported: Path, home: StoreParts, away: StoreParts) -> None:
     """They only save time: a flipped bit in them must not make the file worthless."""
     tail = home.pieces.tail_path("a", 3)

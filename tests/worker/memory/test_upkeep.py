@@ -22,6 +22,7 @@ from tests.worker.memory.agents import (
 
 from stoker_worker.memory import cache_index, upkeep
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import Delivery
 
 LONG = ids(1300)
@@ -238,13 +239,14 @@ def test_a_round_that_fails_does_not_end_the_thread(
     errors = iter([OSError("disk away"), ValueError("a bug")])
     rounds = []
 
-    def measure() -> None:
+    def no_folders(parts: StoreParts) -> list[Path]:
         rounds.append(1)
         if (error := next(errors, None)) is not None:
             raise error
+        return []
 
     monkeypatch.setattr(upkeep, "_WALK_EVERY_S", 0.0)
-    monkeypatch.setattr(store.budget, "measure_folders", measure)
+    monkeypatch.setattr(upkeep, "cache_folders", no_folders)
     store.start_upkeep()
     wait_until(lambda: len(rounds) > 2)
     assert "disk away" in caplog.text
@@ -287,4 +289,5 @@ def test_a_note_that_a_damaged_row_refuses_is_dropped_alone(store: AgentCacheSto
         path.unlink()
     agent.restore((*agent.tokens(), 1))
     one_round(store)
+    store._notes.write()
     assert len(store._notes) == 0

@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -79,9 +79,6 @@ class _Cursor:
 
     def fetchall(self) -> list[Any]:
         return list(self)
-
-    def fetchmany(self, size: int, /) -> list[Any]:
-        return list(islice(self, size))
 
     def __iter__(self) -> Iterator[Any]:
         while True:

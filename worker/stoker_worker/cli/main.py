@@ -140,6 +140,7 @@ def _settings(options: dict[str, Any]) -> "WorkerSettings":
 
 
 def _run(settings: "WorkerSettings") -> None:
+    from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.ram_cache import default_memory_bytes
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.pipeline.worker import Worker
@@ -150,6 +151,7 @@ def _run(settings: "WorkerSettings") -> None:
     provider = _provider(settings)
     with ExitStack() as cleanup:
         redis_url = settings.redis_url
+        refuse_other_formats(settings.store_folder)  # before anything is made in the folder
         if redis_url == EMBEDDED:
             from stoker_worker.embedded_redis.server import EmbeddedServer
 

@@ -41,7 +41,7 @@ def ls(
     with closing(open_database(store)) as database, refused_if_damaged(store), database.snapshot() as connection:
         agents = list_agents(connection, page)
         if as_json:
-            click.echo("[" + ", ".join(agent.to_json() for agent in agents) + "]")
+            click.echo("[" + ", ".join(agents) + "]")
             return
         from stoker_worker.cli.memory_tables import print_list
 

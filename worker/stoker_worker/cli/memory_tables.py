@@ -1,5 +1,6 @@
 """Prints the tables of the `memory` commands. Control characters in texts of a store never reach the terminal."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,28 +10,20 @@ from rich.filesize import decimal
 
 if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_shared.request import Message
-    from stoker_worker.memory.admin.listing import AgentLine
     from stoker_worker.memory.summary import AgentSummary, VersionSummary
     from stoker_worker.ports import Transcript
 
 
-def print_list(agents: Iterable["AgentLine"]) -> int:
-    """Print one line for each agent; returns how many."""
+def print_list(agents: Iterable[str]) -> int:
+    """Print one line for each agent, from its JSON; returns how many."""
     rows = [
         (
-            agent.agent_id,
-            agent.version,
-            agent.turns,
-            agent.tokens,
-            agent.cached_tokens,
-            decimal(agent.size_bytes),
-            decimal(agent.transcript_bytes),
-            decimal(agent.piece_bytes),
-            decimal(agent.block_bytes),
-            _time(agent.last_used),
-            agent.state if agent.problem is None else f"{agent.state}: {agent.problem}",
+            *(agent[name] for name in ("agent_id", "version", "turns", "tokens", "cached_tokens")),
+            *(decimal(agent[name]) for name in ("size_bytes", "transcript_bytes", "piece_bytes", "block_bytes")),
+            _time(agent["last_used"]),
+            agent["state"] if agent["problem"] is None else f"{agent['state']}: {agent['problem']}",
         )
-        for agent in agents
+        for agent in map(json.loads, agents)
     ]
     titles = "AGENT VERSION TURNS TOKENS CACHED SIZE TRANSCRIPT PIECES BLOCKS USED STATE"
     _print_table(titles.split(), rows)

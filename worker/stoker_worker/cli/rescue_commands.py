@@ -1,5 +1,6 @@
 """`stoker-worker memory backup | restore | salvage`: before and after damage. Options and output only."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -20,7 +21,8 @@ _MOST_NAMED: Final = 50
 def backup(store: Path, as_json: bool, file: Path, names: Path | None) -> None:
     """Copy every agent to a new FILE, also while the worker runs.
 
-    The cache files are left out: they save time, and are made anew.
+    The cache files are left out: they save time, and are made anew. A damaged conversation is named and copied as it
+    is; the exit code is then 1.
     """
     from stoker_worker.memory.admin.backup import back_up
     from stoker_worker.memory.store_parts import opened
@@ -29,7 +31,9 @@ def backup(store: Path, as_json: bool, file: Path, names: Path | None) -> None:
         done = back_up(parts, file, names=names)
     left_out = " and ".join(f"{x.files} files of {x.folder}/ ({x.n_bytes} bytes)" for x in done.left_out)
     words = f"{file}: {done.agents} agents, {done.n_bytes} bytes, without {left_out}"
-    say(as_json, {"file": str(file), **asdict(done)}, words)
+    say(as_json, {"file": str(file), **asdict(done)}, "\n".join([words, *done.problems]))
+    if done.problems:
+        sys.exit(1)
 
 
 @command

@@ -117,8 +117,8 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
 
 def write_version(
     connection: Connection, row: AgentRow | None, record: TurnRecord, chain: BlockChain | None, piece_bytes: int
-) -> None:
-    """Make `record` the agent's newest version, within a transaction.
+) -> int:
+    """Make `record` the agent's newest version, within a transaction; returns the agent's number.
 
     Args:
         row: ``None`` for a new agent.
@@ -128,3 +128,4 @@ def write_version(
     row = agent_table.write_version(connection, row, record, keep_versions=record.version)  # the next turn prunes
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
     cache_index.set_piece_bytes(connection, row.number, piece_bytes)
+    return row.number

@@ -30,11 +30,11 @@ class AgentJobs(AgentJobsPort):
     def __init__(
         self,
         parts: StoreParts,
-        *,
         in_flight: InFlight,
         budget: DiskBudget,
         ram_cache: RamCache,
         unsaved: set[str],
+        *,
         answer_of: Callable[[str, Delivery], Mapping[str, Any] | None],
     ) -> None:
         """
@@ -58,12 +58,12 @@ class AgentJobs(AgentJobsPort):
         agent_id = request.changed_agent
         if request.action == "info":
             return None
-        if request.action != "forget":
-            known = self._answer_of(agent_id, delivery)
-        else:
+        if request.action == "forget":  # no agent is left that could have the answer
             key = deliveries.delivery_key(agent_id, delivery)
             with naming(agent_id), self._parts.database.snapshot() as connection:
                 known = deliveries.read_answer(connection, deliveries.FORGETTER, key)
+        else:
+            known = self._answer_of(agent_id, delivery)
         return None if known is None else read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
@@ -96,16 +96,9 @@ class AgentJobs(AgentJobsPort):
             seen, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)
         if agent_id in self._unsaved:
             seen = replace(seen, state="unsaved", problem="its last turn was not saved")
-        fields = (
-            asdict(seen)
-            | {  # of these, `AgentInfo` takes those that it has
-                "job_id": delivery.job_id,
-                "exists": True,
-                "own_bytes": seen.own_bytes,
-                "versions": [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:],
-            }
-        )
-        return AgentInfo.model_validate(fields)
+        kept = [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:]
+        fields = {"job_id": delivery.job_id, "exists": True, "own_bytes": seen.own_bytes, "versions": kept}
+        return AgentInfo.model_validate(asdict(seen) | fields)  # it takes those that it has
 
     def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
         def is_held(address: str) -> bool:

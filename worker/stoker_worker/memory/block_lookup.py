@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final, Self
 
@@ -16,10 +17,10 @@ import numpy as np
 
 from stoker_worker.memory.block_chain import BlockChain, PathOf, block_address, common_length
 from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
+from stoker_worker.memory.cache_folders import PieceFolder
 from stoker_worker.memory.cache_layout import PieceKind, empty_layers, empty_states
 from stoker_worker.memory.files import is_there
-from stoker_worker.memory.piece_folder import PieceFolder
-from stoker_worker.ports import AgentVersion, Array, LayerKV, LayerState
+from stoker_worker.ports import AgentVersion, LayerKV, LayerState, PrefixRoom
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 _MOST_READERS: Final = 4
@@ -50,23 +51,6 @@ class AgentBlocks:
 
 
 @dataclass(frozen=True)
-class DiskSource:
-    """Where the cache of a prompt may come from.
-
-    Attributes:
-        own: of the prompt's model and salt; empty for a job without an agent.
-        n_readers: threads that may read.
-        before_each: called by them before each file; an exception ends the lookup.
-    """
-
-    spec: ModelCacheSpec
-    own: AgentBlocks
-    path_of: PathOf
-    n_readers: int
-    before_each: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
 class FaultyPiece:
     """A file that was needed and could not be used."""
 
@@ -86,13 +70,18 @@ class _Step:
 
 @dataclass
 class DiskPrefix:
-    """What a lookup found: `n_tokens` of `layers` are filled and verified; `faults` in the order met."""
+    """What a lookup found: `n_tokens` of `layers` are filled and verified; `faults` in the order met.
+
+    Attributes:
+        room: the memory that `layers` are views of; ``None``: they have their own.
+    """
 
     n_tokens: int = 0
     saved_blocks: int = 0
     layers: tuple[LayerKV, ...] = ()
     states: tuple[LayerState, ...] = ()
     faults: list[FaultyPiece] = field(default_factory=list)
+    room: PrefixRoom | None = None
 
     def add(self, step: _Step, fault: Fault | None) -> bool:
         """Count the next piece in, or note its fault and return false."""
@@ -105,7 +94,7 @@ class DiskPrefix:
     def cut(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` tokens only."""
         self.n_tokens = n_tokens
-        self.layers = tuple((_cut(keys, n_tokens), _cut(values, n_tokens)) for keys, values in self.layers)
+        self.layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
 
 
 def n_readers(beside_others: bool) -> int:
@@ -115,71 +104,81 @@ def n_readers(beside_others: bool) -> int:
     return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
 
 
+@dataclass(frozen=True)
 class BlockLookup:
-    """One lookup: lists the files that should be there, makes the arrays once, then fills them file by file."""
+    """One lookup: lists the files that should be there, makes the arrays once, then fills them file by file.
 
-    def __init__(self, prompt: BlockChain, limit: int, source: DiskSource) -> None:
-        """
-        Args:
-            limit: most tokens to find.
-        """
-        self._prompt = prompt
-        self._limit = limit
-        self._source = source
-        self._own = source.own
-        self._own_tokens = common_length(self._own.token_ids, prompt.token_ids[:limit])
+    Attributes:
+        limit: most tokens to find.
+        own: of the prompt's model and salt; empty for a job without an agent.
+        n_readers: threads that may read.
+        before_each: called by them before each file; an exception ends the lookup.
+        make_room: makes the memory to fill, for a number of tokens; ``None``: NumPy does.
+    """
+
+    prompt: BlockChain
+    limit: int
+    spec: ModelCacheSpec
+    own: AgentBlocks
+    path_of: PathOf
+    n_readers: int
+    before_each: Callable[[], None] = lambda: None
+    make_room: Callable[[int], PrefixRoom] | None = None
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """How many tokens of the prompt the agent's own cache begins with."""
+        return common_length(self.own.token_ids, self.prompt.token_ids[: self.limit])
 
     def run(self) -> DiskPrefix:
         steps = self._block_steps()
         steps += [step for step in [self._own_step(len(steps))] if step is not None]
-        starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
         planned_tokens = sum(step.use_tokens for step in steps)
-        found = DiskPrefix(layers=empty_layers(self._source.spec, planned_tokens))
-        target = _Target(found.layers, self._source.before_each)
-        for step, fault in zip(steps, _load_all(steps, starts, target, self._source.n_readers), strict=True):
+        room = self.make_room(planned_tokens) if self.make_room and planned_tokens else None
+        found = DiskPrefix(layers=room.layers() if room else empty_layers(self.spec, planned_tokens), room=room)
+        target = _Target(found.layers, self.before_each)
+        for step, fault in zip(steps, target.load_all(steps, self.n_readers), strict=True):
             if found.add(step, fault):
                 index = found.saved_blocks
-                found.saved_blocks += index < self._prompt.n_blocks and step.path == self._path(index)
+                found.saved_blocks += index < self.prompt.n_blocks and step.path == self._path(index)
                 continue
             # The prompt's block failed; the agent's own piece at this place may be another file.
             other = self._own_step(found.n_tokens // BLOCK_TOKENS)
             if other is not None and other.path != step.path:
                 found.add(other, target.load(other, found.n_tokens))
             break
-        if found.n_tokens < planned_tokens:
-            found.cut(found.n_tokens)
+        found.cut(found.n_tokens)
         return found
 
     def _block_steps(self) -> list[_Step]:
         """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
         steps: list[_Step] = []
-        for index in range(self._prompt.n_blocks):
+        for index in range(self.prompt.n_blocks):
             start, path = index * BLOCK_TOKENS, self._path(index)
-            is_own = self._own_tokens >= start + BLOCK_TOKENS
-            if start >= self._limit or not (is_own or is_there(path)):
+            is_own = self.own_tokens >= start + BLOCK_TOKENS
+            if start >= self.limit or not (is_own or is_there(path)):
                 break
-            piece = self._piece("block", index, self._prompt.block(index))
-            steps.append(_Step(piece, path, min(BLOCK_TOKENS, self._limit - start)))
+            piece = self._piece("block", index, self.prompt.block(index))
+            steps.append(_Step(piece, path, min(BLOCK_TOKENS, self.limit - start)))
         return steps
 
     def _own_step(self, index: int) -> _Step | None:
         """The agent's own piece after `index` full blocks, if it begins with the prompt's next tokens."""
         start = index * BLOCK_TOKENS
-        use_tokens = min(self._own_tokens - start, BLOCK_TOKENS)
+        use_tokens = min(self.own_tokens - start, BLOCK_TOKENS)
         if use_tokens <= 0:
             return None
-        token_ids = self._own.token_ids[start : start + BLOCK_TOKENS]
+        token_ids = self.own.token_ids[start : start + BLOCK_TOKENS]
         if len(token_ids) < BLOCK_TOKENS:
-            return _Step(self._piece("tail", index, token_ids), self._own.tail, use_tokens)
-        address = block_address(self._prompt.parent(index), token_ids)
-        path = self._source.path_of(self._prompt.model, address)
+            return _Step(self._piece("tail", index, token_ids), self.own.tail, use_tokens)
+        path = self.path_of(self.prompt.model, block_address(self.prompt.parent(index), token_ids))
         return _Step(self._piece("block", index, token_ids), path, use_tokens)
 
     def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
-        return CachePiece(kind, self._prompt.model, self._source.spec, self._prompt.parent(index), token_ids)
+        return CachePiece(kind, self.prompt.model, self.spec, self.prompt.parent(index), token_ids)
 
     def _path(self, index: int) -> Path:
-        return self._source.path_of(self._prompt.model, self._prompt.addresses[index])
+        return self.path_of(self.prompt.model, self.prompt.addresses[index])
 
 
 def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[tuple[LayerState, ...], Fault | None]:
@@ -211,16 +210,12 @@ class _Target:
             piece.unpack(data, self._layers, start, step.use_tokens)
         return fault
 
-
-def _load_all(steps: list[_Step], starts: list[int], target: _Target, n_readers: int) -> list[Fault | None]:
-    """Load every file, a few at a time: one core alone does not use a memory's bandwidth."""
-    n_readers = min(n_readers, len(steps))
-    # Dequantising is many short calls: several threads would wait longer for the interpreter's lock than they gain.
-    if n_readers < 2 or any(step.piece.is_quantised for step in steps):
-        return list(map(target.load, steps, starts))
-    with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
-        return list(readers.map(target.load, steps, starts))
-
-
-def _cut(array: Array, n_tokens: int) -> Array:
-    return np.ascontiguousarray(array[:, :n_tokens])
+    def load_all(self, steps: list[_Step], n_readers: int) -> list[Fault | None]:
+        """Load every file, a few at a time: one core alone does not use a memory's bandwidth."""
+        starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
+        n_readers = min(n_readers, len(steps))
+        # Dequantising is many short calls: several threads would wait longer for the interpreter's lock than they gain.
+        if n_readers < 2 or any(step.piece.is_quantised for step in steps):
+            return list(map(self.load, steps, starts))
+        with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
+            return list(readers.map(self.load, steps, starts))

@@ -11,18 +11,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.eviction import Plan, plan_agents, plan_unused
-from stoker_worker.memory.files import is_there
-from stoker_worker.memory.folder_sizes import FolderSizes
+from stoker_worker.memory.eviction import (
+    Plan,
+    idle_rows,
+    plan_agents,
+    plan_unused,
+    take_rows,
+    waiting_agents,
+)
+from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.holds import Holds
 from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.ports import PlaceOf
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +39,6 @@ LOW_WATER: Final = 0.9
 KEEP_UNUSED_S: Final = 3600.0
 _AT_ONCE: Final = 64
 _LOOK_EVERY_S: Final = 1.0
-_NO_END: Final = 1 << 62
-_MANY: Final = 4096
 
 
 class DiskBudget:
@@ -41,6 +47,7 @@ class DiskBudget:
     Attributes:
         max_bytes: the limit. Over it, cache is evicted down to 90 %, so that not every save has to.
         holds: the cache that stays.
+        place_of: where in the queue a waiting agent is, as in `QueuePort.place_of`.
     """
 
     def __init__(
@@ -68,7 +75,8 @@ class DiskBudget:
         self._clock = clock
         self._settling = threading.Lock()
         self.holds = Holds(notes.used)
-        self._folders = FolderSizes(parts)
+        self.place_of: PlaceOf = lambda agent_id: (0, 0)
+        self._waiting: list[str] | None = None  # in one settling: the agents whose cache is left, the next to go last
         self._room_bytes = 0
         self._look_at = 0.0
         self._warned = False
@@ -79,11 +87,7 @@ class DiskBudget:
     def total_bytes(self) -> int:
         """Allocated on disk, as `du` counts; without ``redis/``, and without files that are just being written."""
         with self._database.snapshot() as connection:
-            return self._total(connection)
-
-    def writing(self, files: Iterable[Path]) -> None:
-        """These files are going to be written or removed: their folders will be measured again."""
-        self._folders.changed(file.parent for file in files)
+            return cache_index.cache_bytes(connection) + _other_bytes(self._parts)
 
     def saved(self, agent_id: str | None, n_bytes: int = 0) -> None:
         """The agent's new version is committed, and its blocks with it; ``None``: blocks of a job without an agent.
@@ -105,8 +109,13 @@ class DiskBudget:
         next turn finds no space."""
         if agent_id is not None:
             self.holds.saved(agent_id)
+
+        def without_rows() -> list[Path]:
+            with self._database.snapshot() as connection:
+                return [path for path in blocks if not cache_index.has_block(connection, path.stem)]
+
         with suppress(OSError, Damaged):
-            self.discard(lambda: self._without_rows(blocks))
+            self.discard(without_rows)
         self._settle(unused_before=float("inf"))
 
     def make_room(self) -> None:
@@ -125,16 +134,7 @@ class DiskBudget:
             paths = [path for path in find() if path.stem not in held]
             for path in paths:
                 self._parts.files.remove(path)
-        self.writing(paths)
         return len(paths)
-
-    def _without_rows(self, blocks: Iterable[Path]) -> list[Path]:
-        with self._database.snapshot() as connection:
-            return [path for path in blocks if not cache_index.has_block(connection, path.stem)]
-
-    def measure_folders(self) -> None:
-        """Measure all folders again: other processes change them too."""
-        self._folders.measure_all()
 
     def _unlink(self, plan: Plan) -> None:
         """Remove the plan's files. Raises `OSError`: some may be left."""
@@ -143,7 +143,6 @@ class DiskBudget:
         for row in plan.agents:
             self._on_evicted(row.agent_id)
             paths += pieces.paths(row.agent_id, row.version)
-        self.writing(paths)
         for path in paths:
             self._parts.files.remove(path)
 
@@ -161,9 +160,6 @@ class DiskBudget:
 
         self._database.commit(change)
 
-    def _total(self, connection: Connection) -> int:
-        return cache_index.cache_bytes(connection) + self._folders.total_bytes()
-
     def _default_bytes(self) -> int:
         free = shutil.disk_usage(self._parts.path).free
         max_bytes = int(DEFAULT_SHARE * (self.total_bytes + free))
@@ -177,11 +173,13 @@ class DiskBudget:
         goal, total = self.max_bytes, 0
         try:
             with self._settling:
+                self._waiting = None
                 while True:
                     if 10 * self._database.log_bytes() > self.max_bytes:
                         self._database.empty_log()
+                    other_bytes = _other_bytes(self._parts)
                     with self.holds.lock, self._database.snapshot() as connection:
-                        total = self._total(connection)
+                        total = cache_index.cache_bytes(connection) + other_bytes
                         if total > self.max_bytes:
                             goal = int(self.max_bytes * LOW_WATER)
                         goal, free_bytes = min(goal, total - free_bytes) if free_bytes else goal, 0
@@ -200,25 +198,40 @@ class DiskBudget:
         self._look_again(total)
 
     def _look_again(self, total: int) -> None:
-        """When there is no room left, or after a second. If nothing more can go because so many agents have work, only
-        after a second: to find that takes a while."""
+        """When there is no room left, or after a second."""
         is_over = total > self.max_bytes
         with self.holds.lock:
-            is_slow = is_over and len(self.holds.agents()) > _MANY
-            self._room_bytes = _NO_END if is_slow else self.max_bytes - total
+            self._room_bytes = self.max_bytes - total
             self._look_at = self._clock() + min(_LOOK_EVERY_S, self._keep_unused_s)
         if is_over and not self._warned:
             self._warned = True
             _log.warning(
                 "the store takes %.2f GB of %.2f GB, and nothing more can be evicted: the rest is transcripts, and "
-                "cache of agents with work",
+                "cache of running agents",
                 total / 1e9,
                 self.max_bytes / 1e9,
             )
 
     def _plan(self, connection: Connection, need_bytes: int, unused_before: float) -> Plan:
-        pinned, held = self.holds.agents(), self.holds.blocks()
+        holds, held = self.holds, self.holds.blocks()
         unused = plan_unused(connection, need_bytes=need_bytes, held=held, unused_before=unused_before, most=_AT_ONCE)
         if unused or need_bytes <= 0:
             return unused
-        return plan_agents(connection, need_bytes=need_bytes, pinned=pinned, held=held, most=_AT_ONCE)
+        plan_of = partial(plan_agents, connection, need_bytes=need_bytes, held=held, most=_AT_ONCE)
+        if self._waiting is None:
+            if plan := plan_of(idle_rows(connection, holds.agents())):
+                return plan
+            self._waiting = waiting_agents(connection, holds.waits, self.place_of)
+        plan = plan_of(take_rows(connection, self._waiting, holds.is_running))
+        self._waiting += [row.agent_id for row in plan.agents[-1:]]  # it may have some left
+        return plan
+
+
+def _other_bytes(parts: StoreParts) -> int:
+    """Allocated bytes of the store's folders, and of the files beside its database. There are a few hundred folders for
+    each model, however many agents."""
+    store = parts.path
+    folders = (store, parts.temp, parts.blocks.path, parts.pieces.path)
+    inner = (*store.glob("blocks/*/"), *store.glob("blocks/*/*/"), *store.glob("pieces/*/"))
+    files = (path for path in store.iterdir() if path.is_file() and not path.is_symlink())
+    return sum(map(allocated_bytes, (*folders, *inner, *files)))

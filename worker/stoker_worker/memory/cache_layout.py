@@ -102,40 +102,36 @@ def empty_layers(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerKV, ...]:
     # One array per side and layer, from malloc: the C library reuses the last restore's memory, while the system would
     # have to zero new pages first.
     dtype = as_uint16_if_bfloat16(spec.dtype)
-    return tuple(
-        (np.empty((x.n_kv_heads, n_tokens, x.key_dim), dtype), np.empty((x.n_kv_heads, n_tokens, x.value_dim), dtype))
-        for x in spec.full_layers
-    )
+    return tuple((np.empty(keys, dtype), np.empty(values, dtype)) for keys, values in _kv_shapes(spec, n_tokens))
 
 
 def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
     """Uninitialised arrays for a snapshot after `n_tokens` tokens."""
-    return tuple(
-        tuple(np.empty(x.shape, as_uint16_if_bfloat16(x.dtype)) for x in layer.snapshot_arrays(n_tokens, spec.dtype))
-        for layer in spec.snapshot_layers
-    )
+    return tuple(tuple(np.empty(*about) for about in layer) for layer in _state_arrays(spec, n_tokens))
 
 
 def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
     """Whether arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
     dtype = as_uint16_if_bfloat16(spec.dtype)
-    return len(layers) == len(spec.full_layers) and all(
-        keys.shape == (layer.n_kv_heads, n_tokens, layer.key_dim)
-        and values.shape == (layer.n_kv_heads, n_tokens, layer.value_dim)
-        and keys.dtype == values.dtype == dtype
-        for layer, (keys, values) in zip(spec.full_layers, layers, strict=True)
+    return [(keys.shape, values.shape) for keys, values in layers] == _kv_shapes(spec, n_tokens) and all(
+        array.dtype == dtype for pair in layers for array in pair
     )
 
 
 def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
     """Whether arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
-    if len(states) != len(spec.snapshot_layers):
-        return False
-    for layer, arrays in zip(spec.snapshot_layers, states, strict=True):
-        wanted = [(x.shape, as_uint16_if_bfloat16(x.dtype)) for x in layer.snapshot_arrays(n_tokens, spec.dtype)]
-        if [(array.shape, array.dtype) for array in arrays] != wanted:
-            return False
-    return True
+    return [[(array.shape, array.dtype) for array in arrays] for arrays in states] == _state_arrays(spec, n_tokens)
+
+
+def _kv_shapes(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """Of keys and values of each full-attention layer."""
+    return [((x.n_kv_heads, n_tokens, x.key_dim), (x.n_kv_heads, n_tokens, x.value_dim)) for x in spec.full_layers]
+
+
+def _state_arrays(spec: ModelCacheSpec, n_tokens: int) -> list[list[tuple[tuple[int, ...], "np.dtype[Any]"]]]:
+    """The arrays of each window and recurrent layer."""
+    layers = (layer.snapshot_arrays(n_tokens, spec.dtype) for layer in spec.snapshot_layers)
+    return [[(array.shape, as_uint16_if_bfloat16(array.dtype)) for array in layer] for layer in layers]
 
 
 def _state_tensors(name: str, layer: LayerSpec, n_tokens: int, dtype: str) -> list[Tensor]:

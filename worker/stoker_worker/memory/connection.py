@@ -21,7 +21,6 @@ class Cursor(Protocol):
     """What `Connection.execute` returns."""
 
     def fetchone(self) -> Any: ...
-    def fetchmany(self, size: int, /) -> list[Any]: ...
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -79,12 +78,7 @@ def translated() -> Iterator[None]:
     except sqlite3.ProgrammingError:
         raise
     except sqlite3.Error as error:
-        if may_pass(error):
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is not None and code & 0xFF in _TRANSIENT:  # the disk, its space or a lock
             raise DatabaseFailed(f"the database of the store: {error}") from error
         raise Damaged(f"the database of the store is damaged: {error}") from error
-
-
-def may_pass(error: sqlite3.Error) -> bool:
-    """Whether it is the disk, its space or a lock, and not the database."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in _TRANSIENT

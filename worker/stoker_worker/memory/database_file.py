@@ -16,7 +16,7 @@ from stoker_worker.memory import schema
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, connect, translated
 from stoker_worker.memory.database import NAME, Database
-from stoker_worker.memory.files import Files
+from stoker_worker.memory.files import Disk
 from stoker_worker.memory.replacement import finish_replacement, locked
 from stoker_worker.memory.witness import Witness
 
@@ -35,7 +35,7 @@ def has_database(folder: Path) -> bool:
     return (folder / NAME).exists()
 
 
-def create_database(folder: Path, files: Files, connector: Callable[[Path], Connection] = connect) -> None:
+def create_database(folder: Path, files: Disk, connector: Callable[[Path], Connection] = connect) -> None:
     """Make an empty database, unless there is one: whole under its name, or not there. Processes that do so at the same
     time wait for each other.
 
@@ -99,6 +99,15 @@ def open_database(
 def with_way_on(error: Exception) -> str:
     """The message of an error, and for damage how to go on."""
     return f"{error}; {HOW_TO_GO_ON}" if isinstance(error, Damaged) else str(error)
+
+
+@contextmanager
+def refused_if_unusable(folder: Path) -> Iterator[None]:
+    """While a store is opened, every error of its files and its database is `StoreUnusable`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # `Damaged` is a `ValueError`, and so is a number that is none
+        raise StoreUnusable(f"the store folder {folder} cannot be used: {with_way_on(error)}") from error
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Plans which cache files to remove from a store that is over its budget. Reads the index, removes nothing.
 
-First the blocks that no agent uses, then the cache of the least recently used agents. Never cache of an agent with
-work, never a held block, never a transcript.
+First the blocks that no agent uses, then the cache of the least recently used agents without work, then that of waiting
+agents, the one needed last first. Never cache of a running agent, never a held block, never a transcript.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.connection import Connection
+from stoker_worker.ports import PlaceOf
 
 HAS_CACHE = "(piece_bytes > 0 OR last_block IS NOT NULL)"
 """As in the index `agents_with_cache`."""
@@ -54,21 +55,37 @@ def plan_unused(
     return Plan(tuple(blocks))
 
 
+def idle_rows(connection: Connection, with_work: Collection[str]) -> Iterator[AgentRow]:
+    """Agents with cache and without work, the least recently used first."""
+    rows = agent_table.each_agent_row(connection, f"WHERE {HAS_CACHE} ORDER BY last_used")
+    return (row for row in rows if row.agent_id not in with_work)
+
+
+def waiting_agents(connection: Connection, waits: Callable[[str], bool], place_of: PlaceOf) -> list[str]:
+    """Agents with cache that wait, the one needed last at the end."""
+    found = connection.execute(f"SELECT agent_id FROM agents WHERE {HAS_CACHE}")
+    return sorted((name for (name,) in found if isinstance(name, str) and waits(name)), key=place_of)
+
+
+def take_rows(connection: Connection, agents: list[str], is_running: Callable[[str], bool]) -> Iterator[AgentRow]:
+    """Those of `agents` that still have cache and do not run, from the end of the list, which they leave."""
+    while agents:
+        agent_id = agents.pop()
+        if not is_running(agent_id):
+            yield from agent_table.each_agent_row(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
+
+
 def plan_agents(
-    connection: Connection, *, need_bytes: int, pinned: Collection[str], held: AbstractSet[str], most: int
+    connection: Connection, rows: Iterable[AgentRow], *, need_bytes: int, held: AbstractSet[str], most: int
 ) -> Plan:
-    """Cache of the least recently used agents, to free `need_bytes`: their tails and snapshots, and blocks from the end
-    of their chains, because the rest of a chain is of use from its start only."""
+    """Cache of these agents, in this order, to free `need_bytes`: their tails and snapshots, and blocks from the end of
+    their chains, because the rest of a chain is of use from its start only."""
     blocks: dict[str, Block] = {}
     losing: list[AgentRow] = []
     released: list[AgentRow] = []
     gone: Counter[str] = Counter()
     freed = 0
-    for row in agent_table.each_agent_row(connection, f"WHERE {HAS_CACHE} ORDER BY last_used"):
-        if freed >= need_bytes or len(blocks) >= most or len(losing) >= most:
-            break
-        if row.agent_id in pinned:
-            continue
+    for row in rows if need_bytes > 0 else ():
         losing.append(row)
         freed += row.piece_bytes
         if row.last_block is not None:
@@ -83,6 +100,8 @@ def plan_agents(
                 blocks[block.address] = block
                 gone[block.parent] += 1
                 freed += block.n_bytes
+        if freed >= need_bytes or len(blocks) >= most or len(losing) >= most:
+            break
     agents = (row for row in losing if row.piece_bytes or row in released or _loses(row, blocks))
     return Plan(tuple(blocks.values()), tuple(agents), tuple(released))
 

@@ -1,79 +1,50 @@
 """Every operation that changes the store on disk, each a step that can fail or be cut short. Knows no format.
 
-`Disk` is the real one; tests use others that stop after any step. Finisher threads write; the loader thread only
-removes damaged files.
+Tests use disks that stop after any step. Finisher threads write; the loader thread only removes damaged files.
 """
 
 import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol
 
 from stoker_shared.durable_file import sync, write_new
 
 Chunk = bytes | memoryview
 """Some bytes; arrays travel as views of their own memory, never as copies."""
 
-_READ_BYTES: Final = 1 << 20
 
-
-class Files(Protocol):
-    """The steps. All of them raise `OSError`."""
+class Disk:
+    """The steps on the real file system. Each raises `OSError`."""
 
     def make_folder(self, path: Path) -> None:
         """Make one folder, mode 0700, unless it is there."""
-        ...
-
-    def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
-        """Make a new file, mode 0600, with these bytes, and sync it."""
-        ...
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Atomically give a file or folder another name; a file of that name is replaced."""
-        ...
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, if it is there."""
-        ...
-
-    def remove_folder(self, path: Path) -> None:
-        """Remove a folder and everything in it; follows no link."""
-        ...
-
-    def sync_folder(self, path: Path) -> None:
-        """Make the names in this folder survive a crash, as far as the drive's own cache."""
-        ...
-
-    def flush(self, path: Path) -> None:
-        """`sync_folder`, and everything synced before it reaches the platter."""
-        ...
-
-
-class Disk:
-    """`Files` on the real file system."""
-
-    def make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[Chunk]) -> None:
+        """Make a new file, mode 0600, with these bytes, and sync it."""
         write_new(path, chunks)
 
     def rename(self, source: Path, target: Path) -> None:
+        """Atomically give a file or folder another name; a file of that name is replaced."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
+        """Remove a folder and everything in it; follows no link."""
         shutil.rmtree(path)
 
     def sync_folder(self, path: Path) -> None:
+        """Make the names in this folder survive a crash, as far as the drive's own cache."""
         sync(path)
 
     def flush(self, path: Path) -> None:
+        """`sync_folder`, and everything synced before it reaches the platter."""
         sync(path, to_platter=True)
 
 
@@ -85,8 +56,8 @@ class DurableWriter:
 
     _numbers = itertools.count()  # of the process: several writers, and several processes, share one temp folder
 
-    def __init__(self, files: Files, temp_folder: Path) -> None:
-        self._files = files
+    def __init__(self, files: Disk, temp_folder: Path) -> None:
+        self.files = files
         self._temp_folder = temp_folder
 
     def make_folder(self, path: Path) -> None:
@@ -94,24 +65,32 @@ class DurableWriter:
         if path.is_dir():
             return
         self.make_folder(path.parent)
-        self._files.make_folder(path)
-        self._files.sync_folder(path.parent)
+        self.files.make_folder(path)
+        self.files.sync_folder(path.parent)
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
         """Write a synced temp file, for `place`."""
         path = self._temp_folder / f"{os.getpid()}-{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
-            self._files.write(path, chunks)
+            self.files.write(path, chunks)
         return path
 
     def place(self, staged: Path, target: Path) -> None:
         """Atomically give a staged file its name."""
         with self._removed_on_failure(staged):
-            self._files.rename(staged, target)
+            self.files.rename(staged, target)
 
     def put(self, path: Path, chunks: Iterable[Chunk]) -> None:
         """Write a file; its name is durable after the next sync of its folder."""
         self.place(self.stage(chunks), path)
+
+    def put_all(self, files: Mapping[Path, Iterable[Chunk]]) -> None:
+        """Make files durable, with the folders they are in. After an `OSError` some may be there."""
+        for path, chunks in files.items():
+            self.make_folder(path.parent)
+            self.put(path, chunks)
+        for folder in sorted({path.parent for path in files}):
+            self.files.sync_folder(folder)
 
     @contextlib.contextmanager
     def _removed_on_failure(self, staged: Path) -> Iterator[None]:
@@ -120,7 +99,7 @@ class DurableWriter:
             yield
         except OSError:
             with contextlib.suppress(OSError):
-                self._files.remove(staged)
+                self.files.remove(staged)
             raise
 
     def left_behind(self) -> list[Path]:
@@ -131,9 +110,9 @@ class DurableWriter:
         """Remove what processes that are gone left in the temp folder."""
         for path in self.left_behind():
             if path.is_dir() and not path.is_symlink():
-                self._files.remove_folder(path)
+                self.files.remove_folder(path)
             else:
-                self._files.remove(path)
+                self.files.remove(path)
 
 
 def _is_alive(pid: str) -> bool:
@@ -145,7 +124,7 @@ def _is_alive(pid: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -164,10 +143,3 @@ def allocated_bytes(path: Path) -> int:
         return path.stat().st_blocks * 512
     except FileNotFoundError:
         return 0
-
-
-def chunks_of(path: Path) -> Iterator[bytes]:
-    """A file's bytes, a part at a time. Raises `OSError`."""
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            yield chunk

@@ -7,9 +7,8 @@ One transaction removes the rows; the files go after it. A crash in between leav
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from stoker_shared.agent_result import AgentForgotten
 from stoker_worker.memory import agent_table, cache_index, deliveries
@@ -56,7 +55,9 @@ def forget_agent(
     with naming(agent_id):
         forgotten, going = parts.database.commit(change)
     blocks = [parts.blocks.path_of(block.model, block.address) for block in going if not is_held(block.address)]
-    _remove([*parts.pieces.paths(agent_id, forgotten.version), *blocks], parts)
+    with ExitStack() as removals:  # each is tried, also after one that fails
+        for path in (*parts.pieces.paths(agent_id, forgotten.version), *blocks):
+            removals.callback(parts.files.remove, path)
     return forgotten
 
 
@@ -85,15 +86,3 @@ def _take_blocks(
                 cache_index.remove_block(connection, block.address, now=now)
                 going.append(block)
     return going, len(shared)
-
-
-def _remove(paths: Iterable[Path], parts: StoreParts) -> None:
-    """Raises `OSError` after it has tried to remove all of them."""
-    failed: OSError | None = None
-    for path in paths:
-        try:
-            parts.files.remove(path)
-        except OSError as error:
-            failed = error
-    if failed is not None:
-        raise failed

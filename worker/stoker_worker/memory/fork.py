@@ -3,8 +3,8 @@
 The new agent gets the transcript as one version of its own, copies of the tail and the snapshots, and the same blocks.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -45,14 +45,13 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
             from_version=version.number,
             tokens=len(transcript.token_ids),
         )
-        piece_bytes = parts.pieces.write({path: _chunks(file) for path, file in pieces.items()})
+        chunks = {path: iter(partial(file.read, _READ_BYTES), b"") for path, file in pieces.items()}
+        piece_bytes = parts.pieces.write(chunks)
 
     def change(connection: Connection) -> None:
         check_vacant(connection, target)
-        write_version(connection, None, record, chain, piece_bytes)
-        row = agent_table.find_agent(connection, target)
-        assert row is not None
-        asked.remember(connection, row.number, target, forked)
+        number = write_version(connection, None, record, chain, piece_bytes)
+        asked.remember(connection, number, target, forked)
 
     try:
         with naming(target):
@@ -72,10 +71,9 @@ def _open_version(
     that they outlast a turn of `source`."""
     while True:
         with naming(source), parts.database.snapshot() as connection:
-            state = readable(connection, source)
-            asked.check(source, state.version.number)
+            version = readable(connection, source).version
+            asked.check(source, version.number)
             check_vacant(connection, target)
-        version = state.version
         opened: dict[Path, BinaryIO] = {}
         theirs = parts.pieces.paths(source, version.number)
         for ours, path in zip(parts.pieces.paths(target, 1), theirs, strict=True):
@@ -85,8 +83,3 @@ def _open_version(
             row = agent_table.find_agent(connection, source)
         if row is not None and row.head == version.head:  # no turn has removed some of them before they were open
             return version, opened
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    while chunk := file.read(_READ_BYTES):
-        yield chunk

@@ -20,24 +20,26 @@ class Holds:
         """`on_used`: called with the id of each agent whose work begins to use cache."""
         self._on_used = on_used
         self.lock = threading.Lock()
-        self._pinned: frozenset[str] = frozenset()
+        self._running: frozenset[str] = frozenset()
+        self._waiting: frozenset[str] = frozenset()
         self._is_all = False
         self._in_use: Counter[str] = Counter()
         self._held: dict[str, set[str]] = {}
         self._lent: Counter[str] = Counter()
 
-    def pin(self, agents: frozenset[str], *, is_all: bool = True) -> None:
-        """From now on these agents, and no others, lose nothing. Never blocks.
+    def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+        """From now on these agents, and no others, have work: those that run lose nothing, those that wait lose theirs
+        last. Never blocks.
 
         Args:
             is_all: whether no other agent has work waiting.
         """
         self._is_all = is_all
-        self._pinned = agents
+        self._running, self._waiting = running, waiting
 
     def has_work(self, agent_id: str) -> bool:
         """Whether the agent has, or may have, work that runs or waits."""
-        return not self._is_all or agent_id in self._pinned or agent_id in self._in_use
+        return not self._is_all or any(agent_id in agents for agents in (self._running, self._waiting, self._in_use))
 
     @contextmanager
     def using(self, agent_id: str, blocks: Iterable[str]) -> Iterator[None]:
@@ -80,7 +82,14 @@ class Holds:
 
     def agents(self) -> frozenset[str]:
         """The agents with work. With `lock` held."""
-        return self._pinned.union(self._in_use)
+        return self._running.union(self._waiting, self._in_use)
+
+    def is_running(self, agent_id: str) -> bool:
+        """Whether the agent may lose nothing. With `lock` held."""
+        return agent_id in self._running or agent_id in self._in_use
+
+    def waits(self, agent_id: str) -> bool:
+        return agent_id in self._waiting
 
     def blocks(self) -> set[str]:
         """Addresses of the blocks that stay. With `lock` held."""

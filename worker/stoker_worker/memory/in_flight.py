@@ -53,7 +53,7 @@ class InFlight:
             AgentBusy: one still does after `wait_s`.
         """
         until = time.monotonic() + self._wait_s
-        while not self._has_what_it_wants(agent_id):
+        while not self._has_if_wanted(agent_id):
             if time.monotonic() >= until:
                 raise AgentBusy(f"another process is working on agent {agent_id!r}")
             time.sleep(_LOOK_S)
@@ -78,24 +78,22 @@ class InFlight:
             self._take_and_release()
             self._file.close()
 
-    def _has_what_it_wants(self, agent_id: str) -> bool:
+    def _has_if_wanted(self, agent_id: str) -> bool:
         with self._lock:
-            if agent_id in self._pinned or agent_id in self._passing:
-                self._try(agent_id)
-                return agent_id in self._held
-            return True
+            return not (agent_id in self._pinned or agent_id in self._passing) or self._take(agent_id)
 
     def _take_and_release(self) -> None:
         wanted = self._pinned.union(self._passing)
         for agent_id in self._held - wanted:
             self._file.unlock(_byte_of(agent_id))
         self._held &= wanted
-        for agent_id in wanted - self._held:
-            self._try(agent_id)
+        for agent_id in wanted:
+            self._take(agent_id)
 
-    def _try(self, agent_id: str) -> None:
+    def _take(self, agent_id: str) -> bool:
         if agent_id not in self._held and self._file.lock(_byte_of(agent_id), self):
             self._held.add(agent_id)
+        return agent_id in self._held
 
 
 @contextmanager

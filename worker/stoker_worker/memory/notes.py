@@ -8,11 +8,11 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.connection import Connection
@@ -21,126 +21,92 @@ from stoker_worker.memory.store_parts import StoreParts
 
 _log = logging.getLogger(__name__)
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 _MOST: Final = 256
 """In one transaction, so that no turn waits long for it."""
 
 _MOST_KEPT: Final = 4 * _MOST
+
+_Note = Callable[[Connection], None]
 
 
 class Notes:
     """Kept in memory until `write`, which `Upkeep` calls every second; whoever brings one too many writes them too."""
 
     def __init__(self, parts: StoreParts) -> None:
-        self._parts = parts
+        self._pieces = parts.pieces
+        self._database = parts.database
         self._lock = threading.Lock()
-        self._uses: dict[str, float] = {}
-        self._ended: dict[bytes, tuple[str, float]] = {}
-        self._read: dict[str, float] = {}
-        self._missing: dict[Path, None] = {}
-        self._pieces: dict[str, None] = {}
+        self._notes: dict[object, _Note] = {}  # a newer note of the same key replaces it
 
     def __len__(self) -> int:
-        return len(self._uses) + len(self._ended) + len(self._read) + len(self._missing) + len(self._pieces)
+        return len(self._notes)
 
     def used(self, agent_id: str) -> None:
-        with self._lock:
-            self._uses[agent_id] = time.time()
-
-    def read(self, block: str) -> None:
-        """A job without an agent used the blocks up to this address."""
-        with self._lock:
-            self._read[block] = time.time()
-        self.write_if_many()
+        self._keep(("used", agent_id), partial(cache_index.touch, agents=[(agent_id, time.time())]))
 
     def saved(self, agent_id: str) -> None:
         """Its row has the time of the save."""
         with self._lock:
-            self._uses.pop(agent_id, None)
+            self._notes.pop(("used", agent_id), None)
+
+    def read(self, block: str) -> None:
+        """A job without an agent used the blocks up to this address."""
+        self._keep(("read", block), partial(cache_index.touch_blocks, blocks=[(block, time.time())]))
+        self._write_if_many()
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
         """The answer to this delivery (its key) is needed until then (Unix time)."""
-        with self._lock:
-            self._ended[delivery] = agent_id, until
-        self.write_if_many()
+        self._keep(delivery, partial(deliveries.keep_until, agent_id=agent_id, key=delivery, until=until))
+        self._write_if_many()
 
-    def missing(self, blocks: Iterable[Path]) -> None:
-        """There are no files (any more) for these blocks."""
-        with self._lock:
-            self._missing.update(dict.fromkeys(blocks))
+    def block_changed(self, path: Path) -> None:
+        """The block's file is gone, or not as long as its row has it."""
+        self._keep(path, partial(_measure_block, path=path))
 
     def pieces_changed(self, agent_id: str) -> None:
         """The files of the agent's tail and snapshots are not those that its row counts."""
-        with self._lock:
-            self._pieces[agent_id] = None
-
-    def write_if_many(self) -> None:
-        if len(self) >= _MOST_KEPT:
-            self.write()
+        self._keep(("pieces", agent_id), partial(self._measure_pieces, agent_id=agent_id))
 
     def write(self) -> None:
         """Write all of them. Never raises: what the disk refuses waits for the next time."""
-        while len(self):
+        while self._notes:
             with self._lock:
-                some = _Some(
-                    self._parts,
-                    _first(self._uses),
-                    _first(self._ended),
-                    _first(self._read),
-                    _first(self._missing),
-                    _first(self._pieces),
-                )
+                some = dict(itertools.islice(self._notes.items(), _MOST))
             try:
-                self._parts.database.commit(some.write)
+                self._database.commit(partial(_write, notes=some.values()))
             except OSError as error:
                 _log.warning("uses of agents and ends of jobs are noted later: %s", error)
                 return
             except Exception as error:  # notes that a damaged row refuses would keep all others waiting
                 _log.warning("some uses of agents and ends of jobs cannot be noted: %s", error)
             with self._lock:
-                _remove(self._uses, some.uses)
-                _remove(self._ended, some.ended)
-                _remove(self._read, some.read)
-                _remove(self._missing, some.missing)
-                _remove(self._pieces, some.pieces)
+                for key, note in some.items():
+                    if self._notes.get(key) is note:  # else it has changed meanwhile
+                        del self._notes[key]
+
+    def _keep(self, key: object, note: _Note) -> None:
+        with self._lock:
+            self._notes[key] = note
+
+    def _write_if_many(self) -> None:
+        if len(self) >= _MOST_KEPT:
+            self.write()
+
+    def _measure_pieces(self, connection: Connection, agent_id: str) -> None:
+        row = agent_table.find_agent(connection, agent_id)
+        if row is not None and row.problem is None:
+            with suppress(OSError):  # the walk measures them again
+                n_bytes = sum(map(allocated_bytes, self._pieces.paths(agent_id, row.version)))
+                cache_index.set_piece_bytes(connection, row.number, n_bytes)
 
 
-@dataclass(frozen=True)
-class _Some:
-    """As many notes of each kind as one transaction writes: Unix times of uses, agents and times of ends, Unix times
-    at which blocks were read."""
-
-    parts: StoreParts
-    uses: dict[str, float]
-    ended: dict[bytes, tuple[str, float]]
-    read: dict[str, float]
-    missing: dict[Path, None]
-    pieces: dict[str, None]
-
-    def write(self, connection: Connection) -> None:
-        cache_index.touch(connection, self.uses.items())
-        for key, (agent_id, until) in self.ended.items():
-            deliveries.keep_until(connection, agent_id, key, until)
-        cache_index.touch_blocks(connection, self.read.items())
-        for path in self.missing:
-            if not is_there(path):  # else it has been saved meanwhile
-                cache_index.remove_block(connection, path.stem, now=time.time())
-        for agent_id in self.pieces:
-            row = agent_table.find_agent(connection, agent_id)
-            if row is not None and row.problem is None:
-                with suppress(OSError):  # the walk measures them again
-                    n_bytes = sum(map(allocated_bytes, self.parts.pieces.paths(agent_id, row.version)))
-                    cache_index.set_piece_bytes(connection, row.number, n_bytes)
+def _measure_block(connection: Connection, path: Path) -> None:
+    if is_there(path):
+        cache_index.correct_sizes(connection, {path.stem: allocated_bytes(path)})
+    else:
+        cache_index.remove_block(connection, path.stem, now=time.time())
 
 
-def _first(notes: dict[K, V]) -> dict[K, V]:
-    return dict(itertools.islice(notes.items(), _MOST))
-
-
-def _remove(notes: dict[K, V], written: dict[K, V]) -> None:
-    """Remove what is written, unless it has changed meanwhile."""
-    for key, value in written.items():
-        if key in notes and notes[key] == value:
-            del notes[key]
+def _write(connection: Connection, notes: Iterable[_Note]) -> None:
+    for note in notes:
+        note(connection)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from stoker_worker.memory import cache_index
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
 
@@ -52,8 +53,7 @@ def orphans_in(parts: StoreParts, folder: Path, *, before: float) -> dict[Path, 
 
 
 def _has_block(connection: Connection, name: re.Match[str]) -> bool:
-    address = bytes.fromhex(name[1])
-    return connection.execute("SELECT 1 FROM blocks WHERE address = ?", (address,)).fetchone() is not None
+    return cache_index.has_block(connection, name[1])
 
 
 def _has_piece(connection: Connection, name: re.Match[str]) -> bool:

@@ -1,21 +1,21 @@
 """Keeps recently used agents' caches in RAM, so that their next turn skips the disk. Any thread; one lock, which is
 not held while arrays are copied.
 
-Entries hold arrays that others made anyway: what a restore assembled, what a turn handed over. They are lent to the
-engine, which makes its own copy.
+Entries hold arrays that others made anyway: what a restore assembled, what a turn handed over. The engine gets a copy
+in memory of its own.
 """
 
 import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.ram_cache_entry import OwnedSegment, RamCacheEntry, Segment, join
-from stoker_worker.ports import AgentVersion, RestoredPrefix, Snapshot, Turn
+from stoker_worker.memory.ram_cache_entry import RamCacheEntry
+from stoker_worker.ports import AgentVersion, PlaceOf, PrefixRoom, RestoredPrefix, Snapshot, Turn
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class RamCache:
 
     Attributes:
         max_bytes: 0 keeps nothing.
+        place_of: where in the queue a waiting agent is.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,6 +50,7 @@ class RamCache:
         self._entries: OrderedDict[str, RamCacheEntry] = OrderedDict()
         self._running: frozenset[str] = frozenset()
         self._waiting: frozenset[str] = frozenset()
+        self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._model: str | None = None
         self._expected: str | None = None
         self._reserved_bytes = 0
@@ -57,6 +59,10 @@ class RamCache:
     @property
     def n_bytes(self) -> int:
         return self._n_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._entries
 
     def __contains__(self, agent_id: str) -> bool:
         return agent_id in self._entries
@@ -67,13 +73,20 @@ class RamCache:
         self._running, self._waiting = running, waiting
 
     def restore(
-        self, prompt: BlockChain, *, agent: AgentVersion, spec: ModelCacheSpec, disk_tokens: int
+        self,
+        prompt: BlockChain,
+        *,
+        agent: AgentVersion,
+        spec: ModelCacheSpec,
+        disk_tokens: int,
+        make_room: Callable[[int], PrefixRoom] | None = None,
     ) -> RestoredPrefix | None:
         """The cached prefix of `prompt`, at most all but its last token; ``None``: ask the disk.
 
         Args:
             disk_tokens: how many tokens the disk may have of it. A shorter prefix is only given when the disk has no
                 longer one.
+            make_room: makes memory for some tokens, to copy it to; ``None``: the entry's own arrays are lent.
         """
         entry = self._get(agent.agent_id)
         if entry is None or not entry.belongs_to(agent.number, prompt.model, prompt.salt):
@@ -86,41 +99,31 @@ class RamCache:
             n_tokens, states = last.n_tokens, last.states
         if not n_tokens or (n_tokens < disk_tokens and not (entry.has_all and spec.snapshot_layers)):
             return None
-        if n_tokens < len(entry.token_ids) or len(entry.segments) == 1:
-            return RestoredPrefix(n_tokens, entry.layers_of(n_tokens), states)
-        rest, segments = replace(entry, segments=()), [OwnedSegment(segment) for segment in entry.segments]
-        self.drop(agent.agent_id)
-        del entry  # so that `join` frees the parts
-        layers = join(segments, n_tokens)
-        self._put(agent.agent_id, replace(rest, segments=(Segment(0, n_tokens, layers),)))
-        return RestoredPrefix(n_tokens, layers, states)
+        layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in entry.layers)
+        if make_room is None:
+            return RestoredPrefix(n_tokens, layers, states)
+        room = make_room(n_tokens)
+        for (keys, values), (to_keys, to_values) in zip(layers, room.layers(), strict=True):
+            to_keys[:, :n_tokens], to_values[:, :n_tokens] = keys, values
+        return RestoredPrefix(n_tokens, (), states, room)
 
     def loaded(self, prefix: RestoredPrefix, prompt: BlockChain, *, agent: AgentVersion, has_all: bool) -> None:
         """Keep what was read from disk, the same arrays. `has_all`: as in `RamCacheEntry`."""
         n_tokens = prefix.n_tokens
         snapshots = (Snapshot(n_tokens, prefix.states),) if prefix.states else ()
-        segments = (Segment(0, n_tokens, prefix.layers),)
         token_ids = prompt.token_ids[:n_tokens]
-        entry = RamCacheEntry(agent.number, prompt.model, prompt.salt, token_ids, segments, snapshots, has_all)
+        entry = RamCacheEntry(agent.number, prompt.model, prompt.salt, token_ids, prefix.layers, snapshots, has_all)
         self._put(agent.agent_id, entry)
 
     def saved(self, turn: Turn) -> None:
-        """Go on to the turn's version: the entry up to the turn's own cache, then that."""
-        old, new = self._get(turn.agent_id), turn.cache
-        token_ids, model = turn.transcript.token_ids, turn.model.fingerprint
-        before: tuple[Segment, ...] = ()
-        if new is not None and new.start:
-            continues = old is not None and old.belongs_to(turn.base.number, model, turn.cache_salt)
-            if old is not None and continues and common_length(old.token_ids, token_ids) >= new.start:
-                before = old.up_to(new.start)
-            else:
-                new = None
-        if new is None:
+        """Keep the cache that the turn handed over, the same arrays."""
+        cache, model = turn.cache, turn.model.fingerprint
+        if cache is None:
             self.drop(turn.agent_id)
             return
-        segments = (*before, Segment(new.start, new.stop, new.layers))
+        token_ids = turn.transcript.token_ids[: cache.stop]
         entry = RamCacheEntry(
-            turn.version, model, turn.cache_salt, token_ids[: new.stop], segments, new.snapshots, has_all=True
+            turn.version, model, turn.cache_salt, token_ids, cache.layers, cache.snapshots, has_all=True
         )
         self._put(turn.agent_id, entry)
 
@@ -164,11 +167,8 @@ class RamCache:
             if self._expected != agent_id:
                 return False
             others = self._less_urgent(agent_id, order) if agent_id in order else ()
-            going = self._going(self._n_bytes - self._reserved_bytes + n_bytes, others)
-            if going is None:
+            if not self._make_room(self._n_bytes - self._reserved_bytes + n_bytes, others):
                 return False
-            for name in going:
-                self._drop(name)
             self._n_bytes += n_bytes - self._reserved_bytes
             self._reserved_bytes = n_bytes
             return True
@@ -191,8 +191,7 @@ class RamCache:
         soon, running, waiting = set(order), self._running, self._waiting
         others = [name for name in self._entries if name not in running and name not in soon]
         yield from (name for name in others if name not in waiting)
-        # Agents take turns: of those that wait behind `order`, the one that ran last is probably the last to run again.
-        yield from (name for name in reversed(others) if name in waiting)
+        yield from sorted((name for name in others if name in waiting), key=self.place_of, reverse=True)
         behind = order[order.index(agent_id) + 1 :]
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
 
@@ -208,16 +207,12 @@ class RamCache:
             self._drop(agent_id)
             with_work = (self._running, self._waiting)
             others = (name for name in self._entries if not any(name in agents for agents in with_work))
-            going = self._going(self._n_bytes + entry.n_bytes, others)
-            if going is None:
-                return
-            for name in going:
-                self._drop(name)
-            self._add(agent_id, entry)
+            if self._make_room(self._n_bytes + entry.n_bytes, others):
+                self._add(agent_id, entry)
 
-    def _going(self, n_bytes: int, others: Iterable[str]) -> list[str] | None:
-        """Those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; ``None``: that is
-        not enough."""
+    def _make_room(self, n_bytes: int, others: Iterable[str]) -> bool:
+        """Drop those of `others`, in this order, that have to go for one more agent and `n_bytes` in all; none, if that
+        is not enough."""
         over, n_over, going = n_bytes - self.max_bytes, len(self._entries) + 1 - MOST_AGENTS, list[str]()
         for name in others if over > 0 or n_over > 0 else ():
             going.append(name)
@@ -225,7 +220,10 @@ class RamCache:
             n_over -= 1
             if over <= 0 and n_over <= 0:
                 break
-        return None if over > 0 or n_over > 0 else going
+        has_room = over <= 0 and n_over <= 0
+        for name in going if has_room else ():
+            self._drop(name)
+        return has_room
 
     def _add(self, agent_id: str, entry: RamCacheEntry, *, goes_last: bool = True) -> None:
         if self._model in (None, entry.model):

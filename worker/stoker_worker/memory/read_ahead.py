@@ -14,11 +14,11 @@ from typing import Final
 
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.block_lookup import AgentBlocks, BlockLookup, DiskSource, load_snapshot, n_readers
+from stoker_worker.memory.block_lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.ram_cache_entry import RamCacheEntry, Segment
+from stoker_worker.memory.ram_cache_entry import RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import AgentVersion, CachedPrefix, LayerKV, LoadedModel, Snapshot
 from stoker_worker.ports.cache_spec import ModelCacheSpec
@@ -65,6 +65,10 @@ class ReadAhead:
                 self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def is_at_hand(self, agent_id: str) -> bool:
+        """See `CacheStorePort.is_at_hand`."""
+        return agent_id in self._ram_cache or agent_id in self._useless or self._ram_cache.is_empty
 
     def model_loaded(self, model: LoadedModel) -> None:
         """From now on only caches of this model are read, and kept. Never blocks for long."""
@@ -123,17 +127,13 @@ class ReadAhead:
 
     def _choose(self) -> bool:
         """Whether there is an agent to read now: `_reading`."""
-        self._reading = self._next_in_order()
-        if self._reading is None and self._fills:
+        done = self._tried | self._useless
+        self._reading = next((name for name in self._order if name not in done and name not in self._ram_cache), None)
+        if self._reading is not None:
+            self._tried.add(self._reading)
+        elif self._fills:
             self._reading, self._recent = self._recent, None
         return self._reading is not None
-
-    def _next_in_order(self) -> str | None:
-        for name in self._order:
-            if name not in self._tried and name not in self._useless and name not in self._ram_cache:
-                self._tried.add(name)
-                return name
-        return None
 
     def _agents_used_last(self) -> Iterator[str]:
         """The agents that have a cache, those used last first."""
@@ -205,8 +205,8 @@ class ReadAhead:
             return None
         layers: tuple[LayerKV, ...] = ()
         if spec.full_layers:
-            source = DiskSource(spec, own, self._parts.blocks.path_of, readers, self._check)
-            found = BlockLookup(chain, cache.tokens, source).run()
+            path_of = self._parts.blocks.path_of
+            found = BlockLookup(chain, cache.tokens, spec, own, path_of, readers, self._check).run()
             if found.n_tokens < cache.tokens:
                 return None
             layers = found.layers
@@ -217,9 +217,8 @@ class ReadAhead:
             if fault is not None:
                 return None
             snapshots.append(Snapshot(n_tokens, states))
-        segments = (Segment(0, cache.tokens, layers),)
         return RamCacheEntry(
-            agent.number, cache.model, cache.salt, own.token_ids, segments, tuple(snapshots), has_all=True
+            agent.number, cache.model, cache.salt, own.token_ids, layers, tuple(snapshots), has_all=True
         )
 
     def _check(self) -> None:

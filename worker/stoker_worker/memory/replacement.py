@@ -39,13 +39,13 @@ def replace_database(folder: Path, whole: Path) -> Path:
 
 def finish_replacement(folder: Path) -> None:
     """Do what a crash left undone, if anything. Raises `OSError`."""
-    if any(_decided(folder)):
+    if any(folder.glob(f"{_DECIDED}*")):
         with locked(folder):
             _finish(folder)
 
 
 def _finish(folder: Path) -> None:
-    for new in _decided(folder):
+    for new in folder.glob(f"{_DECIDED}*"):
         kept = folder / new.name.replace(_DECIDED, _KEPT)
         for end in ("", "-wal"):
             with suppress(FileNotFoundError):
@@ -65,7 +65,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _decided(folder: Path) -> Iterator[Path]:
-    return folder.glob(f"{_DECIDED}*")

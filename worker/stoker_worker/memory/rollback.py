@@ -9,12 +9,10 @@ from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, turn_table
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, write_version
 from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import cached_prefix, chain_of, make_record
-from stoker_worker.ports import CachedPrefix
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
@@ -47,8 +45,10 @@ def _roll_back(connection: Connection, agent_id: str, version: int | None, asked
         transcript, cache = turn_table.read_version(connection, row, to)
     except Damaged as damage:
         raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
-    chain = _full_blocks(cache, transcript.token_ids)
-    left = cached_prefix(chain) if chain else None
+    chain = None
+    if cache is not None and not cache.snapshots:  # a cache that needs a snapshot is of no use without it
+        chain = chain_of(cache, transcript.token_ids)
+        chain = chain.up_to(chain.n_blocks * BLOCK_TOKENS)
     back = AgentRolledBack(
         job_id=asked.job_id,
         agent_id=agent_id,
@@ -57,6 +57,7 @@ def _roll_back(connection: Connection, agent_id: str, version: int | None, asked
         from_version=base.number,
         tokens=len(transcript.token_ids),
     )
+    left = cached_prefix(chain) if chain else None
     record = make_record(base, transcript, left, made_by="rollback", delivery=asked.delivery)
     write_version(connection, row, record, chain, 0)
     asked.remember(connection, row.number, agent_id, back)
@@ -74,11 +75,3 @@ def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:
     if oldest is not None and to < oldest:
         raise AgentNotFound(f"agent {row.agent_id!r} has no version {to} any more: {oldest} is the oldest that is kept")
     return to
-
-
-def _full_blocks(cache: CachedPrefix | None, token_ids: tuple[int, ...]) -> BlockChain | None:
-    """The full blocks of the cache; nothing of a cache that also needs a snapshot."""
-    if cache is None or cache.snapshots:
-        return None
-    chain = chain_of(cache, token_ids)
-    return chain.up_to(chain.n_blocks * BLOCK_TOKENS)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,8 @@ from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
-from stoker_worker.memory.database_file import with_way_on
-from stoker_worker.memory.files import Files
+from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable, with_way_on
+from stoker_worker.memory.files import Disk
 from stoker_worker.memory.in_flight import InFlight
 from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
@@ -38,6 +39,7 @@ from stoker_worker.ports import (
     CacheStorePort,
     Delivery,
     LoadedModel,
+    PlaceOf,
     Restored,
     Turn,
 )
@@ -63,7 +65,7 @@ class AgentCacheStore(CacheStorePort):
         self,
         folder: Path,
         *,
-        files: Files | None = None,
+        files: Disk | None = None,
         max_bytes: int | None = None,
         memory_max_bytes: int = 0,
         keep_unused_s: float = KEEP_UNUSED_S,
@@ -75,33 +77,27 @@ class AgentCacheStore(CacheStorePort):
         """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
         `StoreLock`, `agent_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a rollback can return
         to."""
-        self._lock = StoreLock(folder, wait=wait)
-        try:
+        refuse_other_formats(folder)  # before a lock file is made there
+        with ExitStack() as opened, refused_if_unusable(folder):
+            opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)
+            opened.enter_context(closing(parts))
             parts.writer.clear()
-            self._database, self._blocks, self._pieces = parts.database, parts.blocks, parts.pieces
+            self._database, self._blocks = parts.database, parts.blocks
             self.ram_cache = RamCache(memory_max_bytes)
             self._notes = Notes(parts)
             self.budget = DiskBudget(
                 parts, self._notes, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
             )
-            self._in_flight = InFlight(folder)
-        except BaseException:
-            self._lock.close()
-            raise
+            self._in_flight = opened.enter_context(closing(InFlight(folder)))
+            self._close_files = opened.pop_all().close
         self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
         self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
         self._upkeep = Upkeep(parts, self._notes, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
         self._read_ahead = ReadAhead(parts, self.ram_cache)
         self._unsaved: set[str] = set()
-        self.agent_jobs = AgentJobs(
-            parts,
-            in_flight=self._in_flight,
-            budget=self.budget,
-            ram_cache=self.ram_cache,
-            unsaved=self._unsaved,
-            answer_of=self.answer,
-        )
+        in_flight, budget, ram_cache = self._in_flight, self.budget, self.ram_cache
+        self.agent_jobs = AgentJobs(parts, in_flight, budget, ram_cache, self._unsaved, answer_of=self.answer)
 
     @property
     def misses(self) -> Counter[str]:
@@ -114,9 +110,9 @@ class AgentCacheStore(CacheStorePort):
             with self._database.snapshot() as connection:
                 state = agent_table.read_agent(connection, agent_id)
         except (Damaged, OSError) as error:
+            _log_way_on(agent_id, error)
             unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
-            message = f"the transcript of agent {agent_id!r}: {with_way_on(error)}"
-            raise AgentTranscriptUnreadable(message, usable=unknown) from error
+            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {error}", usable=unknown) from error
         problem = "its last turn was not saved" if agent_id in self._unsaved else state.problem
         if problem is not None:
             raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}", usable=state.version)
@@ -131,7 +127,8 @@ class AgentCacheStore(CacheStorePort):
                 known = None if row is None else deliveries.read_answer(connection, row.number, key)
                 is_whole = row is not None and known is not None and turn_table.is_newest(connection, row, key)
         except (Damaged, OSError) as error:
-            raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {with_way_on(error)}") from error
+            _log_way_on(agent_id, error)
+            raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {error}") from error
         if row is not None and is_whole and (row.unsaved or agent_id in self._unsaved):
             self._mark(agent_id, unsaved=False)  # the disk failed after its version was written
         return known
@@ -143,26 +140,25 @@ class AgentCacheStore(CacheStorePort):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        max_tokens: int = 0,
+        is_saved: bool = True,
         beside_others: bool = False,
     ) -> Restored:
         if not model.has_memory or (agent is None and model.spec.snapshot_layers):
             return Restored(None, "none")
         prompt = BlockChain(model.fingerprint, salt, tuple(prompt_ids))
         with self._read_ahead.giving_way(agent.agent_id if agent else None):
-            return self._prefixes.find(Lookup(prompt, agent, model, n_readers(beside_others)))
+            return self._prefixes.find(
+                Lookup(prompt, agent, model, max_tokens, is_saved=is_saved, n_readers=n_readers(beside_others))
+            )
 
     def save(self, turn: Turn) -> None:
-        """See `CacheStorePort.save`.
-
-        Raises:
-            AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
-        """
+        """Raises `AgentVersionConflict`: `turn.base` is not the agent's newest version (any more)."""
         if turn.base.number == UNKNOWN_VERSION:
             raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
         chain = cached_chain(turn)
-        blocks = chain.addresses if chain is not None else ()
         try:
-            with self.budget.holds.using(turn.agent_id, blocks):
+            with self.budget.holds.using(turn.agent_id, chain.addresses if chain else ()):
                 n_bytes = self._turns.save(turn, chain)
         except AgentVersionConflict:
             self.budget.saved(turn.agent_id, 0)
@@ -170,7 +166,8 @@ class AgentCacheStore(CacheStorePort):
         except Exception as error:
             self.budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
             if isinstance(error, Damaged):
-                raise DatabaseFailed(with_way_on(error)) from error
+                _log_way_on(turn.agent_id, error)
+                raise DatabaseFailed(str(error)) from error
             raise
         self._unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
@@ -182,7 +179,6 @@ class AgentCacheStore(CacheStorePort):
         chain = BlockChain(model.fingerprint, salt, token_ids)
         try:
             with self.budget.holds.lending(chain.addresses):
-                self.budget.writing(chain.paths(self._blocks.path_of))
                 sizes = self._blocks.save(chain, cache, model.spec)
                 self._database.commit(
                     lambda connection: cache_index.add_blocks(connection, chain, sizes, now=time.time())
@@ -201,8 +197,14 @@ class AgentCacheStore(CacheStorePort):
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self._in_flight.pin(running)
-        self.budget.holds.pin(running | waiting, is_all=is_all)
+        self.budget.holds.pin(running, waiting, is_all=is_all)
         self.ram_cache.pin(running, waiting)
+
+    def order_by(self, place_of: PlaceOf) -> None:
+        self.budget.place_of = self.ram_cache.place_of = place_of
+
+    def is_at_hand(self, agent_id: str) -> bool:
+        return self._read_ahead.is_at_hand(agent_id)
 
     def model_loaded(self, model: LoadedModel) -> None:
         self._read_ahead.model_loaded(model)
@@ -221,9 +223,7 @@ class AgentCacheStore(CacheStorePort):
             _log.info("cache misses since the store was opened: %s", misses)
         self._upkeep.close()
         self._notes.write()  # never raises
-        self.parts.close()
-        self._in_flight.close()
-        self._lock.close()
+        self._close_files()
 
     def _mark(self, agent_id: str, *, unsaved: bool) -> None:
         """In the database, or in this process while the database fails. A mark is worth more than cache: without space
@@ -239,3 +239,9 @@ class AgentCacheStore(CacheStorePort):
             self._unsaved.discard(agent_id)
         except (OSError, Damaged) as error:
             _log.error("agent %r: could not note whether its last turn is saved: %s", agent_id, error)
+
+
+def _log_way_on(agent_id: str, error: Exception) -> None:
+    """Damage is the operator's to mend: the producer is told of it, without the commands of this machine."""
+    if isinstance(error, Damaged):
+        _log.error("agent %r: %s", agent_id, with_way_on(error))

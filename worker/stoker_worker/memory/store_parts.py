@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.block_folder import BlockFolder
-from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
 from stoker_worker.memory.connection import Connection, connect
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.database_file import (
@@ -27,9 +25,9 @@ from stoker_worker.memory.database_file import (
     has_database,
     open_database,
     refused_if_damaged,
+    refused_if_unusable,
 )
-from stoker_worker.memory.files import Disk, DurableWriter, Files
-from stoker_worker.memory.piece_folder import PieceFolder
+from stoker_worker.memory.files import Disk, DurableWriter
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class StoreParts:
     """An open store."""
 
     path: Path
-    files: Files
+    files: Disk
     database: Database
     writer: DurableWriter
     blocks: BlockFolder
@@ -57,7 +55,7 @@ class StoreParts:
 
 def open_parts(
     path: Path,
-    files: Files | None = None,
+    files: Disk | None = None,
     *,
     create: bool = False,
     connector: Callable[[Path], Connection] = connect,
@@ -72,14 +70,18 @@ def open_parts(
     """
     files = Disk() if files is None else files
     writer = DurableWriter(files, path / "tmp")
-    try:
-        database = open_database(
-            path, connector, make=partial(_make, path, files, writer, connector) if create else None
-        )
-    except (OSError, Damaged) as error:
-        raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error
-    blocks = BlockFolder(path / "blocks", files=files, writer=writer)
-    return StoreParts(path, files, database, writer, blocks, PieceFolder(path / "pieces", files=files, writer=writer))
+
+    def make() -> None:
+        make_folders(path, writer)
+        has_caches = any(True for name in ("blocks", "pieces") for _ in (path / name).iterdir())
+        if has_caches and not has_database(path):  # there is one as soon as another process has made it
+            raise StoreUnusable(f"there are caches at {path}, and no database; {HOW_TO_GO_ON}")
+        create_database(path, files, connector)
+
+    with refused_if_unusable(path):
+        database = open_database(path, connector, make=make if create else None)
+    blocks, pieces = BlockFolder(path / "blocks", writer), PieceFolder(path / "pieces", writer)
+    return StoreParts(path, files, database, writer, blocks, pieces)
 
 
 def make_folders(path: Path, writer: DurableWriter) -> None:
@@ -99,7 +101,7 @@ class StoreLock:
 
     def __init__(self, path: Path, *, wait: bool = False) -> None:
         """`wait`: wait for the other process to end, instead of refusing."""
-        try:
+        with refused_if_unusable(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file: int | None = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -107,8 +109,6 @@ class StoreLock:
             except BaseException:
                 self.close()
                 raise
-        except OSError as error:
-            raise StoreUnusable(f"the store folder {path} cannot be used: {error}") from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -157,11 +157,3 @@ def _try_lock(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _make(path: Path, files: Files, writer: DurableWriter, connector: Callable[[Path], Connection]) -> None:
-    make_folders(path, writer)
-    has_caches = any(True for name in ("blocks", "pieces") for _ in (path / name).iterdir())
-    if has_caches and not has_database(path):  # there is one as soon as another process has made it
-        raise StoreUnusable(f"there are caches at {path}, and no database; {HOW_TO_GO_ON}")
-    create_database(path, files, connector)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from stoker_worker.memory.block_chain import BlockChain, common_length
 from stoker_worker.memory.cache_file import CachePiece
+from stoker_worker.memory.cache_folders import MOST_SNAPSHOTS, PieceFolder, Pieces
 from stoker_worker.memory.cache_layout import fits, state_fits
 from stoker_worker.memory.deliveries import UNTIL_ENDED_S, delivery_key
 from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.piece_folder import MOST_SNAPSHOTS, PieceFolder, Pieces
 from stoker_worker.memory.turn_record import FULL_EVERY, About, MadeBy, TurnRecord, delta
 from stoker_worker.ports import AgentVersion, CachedPrefix, CacheSlice, Delivery, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
@@ -50,9 +50,7 @@ def own_pieces(turn: Turn, cache: CacheSlice, folder: PieceFolder, chain: BlockC
     pieces: dict[Path, Iterable[Chunk]] = {}
     if chain.rest and spec.full_layers:
         tail = CachePiece("tail", chain.model, spec, chain.last, chain.rest)
-        pieces[folder.tail_path(agent_id, version)] = tail.encode(
-            cache.layers, chain.n_blocks * BLOCK_TOKENS - cache.start
-        )
+        pieces[folder.tail_path(agent_id, version)] = tail.encode(cache.layers, chain.n_blocks * BLOCK_TOKENS)
     for index, snapshot in enumerate(cache.snapshots):
         piece = CachePiece.snapshot(spec, chain.up_to(snapshot.n_tokens))
         pieces[folder.snapshot_path(agent_id, version, index)] = piece.encode_states(snapshot.states)
@@ -125,11 +123,10 @@ def are_snapshots(counts: Sequence[int], most_tokens: int) -> bool:
 
 def _check(turn: Turn, cache: CacheSlice) -> None:
     """Raises `ValueError` unless `cache` is the cache of the turn's transcript."""
-    n_tokens, spec = cache.stop - cache.start, turn.model.spec
-    if cache.start % BLOCK_TOKENS or not n_tokens >= 0 or cache.stop > len(turn.transcript.token_ids):
-        length = len(turn.transcript.token_ids)
+    spec, length = turn.model.spec, len(turn.transcript.token_ids)
+    if cache.start % BLOCK_TOKENS or not cache.start <= cache.stop <= length:
         raise ValueError(f"cache of tokens {cache.start} to {cache.stop}, of a transcript of {length}")
-    if not fits(spec, cache.layers, n_tokens):
+    if not fits(spec, cache.layers, cache.stop):
         raise ValueError("the cache arrays do not have the shapes and dtype of the model's cache spec")
     counts = [snapshot.n_tokens for snapshot in cache.snapshots]
     if not are_snapshots(counts, cache.stop) or (counts and not spec.snapshot_layers):

@@ -8,6 +8,7 @@ thousand turns is read like one of ten. Owns the encoding and the replay; reads 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -70,7 +71,8 @@ _ABOUT: Final = TypeAdapter(About)
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One version of an agent. `new_messages` and `new_text` are ``None`` when the transcript has none.
+    """One version of an agent: the fields are in the order of `COLUMNS`. `new_messages` and `new_text` are ``None``
+    when the transcript has none.
 
     Attributes:
         parent: checksum of the row before it; ``None`` when this one keeps nothing of that.
@@ -126,19 +128,11 @@ class TurnRecord:
             raise Damaged("its checksum does not match")
         try:
             number, parent, delivery, about, keep_tokens, keep_messages, keep_text, tokens, messages, text = content
-            return cls(
-                agent_id=agent_id,
-                version=number,
-                parent=parent,
-                delivery=delivery,
-                about=_ABOUT.validate_json(about),
-                keep_tokens=keep_tokens,
-                keep_messages=keep_messages,
-                keep_text=keep_text,
-                new_tokens=tuple(np.frombuffer(tokens, dtype="<u4").tolist()),
-                new_messages=None if messages is None else _messages_of(messages),
-                new_text=text,
-            )
+            kept = keep_tokens, keep_messages, keep_text
+            new_tokens = tuple(np.frombuffer(tokens, dtype="<u4").tolist())
+            new_messages = None if messages is None else _messages_of(messages)
+            about = _ABOUT.validate_json(about)
+            return cls(agent_id, number, parent, delivery, about, *kept, new_tokens, new_messages, text)
         except (ValueError, TypeError):
             raise Damaged("its content is not a version") from None
 
@@ -201,9 +195,5 @@ def _messages_of(text: str) -> tuple[Message, ...]:
 
 
 def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> int:
-    shared = 0
-    for ours, theirs in zip(left, right, strict=False):
-        if not ours.is_exactly(theirs):
-            break
-        shared += 1
-    return shared
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].is_exactly(pair[1]), pairs))

@@ -49,7 +49,6 @@ class TurnSaver:
             check_base(turn.base, agent_table.find_agent(connection, turn.agent_id))
         sizes: dict[int, int] = {}
         pieces = own_pieces(turn, turn.cache, self._pieces, chain) if turn.cache is not None and chain else {}
-        self._budget.writing((*pieces, *(chain.paths(self._blocks.path_of) if chain else ())))
         if turn.cache is not None and chain is not None:
             sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
         piece_bytes = self._pieces.write(pieces)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.orphans import YOUNG_S, cache_folders, orphans_in
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.periodic import Periodic
 
 _log = logging.getLogger(__name__)
 
@@ -81,26 +83,23 @@ class Upkeep:
 
     def walk(self) -> Iterator[None]:
         """The steps of a comparison of all cache files with their index. Each raises as those of `tidy`."""
-        self._budget.measure_folders()
         for folder in cache_folders(self._parts):
             with suppress(FileNotFoundError):
                 self._remove_orphans(folder)
                 yield
-                is_of_pieces = folder.parent == self._parts.pieces.path
-                sizes = _sizes_in(folder)
-                yield from self._check_pieces(folder, sizes) if is_of_pieces else self._check_blocks(folder, sizes)
+                check = self._check_pieces if folder.parent == self._parts.pieces.path else self._check_blocks
+                yield from check(folder, _sizes_in(folder))
         with self._database.snapshot() as connection:
             is_right = cache_index.uncounted_bytes(connection) == 0
         if not is_right:
             self._database.commit(cache_index.recount)
 
     def _run(self) -> None:
-        walk_at = 0.0
+        walks = Periodic(_WALK_EVERY_S)
         while not self._stop.wait(_EVERY_S):
             try:
                 self._take(self.tidy())
-                if time.monotonic() >= walk_at:
-                    walk_at = time.monotonic() + _WALK_EVERY_S
+                if walks.is_due():
                     self._take(self.walk())
             except (OSError, Damaged, StokerError) as error:
                 _log.warning("the store's upkeep goes on later: %s", error)
@@ -116,13 +115,10 @@ class Upkeep:
 
     def _forget_agents(self, before: float) -> bool:
         """Some of the agents unused since then; returns whether there may be more."""
-        found: list[str] = []
         with self._database.snapshot() as connection:
-            for row in agent_table.each_agent_row(connection, "WHERE last_used < ? ORDER BY last_used", (before,)):
-                if not self._budget.holds.has_work(row.agent_id):
-                    found.append(row.agent_id)
-                if len(found) == _AGENTS_AT_ONCE:
-                    break
+            rows = agent_table.each_agent_row(connection, "WHERE last_used < ? ORDER BY last_used", (before,))
+            idle = (row.agent_id for row in rows if not self._budget.holds.has_work(row.agent_id))
+            found = list(islice(idle, _AGENTS_AT_ONCE))
         self._notes.write()  # a use that is not written yet keeps its agent
         n_removed = 0
         for agent_id in found:
@@ -160,15 +156,10 @@ class Upkeep:
             if not rows:
                 return
             last = rows[-1].address
-            ours = {folder / f"{row.address}.safetensors": row for row in rows if row.model == folder.parent.name}
-            self._notes.missing([path for path in ours if path.name not in sizes])
-            wrong = {
-                row.address: sizes[path.name]
-                for path, row in ours.items()
-                if row.n_bytes != sizes.get(path.name, row.n_bytes)
-            }
-            if wrong:
-                self._database.commit(partial(cache_index.correct_sizes, sizes=wrong))
+            for row in rows:
+                name = f"{row.address}.safetensors"
+                if row.model == folder.parent.name and sizes.get(name) != row.n_bytes:
+                    self._notes.block_changed(folder / name)
             yield
 
     def _check_pieces(self, folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:

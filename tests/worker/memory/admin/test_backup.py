@@ -7,6 +7,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,37 @@ def test_a_damaged_database_is_not_copied(store: AgentCacheStore, tmp_path: Path
     with pytest.raises(StoreUnusable, match=r"memory salvage"):
         copied(store, tmp_path / "backup")
     assert {path.name for path in tmp_path.iterdir()} == {"store"}
+
+
+def test_a_damaged_row_is_copied_and_named(store: AgentCacheStore, tmp_path: Path) -> None:
+    changes = ("turns SET new_text = 'x' WHERE agent = 2", "agents SET head = x'00' WHERE number = 4")
+    for change in (*changes, "deliveries SET result = '{}' WHERE agent = 5"):
+        store.parts.database.commit(methodcaller("execute", f"UPDATE {change}"))
+    assert copied(store, tmp_path / "backup").problems == (
+        "agent 'agent-1': version 1 is unusable: its checksum does not match",
+        "agent 'agent-3': the checksum of its row does not match",
+        "agent number 5: the answer to this delivery is damaged",
+    )
+    restore(tmp_path / "new", tmp_path / "backup")
+    with closing(open_store(tmp_path / "new")) as again:
+        assert again.open_agent("agent-0").transcript == store.open_agent("agent-0").transcript
+
+
+@pytest.mark.parametrize("how", ["missing", "text"])
+def test_a_refused_backup_makes_no_store(tmp_path: Path, how: str) -> None:
+    if how == "text":
+        (tmp_path / "backup").write_text("no database")
+    with pytest.raises((StoreUnusable, FileNotFoundError)):
+        restore(tmp_path / "new" / "store", tmp_path / "backup")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_error_names_the_file_that_was_asked_for(store: AgentCacheStore, tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "file"
+    for write in (lambda: copied(store, file), lambda: copied(store, tmp_path / "backup", file)):
+        with pytest.raises(FileNotFoundError, match="missing/file'") as caught:
+            write()
+        assert "draft" not in str(caught.value)
 
 
 def damage(path: Path) -> None:

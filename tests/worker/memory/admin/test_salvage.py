@@ -8,13 +8,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, AgentCacheStore, FastDisk, files_below, ids, open_store
-from tests.worker.memory.flips import FRAME, PAGE, Truth, open_unsynced, unsynced
+from tests.worker.memory.agents import Agent, AgentCacheStore, files_below, ids, open_store
+from tests.worker.memory.flips import FRAME, PAGE, Truth, open_unsynced
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin.salvage import salvage
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.rollback import roll_back
 from stoker_worker.memory.store_parts import opened
@@ -177,32 +177,69 @@ def test_where_the_newest_turns_are_missing_no_agent_silently_goes_back(folder: 
                 store.open_agent(name)
 
 
-def keeping_deleted_rows(path: Path) -> Connection:
-    """As most builds of SQLite do; Debian's overwrites them."""
-    connection = unsynced(path)
-    connection.execute("PRAGMA secure_delete=OFF").fetchall()
-    return connection
-
-
 def test_agents_that_were_removed_do_not_come_back(tmp_path: Path) -> None:
-    """Their rows are still in pages that are free now."""
-    with closing(AgentCacheStore(tmp_path / "store", files=FastDisk(), connector=keeping_deleted_rows)) as store:
+    """Pages that are free now had their rows."""
+    with closing(open_store(tmp_path / "store")) as store:
         for n in range(40):
             Agent(store, f"agent-{n}").say(ids(300, seed=n))
         for n in range(39):
             forget_agent(store.parts, f"agent-{n}")
-    data = (tmp_path / "store" / "agents.db").read_bytes()
-    assert data.count(b"agent-3") > data.count(b"agent-39")
-    for is_damaged in (False, True):
-        done = salvage(tmp_path / "store")
-        assert (done.whole, done.refused, done.lost) == (1, {}, {})
-        with closing(open_store(tmp_path / "store")) as store:
-            assert store.open_agent("agent-3").number == 0
-            assert store.open_agent("agent-39").number == 1
-        if not is_damaged:  # and not when the list of the free pages is damaged either
-            (tmp_path / "store" / "agents.db").write_bytes(data)
-            (tmp_path / "store" / "agents.commits").unlink()
-            overwrite(tmp_path / "store" / "agents.db", 32, bytes(4))
+    file = tmp_path / "store" / "agents.db"
+    with closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("PRAGMA freelist_count").fetchone()[0] > 3
+    assert b"agent-3" not in file.read_bytes().replace(b"agent-39", b"")
+    overwrite(file, 32, bytes(4))  # nor with the list of the free pages
+    done = salvage(tmp_path / "store")
+    assert (done.whole, done.refused, done.lost) == (1, {}, {})
+    with closing(open_store(tmp_path / "store")) as store:
+        assert store.open_agent("agent-3").number == 0
+        assert store.open_agent("agent-39").number == 1
+
+
+def test_nothing_is_made_where_no_store_is(tmp_path: Path) -> None:
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(StoreUnusable, match="nothing to salvage"):
+            salvage(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_that_cannot_be_read_any_more_do_not_stay(tmp_path: Path) -> None:
+    """`verify` would name them until they are pruned."""
+    with closing(open_store(tmp_path)) as store:
+        for name in ("a", "b"):
+            for length in range(10, 30, 5):
+                Agent(store, name).say(ids(length))
+        sql = "UPDATE turns SET new_text = 'x' WHERE agent = 1 AND version = 2"
+        store.parts.database.commit(lambda connection: connection.execute(sql))
+    assert salvage(tmp_path).refused == {"a": "version 4 is missing"}
+    with opened(tmp_path) as parts:
+        assert list(verify_store(parts)) == ["agent 'a': version 4 is missing"]
+        roll_back(parts, "a", 1)
+        assert list(verify_store(parts)) == []
+    with closing(open_store(tmp_path)) as store:
+        assert Agent(store, "a").tokens() == (*ids(10),)
+        assert Agent(store, "b").tokens() == (*ids(25),)
+
+
+def test_agents_whose_row_and_id_are_lost_are_not_begun_anew(folder: Path, truth: Truth) -> None:
+    """Only the index by the hash of the id still knows them."""
+    in_one_file(folder)
+    file = folder / "agents.db"
+    data = bytearray(file.read_bytes())
+    index = roots(folder)["agents_by_key"]
+    for at in range(PAGE, len(data), PAGE):
+        if data[at : at + PAGE].count(b"agent-0") > 5:
+            data[at : at + PAGE] = bytes(PAGE)
+    assert any(data[(index - 1) * PAGE : index * PAGE])
+    file.write_bytes(data)
+    done = salvage(folder)
+    assert len([name for name in done.lost if name.startswith("lost id ")]) > 5
+    with closing(open_unsynced(folder)) as store:
+        for name, version in truth.versions.items():
+            try:
+                assert store.open_agent(name) == version
+            except AgentTranscriptUnreadable:
+                continue
 
 
 @pytest.mark.parametrize("how", ["none", "empty", "zeros", "no agents"])

@@ -11,37 +11,34 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Annotated, Final, Literal
+from typing import IO, Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker_shared.request import Message
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.files import Chunk
-from stoker_worker.memory.piece_folder import MOST_SNAPSHOTS
-from stoker_worker.memory.turn_record import About, TurnRecord
+from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord
+
+M = TypeVar("M", bound=BaseModel)
 
 AGENT_NAME: Final = "agent.json"
-PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
-"""In the order of `PieceFolder.paths`; without a number, because an archive holds the newest version's only."""
-_BLOCK: Final = re.compile(r"blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors")
-_TURN: Final = re.compile(r"turns/(0\d{7}|[1-9]\d{7,11})\.json")
-
-MAX_AGENT_BYTES: Final = 4096
-MAX_TURN_BYTES: Final = 128 * 2**20
-"""A turn is held in memory; the largest request is an eighth of this."""
-MAX_PIECE_BYTES: Final = 2**32
-
-_BLOCK_BYTES: Final = tarfile.BLOCKSIZE
+_MOST_BYTES: Final = {
+    re.compile(re.escape(AGENT_NAME)): 4096,
+    re.compile(r"turns/(0\d{7}|[1-9]\d{7,11})\.json"): 128 * 2**20,  # held in memory; eight times the largest request
+    re.compile(r"(?:tail|snapshot-[01])\.safetensors"): 2**32,
+    re.compile(r"blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors"): 2**32,
+}
+"""Of the members that an archive may have."""
+_HEADER_BYTES: Final = tarfile.BLOCKSIZE
 _READ_BYTES: Final = 1 << 20
 
-_Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Checksum = Annotated[bytes, Field(min_length=16, max_length=16)]
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Version = Annotated[int, Field(ge=1, lt=10**12)]
 
 
 class _Content(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_bytes="hex", val_json_bytes="hex")
 
 
 class ArchivedAgent(_Content):
@@ -49,7 +46,7 @@ class ArchivedAgent(_Content):
 
     format: Literal["stoker-agent 1"] = "stoker-agent 1"
     agent_id: str
-    version: Annotated[int, Field(ge=1, lt=10**12)]
+    version: _Version
     head: _Checksum
     turns: _Count
 
@@ -57,9 +54,9 @@ class ArchivedAgent(_Content):
 class ArchivedTurn(_Content):
     """``turns/<version>.json``: a row of `turns`, with its token ids as numbers."""
 
-    version: Annotated[int, Field(ge=1, lt=10**12)]
+    version: _Version
     parent: _Checksum | None
-    delivery: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None
+    delivery: Annotated[bytes, Field(min_length=32, max_length=32)] | None
     about: About
     keep_tokens: _Count
     keep_messages: _Count
@@ -70,26 +67,12 @@ class ArchivedTurn(_Content):
     checksum: _Checksum
 
     @staticmethod
-    def name(version: int) -> str:
-        """The file's."""
-        return f"turns/{version:08d}.json"
-
-    @staticmethod
     def encode(record: TurnRecord) -> bytes:
         """The content of the file."""
-        version, parent, delivery, about, *keep, _, messages, text, checksum = record.to_row()
-        fields = {
-            "version": version,
-            "parent": parent.hex() if parent is not None else None,
-            "delivery": delivery.hex() if delivery is not None else None,
-            "about": json.loads(about),
-            **dict(zip(("keep_tokens", "keep_messages", "keep_text"), keep, strict=True)),
-            "new_tokens": record.new_tokens,
-            "new_messages": None if messages is None else json.loads(messages),
-            "new_text": text,
-            "checksum": checksum.hex(),
-        }
-        return json.dumps(fields, separators=(",", ":")).encode()  # Python's own JSON keeps NaN
+        row = dict(zip(COLUMNS.split(", "), record.to_row(), strict=True))
+        row |= {name: row[name] and json.loads(row[name]) for name in ("about", "new_messages")}
+        row["new_tokens"] = record.new_tokens
+        return json.dumps(row, separators=(",", ":"), default=bytes.hex).encode()  # Python's own JSON keeps NaN
 
     def record(self, agent_id: str) -> TurnRecord:
         """The turn of this agent.
@@ -97,114 +80,78 @@ class ArchivedTurn(_Content):
         Raises:
             Damaged: it is not as it was written, or another agent's.
         """
-        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "checksum"}
-        fields["parent"] = None if self.parent is None else bytes.fromhex(self.parent)
-        fields["delivery"] = None if self.delivery is None else bytes.fromhex(self.delivery)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields if name != "checksum"}
         record = TurnRecord(agent_id=agent_id, **fields)
         row = record.to_row()
-        if row[-1].hex() != self.checksum or TurnRecord.of_row(agent_id, self.version, row).to_row() != row:
+        if row[-1] != self.checksum or TurnRecord.of_row(agent_id, self.version, row).to_row() != row:
             raise Damaged(f"version {self.version} is not as it was written")
         return record
 
 
-@dataclass(frozen=True)
-class Member:
-    """One file in the archive, and the place of its bytes."""
-
-    name: str
-    offset: int
-    size: int
-
-    @property
-    def version(self) -> int | None:
-        """Of a turn; ``None`` for any other file."""
-        match = _TURN.fullmatch(self.name)
-        return int(match[1]) if match else None
-
-    @property
-    def is_block(self) -> bool:
-        return self.name.startswith("blocks/")
-
-    def read(self, archive: IO[bytes]) -> bytes:
-        return b"".join(bytes(chunk) for chunk in self.chunks(archive))
-
-    def chunks(self, archive: IO[bytes]) -> Iterator[Chunk]:
-        """
-        Raises:
-            Damaged: the archive ends first.
-        """
-        archive.seek(self.offset)
-        left = self.size
-        while left:
-            chunk = archive.read(min(left, _READ_BYTES))
-            if not chunk:
-                raise Damaged("it is cut short")
-            left -= len(chunk)
-            yield chunk
+def add(archive: tarfile.TarFile, name: str, content: bytes | IO[bytes]) -> None:
+    """Write the next member. Equal content gives equal bytes. Raises `OSError`."""
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = file.seek(0, os.SEEK_END), 0o600
+    file.seek(0)
+    archive.addfile(info, file)
 
 
-def list_members(archive: IO[bytes]) -> dict[str, Member]:
-    """The files in the archive, by name.
+class Archive:
+    """An archive to read.
+
+    Attributes:
+        names: of its members; of turns from the oldest on.
 
     Raises:
         Damaged: it is no tar file, is cut short, or contains something else.
     """
-    members: dict[str, Member] = {}
-    at = 0
-    while True:
-        archive.seek(at)  # past the end of a file that is cut short, where nothing is read
-        header = archive.read(_BLOCK_BYTES)
-        if header == bytes(_BLOCK_BYTES):
-            return members
-        try:
-            info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
-        except (tarfile.HeaderError, ValueError):
-            raise Damaged("it is no tar file, or cut short") from None
-        member = Member(info.name, at + _BLOCK_BYTES, info.size)
-        if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-            raise Damaged(f"{info.name!r} in it is not a plain file")
-        if member.name in members:
-            raise Damaged(f"{info.name!r} is in it twice")
-        if not 0 <= info.size <= _limit(member):
-            raise Damaged(f"{info.name!r} in it has {info.size} bytes")
-        at = member.offset + -(-info.size // _BLOCK_BYTES) * _BLOCK_BYTES
-        members[member.name] = member
-
-
-class ArchiveWriter:
-    """Writes members in order; equal content gives equal bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._file = file
+        self._places: dict[str, tuple[int, int]] = {}
+        at = 0
+        while (header := self._read(at, _HEADER_BYTES)) != bytes(_HEADER_BYTES):
+            try:
+                info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
+            except (tarfile.HeaderError, ValueError):
+                raise Damaged("it is no tar file, or cut short") from None
+            if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                raise Damaged(f"{info.name!r} in it is not a plain file")
+            if info.name in self._places:
+                raise Damaged(f"{info.name!r} is in it twice")
+            most = next((most for form, most in _MOST_BYTES.items() if form.fullmatch(info.name)), None)
+            if most is None:
+                raise Damaged(f"{info.name!r} does not belong in it")
+            if not 0 <= info.size <= most:
+                raise Damaged(f"{info.name!r} in it has {info.size} bytes")
+            self._places[info.name] = at + _HEADER_BYTES, info.size
+            at += _HEADER_BYTES + -(-info.size // _HEADER_BYTES) * _HEADER_BYTES
+        self.names = sorted(self._places, key=lambda name: (len(name), name))
 
-    def add(self, name: str, data: bytes) -> None:
-        self._add(name, len(data), io.BytesIO(data))
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """
+        Raises:
+            Damaged: there is no such member, or the archive ends first.
+        """
+        if name not in self._places:
+            raise Damaged(f"{name} is not in it")
+        at, size = self._places[name]
+        for start in range(at, at + size, _READ_BYTES):
+            n_bytes = min(_READ_BYTES, at + size - start)
+            chunk = self._read(start, n_bytes)
+            if len(chunk) < n_bytes:
+                raise Damaged("it is cut short")
+            yield chunk
 
-    def add_file(self, name: str, file: IO[bytes]) -> None:
-        """Raises `OSError`."""
-        self._add(name, os.fstat(file.fileno()).st_size, file)
+    def parsed(self, model: type[M], name: str) -> M:
+        """Raises `Damaged`."""
+        try:
+            return model.model_validate_json(b"".join(self.chunks(name)))
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise Damaged(f"the content of {name} is not of its form{where and ': ' + ascii(where)}") from None
 
-    def close(self) -> None:
-        """Write the end of the archive; the file stays open."""
-        self._tar.close()
-
-    def _add(self, name: str, size: int, file: IO[bytes]) -> None:
-        info = tarfile.TarInfo(name)
-        info.size = size
-        info.mode = 0o600
-        self._tar.addfile(info, file)
-
-
-def _limit(member: Member) -> int:
-    """The most bytes that a member of this name may have.
-
-    Raises:
-        Damaged: no member has such a name.
-    """
-    if member.name == AGENT_NAME:
-        return MAX_AGENT_BYTES
-    if member.version is not None:
-        return MAX_TURN_BYTES
-    if member.name in PIECE_NAMES or _BLOCK.fullmatch(member.name):
-        return MAX_PIECE_BYTES
-    raise Damaged(f"{member.name!r} does not belong in it")
+    def _read(self, at: int, n_bytes: int) -> bytes:
+        self._file.seek(at)  # may be past the end of a file that is cut short, where nothing is read
+        return self._file.read(n_bytes)

@@ -1,18 +1,40 @@
-"""Checks one cache file: whole, of our format, and the piece that belongs at its place. Any thread."""
+"""Checks cache files: whole, of our format, and the piece that belongs at its place. Any thread."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from stoker_worker.memory.block_chain import block_address
 from stoker_worker.memory.cache_file import is_intact, read_metadata
+from stoker_worker.memory.cache_folders import MOST_SNAPSHOTS
 from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of
 from stoker_worker.ports import AgentVersion
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
+"""Of a version's own files, without its number; in the order of `PieceFolder.paths`."""
+
+
+def files_of(parts: StoreParts, version: AgentVersion) -> dict[str, tuple[Path, Callable[[Path], object]]]:
+    """The cache files that a version may have: one of `PIECE_NAMES` or the path in the store, the place, and the check
+    of a file that is to be there, which raises `Damaged` and `FileNotFoundError`. Blocks are in the order of the chain.
+    """
+    files: dict[str, tuple[Path, Callable[[Path], object]]] = {}
+    for place, path in enumerate(parts.pieces.paths(version.agent_id, version.number)):
+        check = partial(check_piece, version=version, snapshot=place - 1 if place else None)
+        files[PIECE_NAMES[place]] = path, check
+    if version.cache is not None and version.transcript is not None:
+        chain = chain_of(version.cache, version.transcript.token_ids)
+        for address, path in zip(chain.addresses, chain.paths(parts.blocks.path_of), strict=True):
+            check_its = partial(check_block, model=chain.model, address=address)
+            files[path.relative_to(parts.path).as_posix()] = path, check_its
+    return files
 
 
 def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None:
@@ -22,35 +44,36 @@ def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None
         Damaged: it is not.
         FileNotFoundError: it is gone.
     """
-    with _foreign():
-        metadata = read_intact(path)
-        cache, transcript = version.cache, version.transcript
-        if cache is None or transcript is None or (snapshot is not None and snapshot >= len(cache.snapshots)):
-            raise Damaged("is of no version")
-        chain = chain_of(cache, transcript.token_ids)
-        expected = {"kind": "tail", "model": cache.model}
-        if snapshot is not None:
-            chain = chain.up_to(cache.snapshots[snapshot])
-            expected |= {"kind": "snapshot", "after_tokens": str(len(chain.token_ids))}
-        expected |= {"parent": chain.last, "token_ids": ",".join(map(str, chain.rest))}
-        if {field: metadata.get(field) for field in expected} != expected:
-            raise Damaged("is another agent's or version's")
+    metadata = read_intact(path)
+    cache, transcript = version.cache, version.transcript
+    if cache is None or transcript is None or (snapshot is not None and snapshot >= len(cache.snapshots)):
+        raise Damaged("is of no version")
+    chain = chain_of(cache, transcript.token_ids)
+    expected = {"kind": "tail", "model": cache.model}
+    if snapshot is not None:
+        chain = chain.up_to(cache.snapshots[snapshot])
+        expected |= {"kind": "snapshot", "after_tokens": str(len(chain.token_ids))}
+    expected |= {"parent": chain.last, "token_ids": ",".join(map(str, chain.rest))}
+    if {field: metadata.get(field) for field in expected} != expected:
+        raise Damaged("is another agent's or version's")
 
 
-def check_block(path: Path, address: str) -> tuple[str, str]:
-    """The model and the parent of the block in the file.
+def check_block(path: Path, model: str, address: str) -> str:
+    """Whether the file is the block of this address, of the model whose fingerprint begins so; returns its parent.
 
     Raises:
-        Damaged: the file is not the block of this address.
+        Damaged: it is not.
         FileNotFoundError: it is gone.
     """
-    with _foreign():
-        metadata = read_intact(path)
+    metadata = read_intact(path)
+    is_ours = is_of_model = False
+    with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):  # whole, but of another writer
         token_ids = np.array(metadata["token_ids"].split(","), dtype=np.uint32)
-        model, parent = str(metadata["model"]), str(metadata["parent"])
-        if len(token_ids) != BLOCK_TOKENS or block_address(parent, token_ids.tolist()) != address:
-            raise Damaged("is not the block of its name")
-        return model, parent
+        is_ours = len(token_ids) == BLOCK_TOKENS and block_address(metadata["parent"], token_ids.tolist()) == address
+        is_of_model = metadata["model"].startswith(model)
+    if not is_ours or not is_of_model:
+        raise Damaged("is another model's" if is_ours else "is not the block of its name")
+    return str(metadata["parent"])
 
 
 def read_intact(path: Path) -> dict[str, Any]:
@@ -60,19 +83,14 @@ def read_intact(path: Path) -> dict[str, Any]:
         Damaged: it is none.
         FileNotFoundError: it is gone.
     """
-    with _foreign(), open(path, "rb", buffering=0) as file:
-        if not is_intact(file):
-            raise Damaged("is damaged")
-        return read_metadata(file)
-
-
-@contextmanager
-def _foreign() -> Iterator[None]:
     try:
-        yield
-    except (Damaged, FileNotFoundError):
+        with open(path, "rb", buffering=0) as file:
+            if is_intact(file):
+                return read_metadata(file)
+    except FileNotFoundError:
         raise
     except OSError as error:
         raise Damaged(f"cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged("is no piece of cache of ours") from error  # whole, but of another writer
+    raise Damaged("is damaged")

@@ -5,19 +5,24 @@ A block that a worker begins to count on meanwhile is a miss, and is computed ag
 """
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory import cache_index
-from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.orphans import YOUNG_S, cache_folders, orphans_in
 from stoker_worker.memory.store_parts import StoreParts, is_in_use
 
 _AT_ONCE: Final = 256
+_UNUSED: Final = (
+    "WITH RECURSIVE kept (address) AS (SELECT last_block FROM agents WHERE last_block IS NOT NULL"
+    " UNION SELECT address FROM blocks WHERE unused_since > ?"
+    " UNION SELECT parent FROM blocks JOIN kept USING (address))"
+    " SELECT lower(hex(address)), model, CAST(n_bytes AS INTEGER) FROM blocks WHERE address NOT IN kept"
+)
+"""The blocks that no agent uses, and none that is young needs."""
 
 
 @dataclass(frozen=True)
@@ -44,52 +49,25 @@ def collect(parts: StoreParts, *, dry_run: bool = False) -> Collected:
         Damaged: the database is damaged.
     """
     before = time.time() - YOUNG_S if is_in_use(parts.path) else float("inf")
-    temp = {path: path.lstat().st_blocks * 512 for path in parts.writer.left_behind()}
+    temp = [path.lstat().st_blocks * 512 for path in parts.writer.left_behind()]
+    with parts.database.snapshot() as connection:
+        blocks = connection.execute(_UNUSED, (before,)).fetchall()
     if not dry_run:
         parts.writer.clear()
-    blocks = _all_unused(parts, before) if dry_run else _remove_unused(parts, before)
+        for start in range(0, len(blocks), _AT_ONCE):
+            some = blocks[start : start + _AT_ONCE]
+            for address, model, _ in some:
+                parts.files.remove(parts.blocks.path_of(model, address))
+            parts.database.commit(partial(_remove_rows, addresses=[address for address, *_ in some]))
     orphans: dict[Path, int] = {}
     for folder in cache_folders(parts):
         orphans |= orphans_in(parts, folder, before=before)
     for path in () if dry_run else orphans:
         parts.files.remove(path)
-    return Collected(
-        len(blocks),
-        sum(block.n_bytes for block in blocks),
-        len(orphans),
-        sum(orphans.values()),
-        len(temp),
-        sum(temp.values()),
-    )
+    n_bytes = sum(size for *_, size in blocks)
+    return Collected(len(blocks), n_bytes, len(orphans), sum(orphans.values()), len(temp), sum(temp))
 
 
-def _all_unused(parts: StoreParts, before: float) -> list[Block]:
-    """The blocks that `_remove_unused` would remove: with each unused block the ones that only it follows."""
-    found: list[Block] = []
-    gone = Counter[str]()
-    with parts.database.snapshot() as connection:
-        for leaf in cache_index.unused_blocks(connection, limit=-1, before=before):
-            for block in cache_index.chain_back(connection, bytes.fromhex(leaf.address), most_users=-1):
-                if block.n_users > gone[block.address]:
-                    break
-                found.append(block)
-                gone[block.parent] += 1
-    return found
-
-
-def _remove_unused(parts: StoreParts, before: float) -> list[Block]:
-    removed: list[Block] = []
-    while True:
-        with parts.database.snapshot() as connection:
-            found = cache_index.unused_blocks(connection, limit=_AT_ONCE, before=before)
-        if not found:
-            return removed
-        for block in found:
-            parts.files.remove(parts.blocks.path_of(block.model, block.address))
-        parts.database.commit(partial(_remove_rows, blocks=found))
-        removed += found
-
-
-def _remove_rows(connection: Connection, blocks: list[Block]) -> None:
-    for block in blocks:
-        cache_index.remove_block(connection, block.address)
+def _remove_rows(connection: Connection, addresses: list[str]) -> None:
+    for address in addresses:
+        cache_index.remove_block(connection, address)

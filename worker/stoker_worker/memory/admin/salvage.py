@@ -6,7 +6,7 @@ is put at that version, which it does not have: a job that appends to it fails b
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,35 @@ from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import agent_row, agent_table, turn_table
-from stoker_worker.memory.admin.damaged_file import DamagedFile, Row
-from stoker_worker.memory.admin.restore import Exchanged, draft_folder, exchange
+from stoker_worker.memory.admin.damaged_file import DamagedFile
+from stoker_worker.memory.admin.restore import Exchanged, exchange
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged, agent_checksum, row_checksum
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.database import NAME
-from stoker_worker.memory.database_file import create_database, refused_if_damaged
+from stoker_worker.memory.database_file import (
+    create_database,
+    has_database,
+    refuse_other_formats,
+    refused_if_damaged,
+)
 from stoker_worker.memory.deliveries import FORGETTER
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.turn_record import COLUMNS, TurnRecord
+from stoker_worker.memory.replacement import finish_replacement
+from stoker_worker.memory.turn_record import TurnRecord
 from stoker_worker.memory.witness import Witness
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 """A frame that names a wrong checksum makes the next one look wrong too."""
 _LOST: Final = "lost id "
 """Before the hash of an agent's id that no page has any more."""
+_LOST_ROW: Final = "its row is damaged: a newer version may be lost"
+_AGENT_COLUMNS, _TURN_COLUMNS, _ANSWER_COLUMNS = 15, 12, 5
+_WITHOUT_PARENT: Final = (
+    "parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM turns AS before WHERE before.agent = turns.agent"
+    " AND before.version = turns.version - 1 AND before.checksum = turns.parent)"
+)
+"""A version that keeps something of one that is lost, so that no reader can come to it."""
 
 
 @dataclass(frozen=True)
@@ -48,174 +61,163 @@ class Salvaged(Exchanged):
 
 
 def salvage(folder: Path) -> Salvaged:
-    """Replace the store's database by what can be proved of it, and the index of the cache files by what their files
-    say.
+    """Replace the store's database by what can be proved of it, and the index of the cache files by what is on disk.
 
     Raises:
         StoreUnusable: there is nothing to take over, or a worker has the store; nothing has changed.
         OSError: it could not be read or written; nothing has changed, or the next start finishes it.
     """
-    with draft_folder(folder) as draft, refused_if_damaged(folder):
-        if not (folder / NAME).exists():
-            raise StoreUnusable(f"there is no database at {folder}, so there is nothing to salvage: restore a backup")
-        create_database(draft, Disk())
-        (whole, refused, lost), done = exchange(folder, draft, lambda connection: _Salvage(connection, folder).run())
-    return Salvaged(done.blocks, done.kept, whole, refused, lost)
+    refuse_other_formats(folder)
+    finish_replacement(folder)
+    if not has_database(folder):
+        raise StoreUnusable(f"there is no database at {folder}, so there is nothing to salvage: restore a backup")
+    job = _Salvage(folder)
+    with refused_if_damaged(folder):
+        done = exchange(folder, lambda draft: create_database(draft, Disk()), job.fill)
+    return Salvaged(done.blocks, done.kept, job.whole, job.refused, job.lost)
 
 
 class _Salvage:
     """Fills a new database.
 
     Attributes:
-        _doubt: why no agent's newest version is proved.
+        whole, refused, lost: as in `Salvaged`.
         _names: by agents' numbers: the ids that may be theirs.
         _newest: by agents' numbers: the highest version that a row names.
     """
 
-    def __init__(self, connection: Connection, folder: Path) -> None:
-        self._to = connection
-        self._roots = dict(connection.execute("SELECT name, rootpage FROM sqlite_schema WHERE rootpage > 0").fetchall())
-        self._file, self._doubt = _open(folder, self._roots["store"])
-        self._columns = {
-            table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})").fetchall()]
-            for table in ("agents", "turns", "deliveries")
-        }
+    _to: Connection
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.whole = 0
+        self.refused: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
         self._names: dict[int, set[str]] = {}
         self._newest: dict[int, int] = {}
 
-    def run(self) -> tuple[int, dict[str, str], dict[str, str]]:
-        """`Salvaged.whole`, `.refused` and `.lost`. Raises `StoreUnusable`: there is no agent."""
-        for row in self._file.rows(self._roots.values()):
-            self._take_agent(row)
-        rows = self._to.execute("SELECT number, agent_id FROM agents").fetchall()
-        without_row = self._names.keys() - {number for number, _ in rows}
-        self._names |= {number: {agent_id} for number, agent_id in rows}
-        for row in self._file.rows(self._roots.values()):
-            if len(row.values) == len(self._columns["turns"]) and row.number is not None:
-                self._take_turn(row.values)
-            elif len(row.values) == len(self._columns["deliveries"]) and row.number is None:
-                self._take_answer(row.values)
-        self._make_rows(without_row)
-        self._to.execute("DELETE FROM turns WHERE agent NOT IN (SELECT number FROM agents)")
-        return self._sort(without_row)
-
-    def _take_agent(self, row: Row) -> None:
-        """A row of `agents`, or an id in its index."""
-        if row.number is None:
-            match row.values:
-                case (str() as agent_id, int() as number):
+    def fill(self, connection: Connection) -> None:
+        """Raises `StoreUnusable`: there is no agent."""
+        self._to = connection
+        root = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'store'").fetchone()[0]
+        file, doubt = _open(self._folder, root)
+        for row in file.rows():
+            match row:
+                case int(number), (None, str(agent_id), *rest) if len(rest) == _AGENT_COLUMNS - 2:
                     self._names.setdefault(number, set()).add(agent_id)
-            return
-        if len(row.values) != len(self._columns["agents"]):
-            return
-        found = dict(zip(self._columns["agents"], row.values, strict=True)) | {"number": row.number}
-        proof = [found[name] for name in ("number", "agent_id", "key", "version", "head", "unsaved", "checksum")]
-        try:
-            agent = agent_row.row_of([*proof, None, 0, found["evicted"] == 1])
-        except Damaged:
-            if isinstance(found["agent_id"], str):
-                self._names.setdefault(row.number, set()).add(found["agent_id"])
-            return
-        same, key = "FROM agents WHERE number = ? OR agent_id = ?", (agent.number, agent.agent_id)
-        # Of two rows of one agent, one lies in a page that lacks its newest change.
-        others = self._to.execute(f"SELECT number, version {same}", key).fetchall()
-        if any(tuple(other) >= (agent.number, agent.version) for other in others):
-            return
-        self._to.execute(f"DELETE {same}", key)
-        used, turns = found["last_used"], found["turns"]
-        used = used if isinstance(used, int | float) and 0 < used < 1e10 else 0
-        turns = turns if isinstance(turns, int) and 0 <= turns <= agent.version else 0
-        agent_table.put_row(self._to, agent, last_used=used)
-        self._to.execute("UPDATE agents SET turns = ?, evicted = ? WHERE number = ?", (turns, agent.evicted, key[0]))
+                    self._take_agent(number, agent_id, *rest)
+                case None, (str(agent_id), int(number)):  # of the index by id
+                    self._names.setdefault(number, set()).add(agent_id)
+        known = dict(connection.execute("SELECT number, agent_id FROM agents").fetchall())
+        without_row = sorted(self._names.keys() - known)
+        self._names |= {number: {agent_id} for number, agent_id in known.items()}
+        keys = set()
+        for row in file.rows():
+            match row:
+                case int(), (int(number), int(version), *rest) if len(rest) == _TURN_COLUMNS - 2:
+                    self._take_turn(number, version, rest)
+                case None, (int(number), bytes(key), str(result), int() | float() as expires, written):
+                    if number == FORGETTER or number in self._names:
+                        self._take_answer((number, key, result, expires, written))
+                case None, (bytes(key), int(number)) if number not in self._names:
+                    keys.add(key)
+        self._make_rows(without_row, keys)
+        connection.execute("DELETE FROM turns WHERE agent NOT IN (SELECT number FROM agents)")
+        while connection.execute(f"DELETE FROM turns WHERE {_WITHOUT_PARENT} RETURNING 1").fetchall():
+            pass
+        connection.execute(f"UPDATE agents SET transcript_bytes = ({turn_table.VERSION_BYTES} WHERE agent = number)")
+        for number, agent_id in connection.execute("SELECT number, agent_id FROM agents ORDER BY agent_id").fetchall():
+            self._judge(agent_id, doubt, has_row=number in known)
+        if not self.whole and not self.refused and not self.lost:
+            raise StoreUnusable("no agent is left in it: restore a backup, or move the folder away to begin anew")
 
-    def _take_turn(self, values: tuple[Any, ...]) -> None:
-        number, version, *_ = values
-        if not isinstance(number, int) or not isinstance(version, int):
-            return
+    def _take_agent(self, *row: Any) -> None:
+        with suppress(Damaged):
+            agent_row.row_of((*row[:7], None, 0, False))
+            # No checksum covers the others, which count and order.
+            counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:])
+            places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS + 1))
+            # Of two rows of one agent, one lies in a page that lacks its newest change.
+            self._to.execute(
+                f"INSERT OR REPLACE INTO agents SELECT {places} WHERE NOT EXISTS (SELECT 1 FROM agents"
+                " WHERE (number = ?1 OR agent_id = ?2) AND (number, version) > (?1, ?4))",
+                (*row[:7], *counts),
+            )
+
+    def _take_turn(self, number: int, version: int, rest: list[Any]) -> None:
         for agent_id in self._names.get(number, ()):
             self._newest[number] = max(self._newest.get(number, 0), min(version, 1 << 31))
             with suppress(Damaged):
-                TurnRecord.of_row(agent_id, version, values[1:])
-                places = ", ".join("?" * len(values))
-                self._to.execute(f"INSERT OR IGNORE INTO turns (agent, {COLUMNS}) VALUES ({places})", values)
+                TurnRecord.of_row(agent_id, version, (version, *rest))
+                sql = f"INSERT OR IGNORE INTO turns VALUES (?{', ?' * (_TURN_COLUMNS - 1)})"
+                self._to.execute(sql, (number, version, *rest))
                 self._names[number] = {agent_id}
                 return
 
-    def _take_answer(self, values: tuple[Any, ...]) -> None:
-        number, key, result, expires, written = values
-        is_known = number == FORGETTER or number in self._names
-        if is_known and isinstance(expires, int | float) and row_checksum((number, key, result)) == written:
-            sql = "INSERT OR IGNORE INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)"
-            self._to.execute(sql, values)
+    def _take_answer(self, row: tuple[Any, ...]) -> None:
+        if row_checksum(row[:3]) == row[-1]:
+            self._to.execute("INSERT OR IGNORE INTO deliveries VALUES (?, ?, ?, ?, ?)", row)
 
-    def _make_rows(self, numbers: Iterable[int]) -> None:
+    def _make_rows(self, numbers: Iterable[int], keys: Iterable[bytes]) -> None:
         """For agents whose own rows are lost: from their ids, or the hashes of them, in the two indexes."""
+        others: list[str] = []
         for number in numbers:
-            sql = "SELECT max(version) FROM turns WHERE agent = ?"
-            (newest,) = self._to.execute(sql, (number,)).fetchone()
-            version = max((newest or 0) + 1, self._newest.get(number, 0))
-            for agent_id in self._names[number]:
-                row = AgentRow(number, agent_id, version, b"", False, None, 0, False)
-                agent_table.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
-        for found in self._file.rows_below([self._roots["agents_by_key"]]):
-            match found.values:
-                case (bytes() as key, int() as number) if number not in self._names:
-                    # Under another id, with this key: neither unknown nor usable.
-                    row = AgentRow(number, _LOST + key.hex(), 1, b"", False, None, 0, False)
-                    agent_table.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
-                    self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, row.agent_id))
+            agent_id, *also = sorted(self._names[number])
+            others += also
+            self._put(agent_id, number)
+        for agent_id in others:
+            self._put(agent_id)
+        for key in keys:
+            name = f"{key.hex()[:2]}/{key.hex()}.safetensors"
+            if not any(self._folder.glob(f"blocks/*/{name}")):  # the index of the last blocks has the same columns
+                # Under another id, with this key: neither unknown nor usable.
+                self._put(_LOST + key.hex())
+                self._to.execute("UPDATE OR IGNORE agents SET key = ? WHERE agent_id = ?", (key, _LOST + key.hex()))
 
-    def _sort(self, without_row: Collection[int]) -> tuple[int, dict[str, str], dict[str, str]]:
-        """Which agents are whole, which refuse, which are lost."""
-        whole = 0
-        refused: dict[str, str] = {}
-        lost: dict[str, str] = {}
-        for number, agent_id in self._to.execute("SELECT number, agent_id FROM agents ORDER BY agent_id").fetchall():
-            if agent_id.startswith(_LOST):
-                lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
-                continue
-            state = agent_table.read_agent(self._to, agent_id)
-            assert state.row is not None
-            is_readable = state.version.transcript is not None or not state.row.version
-            reason = self._doubt if is_readable else state.problem
-            if reason is None:
-                whole += 1
-                continue
-            if is_readable:
-                self._put_beyond(state.row)
-            elif number in without_row:
-                reason = "its row is damaged: a newer version may be lost"
-            can_return = any(can_return for _, can_return in turn_table.read_history(self._to, state.row))
-            (refused if can_return else lost)[agent_id] = reason
-        if not whole and not refused and not lost:
-            raise StoreUnusable("no agent is left in it: restore a backup, or move the folder away to begin anew")
-        return whole, refused, lost
+    def _put(self, agent_id: str, number: int | None = None) -> None:
+        """At a version that the agent does not have."""
+        if number is None:
+            number = self._to.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
+        row = AgentRow(number, agent_id, self._newest.get(number, 0) + 1, b"", False, None, 0, False)
+        agent_table.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
 
-    def _put_beyond(self, row: AgentRow) -> None:
-        """A newer version may be lost."""
-        version, head = row.version + 1, b""
-        checksum = agent_checksum(row.number, row.agent_id, version, head, int(row.unsaved))
-        sql = "UPDATE agents SET version = ?, head = ?, checksum = ? WHERE number = ?"
-        self._to.execute(sql, (version, head, checksum, row.number))
+    def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
+        """Whether the agent is whole, refuses or is lost."""
+        if agent_id.startswith(_LOST):
+            self.lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
+            return
+        state = agent_table.read_agent(self._to, agent_id)
+        row = state.row
+        assert row is not None
+        is_readable = state.version.transcript is not None or not row.version
+        reason = doubt if is_readable else state.problem if has_row else _LOST_ROW
+        if reason is None:
+            self.whole += 1
+            return
+        if is_readable:  # a newer version may be lost
+            checksum = agent_checksum(row.number, agent_id, row.version + 1, b"", int(row.unsaved))
+            sql = "UPDATE agents SET version = version + 1, head = x'', checksum = ? WHERE number = ?"
+            self._to.execute(sql, (checksum, row.number))
+        can_return = self._to.execute("SELECT 1 FROM turns WHERE agent = ?", (row.number,)).fetchone()
+        (self.refused if can_return else self.lost)[agent_id] = reason
 
 
 def _open(folder: Path, root: int) -> tuple[DamagedFile, str | None]:
     """The database, and why no agent's newest version in it is proved, if that is so. `root`: page of table `store`."""
     path, testified = folder / NAME, Witness(folder).read()
     file = DamagedFile(path, whole_log=False)
-    if testified is not None and (_commits(file, root) or 0) >= testified:
+    if testified is not None and _commits(file, root) >= testified:
         return file, None
     file = DamagedFile(path, whole_log=True)
     commits = _commits(file, root)
-    if testified is not None and commits is not None and commits < testified:
+    if testified is not None and 0 <= commits < testified:
         return file, f"the newest {testified - commits} transactions of the database are missing"
     if file.bad_frames > _BAD_FRAMES_OF_ONE_FAULT:
         return file, "the newest transactions of the database are damaged"
     return file, None
 
 
-def _commits(file: DamagedFile, root: int) -> int | None:
-    for row in file.rows_in(root):
-        if row.number == 1 and len(row.values) > 1 and isinstance(row.values[1], int):
-            return row.values[1]
-    return None
+def _commits(file: DamagedFile, root: int) -> int:
+    """-1: unknown."""
+    found = (values[1] for rowid, values in file.rows_in(root) if rowid == 1 and len(values) > 1)
+    return next((commits for commits in found if isinstance(commits, int)), -1)
