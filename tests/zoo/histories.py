@@ -46,6 +46,7 @@ class History:
 
 HISTORIES: Final = (
     History("two sequences", (41, 7), 0, 2, 128),
+    History("two sequences of one length", (24, 24), 0, 2, 128),
     History("four sequences", (5, 70, 23, 38), 0, 4, 128),
     History("five sequences in small chunks", (33, 9, 52, 4, 20), 0, 5, 13),
     History("sequences that join", (30, 12, 50, 6), 2, 4, 128),

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import Final
 
 from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of
 from tests.zoo.causes import cause_of
 from tests.zoo.survey import ROOT, Surveyed, survey_all
 
+from stoker_worker.ports import serving_mode
+
+WIDEST: Final = str(serving_mode.WIDEST)
 PAGE: Final = ROOT / "docs" / "models.md"
 
 _HEAD: Final = """\
@@ -23,6 +27,8 @@ disagree.
 
 The worker does not read this list. It [proves each model at load](decisions.md), so it also serves a model that is not
 listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
+
+In rows, every sequence has a cache of its own for full attention; batched means mlx-lm's own batch, one rectangle.
 
 {counts}
 """
@@ -41,24 +47,34 @@ _NOT_BUILT: Final = """
 
 
 def page(surveyed: Mapping[str, Surveyed]) -> str:
-    narrower = sorted(name for name, one in surveyed.items() if one.mode != "batched")
-    batched = sorted(name for name, one in surveyed.items() if one.mode == "batched")
+    in_rows = sorted(name for name, one in surveyed.items() if one.mode == WIDEST)
+    narrower = sorted(set(surveyed) - set(in_rows))
     n_architectures = len({architecture_of(name) for name in surveyed})
+    n_batched = sum(one.mode == "batched" for one in surveyed.values())
     counts = (
-        f"{n_architectures} architectures in {len(surveyed)} forms: {len(batched)} are batched, {len(narrower)} are "
-        f"served in a narrower mode, and {len(NOT_BUILT)} more could not be tried."
+        f"{n_architectures} architectures in {len(surveyed)} forms: {len(in_rows)} run in rows, {n_batched} are "
+        f"batched by mlx-lm, {len(narrower) - n_batched} are served in a narrower mode, and {len(NOT_BUILT)} more "
+        "could not be tried."
     )
-    text = _HEAD.format(mlx_lm=version("mlx-lm"), mlx=version("mlx"), counts=counts)
-    text += "\n## Narrower than batched\n" + _TABLE + "".join(_row(surveyed[name]) for name in narrower)
-    text += "\n## Batched\n" + "\n| architecture | layers |\n|---|---|\n"
-    text += "".join(f"| {_title(name)} | {', '.join(surveyed[name].layers)} |\n" for name in batched)
+    text = _HEAD.format(mlx_lm=version("mlx-lm"), mlx=version("mlx"), counts=fill(counts, 120))
+    text += "\n## Narrower than in rows\n" + _TABLE + "".join(_narrower(surveyed[name]) for name in narrower)
+    text += "\n## In rows\n" + "\n| architecture | layers |\n|---|---|\n"
+    text += "".join(_in_rows(surveyed[name]) for name in in_rows)
     return text + _NOT_BUILT + "".join(f"| {name} | {reason} |\n" for name, reason in sorted(NOT_BUILT.items()))
 
 
-def _row(one: Surveyed) -> str:
+def line(one: Surveyed) -> str:
+    """The line of the page about an architecture."""
+    return _in_rows(one) if one.mode == WIDEST else _narrower(one)
+
+
+def _in_rows(one: Surveyed) -> str:
+    return f"| {_title(one.name)} | {', '.join(one.layers)} |\n"
+
+
+def _narrower(one: Surveyed) -> str:
     cause = cause_of(one.name)
-    reason = f"[{cause.text}](upstream.md#{cause.anchor})" if cause else "not known"
-    return f"| {_title(one.name)} | {', '.join(one.layers)} | {one.mode} | {reason} |\n"
+    return f"| {_title(one.name)} | {', '.join(one.layers)} | {one.mode} | {cause or 'not known'} |\n"
 
 
 def _title(name: str) -> str:

@@ -21,6 +21,8 @@ from tests.zoo.specimen import Specimen
 from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
 
 ROOT: Final = Path(__file__).parents[2]
+PADDED: Final = (Batching.ROWS, Batching.BATCHED)
+"""Modes in which a mask hides padding from unequal sequences."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ def survey(name: str) -> Surveyed:
         wrong = [str(fault) for fault in faults(specimen, mode)]
         if not wrong:
             found.mode = str(mode)
-            found.sees_padding = mode.batching != Batching.BATCHED or _sees_padding(specimen, mode)
+            found.sees_padding = mode.batching not in PADDED or _sees_padding(specimen, mode)
             break
         found.wrong[str(mode)] = wrong
     verdict = prove(specimen.model, specimen.loaded, max_batch=16)
@@ -83,7 +85,7 @@ def _modes(specimen: Specimen) -> Iterator[ServingMode]:
 
     one_by_one = not can_be_batched(specimen.model)
     for mode in WIDEST_FIRST:
-        if one_by_one and mode.batching in (Batching.BATCHED, Batching.SINGLE_PREFILL):
+        if one_by_one and mode.batching in (Batching.ROWS, Batching.BATCHED, Batching.SINGLE_PREFILL):
             continue  # the engine runs such a model one sequence at a time anyway
         if specimen.spec.can_be_stored or not mode.memory:
             yield mode
@@ -98,16 +100,26 @@ def _sees_padding(specimen: Specimen, mode: ServingMode) -> bool:
 def _masks_that_let_padding_through() -> Iterator[None]:
     from mlx_lm.models import cache
 
+    from stoker_worker.engine.rows.row_group import RowGroup
+
+    begin_step = RowGroup.begin_step
+
+    def begin_unmasked(self: RowGroup) -> None:
+        begin_step(self)
+        self.mask = None
+
     causal, of_arrays = cache.create_causal_mask, cache.ArraysCache.make_mask
 
     def unpadded(*args: Any, left_padding: Any = None, **kwargs: Any) -> Any:
         return causal(*args, **kwargs)
 
     cache.create_causal_mask, cache.ArraysCache.make_mask = unpadded, lambda self, n_tokens: None
+    RowGroup.begin_step = begin_unmasked  # type: ignore[method-assign]
     try:
         yield
     finally:
         cache.create_causal_mask, cache.ArraysCache.make_mask = causal, of_arrays
+        RowGroup.begin_step = begin_step  # type: ignore[method-assign]
 
 
 def _in_children(names: list[str]) -> Iterator[tuple[str, Surveyed]]:

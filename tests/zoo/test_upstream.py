@@ -24,7 +24,7 @@ def shape_of(text):
 
 def test_causes_point_to_headings():
     headings = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"\n### (.*)", PAGE)}
-    assert {cause.anchor for cause in CAUSES.values()} <= headings
+    assert {cause.anchor for cause in CAUSES.values() if cause.anchor} <= headings
 
 
 @pytest.mark.skipif(os.environ.get("ZOO") != "all", reason="a process for each fault: make zoo")

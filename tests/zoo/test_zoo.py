@@ -8,16 +8,16 @@ import os
 import pytest
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.causes import cause_of
-from tests.zoo.models_page import PAGE, page
+from tests.zoo.models_page import PAGE, WIDEST, line, page
 from tests.zoo.survey import survey_all
 
 pytestmark = pytest.mark.mlx
 
 ALL = os.environ.get("ZOO") == "all"
 SHORT = (
-    *("afm7", "cohere2", "deepseek_v3", "gemma2", "gemma3", "gpt_bigcode", "internlm2+dynamic-rope", "jamba"),
-    *("kimi_linear", "llama", "llama4", "mamba", "minimax_m3_vl", "nemotron_h", "plamo3", "qwen3_next"),
-    "recurrent_gemma",
+    *("afm7", "cohere2", "deepseek_v3", "gemma2", "gemma3", "gemma3n", "gpt_bigcode", "internlm2+dynamic-rope"),
+    *("jamba", "kimi_linear", "llama", "llama4", "longcat_flash", "mamba", "minimax_m3_vl", "nemotron_h", "plamo2"),
+    *("plamo3", "qwen3_next", "recurrent_gemma", "stablelm"),
 )
 NAMES = tuple(ARCHITECTURES) if ALL else SHORT
 
@@ -40,14 +40,19 @@ def test_sequences_that_see_padding_are_noticed(surveyed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_model_that_is_not_batched_has_a_cause(surveyed, name):
-    assert (cause_of(name) is not None) == (surveyed[name].mode != "batched")
+def test_every_model_that_does_not_run_in_rows_has_a_cause(surveyed, name):
+    assert (cause_of(name) is not None) == (surveyed[name].mode != WIDEST)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_models_has_the_mode_of_the_survey(surveyed, name):
+    assert line(surveyed[name]) in PAGE.read_text(), "make models"
 
 
 def test_an_architecture_that_kills_its_process_is_one_line_of_the_survey():
     found = survey_all(["no such architecture", "llama"], processes=1)
     assert found["no such architecture"].died.startswith("exit status 1: ModuleNotFoundError")
-    assert found["llama"].mode == "batched"
+    assert found["llama"].mode == WIDEST
 
 
 @pytest.mark.skipif(not ALL, reason="the page is about all architectures: make zoo")

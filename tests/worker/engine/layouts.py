@@ -32,19 +32,21 @@ class Layout:
     """One tiny model with engines over it and its own answers as the reference."""
 
     def __init__(self, name, *, eos=True, **changes):
+        from stoker_worker.engine.rows.rows_generator import can_run_in_rows
         from stoker_worker.models.cache_probe import can_be_batched, read_cache_spec
 
         self.model = make_model(name, **changes)
         self.spec = read_cache_spec(self.model)
         tokenizer: Any = Numbers() if eos else Numbers(frozenset({10**9}))
         self.batching = Batching.BATCHED if can_be_batched(self.model) else Batching.ONE_AT_A_TIME
+        if can_run_in_rows(self.model, self.spec):
+            self.batching = Batching.ROWS
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, tokenizer)
 
     def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, batching=None):
         from stoker_worker.engine.assembly import assemble
-        from stoker_worker.engine.kv_cost import KVCost
 
-        max_bytes = blocks * KVCost(self.spec, prefill_tokens).block_bytes
+        max_bytes = blocks * self.kv_cost(prefill_tokens).block_bytes
         return assemble(
             self.model,
             replace(self.loaded, mode=ServingMode(batching or self.batching)),
@@ -53,6 +55,11 @@ class Layout:
             prefill_tokens=prefill_tokens,
             max_step_s=10.0,
         )
+
+    def kv_cost(self, prefill_tokens=64):
+        from stoker_worker.engine.kv_cost import KVCost
+
+        return KVCost(self.spec, prefill_tokens, in_rows=self.batching == Batching.ROWS)
 
     def alone(self, ids, max_tokens):
         import mlx.core as mx
@@ -94,6 +101,8 @@ def prefix_of(cache, n_tokens):
 def cache_bytes(engine: Any) -> int:
     """Bytes that the caches of an engine's sequences take."""
     generator = engine._generator
+    if hasattr(generator, "nbytes"):  # in rows
+        return int(generator.nbytes)
     if hasattr(generator, "_caches"):  # one sequence at a time
         return sum(int(cache.nbytes) for cache in generator._caches)
     return int(generator._generator.prompt_cache_nbytes)

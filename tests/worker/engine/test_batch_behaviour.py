@@ -1,15 +1,17 @@
 """The engine when memory is short, a sequence is poisoned, a step breaks or a job is cancelled. Tiny models."""
 
 import random
+from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
-from stoker_worker.engine import sampling
-from stoker_worker.engine.kv_cost import KVCost
+from stoker_worker.engine import batch_engine, sampling
+from stoker_worker.engine.cache_transfer import cache_to_save
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -38,9 +40,9 @@ def test_a_waiting_sequence_joins_in_the_step_that_frees_a_slot():
         for completion in engine.step():
             done[completion.uid] = completion
             if completion.uid == uids[0]:
-                joined = [sequence.uid for sequence in engine._scheduler.prefilling.values()]
+                joined = [sequence.uid for sequence in engine._scheduler.in_batch()]
         assert len(list(engine._scheduler.in_batch())) <= 2
-    assert joined == [uids[2]]
+    assert uids[2] in joined
     for uid, one in zip(uids, works, strict=True):
         assert list(done[uid].generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
 
@@ -53,7 +55,7 @@ def test_sequences_that_outgrow_the_pool_give_the_same_answers_as_with_room_for_
     layout = Layout(name, eos=False)
     works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40))
     plenty = run(layout.engine(), works)
-    kv_cost = KVCost(layout.spec, 64)
+    kv_cost = layout.kv_cost()
     engine = layout.engine(blocks=max(kv_cost.sequence_blocks(540), 2 * kv_cost.sequence_blocks(350)))
     most, preempt = 0, 0
     uids = [engine.submit(one) for one in works]
@@ -77,7 +79,7 @@ def test_texts_can_be_read_while_memory_is_short_and_after_a_failed_step(monkeyp
     layout = Layout("llama", eos=False)
     works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40), stop=stop)
     plain = run(layout.engine(), works)
-    kv_cost = KVCost(layout.spec, 64)
+    kv_cost = layout.kv_cost()
     engine = layout.engine(blocks=max(kv_cost.sequence_blocks(540), 2 * kv_cost.sequence_blocks(350)))
     real, calls = engine._advance, []
 
@@ -130,7 +132,7 @@ def test_a_job_that_can_never_fit_is_refused_with_the_number_of_tokens_that_can(
 
 def test_a_large_sequence_neither_blocks_small_ones_nor_waits_forever(llama):
     rng = random.Random(3)
-    blocks = KVCost(llama.spec, 64).sequence_blocks(900)
+    blocks = llama.kv_cost().sequence_blocks(900)
     engine = llama.engine(blocks=blocks, max_batch=4)
     first = engine.submit(work(random_ids(rng, 20), 40))
     engine.step()
@@ -211,16 +213,64 @@ def test_a_sequence_that_breaks_every_step_is_found_and_failed_and_the_others_en
     plain = run(layout.engine(max_batch=6), works)
     poison = work([*random_ids(rng, 30), *[94] * 40], 9)
 
-    def three_in_a_row(tokens):
-        flat = tokens.flatten().tolist() if tokens.shape[1] > 1 else []
-        return any(flat[n : n + 3] == [94] * 3 for n in range(len(flat)))
+    def five_in_a_row(tokens):
+        flat = tokens.flatten().tolist()
+        return any(flat[n : n + 5] == [94] * 5 for n in range(len(flat)))
 
-    layout.model = Fragile(layout.model, three_in_a_row)
+    layout.model = Fragile(layout.model, five_in_a_row)
     *done, failed = run(layout.engine(max_batch=7), [*works, poison])
     assert failed.outcome == "failed"
     assert "unable to allocate" in str(failed.error)
     assert layout.model.breaks >= 3
     assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+@pytest.mark.parametrize("method", ["insert", "beginning"])
+def test_a_sequence_whose_joining_breaks_once_is_not_lost(monkeypatch, method, beside):
+    layout = Layout("llama", eos=False)
+    rng = random.Random(12)
+    beginning = random_ids(rng, 100)
+    works = [replace(work([*beginning, *random_ids(rng, 20)], 15), shares=("ours",)) for _ in range(beside + 2)]
+    plain = run(layout.engine(), works)
+    engine = layout.engine()
+    real, calls = getattr(engine._generator, method), []
+
+    def breaks_once(*args):
+        calls.append(1)
+        if len(calls) == 1 + (beside if method == "insert" else 0):
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(*args)
+
+    monkeypatch.setattr(engine._generator, method, breaks_once)
+    done = run(engine, works)
+    assert calls
+    assert [one.outcome for one in done] == ["finished"] * len(works)
+    assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_cache_that_is_saved_after_a_break_has_its_last_token(monkeypatch, name):
+    layout = Layout(name, eos=False)
+    works = works_of(random.Random(13), (40, 4), (25, 9))
+    plain = run(layout.engine(), works)
+    real, calls = cache_to_save, []
+
+    def breaks_once(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("[malloc] unable to allocate")
+        return real(*args)
+
+    monkeypatch.setattr(batch_engine, "cache_to_save", breaks_once)
+    for one, expected in zip(run(layout.engine(), works), plain, strict=True):
+        assert (one.outcome, one.generated_ids) == ("finished", expected.generated_ids)
+        of_both = zip(one.cache.layers, expected.cache.layers, strict=True)
+        assert all(np.allclose(a, b, atol=1e-4) for mine, other in of_both for a, b in zip(mine, other, strict=True))
+        last, expected_last = ([s for s in x.cache.snapshots if s.n_tokens == x.cache.stop] for x in (one, expected))
+        for mine, other in zip(last, expected_last, strict=True):
+            states = zip(mine.states, other.states, strict=True)
+            assert all(np.allclose(a, b, atol=1e-4) for x, y in states for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -27,9 +27,9 @@ SPECS = {
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@given(n=st.integers(1, 5000), blocks=st.integers(0, 60))
-def test_the_longest_sequence_fits_and_one_token_more_does_not(spec, n, blocks):
-    kv_cost = KVCost(spec, 64)
+@given(n=st.integers(1, 5000), blocks=st.integers(0, 60), in_rows=st.booleans())
+def test_the_longest_sequence_fits_and_one_token_more_does_not(spec, n, blocks, in_rows):
+    kv_cost = KVCost(spec, 64, in_rows=in_rows)
     assert kv_cost.sequence_blocks(n) <= kv_cost.sequence_blocks(n + 1)
     longest = kv_cost.longest_sequence(blocks)
     assert longest == 0 or kv_cost.sequence_blocks(longest) <= blocks
@@ -38,9 +38,13 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(spec, n, blocks):
 
 def test_short_sequences_beside_a_long_one_cost_as_much_as_the_long_one():
     kv_cost = KVCost(SPECS["full"], 64)
-    cost = kv_cost.of_batch([4096, *[64] * 7], [])
-    assert cost.decoding == kv_cost.sequence_blocks(4096) == 17
-    assert kv_cost.of_batch([64] * 8, []).decoding == 2
+    assert kv_cost.of_batch([4096, *[64] * 7], []) == 8 * [kv_cost.sequence_blocks(4096)] == 8 * [17]
+    assert kv_cost.of_batch([64] * 8, []) == 8 * [2]
+
+
+def test_in_rows_a_sequence_costs_its_own_length():
+    kv_cost = KVCost(SPECS["full"], 64, in_rows=True)
+    assert kv_cost.of_batch([4096, *[64] * 7], [64]) == [18, *8 * [2]]
 
 
 def test_a_window_costs_no_more_than_its_size_and_the_prefilled_tokens():
@@ -95,14 +99,6 @@ def test_chunks_follow_the_machine_and_stay_within_their_bounds():
     assert fast[:4] == [64, 256, 1024, 1024]
     slow, _ = simulate(decoding=0, wanting=1, token_s=1.0)
     assert slow[-1] == 16
-
-
-def test_moving_a_long_prefix_takes_no_more_than_half_a_step_of_decoding():
-    budget = PrefillBudget(0.5, 1024)
-    assert budget.move_s(decoding=3) == 0.5  # no measurement yet
-    budget.note(0.1, decoding=3, wanting=0, prefill_tokens=0)
-    assert budget.move_s(decoding=3) == 0.05
-    assert budget.move_s(decoding=0) == 0.5
 
 
 # --- waiting sequences ---

@@ -21,8 +21,10 @@ def proof_of(layout, max_batch=8):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_is_right_in_a_batch_is_batched(name):
-    verdict = proof_of(Layout(name))
-    assert (verdict.mode, verdict.why) == (WIDEST, ())
+    layout = Layout(name)
+    verdict = proof_of(layout)
+    assert (verdict.mode, verdict.why) == (ServingMode(layout.batching), ())
+    assert layout.batching == (Batching.BATCHED if name == "mamba2" else Batching.ROWS)
 
 
 @pytest.mark.parametrize("max_batch", [1, 2])
@@ -44,6 +46,15 @@ def test_rounding_is_no_fault(name, dtype):
     assert proof_of(layout).mode == WIDEST
 
 
+def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(monkeypatch):
+    from stoker_worker.engine.rows.layer_caches import StepCache
+
+    monkeypatch.setattr(StepCache, "offset", property(lambda cache: cache._step.offset + 1))
+    verdict = proof_of(Layout("llama"))
+    assert verdict.mode == ServingMode(Batching.BATCHED)
+    assert "in rows: a sequence of" in verdict.why[0]
+
+
 def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
     verdict = proof_of(Layout("llama4"))
     assert verdict.mode == ServingMode(Batching.ONE_AT_A_TIME, memory=False)
@@ -62,6 +73,15 @@ def break_when(layout, monkeypatch, is_wrong):
     monkeypatch.setattr(model, "__call__", call)
 
 
+@pytest.fixture
+def no_rows(monkeypatch):
+    """Models whose attention does not go through mlx-lm's function."""
+    from stoker_worker.engine import proof
+
+    monkeypatch.setattr(proof, "can_run_in_rows", lambda model, spec: False)
+
+
+@pytest.mark.usefixtures("no_rows")
 def test_sequences_that_are_wrong_when_prefilled_together_are_prefilled_one_by_one(monkeypatch):
     layout = Layout("llama")
     noise = NoisePrefill(layout, monkeypatch)
@@ -110,12 +130,18 @@ def test_sequences_that_raise_together_run_one_at_a_time(monkeypatch):
 
 
 def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
-    from stoker_worker.engine import cache_transfer as arrays
+    from stoker_worker.engine import batch_engine, cache_transfer
 
-    right = arrays._to_mlx
-    monkeypatch.setattr(arrays, "_to_mlx", lambda array, dtype: right(array, dtype)[..., ::-1])
+    def mirrored(*args):
+        caches = prefix_to_caches(*args)
+        for cache in caches:
+            cache.keys = cache.keys[..., ::-1]
+        return caches
+
+    prefix_to_caches = cache_transfer.prefix_to_caches
+    monkeypatch.setattr(batch_engine, "prefix_to_caches", mirrored)
     verdict = proof_of(Layout("llama"))
-    assert verdict.mode == ServingMode(Batching.BATCHED, memory=False)
+    assert verdict.mode == ServingMode(Batching.ROWS, memory=False)
     assert "restored" in verdict.why[0]
 
 
@@ -127,7 +153,7 @@ def test_a_model_whose_snapshots_cannot_be_taken_keeps_its_batch_and_has_no_memo
 
     monkeypatch.setattr(batch_engine, "take_snapshot", refuse)
     verdict = proof_of(Layout("gemma3_text"))
-    assert verdict.mode == ServingMode(Batching.BATCHED, memory=False)
+    assert verdict.mode == ServingMode(Batching.ROWS, memory=False)
     assert "a window of an odd shape" in verdict.why[0]
 
 
@@ -251,6 +277,7 @@ def test_a_skipped_proof_is_logged_loudly_and_is_part_of_the_identity(tmp_path, 
     assert "NOT PROVED" in caplog.text
 
 
+@pytest.mark.usefixtures("no_rows")
 def test_the_mode_and_its_reasons_are_logged(tmp_path, caplog, monkeypatch):
     from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.settings import read_settings

@@ -11,6 +11,7 @@ from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.engine.prefill_budget import PrefillBudget
+from stoker_worker.engine.rows.rows_generator import RowsGenerator
 from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS, SingleGenerator
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.serving_mode import Batching
@@ -38,6 +39,9 @@ def assemble(
         max_batch = max_prefilling = 1
         chunk_tokens = REFERENCE_CHUNK_TOKENS if batching == Batching.AS_MLX_LM else None
         make: Callable[[], Generator] = partial(SingleGenerator, model, eos_ids=eos_ids, chunk_tokens=chunk_tokens)
+    elif batching == Batching.ROWS:
+        max_prefilling = MOST_PREFILLING
+        make = partial(RowsGenerator, model, loaded.spec, eos_ids=eos_ids)
     else:
         max_prefilling = 1 if batching == Batching.SINGLE_PREFILL else MOST_PREFILLING
         make = partial(
@@ -48,7 +52,7 @@ def assemble(
             max_prefilling=max_prefilling,
             max_chunk_tokens=prefill_tokens,
         )
-    kv_cost = KVCost(loaded.spec, prefill_tokens)
+    kv_cost = KVCost(loaded.spec, prefill_tokens, in_rows=batching == Batching.ROWS)
     pool = BlockPool(max_bytes // kv_cost.block_bytes)
     if watch is None:
         _log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, kv_cost.block_bytes, max_bytes // 2**20)
@@ -61,4 +65,5 @@ def assemble(
         budget=PrefillBudget(max_step_s, prefill_tokens),
         max_batch=max_batch,
         max_prefilling=max_prefilling,
+        shares_beginnings=batching == Batching.ROWS and loaded.has_memory and loaded.spec.has_only_full_layers,
     )

@@ -14,7 +14,7 @@ from typing import Any, Final
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.cache_transfer import cache_to_save, take_snapshot
+from stoker_worker.engine.cache_transfer import cache_to_save, prefix_to_caches, take_snapshot
 from stoker_worker.engine.generator import Generator, Prefilled, TokenOutput
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.engine.prefill_budget import PrefillBudget
@@ -44,13 +44,16 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         budget: PrefillBudget,
         max_batch: int,
         max_prefilling: int,
+        shares_beginnings: bool = False,
     ) -> None:
         """
         Args:
             model: an mlx-lm model, evaluated on this thread.
             make_generator: makes an empty generator; called again after a step that broke.
             max_batch, max_prefilling: most sequences in the batch, and of those in prefill.
+            shares_beginnings: whether prompts that begin alike are prefilled once.
         """
+        self._model = model
         self._spec = loaded.spec
         self._has_memory = loaded.has_memory
         self._tokenizer = loaded.tokenizer.fork()
@@ -61,13 +64,11 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         self._budget = budget
         self._width = BatchWidth(max_batch)
         self._scheduler = ConcurrentScheduler(
-            model,
-            loaded.spec,
             pool=pool,
             kv_cost=kv_cost,
-            budget=budget,
             width=self._width,
             max_prefilling=min(max_prefilling, max_batch),
+            shares_beginnings=shares_beginnings,
         )
         self._next_uid = 0
 
@@ -92,7 +93,10 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         stops = StopScanner(self._tokenizer, request.stop) if request.stop else None
         if not self._has_memory:
             work = replace(work, save_from=None)
+        prefix, work = work.prefix, replace(work, prefix=None)
         sequence = Sequence(uid=self._next_uid, work=work, sampling=SequenceSampling(request), stops=stops)
+        if prefix is not None:  # here, because a fault in it must end no other sequence
+            sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._spec))
         self._next_uid += 1
         self._scheduler.waiting.add(sequence)
         return sequence.uid
@@ -150,10 +154,9 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         """Let the budget learn from a step, unless its only prefill was sequences that turned to decoding."""
         scheduler = self._scheduler
         moved = [x.n_tokens - scheduler.prefilling[x.uid].n_prefilled for x in prefilled if not x.at_prompt_end]
-        widest = max(moved, default=0)
-        if widest or len(moved) == len(prefilled):
+        if any(moved) or len(moved) == len(prefilled):
             wanting = len(scheduler.prefilling) + len(scheduler.waiting)
-            self._budget.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=len(moved) * widest)
+            self._budget.note(step_s, decoding=decoding, wanting=wanting, prefill_tokens=sum(moved))
 
     def _after_prefill(self, prefilled: Iterable[Prefilled]) -> Iterator[CompletedGeneration]:
         """Note the progress of prefill, and take a snapshot of each sequence just before its last prompt token.
@@ -210,7 +213,10 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         """The sequence has ended; `caches` are its own, if the generator has returned them already."""
         if caches is None:
             assert sequence.generator_uid is not None
-            caches = self._generator.take_out(sequence.generator_uid).caches
+            out = self._generator.take_out(sequence.generator_uid)
+            if out.n_tokens != sequence.n_tokens:
+                raise RuntimeError(f"a sequence of {sequence.n_tokens} tokens has {out.n_tokens} in its cache")
+            caches = out.caches
         cache = cache_to_save(sequence, caches, self._spec)
         self._scheduler.drop(sequence)
         return sequence.completion("finished", self._tokenizer, cache=cache)

@@ -52,6 +52,9 @@ class BatchedGenerator:
         caches: list[Any] = self._generator.extract_cache([uid])[uid][0]
         return caches
 
+    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
+        raise NotImplementedError
+
     def take_out(self, uid: int) -> TakenOut:
         batch = self._generator._generation_batch
         pending, logprobs = None, None

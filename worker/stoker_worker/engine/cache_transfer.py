@@ -1,69 +1,63 @@
-"""Moves cache bytes into MLX arrays and back; no other module does. Engine thread.
+"""Cache bytes on their way into a model's own caches, and out of them. Engine thread.
 
-Arrays leave as NumPy views of a fresh, evaluated `mx.contiguous` result: a view of a live cache would change under
-the reader. bfloat16, which NumPy does not have, travels as uint16.
+The keys and values of full attention change hands without a copy: a restored prefix brings the memory that the model
+goes on in, and a sequence that has ended gives its memory away. bfloat16, which NumPy does not have, travels as uint16.
 """
 
-import math
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from stoker_worker.engine.prefix_room import MlxRoom
 from stoker_worker.engine.sequence import Sequence
 from stoker_worker.models.cache_probe import leaves
-from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, RestoredPrefix, Snapshot
+from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, PrefixRoom, RestoredPrefix, Snapshot
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 
-class PrefixMover:
-    """Moves a restored prefix into the model's own caches, a layer at a time.
-
-    Attributes:
-        caches: the model's caches, complete once `move` has returned ``True``.
-    """
-
-    def __init__(self, model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> None:
-        self.caches: list[Any] = make_prompt_cache(model)
-        self._layers = _fill(self.caches, prefix, spec)
-
-    def move(self, budget_s: float) -> bool:
-        """Move layers, at least one, for `budget_s` seconds; ``True`` when all have been moved."""
-        until = time.perf_counter() + budget_s
-        for arrays in self._layers:
-            mx.eval(arrays)
-            if time.perf_counter() > until:
-                return False
-        return True
-
-
 def prefix_to_caches(model: Any, prefix: RestoredPrefix, spec: ModelCacheSpec) -> list[Any]:
-    """The model's own caches with `prefix.n_tokens` tokens in them, evaluated."""
-    mover = PrefixMover(model, prefix, spec)
-    mover.move(math.inf)
-    return mover.caches
+    """The model's own caches with `prefix.n_tokens` tokens in them, and room for more.
 
-
-def _fill(caches: list[Any], prefix: RestoredPrefix, spec: ModelCacheSpec) -> Iterator[list[mx.array]]:
-    layers, states = iter(prefix.layers), iter(prefix.states)
+    Raises:
+        ValueError: the prefix is not one of this model, or its memory is still in use.
+    """
+    caches: list[Any] = make_prompt_cache(model)
+    room = prefix.room or _filled_room(prefix, spec)
+    layers, states = iter(room.take()), iter(prefix.states)
     for cache, layer in zip(leaves(caches), spec.layers, strict=True):
-        if layer.kind == LayerKind.RECURRENT:
-            cache.cache = [_to_mlx(x, of.dtype) for x, of in zip(next(states), layer.arrays, strict=True)]
-            yield cache.cache
+        if layer.kind == LayerKind.FULL:
+            cache.keys, cache.values = next(layers)
+            cache.offset = prefix.n_tokens
             continue
-        keys, values = next(layers if layer.kind == LayerKind.FULL else states)
-        cache.keys, cache.values = _to_mlx(keys, spec.dtype), _to_mlx(values, spec.dtype)
-        cache.offset = prefix.n_tokens
-        if layer.kind == LayerKind.WINDOW:
-            cache._idx = keys.shape[1]
-        yield [cache.keys, cache.values]
+        moved = _state_to_mlx(next(states), layer, prefix.n_tokens, spec)
+        if layer.kind == LayerKind.RECURRENT:
+            cache.cache = moved
+        else:
+            cache.keys, cache.values = moved
+            cache.offset, cache._idx = prefix.n_tokens, cache.keys.shape[2]
+    return caches
+
+
+def _filled_room(prefix: RestoredPrefix, spec: ModelCacheSpec) -> PrefixRoom:
+    """Copy a prefix that came as NumPy arrays."""
+    room = MlxRoom(spec, prefix.n_tokens, 0)
+    for (keys, values), (to_keys, to_values) in zip(prefix.layers, room.layers(), strict=True):
+        to_keys[:, : prefix.n_tokens], to_values[:, : prefix.n_tokens] = keys, values
+    return room
+
+
+def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: ModelCacheSpec) -> list[mx.array]:
+    wanted = layer.snapshot_arrays(n_tokens, spec.dtype)
+    if [array.shape for array in state] != [array.shape for array in wanted]:
+        raise ValueError(f"a restored {layer.kind} cache after {n_tokens} tokens is {[x.shape for x in state]}")
+    moved = [mx.array(array[None]) for array in state]
+    return [x.view(mx.bfloat16) if of.dtype == "bfloat16" else x for x, of in zip(moved, wanted, strict=True)]
 
 
 def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -> CacheSlice | None:
-    """The cache of a finished sequence from `save_from` to its last kept token; ``None`` when none is to be saved."""
+    """The cache of a finished sequence up to its last kept token; ``None`` when none is to be saved."""
     start = sequence.work.save_from
     if start is None:
         return None
@@ -76,18 +70,22 @@ def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -
 def slice_caches(
     caches: list[Any], start: int, stop: int, spec: ModelCacheSpec, snapshots: tuple[Snapshot, ...] = ()
 ) -> CacheSlice:
-    """Tokens [start, stop) of a finished sequence's extracted caches, evaluated, as NumPy views that own their bytes.
+    """The cache of a sequence that has ended, up to token `stop`, as views of its own arrays: nothing is copied.
 
     Args:
-        caches: as `Generator.take_out` returns them: K is (1, n_kv_heads, tokens, key_dim), V alike.
+        caches: as `Generator.take_out` returns them: K is (1, n_kv_heads, at least `stop`, key_dim), V alike. Nobody
+            else may use them any more: NumPy would see their memory change or go.
+        start: the tokens before it have been saved already.
     """
     pairs = [
-        (mx.contiguous(cache.keys[0, :, start:stop, :]), mx.contiguous(cache.values[0, :, start:stop, :]))
+        [_numpy_dtype(cache.keys), _numpy_dtype(cache.values)]
         for cache, layer in zip(leaves(caches), spec.layers, strict=True)
         if layer.kind == LayerKind.FULL
     ]
     mx.eval(pairs)
-    layers: tuple[LayerKV, ...] = tuple((_to_numpy(keys), _to_numpy(values)) for keys, values in pairs)
+    layers: tuple[LayerKV, ...] = tuple(
+        (np.asarray(keys)[0, :, :stop], np.asarray(values)[0, :, :stop]) for keys, values in pairs
+    )
     return CacheSlice(start=start, stop=stop, layers=layers, snapshots=snapshots)
 
 
@@ -120,10 +118,9 @@ def _state(cache: Any, layer: LayerSpec, n_tokens: int) -> list[mx.array]:
     return [mx.contiguous(array[0, :, max(0, array.shape[2] - n_kept) :, :]) for array in in_order]
 
 
-def _to_mlx(array: Array, dtype: str) -> mx.array:
-    moved = mx.array(array[None])
-    return moved.view(mx.bfloat16) if dtype == "bfloat16" else moved
+def _numpy_dtype(array: mx.array) -> mx.array:
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def _to_numpy(array: mx.array) -> Array:
-    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    return np.asarray(_numpy_dtype(array))

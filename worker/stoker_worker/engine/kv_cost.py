@@ -1,26 +1,20 @@
 """The KV memory that a batch takes, in blocks. Pure; engine thread.
 
-mlx-lm keeps a batch as one rectangle: every sequence is as long as the longest one, so sequences of 4,096 and 7 x 64
-tokens cost eight times 4,096. Windows and recurrent states come on top, as far as they grow.
+In rows, a sequence costs its own length. mlx-lm keeps a batch as one rectangle: every sequence is as long as the
+longest one, so sequences of 4,096 and 7 x 64 tokens cost eight times 4,096. Windows and recurrent states come on top,
+as far as they grow.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from stoker_worker.engine.rows.room import most_room
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, ModelCacheSpec
 
 _SLACK_TOKENS: Final = BLOCK_TOKENS - 1
-"""MLX allocates 256 tokens at a time, counted from the batch's current length."""
-
-
-@dataclass(frozen=True)
-class SequenceCost:
-    """Blocks that each decoding and each prefilling sequence of a batch has to hold."""
-
-    decoding: int
-    prefilling: int
+"""mlx-lm's batch allocates 256 tokens at a time, counted from its current length."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +23,44 @@ class KVCost:
 
     Attributes:
         prefill_tokens: most tokens of a sequence prefilled at once.
+        in_rows: whether each sequence's full attention has a cache of its own.
     """
 
     spec: ModelCacheSpec
     prefill_tokens: int
+    in_rows: bool = False
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block: 256 tokens of all full-attention layers, or a whole sequence where there are none."""
         return BLOCK_TOKENS * self._token_bytes or max(1, self._beside(self.prefill_tokens))
 
-    def of_batch(self, decoding: Collection[int], prefilling: Collection[int]) -> SequenceCost:
-        """The cost of sequences of these lengths, in tokens; a prefilling one counts with its whole prompt."""
-        whole = self.sequence_blocks(max((*decoding, *prefilling), default=0))
+    def of_batch(self, decoding: Sequence[int], prefilling: Sequence[int]) -> list[int]:
+        """Blocks that each sequence has to hold: first the decoding ones, then those in prefill.
+
+        Args:
+            decoding, prefilling: their lengths in tokens; one in prefill counts with its whole prompt.
+        """
+        longest = max((*decoding, *prefilling), default=0)
+        if self.in_rows:
+            return [self._blocks(n, beside=longest) for n in (*decoding, *prefilling)]
+        whole = self.sequence_blocks(longest)
         # Prompts that are prefilled together are padded by as much as the longest one is ahead of one that ends.
         ahead = self.prefill_tokens if len(prefilling) > 1 else 0
-        return SequenceCost(whole, max(whole, self.sequence_blocks(max(prefilling, default=0) + ahead)))
+        padded = max(whole, self.sequence_blocks(max(prefilling, default=0) + ahead))
+        return [*(whole for _ in decoding), *(padded for _ in prefilling)]
 
     def sequence_blocks(self, n_tokens: int) -> int:
-        """Blocks of one sequence in a batch whose longest sequence has `n_tokens` tokens."""
-        n_bytes = self._token_bytes * (n_tokens + _SLACK_TOKENS) + self._beside(n_tokens)
-        return -(-n_bytes // self.block_bytes)
+        """Blocks of one sequence alone, or in a batch of mlx-lm's whose longest sequence has `n_tokens` tokens."""
+        return self._blocks(n_tokens, beside=n_tokens)
+
+    def _blocks(self, n_tokens: int, *, beside: int) -> int:
+        """
+        Args:
+            beside: the longest sequence beside this one: windows are one rectangle in any case.
+        """
+        room = most_room(n_tokens) if self.in_rows else n_tokens + _SLACK_TOKENS
+        return -(-(self._token_bytes * room + self._beside(beside)) // self.block_bytes)
 
     def longest_sequence(self, n_blocks: int) -> int:
         """Most tokens of a sequence that has `n_blocks` blocks to itself; 0 when not even one token fits."""

@@ -49,19 +49,13 @@ class PrefillBudget:
         tokens = min(most_s / self._token_s, _MOST_GROWTH * self._largest) / max(1, prefilling)
         return max(min(_LEAST_TOKENS, self._most_tokens), min(self._most_tokens, int(tokens)))
 
-    def move_s(self, *, decoding: int) -> float:
-        """Seconds that may be spent in the next step on moving a restored prefix."""
-        if not decoding or self._decode_s is None:
-            return self._max_step_s
-        return min(self._max_step_s, self._decode_s / 2)
-
     def note(self, step_s: float, *, decoding: int, wanting: int, prefill_tokens: int) -> None:
         """Learn from a step.
 
         Args:
             decoding: sequences that decoded in it.
             wanting: sequences in prefill, and those that wait for a place.
-            prefill_tokens: sequences times the longest chunk: the tokens that the model saw, padding included.
+            prefill_tokens: prompt tokens of all sequences.
         """
         if prefill_tokens == 0:
             self._decode_s = _average(self._decode_s, step_s)

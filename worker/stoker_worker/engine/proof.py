@@ -14,6 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from stoker_shared.error_line import one_line
+from stoker_worker.engine.rows.rows_generator import can_run_in_rows
 from stoker_worker.engine.trial import Found, Limit, Reference, may_pass, try_plan
 from stoker_worker.engine.trial_sequences import TrialPlan, plan
 from stoker_worker.engine.verdicts import Verdict
@@ -86,8 +87,10 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
 
 def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:
     """Modes to try, the widest first; mlx-lm's own way is not tried, since others are compared with it."""
-    batched = can_be_batched(model)
+    batched, rows = can_be_batched(model), can_run_in_rows(model, loaded.spec)
     for mode in WIDEST_FIRST:
+        if mode.batching == Batching.ROWS and not rows:
+            continue
         if mode.batching in (Batching.BATCHED, Batching.SINGLE_PREFILL) and not batched:
             continue
         if mode.batching != Batching.AS_MLX_LM and (loaded.spec.can_be_stored or not mode.memory):

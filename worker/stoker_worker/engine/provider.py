@@ -7,11 +7,12 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
-from stoker_worker.ports.serving_mode import WIDEST, Batching, ServingMode
+from stoker_worker.ports.serving_mode import Batching, ServingMode
 from stoker_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class MlxProvider(ModelProviderPort):
     settings: WorkerSettings
 
     def load(self) -> tuple[GenerationEnginePort, LoadedModel]:
+        from stoker_worker.engine.prefix_room import MlxRoom
         from stoker_worker.models.loading import load_model
 
         settings = self.settings
@@ -39,7 +41,8 @@ class MlxProvider(ModelProviderPort):
             settings.model, settings.dtype, store_dtype=settings.store_dtype, digest_cache=digests
         )
         mode = self._mode(model, loaded, time.perf_counter() - began)
-        loaded = replace(loaded, mode=mode, fingerprint=in_mode(loaded.fingerprint, mode))
+        fingerprint, make_room = in_mode(loaded.fingerprint, mode), partial(MlxRoom, loaded.spec)
+        loaded = replace(loaded, mode=mode, fingerprint=fingerprint, make_room=make_room)
         return self._engine(model, loaded), loaded
 
     def leave_thread(self) -> None:
@@ -55,12 +58,11 @@ class MlxProvider(ModelProviderPort):
 
         from stoker_worker.engine.proof import prove
         from stoker_worker.engine.verdicts import remembered_or_proved
-        from stoker_worker.models.cache_probe import can_be_batched
 
         max_batch = self.settings.max_batch
         if self.settings.skip_proof:
             _log.warning("NOT PROVED: it is not known whether this model answers correctly in a batch (--skip-proof)")
-            return ServingMode(Batching.BATCHED if can_be_batched(model) else Batching.ONE_AT_A_TIME, proved=False)
+            return ServingMode(_unproved(model, loaded), proved=False)
         _log.info("trying the model in a batch, unless an earlier start did")
         verdict = remembered_or_proved(
             self.settings.store_folder / "model-proofs.json",
@@ -69,7 +71,8 @@ class MlxProvider(ModelProviderPort):
             device=mx.default_device().type.name,
             prove=lambda: prove(model, loaded, max_batch=max_batch, load_s=load_s),
         )
-        level = logging.INFO if verdict.mode == WIDEST else logging.WARNING
+        is_narrow = not verdict.mode.memory or verdict.mode.batching not in (Batching.ROWS, Batching.BATCHED)
+        level = logging.WARNING if is_narrow else logging.INFO
         reasons = "; ".join(verdict.why) or "each answers as it does alone"
         _log.log(level, "sequences run %s (%s)", verdict.mode, reasons)
         return verdict.mode
@@ -89,6 +92,15 @@ class MlxProvider(ModelProviderPort):
             prefill_tokens=settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS),
             max_step_s=settings.max_step_s,
         )
+
+
+def _unproved(model: Any, loaded: LoadedModel) -> Batching:
+    from stoker_worker.engine.rows.rows_generator import can_run_in_rows
+    from stoker_worker.models.cache_probe import can_be_batched
+
+    if can_run_in_rows(model, loaded.spec):
+        return Batching.ROWS
+    return Batching.BATCHED if can_be_batched(model) else Batching.ONE_AT_A_TIME
 
 
 def _default_kv_bytes(model: Any, on_gpu: bool) -> int:

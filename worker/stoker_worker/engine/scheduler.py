@@ -1,6 +1,6 @@
 """Which sequences run now, which wait for a place, and the KV memory they hold. Engine thread.
 
-Owns a sequence's way from waiting through joining and prefilling to decoding. Its tokens and its end are the engine's.
+Owns a sequence's way from waiting through prefilling to decoding. Its tokens and its end are the engine's.
 Sequences wait in order of age. One that does not fit now lets smaller ones pass, but only so many: then the batch
 drains until it fits, so neither a large sequence nor a small one waits forever.
 """
@@ -8,17 +8,16 @@ drains until it fits, so neither a large sequence nor a small one waits forever.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.cache_transfer import PrefixMover
 from stoker_worker.engine.generator import Generator
-from stoker_worker.engine.kv_cost import KVCost, SequenceCost
-from stoker_worker.engine.prefill_budget import PrefillBudget
+from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.engine.sequence import Sequence
+from stoker_worker.engine.shared_beginning import Beginning, shared_beginning
 from stoker_worker.ports import Stage
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 MOST_OVERTAKEN: Final = 32
 """Most sequences that may pass one that does not fit."""
@@ -68,31 +67,21 @@ class ConcurrentScheduler:
     """
 
     def __init__(
-        self,
-        model: Any,
-        spec: ModelCacheSpec,
-        *,
-        pool: BlockPool,
-        kv_cost: KVCost,
-        budget: PrefillBudget,
-        width: BatchWidth,
-        max_prefilling: int,
+        self, *, pool: BlockPool, kv_cost: KVCost, width: BatchWidth, max_prefilling: int, shares_beginnings: bool
     ) -> None:
         """
         Args:
             pool: KV memory; sequences in the batch hold the blocks that `kv_cost` counts.
             width: how many sequences may be in the batch.
             max_prefilling: most of them in prefill.
+            shares_beginnings: whether a sequence may take over the beginning of another one's cache.
         """
-        self._model = model
-        self._spec = spec
         self._pool = pool
         self._kv_cost = kv_cost
-        self._budget = budget
         self._width = width
         self._max_prefilling = max_prefilling
-        self._joining: Sequence | None = None  # its restored prefix is being moved into MLX's arrays
-        self._mover: PrefixMover | None = None
+        self._shares_beginnings = shares_beginnings
+        self._joining: Sequence | None = None  # neither waiting nor in the batch: to join may break
         self.waiting = WaitingSequences()
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -108,7 +97,7 @@ class ConcurrentScheduler:
         yield from self.decoding.values()
 
     def by_stage(self) -> Iterator[tuple[Sequence, Stage]]:
-        """Every sequence with its stage; a joining one counts as waiting."""
+        """Every sequence with its stage."""
         in_batch: dict[int, Stage] = {sequence.uid: "prefill" for sequence in self.prefilling.values()}
         in_batch |= {sequence.uid: "decode" for sequence in self.decoding.values()}
         for sequence in self:
@@ -119,16 +108,16 @@ class ConcurrentScheduler:
     def let_in(self, generator: Generator) -> None:
         """Move waiting sequences into the batch while there is a place and their blocks are free."""
         while len(self.prefilling) < self._max_prefilling:
-            if self._joining is None:
-                if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width.now:
-                    break
-                self._joining = self.waiting.take(self._fits)
-                if self._joining is None:
-                    break
-            sequence = self._joining
-            sequence.inserted_at = sequence.inserted_at or time.perf_counter()
-            if not self._has_moved_in(sequence):
+            if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width.now:
                 break
+            self._joining = sequence = self.waiting.take(self._fits)
+            if sequence is None:
+                break
+            sequence.inserted_at = sequence.inserted_at or time.perf_counter()
+            if (beginning := self._beginning(sequence)) is not None:
+                assert beginning.of.generator_uid is not None
+                caches = generator.beginning(beginning.of.generator_uid, beginning.n_tokens)
+                sequence.take_beginning(caches, beginning.n_tokens)
             sequence.join(generator)
             assert sequence.generator_uid is not None
             self.prefilling[sequence.generator_uid] = sequence
@@ -139,9 +128,9 @@ class ConcurrentScheduler:
         """The youngest sequence, if the batch's next step does not fit into the pool. A single sequence always fits."""
         if len(self.prefilling) + len(self.decoding) <= 1:
             return None
-        cost = self._cost()
-        blocks = cost.decoding * len(self.decoding) + cost.prefilling * len(self.prefilling)
-        return max(self.in_batch(), key=lambda sequence: sequence.uid) if blocks > self._pool.total else None
+        if sum(self._cost()) <= self._pool.total:
+            return None
+        return max(self.in_batch(), key=lambda sequence: sequence.uid)
 
     def _leaving(self) -> int:
         """Sequences whose next token is their last: a step ends them before it prefills, so their places are free.
@@ -154,39 +143,28 @@ class ConcurrentScheduler:
         return sum(sequence.n_left <= 1 for sequence in self.decoding.values())
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether `sequence` may join, with room for its next block."""
+        """Whether `sequence` may join, with room for its next block. It waits while its beginning is prefilled."""
+        if (beginning := self._beginning(sequence)) is not None and not beginning.is_prefilled:
+            return False
         decoding = [other.n_tokens + 1 for other in self.decoding.values()]
         prefilling = [other.n_tokens + 1 for other in self.prefilling.values()]
         if not (decoding or prefilling):
             return True
         n_tokens = sequence.n_tokens + min(BLOCK_TOKENS, sequence.n_left)
-        cost = self._kv_cost.of_batch(decoding, [*prefilling, n_tokens])
-        return cost.decoding * len(decoding) + cost.prefilling * (len(prefilling) + 1) <= self._pool.total
+        return sum(self._kv_cost.of_batch(decoding, [*prefilling, n_tokens])) <= self._pool.total
 
-    def _has_moved_in(self, sequence: Sequence) -> bool:
-        """Whether the sequence's restored prefix, if any, is in MLX's arrays now.
-
-        A long prefix takes several steps, so that decoding sequences do not wait for all of it.
-        """
-        prefix = sequence.work.prefix
-        if prefix is None:
-            return True
-        self._mover = self._mover or PrefixMover(self._model, prefix, self._spec)
-        if not self._mover.move(self._budget.move_s(decoding=len(self.decoding))):
-            return False
-        sequence.take_prefix(self._mover.caches)
-        self._mover = None
-        return True
+    def _beginning(self, sequence: Sequence) -> Beginning | None:
+        return shared_beginning(sequence, self.in_batch()) if self._shares_beginnings else None
 
     def _hold(self) -> None:
         """Let each sequence hold the blocks of its next step: first those that need fewer than now, then the others."""
-        cost = self._cost()
-        wanted = [(sequence.uid, cost.decoding) for sequence in self.decoding.values()]
-        wanted += [(sequence.uid, cost.prefilling) for sequence in self.prefilling.values()]
+        in_batch = (*self.decoding.values(), *self.prefilling.values())
+        wanted = zip((sequence.uid for sequence in in_batch), self._cost(), strict=True)
         for uid, blocks in sorted(wanted, key=lambda want: want[1] - self._pool.held(want[0])):
             self._pool.resize(uid, min(blocks, self._pool.total))
 
-    def _cost(self) -> SequenceCost:
+    def _cost(self) -> list[int]:
+        """Blocks of the decoding sequences, then of those in prefill."""
         return self._kv_cost.of_batch(
             [sequence.n_tokens + 1 for sequence in self.decoding.values()],
             [sequence.n_tokens + 1 for sequence in self.prefilling.values()],
@@ -200,7 +178,7 @@ class ConcurrentScheduler:
             self.prefilling.pop(sequence.generator_uid, None)
             self.decoding.pop(sequence.generator_uid, None)
         elif sequence is self._joining:
-            self._joining = self._mover = None
+            self._joining = None
         else:
             self.waiting.discard(sequence)
         self._pool.release(sequence.uid)

@@ -39,6 +39,7 @@ from stoker_worker.ports import (
     Stage,
 )
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.serving_mode import Batching, ServingMode
 
 END: Final = 256
 """The end-of-sequence token; tokens below it are bytes."""
@@ -202,6 +203,7 @@ class ScriptedProvider(ModelProviderPort):
             context_tokens=self.context_tokens,
             spec=_SPEC,
             tokenizer=ScriptedTokenizer(),
+            mode=ServingMode(Batching.BATCHED),
         )
         return ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s), loaded
 
@@ -218,7 +220,7 @@ def _last_line(work: GenerationWork) -> str:
 def _cache_of(token_ids: tuple[int, ...], start: int | None) -> CacheSlice | None:
     if start is None:
         return None
-    keys = np.asarray(token_ids[start:], dtype=np.float32).reshape(1, -1, 1)
+    keys = np.asarray(token_ids, dtype=np.float32).reshape(1, -1, 1)
     return CacheSlice(start=start, stop=len(token_ids), layers=((keys, -keys),))
 
 

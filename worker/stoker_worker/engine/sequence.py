@@ -1,7 +1,7 @@
 """One sequence in the engine, from submission to its end. Owns its state; pure; engine thread."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker_shared.result import Logprobs, TokenLogprob
@@ -14,6 +14,7 @@ from stoker_worker.ports import (
     EndedBy,
     GenerationTiming,
     GenerationWork,
+    RestoredPrefix,
     SequenceProgress,
     Snapshot,
     Stage,
@@ -34,6 +35,7 @@ class Sequence:
         n_prefilled: how many have been prefilled since.
         ended_by: how it ended. A sequence whose last token is not yet in its cache stays until it is.
         breaks: how many steps broke while it ran alone.
+        n_common: by uid, the tokens with which its prompt and that of another sequence begin alike.
         growing: its text, from the first request for it on; a sequence with stop strings has its text in `stops`.
     """
 
@@ -51,6 +53,7 @@ class Sequence:
     n_prefilled: int = 0
     ended_by: EndedBy | None = None
     breaks: int = 0
+    n_common: dict[int, int] = field(default_factory=dict)
     growing: GrowingText | None = None
     submitted_at: float = field(default_factory=time.perf_counter)
     inserted_at: float = 0.0
@@ -80,15 +83,16 @@ class Sequence:
         """Whether its caches are to be saved and hold exactly the tokens before the last one of the prompt."""
         return self.work.save_from is not None and self.n_cached + self.n_prefilled == self.n_prompt - 1
 
-    def take_prefix(self, caches: list[Any]) -> None:
-        """`caches` hold its restored prefix now; drop the arrays that brought it."""
-        prefix = self.work.prefix
-        assert prefix is not None
+    def take_prefix(self, prefix: RestoredPrefix, caches: list[Any]) -> None:
+        """`caches` hold its restored prefix."""
         if prefix.states and prefix.n_tokens == self.n_prompt - 1:
             self.snapshots.append(Snapshot(prefix.n_tokens, prefix.states))  # nothing is prefilled before this point
         self.caches, self.n_cached = caches, prefix.n_tokens
         self.n_reused = prefix.n_tokens
-        self.work = replace(self.work, prefix=None)
+
+    def take_beginning(self, caches: list[Any], n_tokens: int) -> None:
+        """`caches` hold the first `n_tokens` tokens of its prompt, which another sequence has prefilled."""
+        self.caches, self.n_cached, self.n_reused = caches, n_tokens, n_tokens
 
     def join(self, generator: Generator) -> None:
         """Go into the generator, with the tokens that its caches do not hold."""
@@ -109,9 +113,9 @@ class Sequence:
 
     def restart(self) -> None:
         """Drop all caches: the sequence starts over from its tokens alone."""
-        self.work = replace(self.work, prefix=None)
         self.generator_uid, self.caches, self.n_cached, self.n_reused = None, None, 0, 0
         self.snapshots.clear()
+        self.n_common.clear()
         self.sampling.start(len(self.generated))
 
     def add(self, token: int, eos_ids: frozenset[int]) -> None:

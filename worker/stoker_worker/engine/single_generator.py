@@ -71,6 +71,9 @@ class SingleGenerator:
     def peek(self, uid: int) -> list[Any]:
         return self._caches
 
+    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
+        raise NotImplementedError
+
     def take_out(self, uid: int) -> TakenOut:
         out = TakenOut(self._caches, len(self._tokens), self._pending, self._logprobs)
         self.remove(uid)

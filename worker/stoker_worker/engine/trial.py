@@ -225,7 +225,7 @@ class _NoText:
 
 def _prefix(cache: CacheSlice, n_tokens: int) -> RestoredPrefix:
     states = next((snapshot.states for snapshot in cache.snapshots if snapshot.n_tokens == n_tokens), ())
-    layers = tuple((keys[:, :n_tokens].copy(), values[:, :n_tokens].copy()) for keys, values in cache.layers)
+    layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in cache.layers)
     return RestoredPrefix(n_tokens, layers, states)
 
 

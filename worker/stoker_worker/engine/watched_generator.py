@@ -56,6 +56,9 @@ class WatchedGenerator:
     def peek(self, uid: int) -> list[Any]:
         return self._generator.peek(uid)
 
+    def beginning(self, uid: int, n_tokens: int) -> list[Any]:
+        return self._generator.beginning(uid, n_tokens)
+
     def take_out(self, uid: int) -> TakenOut:
         return self._generator.take_out(uid)
 

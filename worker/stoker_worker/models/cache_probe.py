@@ -21,6 +21,11 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
+def nested(like: Iterable[Any], flat: Iterator[Any]) -> list[Any]:
+    """The opposite of `leaves`: the caches of `flat`, in lists as in `like`."""
+    return [CacheList(*nested(cache.caches, flat)) if type(cache) is CacheList else next(flat) for cache in like]
+
+
 def read_cache_spec(model: Any, store_dtype: StoreDtype = "native") -> ModelCacheSpec:
     """Run one token through `model` and read the layout of its filled caches.
 

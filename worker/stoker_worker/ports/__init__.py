@@ -1,10 +1,12 @@
 """The worker's interfaces, and the values that cross them. No I/O, no MLX, no rq.
 
 Every value is frozen, except `CancelToken`. Threads hand these values to one another through queues. Arrays cross as
-NumPy arrays that nothing writes to any more; bfloat16 travels as uint16 (`ModelCacheSpec.dtype` tells which it is).
+NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16 travels as uint16
+(`ModelCacheSpec.dtype` tells which it is).
 """
 
-from stoker_worker.ports.agents import UNUSED, Busy, MemoryUse
+from stoker_worker.ports.agent_jobs import AgentJobsPort
+from stoker_worker.ports.agents import UNUSED, Busy, Delivery, MemoryUse, PlaceOf
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
@@ -15,7 +17,9 @@ from stoker_worker.ports.engine import (
     GenerationWork,
     LayerKV,
     LayerState,
+    PrefixRoom,
     RestoredPrefix,
+    RoomMaker,
     SequenceProgress,
     Snapshot,
     Stage,
@@ -23,11 +27,9 @@ from stoker_worker.ports.engine import (
 )
 from stoker_worker.ports.memory import (
     UNKNOWN_VERSION,
-    AgentJobsPort,
     AgentVersion,
     CachedPrefix,
     CacheStorePort,
-    Delivery,
     Restored,
     Transcript,
     Turn,

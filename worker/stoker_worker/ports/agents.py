@@ -1,10 +1,13 @@
-"""How a job uses an agent's memory, and which agents' memory is in use. Immutable values, no I/O; any thread."""
+"""How a job uses an agent's memory, which memory is in use, and how deliveries are told apart. No I/O; any thread."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stoker_shared.request import Access
+
+PlaceOf = Callable[[str], tuple[int, int]]
+"""As `QueuePort.place_of`."""
 
 
 class MemoryUse(NamedTuple):
@@ -53,3 +56,18 @@ class Busy:
             self.reading.union(use.agent_id for use in all_uses if use.agent_id and use.access == "read"),
             self.job_ids,
         )
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One enqueue of one job. Recovery and requeueing keep it; RQ's Repeat and a reused id make a new one.
+
+    Attributes:
+        created_at: from the job's hash; empty when its enqueuer wrote none.
+        request: digest of the request.
+    """
+
+    job_id: str
+    created_at: str
+    repeats_left: int | None = None
+    request: str = ""

@@ -127,6 +127,10 @@ class ModelCacheSpec:
         return tuple(layer for layer in self.layers if layer.kind in (LayerKind.WINDOW, LayerKind.RECURRENT))
 
     @property
+    def has_only_full_layers(self) -> bool:
+        return all(layer.kind == LayerKind.FULL for layer in self.layers)
+
+    @property
     def can_be_stored(self) -> bool:
         return all(layer.kind != LayerKind.UNKNOWN for layer in self.layers)
 

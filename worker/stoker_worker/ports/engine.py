@@ -1,6 +1,7 @@
 """The engine's interface: one sequence's work goes in, its completion comes out. No I/O, no MLX."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -21,18 +22,42 @@ EndedBy = Literal["eos", "stop", "length"]
 """Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string, or `max_tokens`."""
 
 
+class PrefixRoom(Protocol):
+    """Memory of the engine for one sequence's full-attention cache. A restored prefix is read straight into it, and the
+    engine goes on in it. Any thread, one at a time."""
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Writable arrays, one pair per full-attention layer, with more tokens than the prompt has. They hold anything
+        before they are filled. They and all views of them have to be gone before the room is given to the engine."""
+        ...
+
+    def take(self) -> list[tuple[Any, Any]]:
+        """The engine's own arrays, once. Engine thread.
+
+        Raises:
+            ValueError: a view of them is left, or they were taken before.
+        """
+        ...
+
+
+RoomMaker = Callable[[int, int], PrefixRoom]
+"""Makes room for a prompt of so many tokens and an answer of at most so many."""
+
+
 @dataclass(frozen=True)
 class RestoredPrefix:
     """Cache of the first `n_tokens` of a prompt.
 
     Attributes:
-        layers: one contiguous array pair per full-attention layer (`ModelCacheSpec.full_layers`).
+        layers: one array pair per full-attention layer (`ModelCacheSpec.full_layers`); empty if `room` has the cache.
         states: one entry per window or recurrent layer (`ModelCacheSpec.snapshot_layers`), as after `n_tokens`.
+        room: holds the cache from its first token on.
     """
 
     n_tokens: int
     layers: tuple[LayerKV, ...]
     states: tuple[LayerState, ...] = ()
+    room: PrefixRoom | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,8 @@ class CacheSlice:
     """Cache of a finished sequence, evaluated and owned by the receiver.
 
     Attributes:
-        layers: tokens [start, stop) of the full-attention layers.
+        start: the tokens before it have been saved already.
+        layers: tokens [0, stop) of the full-attention layers; their arrays need not be contiguous.
         snapshots: of the window and recurrent layers, in the order of their tokens; none lies after `stop`.
     """
 
@@ -64,14 +90,16 @@ class GenerationWork:
 
     Attributes:
         prompt_ids: the whole prompt, cached part included; at least one token more than `prefix` holds.
-        save_from: the engine hands back the cache from this token on: a multiple of the block size, inside the
+        save_from: the `start` of the cache that the engine hands back: a multiple of the block size, inside the
             restored prefix or at its end. ``None``: it hands back nothing.
+        shares: sequences of one value may use each other's caches; ``None``: with no other.
     """
 
     request: GenerationRequest
     prompt_ids: tuple[int, ...]
     prefix: RestoredPrefix | None = None
     save_from: int | None = 0
+    shares: tuple[str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +122,7 @@ class CompletedGeneration:
         ended_by: ``None`` unless `outcome` is ``finished``.
         kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string.
         carry_text: the end of `text` that no whole kept token covers, when the stop string began inside a token.
-        cache: cache from `save_from` to the last kept token.
+        cache: cache up to the last kept token; its `start` is `save_from`.
         cached_tokens: tokens of the prompt that were restored instead of prefilled.
     """
 

@@ -4,26 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentResult
 from stoker_shared.request import Message
+from stoker_worker.ports.agent_jobs import AgentJobsPort
+from stoker_worker.ports.agents import Delivery, PlaceOf
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
 from stoker_worker.ports.model import LoadedModel
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One enqueue of one job. Recovery and requeueing keep it; RQ's Repeat and a reused id make a new one.
-
-    Attributes:
-        created_at: from the job's hash; empty when its enqueuer wrote none.
-        request: digest of the request.
-    """
-
-    job_id: str
-    created_at: str
-    repeats_left: int | None = None
-    request: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ class Turn:
 class CacheStorePort(Protocol):
     """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finisher threads."""
 
-    agent_jobs: "AgentJobsPort"
+    agent_jobs: AgentJobsPort
     """Carries out jobs about an agent's memory."""
 
     def open_agent(self, agent_id: str) -> AgentVersion:
@@ -143,6 +128,7 @@ class CacheStorePort(Protocol):
         Raises:
             AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
                 error's `.usable` is the version that `context="full"` may still continue from.
+            AgentBusy: another process is changing the agent, and did not end in time; for ``full`` jobs too.
         """
         ...
 
@@ -151,6 +137,7 @@ class CacheStorePort(Protocol):
 
         Raises:
             AgentTranscriptUnreadable: that cannot be known.
+            AgentBusy: as `open_agent`.
         """
         ...
 
@@ -161,6 +148,8 @@ class CacheStorePort(Protocol):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        max_tokens: int = 0,
+        is_saved: bool = True,
         beside_others: bool = False,
     ) -> Restored:
         """The longest verified cached prefix of `prompt_ids`, at most all but its last token. Damaged, missing and
@@ -169,6 +158,8 @@ class CacheStorePort(Protocol):
         Args:
             agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
                 prompt is remembered.
+            max_tokens: most tokens of the answer.
+            is_saved: whether the agent's turn is to be saved, so that the engine hands its cache back.
             beside_others: whether other sequences are running: they keep half of the cores.
         """
         ...
@@ -203,12 +194,21 @@ class CacheStorePort(Protocol):
         ...
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
-        """These agents, and no others, have work running or queued: they lose no cache, and no other process changes
-        those that run. Any thread; never blocks.
+        """These agents, and no others, have work running or queued. Those that run lose no cache, and no other process
+        changes them; those that wait lose theirs after all others. Any thread; never blocks.
 
         Args:
             is_all: whether nobody else has work in the queue; until that is known no agent is removed for being unused.
         """
+        ...
+
+    def order_by(self, place_of: PlaceOf) -> None:
+        """From now on, of the agents that wait, the one of the largest place loses its cache first. Any thread."""
+        ...
+
+    def is_at_hand(self, agent_id: str) -> bool:
+        """Whether the agent's next job waits for no file: its cache is in RAM, or there is none. ``True`` for all while
+        RAM holds nothing. A hint; any thread, never blocks."""
         ...
 
     def read_ahead(self, agents: Sequence[str]) -> None:
@@ -221,24 +221,3 @@ class CacheStorePort(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class AgentJobsPort(Protocol):
-    """Jobs about an agent's memory. Finisher threads; never two jobs of one agent at once."""
-
-    def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
-        """The answer of this delivery, if it has taken effect.
-
-        Raises:
-            AgentTranscriptUnreadable, AgentBusy, OSError: that cannot be known.
-        """
-        ...
-
-    def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
-        """Carry the job out, durably, in one step that remembers the delivery.
-
-        Raises:
-            AgentMemoryError: it cannot be done, and nothing has changed.
-            OSError: nothing has changed, or it is done and `answer` returns its result.
-        """
-        ...

@@ -1,15 +1,14 @@
 """The interface of the queue: claimed jobs, and the queue they come from. No I/O, no rq, no Redis."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
-from stoker_worker.ports.agents import Busy, MemoryUse
+from stoker_worker.ports.agents import Busy, Delivery, MemoryUse
 from stoker_worker.ports.engine import SequenceProgress
-from stoker_worker.ports.memory import Delivery
 
 CancelReason = Literal["withdrawn", "timed out", "stopping"]
 """The job was canceled, stopped or deleted; its own timeout passed; the worker stops and gives it back."""
@@ -146,6 +145,11 @@ class QueuePort(Protocol):
         """
         ...
 
+    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
+        """From now on `claim` lets jobs of such agents, and jobs without an agent, pass others, within bounds. Any
+        thread, before the first claim; `is_at_hand` is called on the fetcher thread and must not block."""
+        ...
+
     def in_flight(self) -> tuple[ClaimedJob, ...]:
         """The jobs that were claimed and not released, in the order of their claim: a snapshot for any thread."""
         ...
@@ -160,6 +164,11 @@ class QueuePort(Protocol):
 
     def waiting_agents(self) -> frozenset[str]:
         """Agents of waiting jobs, as far as `claim` has looked. No round trip; the same object until they change."""
+        ...
+
+    def place_of(self, agent_id: str) -> tuple[int, int]:
+        """Which queue the agent's next job waits in, and how far behind: sooner ones are smaller. After all others if
+        none is known to wait. Any thread; no round trip."""
         ...
 
     def next_agents(self, limit: int) -> tuple[str, ...]:

@@ -11,8 +11,11 @@ from typing import Final
 class Batching(StrEnum):
     """How sequences run, the widest first."""
 
+    ROWS = "in rows"
+    """Sequences decode together, and the full attention of each has a cache of its own: nothing is padded."""
+
     BATCHED = "batched"
-    """Sequences of unequal length are prefilled together and decode together."""
+    """Sequences of unequal length are prefilled together and decode together, as one rectangle of mlx-lm's."""
 
     SINGLE_PREFILL = "batched, prefilled one by one"
     """Sequences decode together; each is prefilled alone, for recurrent layers that cannot tell padding from text."""
@@ -33,7 +36,7 @@ class ServingMode:
         proved: whether the mode was tried on this model; ``False`` after `--skip-proof`.
     """
 
-    batching: Batching = Batching.BATCHED
+    batching: Batching = Batching.ROWS
     memory: bool = True
     proved: bool = True
 
@@ -44,7 +47,7 @@ class ServingMode:
 
 WIDEST: Final = ServingMode()
 WIDEST_FIRST: Final = (
-    *(ServingMode(batching) for batching in (Batching.BATCHED, Batching.SINGLE_PREFILL, Batching.ONE_AT_A_TIME)),
+    *(ServingMode(batching) for batching in Batching if batching != Batching.AS_MLX_LM),
     *(ServingMode(batching, memory=False) for batching in Batching),
 )
 """Modes with memory come first: a restored history saves an agent more than a wide batch does. The last mode is

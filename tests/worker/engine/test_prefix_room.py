@@ -1,0 +1,135 @@
+"""The memory that a prefix is restored into: the engine goes on in it, and copies nothing."""
+
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.worker.engine.layouts import Layout, random_ids, run, work
+
+from stoker_worker.ports import RestoredPrefix
+from stoker_worker.ports.serving_mode import Batching
+
+pytestmark = [pytest.mark.mlx]
+
+MODES = [Batching.ROWS, Batching.BATCHED, Batching.ONE_AT_A_TIME]
+RNG = random.Random(5)
+IDS = random_ids(RNG, 400)
+
+
+@pytest.fixture(scope="module", params=["llama", "bfloat16"])
+def layout(request: pytest.FixtureRequest) -> Layout:
+    return of_type(request.param)
+
+
+def of_type(name: str) -> Layout:
+    import mlx.core as mx
+
+    from stoker_worker.models.cache_probe import read_cache_spec
+
+    layout = Layout("llama", eos=False)
+    if name == "bfloat16":
+        from dataclasses import replace
+
+        layout.model.set_dtype(mx.bfloat16)
+        layout.spec = read_cache_spec(layout.model)
+        layout.loaded = replace(layout.loaded, spec=layout.spec)
+    return layout
+
+
+def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_tokens: int) -> RestoredPrefix:
+    """What the loader thread hands over."""
+    from stoker_worker.engine.prefix_room import MlxRoom
+
+    made: list[RestoredPrefix] = []
+
+    def load() -> None:
+        room = MlxRoom(layout.spec, n_prompt, max_tokens)
+        for ours, theirs in zip(layers, room.layers(), strict=True):
+            for source, target in zip(ours, theirs, strict=True):
+                target[:] = 77
+                target[:, :n_tokens] = source[:, :n_tokens]
+        made.append(RestoredPrefix(n_tokens, (), (), room))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    return made.pop()
+
+
+def addresses(layers: Any) -> list[int]:
+    return [array.__array_interface__["data"][0] for pair in layers for array in pair]
+
+
+@pytest.mark.parametrize("batching", MODES)
+def test_a_sequence_that_goes_on_in_restored_memory_answers_as_uncached(layout: Layout, batching: Batching) -> None:
+    (first,) = run(layout.engine(), [work(IDS[:290], 10)])
+    ids = [*IDS[:290], *first.generated_ids, *IDS[300:390]]
+    prefixes = [restored(layout, first.cache.layers, n, len(ids), 12) for n in (300, 256, 1)]
+    works = [work(ids, 12), *(work(ids, 12, prefix) for prefix in prefixes)]
+    answers = [done.generated_ids for done in run(layout.engine(batching=batching), works)]
+    assert answers == answers[:1] * 4
+
+
+@pytest.mark.parametrize("batching", [Batching.ROWS, Batching.ONE_AT_A_TIME])
+def test_a_sequence_decodes_and_ends_in_the_memory_that_it_was_restored_into(
+    layout: Layout, batching: Batching
+) -> None:
+    """From the loader's arrays to those that are saved: the same memory, so no one has copied it."""
+    (first,) = run(layout.engine(), [work(IDS[:300], 1)])
+    prefix = restored(layout, first.cache.layers, 300, 390, 12)
+    assert prefix.room is not None
+    before = addresses(prefix.room.layers())
+    (done,) = run(layout.engine(batching=batching), [work(IDS[:390], 12, prefix, save_from=256)])
+    assert (done.cache.start, done.cache.stop) == (256, 402)
+    assert addresses(done.cache.layers) == before
+    for ours, theirs in zip(first.cache.layers, done.cache.layers, strict=True):
+        assert all(np.array_equal(a[:, :300], b[:, :300]) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout: Layout) -> None:
+    (first,) = run(layout.engine(), [work(IDS[:300], 1)])
+    engine = layout.engine()
+    uid = engine.submit(work(IDS[:310], 4))
+    engine.step()
+    prefix = restored(layout, first.cache.layers, 300, 390, 12)
+    assert prefix.room is not None
+    view = prefix.room.layers()[0][0][1, 5:]
+    with pytest.raises(ValueError, match="in use"):
+        engine.submit(work(IDS[:390], 12, prefix))
+    with pytest.raises(ValueError, match="shape"):
+        engine.submit(work(IDS[:390], 12, RestoredPrefix(299, first.cache.layers)))
+    del view
+    completions = []
+    while engine.in_flight:
+        completions += engine.step()
+    assert [(one.uid, one.outcome) for one in completions] == [(uid, "finished")]
+
+
+PROCESS = """
+import threading
+from stoker_worker.engine.prefix_room import MlxRoom
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+
+made = []
+
+def load():
+    made.append(MlxRoom(ModelCacheSpec((LayerSpec(LayerKind.FULL, 2, 8, 8),) * 3, "bfloat16"), 1000, 10))
+    for keys, values in made[0].layers():
+        keys[:], values[:] = 1, 2
+
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+made.clear()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_loader_thread_made_room_exits_in_order() -> None:
+    """MLX aborts when a thread that has ended left streams (see `test_leave_thread`)."""
+    exits = [subprocess.run([sys.executable, "-c", PROCESS], check=False).returncode for _ in range(6)]
+    assert exits == [0] * 6

@@ -1,0 +1,93 @@
+"""Prompts that begin alike and arrive together: the beginning is prefilled once, and the answers do not change."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from tests.worker.engine.layouts import Layout, random_ids, run, work
+
+pytestmark = pytest.mark.mlx
+
+SYSTEM = 300
+OURS = ("ours",)
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return Layout("llama", eos=False)
+
+
+def crowd(rng, n=8, shares=OURS):
+    system = random_ids(rng, SYSTEM)
+    return [replace(work([*system, *random_ids(rng, rng.randint(1, 40))], 7), shares=shares) for _ in range(n)]
+
+
+def prefilled(done, works):
+    return sum(len(one.prompt_ids) - end.cached_tokens for one, end in zip(works, done, strict=True))
+
+
+def assert_right(layout, works, done):
+    for one, end in zip(works, done, strict=True):
+        assert list(end.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+
+
+@pytest.mark.parametrize("prefill_tokens", [64, 512])
+def test_eight_prompts_with_one_beginning_prefill_it_once(layout, prefill_tokens):
+    works = crowd(random.Random(1))
+    done = run(layout.engine(max_batch=8, prefill_tokens=prefill_tokens), works)
+    assert_right(layout, works, done)
+    assert prefilled(done, works) < SYSTEM + 8 * 41
+    assert all(end.cache.stop - end.cache.start >= len(one.prompt_ids) for one, end in zip(works, done, strict=True))
+
+
+def test_equal_prompts_share_all_but_the_last_token(layout):
+    works = crowd(random.Random(2), n=1) * 3
+    done = run(layout.engine(), works)
+    assert_right(layout, works, done)
+    assert [end.cached_tokens for end in done][1:] == 2 * [len(works[0].prompt_ids) - 1]
+
+
+def test_a_sequence_takes_the_beginning_of_one_that_decodes_already(layout):
+    rng = random.Random(3)
+    first, second = crowd(rng, n=2)
+    engine = layout.engine()
+    engine.submit(replace(first, request=first.request.model_copy(update={"max_tokens": 60})))
+    while next(iter(engine.progress().values())).tokens < 20:
+        engine.step()
+    uid = engine.submit(second)
+    ended = {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+    assert ended[uid].cached_tokens >= SYSTEM
+    assert_right(layout, [second], [ended[uid]])
+
+
+@pytest.mark.parametrize("other", [None, ("theirs",)])
+def test_nothing_is_shared_across_salts(layout, other):
+    rng = random.Random(4)
+    works = [replace(one, shares=shares) for one, shares in zip(crowd(rng, n=2), (OURS, other), strict=True)]
+    done = run(layout.engine(), works)
+    assert_right(layout, works, done)
+    assert [end.cached_tokens for end in done] == [0, 0]
+
+
+def test_the_others_go_on_when_the_first_is_cancelled_in_its_prefill(layout):
+    works = crowd(random.Random(5), n=4)
+    engine = layout.engine(prefill_tokens=32)
+    uids = [engine.submit(one) for one in works]
+    engine.step()
+    engine.cancel(uids[0])
+    ended = {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+    done = [ended[uid] for uid in uids[1:]]
+    assert_right(layout, works[1:], done)
+    assert prefilled(done, works[1:]) < SYSTEM + 3 * 41
+
+
+def test_a_model_with_windows_shares_nothing():
+    layout = Layout("gemma3_text", eos=False)
+    works = crowd(random.Random(6), n=3)
+    done = run(layout.engine(), works)
+    assert_right(layout, works, done)
+    assert all(end.cached_tokens == 0 for end in done)

@@ -1,0 +1,54 @@
+"""Memory for the caches of one sequence, which restored tokens are read into and the model goes on in. Loader thread,
+then engine thread.
+
+Nothing here runs an MLX operation off the engine thread: that would make streams, which belong to a thread.
+"""
+
+import time
+import weakref
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from stoker_worker.engine.rows.room import room_for
+from stoker_worker.ports import Array, LayerKV, PrefixRoom, as_uint16_if_bfloat16
+from stoker_worker.ports.cache_spec import LayerSpec, ModelCacheSpec
+
+_PAUSE_S: Final = 1e-5
+"""MLX holds the interpreter's lock while it makes an array. Before each, a thread that waits for the lock gets it."""
+
+
+class MlxRoom(PrefixRoom):
+    """MLX arrays of (1, n_kv_heads, room, dim) per full-attention layer. Implements `PrefixRoom`."""
+
+    def __init__(self, spec: ModelCacheSpec, n_tokens: int, n_left: int) -> None:
+        """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer."""
+        self._is_bfloat16 = spec.dtype == "bfloat16"
+        self._views: list[weakref.ref[Array]] = []
+        room, dtype = room_for(n_tokens, n_left, is_shared=False), as_uint16_if_bfloat16(spec.dtype)
+
+        def empty(layer: LayerSpec, dim: int) -> mx.array:
+            time.sleep(_PAUSE_S)
+            # The source has no memory of its own: the system shows one page of zeros in all its places.
+            return mx.array(np.empty((1, layer.n_kv_heads, room, dim), dtype))
+
+        self._arrays = [(empty(layer, layer.key_dim), empty(layer, layer.value_dim)) for layer in spec.full_layers]
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        return tuple((self._view(keys), self._view(values)) for keys, values in self._arrays)
+
+    def take(self) -> list[tuple[Any, Any]]:
+        if any(view() is not None for view in self._views):
+            raise ValueError("the memory of a restored cache is still in use")
+        arrays, self._arrays = self._arrays, []
+        return [(self._typed(keys), self._typed(values)) for keys, values in arrays]
+
+    def _view(self, array: mx.array) -> Array:
+        view = np.asarray(array)
+        self._views.append(weakref.ref(view))
+        row: Array = view[0]
+        return row
+
+    def _typed(self, array: mx.array) -> mx.array:
+        return array.view(mx.bfloat16) if self._is_bfloat16 else array

@@ -1,0 +1,1 @@
+"""Rows with caches of their own: a batch that neither pads nor copies."""

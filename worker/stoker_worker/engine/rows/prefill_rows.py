@@ -1,0 +1,137 @@
+"""The rows in prefill: a pass takes some tokens of each prompt, without padding. Engine thread.
+
+Owns the rows until they decode. Where all layers are full attention, the tokens of all rows go through the model in one
+pass, as a batch of single tokens; other models get one row after the other.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from stoker_worker.engine.generator import Prefilled, SequenceStart
+from stoker_worker.engine.rows.layer_caches import ChunkCache
+from stoker_worker.engine.rows.room import room_for
+from stoker_worker.models.cache_probe import leaves, nested
+from stoker_worker.ports.cache_spec import LayerKind, ModelCacheSpec
+
+
+@dataclass(eq=False)
+class PrefillRow:
+    """
+    Attributes:
+        caches: the model's own, one per layer.
+        tokens: those in them.
+        segments: token ids to prefill; the last segment's last token is left for the first step of decoding.
+    """
+
+    uid: int
+    start: SequenceStart
+    caches: list[Any]
+    tokens: list[int]
+    segments: list[list[int]]
+
+    @classmethod
+    def of(cls, uid: int, start: SequenceStart, model: Any, spec: ModelCacheSpec) -> Self:
+        segments = [list(segment) for segment in start.segments]
+        if len(segments[-1]) > 1:
+            segments.append([segments[-1].pop()])
+        caches = start.caches
+        if caches is None:
+            caches = make_prompt_cache(model)
+        tokens = list(start.cached_ids)
+        n_prompt = len(tokens) + sum(map(len, segments))
+        _make_room(caches, spec, room_for(n_prompt, start.max_tokens, is_shared=False))
+        return cls(uid, start, caches, tokens, segments)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether only the prompt's last token is left."""
+        return len(self.segments) == 1 and len(self.segments[0]) == 1
+
+    @property
+    def n_done(self) -> int:
+        return len(self.tokens) - len(self.start.cached_ids)
+
+    def take(self, most: int) -> list[int]:
+        """Take out the tokens of the next pass; they are in the caches after it."""
+        segment = self.segments[0]
+        taken = segment[:most]
+        del segment[:most]
+        if not segment:
+            self.segments.pop(0)
+        return taken
+
+
+class PrefillRows:
+    """
+    Attributes:
+        rows: in the order in which they came.
+        is_together: whether the tokens of several rows may go through the model in one pass.
+    """
+
+    def __init__(self, model: Any, *, is_together: bool) -> None:
+        self._model = model
+        self.is_together = is_together
+        self.rows: list[PrefillRow] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(cache.nbytes) for row in self.rows for cache in leaves(row.caches))
+
+    def find(self, uid: int) -> PrefillRow | None:
+        return next((row for row in self.rows if row.uid == uid), None)
+
+    def pop_ready(self) -> list[PrefillRow]:
+        ready = [row for row in self.rows if row.is_ready]
+        self.rows = [row for row in self.rows if not row.is_ready]
+        return ready
+
+    def next(self, chunk_tokens: int) -> list[Prefilled]:
+        """Prefill up to `chunk_tokens` tokens of each row."""
+        n_segments = [len(row.segments) for row in self.rows]
+        taken = [row.take(chunk_tokens) for row in self.rows]
+        if self.is_together and len(self.rows) > 1:
+            self._prefill_together(taken)
+        else:
+            for row, ids in zip(self.rows, taken, strict=True):
+                self._model(mx.array([ids]), cache=row.caches)
+                mx.eval([cache.state for cache in row.caches])
+        for row, ids in zip(self.rows, taken, strict=True):
+            row.tokens += ids
+        return [
+            Prefilled(row.uid, row.n_done, at_segment_end=len(row.segments) < before, at_prompt_end=False)
+            for row, before in zip(self.rows, n_segments, strict=True)
+        ]
+
+    def _prefill_together(self, taken: list[list[int]]) -> None:
+        sizes = [len(ids) for ids in taken]
+        inputs = mx.array([token for ids in taken for token in ids])
+        offset = mx.array([len(row.tokens) + i for row, n in zip(self.rows, sizes, strict=True) for i in range(n)])
+        of_layers = zip(*(leaves(row.caches) for row in self.rows), strict=True)
+        chunks = (ChunkCache(caches, sizes, offset) for caches in of_layers)
+        self._model(inputs[:, None], cache=nested(self.rows[0].caches, chunks))
+        mx.eval([cache.state for row in self.rows for cache in row.caches])
+
+
+def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int) -> None:
+    """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it.
+
+    Evaluated, because a copy of another row's cache that is yet to be made would keep that row from being updated in
+    place.
+    """
+    for cache, layer in zip(leaves(caches), spec.layers, strict=True):
+        if layer.kind == LayerKind.FULL:
+            cache.keys = _enlarged(cache.keys, cache.offset, (1, layer.n_kv_heads, n_tokens, layer.key_dim), spec)
+            cache.values = _enlarged(cache.values, cache.offset, (1, layer.n_kv_heads, n_tokens, layer.value_dim), spec)
+            mx.eval(cache.keys, cache.values)
+
+
+def _enlarged(array: mx.array | None, n_used: int, shape: tuple[int, ...], spec: ModelCacheSpec) -> mx.array:
+    if array is not None and array.shape[2] >= shape[2]:
+        return array
+    larger = mx.zeros(shape, getattr(mx, spec.dtype))
+    if array is not None:
+        larger[:, :, :n_used] = array[:, :, :n_used]
+    return larger

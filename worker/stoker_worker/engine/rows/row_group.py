@@ -1,0 +1,163 @@
+"""Keys and values of decoding rows of similar length, in one array a layer. Engine thread.
+
+Owns the storage of its rows: their joining, leaving and growth. All rows of a group end at the same place, so a step
+writes all their new tokens with one update; a shorter row begins later. A long row is alone in its group and keeps the
+arrays that it came with, so nothing is copied when it joins or leaves.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from stoker_worker.engine.rows.room import GROW_STEPS, MOST_APART, MOST_SHARED_TOKENS, SPARE_SHARE, room_for
+
+
+class RowGroup:
+    """
+    Attributes:
+        lengths: tokens of each row.
+        mask: which of a step's tokens each row has, (rows, 1, 1, tokens); ``None`` when each row has all.
+    """
+
+    def __init__(self, caches: Sequence[KVCache], n_left: int) -> None:
+        """
+        Args:
+            caches: one row's, of every full-attention layer; their arrays become the group's.
+            n_left: most tokens that it may get.
+        """
+        # Per layer (places, n_kv_heads, room, dim); row i has the tokens [end - lengths[i], end).
+        self._keys: list[mx.array] = [cache.keys for cache in caches]
+        self._values: list[mx.array] = [cache.values for cache in caches]
+        self._end = int(caches[0].offset)
+        self._most = self._end + n_left  # tokens of the longest row at its end
+        self.lengths = [self._end]
+        self.mask: mx.array | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(array.nbytes) for array in (*self._keys, *self._values))
+
+    def takes(self, n_tokens: int) -> bool:
+        """Whether a row of this length may join."""
+        longest, shortest = max(n_tokens, *self.lengths), min(n_tokens, *self.lengths)
+        return longest <= MOST_SHARED_TOKENS and longest - shortest <= MOST_APART
+
+    def add(self, rows: Sequence[Sequence[KVCache]], n_left: int) -> None:
+        """Copy rows into the group, after those that are there.
+
+        Args:
+            rows: their caches are emptied, a layer at a time, so that nearly nothing is in memory twice.
+            n_left: most tokens that one of them may get.
+        """
+        lengths = [int(caches[0].offset) for caches in rows]
+        longest, n_rows = max(*self.lengths, *lengths), len(self) + len(rows)
+        self._most = max(self._most, max(lengths) + n_left)
+        if n_rows > self._places or longest > self._end:
+            spare = n_rows // SPARE_SHARE if self._places > 1 else 0  # rows that come together may leave together
+            self._rebuild(n_rows + spare, longest, n_left)
+        of_layers = zip(self._keys, self._values, zip(*rows, strict=True), strict=True)
+        for keys, values, caches in of_layers:
+            for place, (cache, length) in enumerate(zip(caches, lengths, strict=True), len(self)):
+                at = (slice(place, place + 1), slice(None), slice(self._end - length, self._end))
+                keys[at], values[at] = cache.keys[..., :length, :], cache.values[..., :length, :]
+                cache.keys = cache.values = None
+            mx.eval(keys, values)
+        self.lengths += lengths
+
+    def remove(self, index: int) -> None:
+        """Take a row out; the last row takes its place. `shrink` follows the last removal of a step."""
+        last = len(self) - 1
+        if index != last:
+            start = self._end - self.lengths[last]
+            for array in (*self._keys, *self._values):
+                array[index : index + 1, :, start : self._end] = self._copy(array, last, start)
+            self.lengths[index] = self.lengths[last]
+        self.lengths.pop()
+
+    def shrink(self) -> None:
+        """Give spare places back, if there are too many."""
+        if self._places > len(self) + len(self) // SPARE_SHARE:
+            self._rebuild(len(self), max(self.lengths), 0)
+
+    def row(self, index: int) -> list[KVCache]:
+        """A row's own caches: the group's arrays where it is alone, else copies, not yet evaluated."""
+        start, caches = self._end - self.lengths[index], []
+        for keys, values in zip(self._keys, self._values, strict=True):
+            cache = KVCache()
+            if self._places == 1 and start == 0:
+                cache.keys, cache.values = keys, values
+            else:
+                cache.keys, cache.values = self._copy(keys, index, start), self._copy(values, index, start)
+            cache.offset = self.lengths[index]
+            caches.append(cache)
+        return caches
+
+    # --- a step ---
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether the rows have become too long to lie together."""
+        return len(self) > 1 and max(self.lengths) >= 2 * MOST_SHARED_TOKENS
+
+    def begin_step(self) -> None:
+        """Make room for one more token of each row."""
+        longest = max(self.lengths)
+        if self._places == 1:
+            self._grow()
+        elif self._end == int(self._keys[0].shape[2]):
+            self._rebuild(self._places, longest, longest)
+        self._end += 1
+        self.lengths = [length + 1 for length in self.lengths]
+        if min(self.lengths) > longest:
+            self.mask = None
+        else:
+            missing = mx.array([longest + 1 - length for length in self.lengths])
+            self.mask = (mx.arange(longest + 1) >= missing[:, None])[:, None, None, :]
+
+    def put(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the newest token of each row, (rows, n_kv_heads, 1, dim); returns all tokens of all rows."""
+        n, end = len(self), self._end
+        self._keys[layer][:n, :, end - 1 : end] = keys
+        self._values[layer][:n, :, end - 1 : end] = values
+        return self.keys_and_values(layer)
+
+    def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
+        """All tokens of all rows."""
+        n, start, end = len(self), self._end - max(self.lengths), self._end
+        return self._keys[layer][:n, :, start:end], self._values[layer][:n, :, start:end]
+
+    # --- storage ---
+
+    @property
+    def _places(self) -> int:
+        return int(self._keys[0].shape[0])
+
+    def _copy(self, array: mx.array, index: int, start: int) -> mx.array:
+        # A slice of one row would share the array's memory, and MLX updates no array in place whose memory is shared.
+        return mx.take(array[:, :, start : self._end], mx.array([index]), axis=0)
+
+    def _grow(self) -> None:
+        """Enlarge the arrays of a row alone, a few layers in each of the last steps: all at once take a long step."""
+        for arrays in (self._keys, self._values):
+            for layer, array in enumerate(arrays):
+                room = int(array.shape[2])
+                if room - self._end <= layer % GROW_STEPS and room < self._most:
+                    larger = room_for(self._end + 1, self._most - self._end, is_shared=False)
+                    fresh = mx.zeros((1, array.shape[1], larger, array.shape[3]), array.dtype)
+                    fresh[:, :, : self._end] = array[:, :, : self._end]
+                    arrays[layer] = fresh
+
+    def _rebuild(self, places: int, longest: int, n_left: int) -> None:
+        """Move the rows into new arrays, whose longest row may have `longest` tokens and grow by `n_left`."""
+        n, mine = len(self), max(self.lengths)
+        room = room_for(longest + 1, n_left, is_shared=places > 1)
+        for arrays in (self._keys, self._values):
+            for layer, array in enumerate(arrays):
+                fresh = mx.zeros((places, array.shape[1], room, array.shape[3]), array.dtype)
+                fresh[:n, :, longest - mine : longest] = array[:n, :, self._end - mine : self._end]
+                arrays[layer] = fresh
+        self._end = longest
