@@ -20,6 +20,7 @@ from stoker_worker.ports import (
     CacheStorePort,
     Delivery,
     LoadedModel,
+    PlaceOf,
     Restored,
     RestoredPrefix,
     Turn,
@@ -34,6 +35,8 @@ class InMemoryAgentStore(CacheStorePort):
         memory: what is in it; tests look there, and set `memory.before_write` to play a full or a slow disk.
         beside_others: of each call of `restore`, in order.
         read_ahead_for: the agents of each call of `read_ahead`, and the model's name when it was loaded.
+        place_of: as `order_by` was told.
+        at_hand: agents whose caches a restore finds in RAM; ``None``: all.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,7 @@ class InMemoryAgentStore(CacheStorePort):
         self.beside_others: list[bool] = []
         self.read_ahead_for: list[tuple[str, ...] | str] = []
         self.agent_jobs = InMemoryAgentJobs(self.memory)
+        self.at_hand: set[str] | None = None
         self._begun: set[str] = set()
 
     def open_agent(self, agent_id: str) -> AgentVersion:
@@ -62,6 +66,8 @@ class InMemoryAgentStore(CacheStorePort):
         agent: AgentVersion | None,
         model: LoadedModel,
         salt: str | None,
+        max_tokens: int = 0,
+        is_saved: bool = True,
         beside_others: bool = False,
     ) -> Restored:
         if not model.has_memory or (agent is None and model.spec.snapshot_layers):
@@ -118,6 +124,12 @@ class InMemoryAgentStore(CacheStorePort):
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self.memory.pinned = running | waiting
 
+    def order_by(self, place_of: PlaceOf) -> None:
+        self.place_of = place_of
+
+    def is_at_hand(self, agent_id: str) -> bool:
+        return self.at_hand is None or agent_id in self.at_hand
+
     def read_ahead(self, agents: Sequence[str]) -> None:
         self.read_ahead_for.append(tuple(agents))
 
@@ -172,16 +184,13 @@ class InMemoryAgentStore(CacheStorePort):
             n_tokens = common_length(old.chain.token_ids, chain.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
             return SavedCache(chain.up_to(n_tokens), model.spec, cut(old.layers, 0, n_tokens))
         chain = chain.up_to(cache.stop)
-        layers = cache.layers
         if model.spec.full_layers:
-            before = [self.memory.blocks[address] for address in chain.addresses[: cache.start // BLOCK_TOKENS]]
             self._add_blocks(chain, cache)
-            layers = join([*before, cache.layers])
-        return SavedCache(chain, model.spec, layers, cache.snapshots)
+        return SavedCache(chain, model.spec, join([cache.layers]), cache.snapshots)
 
     def _add_blocks(self, chain: BlockChain, cache: CacheSlice) -> None:
         for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks):
-            start = index * BLOCK_TOKENS - cache.start
+            start = index * BLOCK_TOKENS
             self.memory.blocks.setdefault(chain.addresses[index], cut(cache.layers, start, start + BLOCK_TOKENS))
 
 
@@ -192,7 +201,7 @@ def check_cache(turn: Turn) -> None:
         return
     if cache.start % BLOCK_TOKENS or not cache.start <= cache.stop <= n_tokens:
         raise ValueError(f"cache of tokens {cache.start} to {cache.stop}, of a transcript of {n_tokens}")
-    if not fits(spec, cache.layers, cache.stop - cache.start):
+    if not fits(spec, cache.layers, cache.stop):
         raise ValueError("the cache arrays are not of the model's shapes and dtype")
     if not all(state_fits(spec, snapshot.states, snapshot.n_tokens) for snapshot in cache.snapshots):
         raise ValueError("the snapshot's arrays are not of the model's shapes and dtypes")

@@ -7,7 +7,7 @@ each call raise `RedisUnavailable`. Safe for the worker's threads.
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class InMemoryQueue(QueuePort):
         self.given_back: list[str] = []
         self.dropped: list[str] = []
         self._numbers = itertools.count()
+        self._is_at_hand: Callable[[str], bool] = lambda agent_id: True
         self._in_flight: JobsInFlight[InMemoryJob] = JobsInFlight()
 
     # --- producers, operators, other workers ---
@@ -97,7 +98,7 @@ class InMemoryQueue(QueuePort):
         if not self.is_held or any(job.attempt > 1 for job in running):
             return []
         claimed: list[InMemoryJob] = []
-        for job_id in list(self.waiting):
+        for job_id in sorted(self.waiting, key=self._is_passed):
             if len(claimed) >= limit:
                 break
             job = self._job(self.entries[job_id])
@@ -116,6 +117,11 @@ class InMemoryQueue(QueuePort):
             self._in_flight.add(job)
         return claimed
 
+    def _is_passed(self, job_id: str) -> bool:
+        """Jobs of agents that are not at hand come last, for as long as it takes."""
+        agent_id = self.entries[job_id].request.agent_id
+        return agent_id is not None and not self._is_at_hand(agent_id)
+
     def in_flight(self) -> tuple[ClaimedJob, ...]:
         return self._in_flight.snapshot()
 
@@ -129,6 +135,14 @@ class InMemoryQueue(QueuePort):
         with self.lock:
             requests = [self.entries[job_id].request for job_id in self.waiting]
             return frozenset(request.agent_id for request in requests if request.agent_id)
+
+    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
+        self._is_at_hand = is_at_hand
+
+    def place_of(self, agent_id: str) -> tuple[int, int]:
+        with self.lock:
+            agents = [self.entries[job_id].request.agent_id for job_id in self.waiting]
+            return (0, agents.index(agent_id)) if agent_id in agents else (1, 0)
 
     def next_agents(self, limit: int) -> tuple[str, ...]:
         with self.lock:

@@ -26,7 +26,7 @@ class Scene:
         self.engine = NotedEngine(self.finisher)
         self.loader = Loader(self.store, loaded_model(), self.engine, self.finisher)
 
-    def put(self, agent_id: str, **fields: Any) -> Job:
+    def put(self, agent_id: str | None, **fields: Any) -> Job:
         job = Job(claimed(self.queue, agent_id, **fields))
         self.loader.put(job)
         return job
@@ -172,3 +172,23 @@ def test_a_damaged_store_costs_one_job(scene: Scene, monkeypatch: pytest.MonkeyP
     scene.loader.start()
     assert scene.engine.next().job_id == "job-sound"
     assert isinstance(scene.finisher.next()[1], Failed)
+
+
+def test_a_sequence_shares_its_beginning_only_with_those_that_share_its_blocks(scene: Scene) -> None:
+    scene.put("a", prompt="x")
+    scene.put("b", prompt="x", cache_salt="salt")
+    scene.put("c", prompt="x", cache="off")
+    scene.loader.start()
+    assert [scene.engine.next().shares for _ in range(3)] == [(None,), ("salt",), None]
+
+
+def test_without_shared_prefixes_a_job_without_an_agent_shares_its_beginning_with_no_other(scene: Scene) -> None:
+    scene.loader = Loader(scene.store, loaded_model(), scene.engine, scene.finisher, share_prefixes=False)
+    scene.put("a", prompt="x")
+    scene.put("b", prompt="x")
+    scene.put(None, prompt="x")
+    scene.loader.start()
+    *own, without_agent = [scene.engine.next().shares for _ in range(3)]
+    assert None not in own
+    assert own[0] != own[1]
+    assert without_agent is None

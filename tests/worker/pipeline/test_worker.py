@@ -78,6 +78,23 @@ def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch:
     assert {queue.state(job_id) for job_id in queue.entries} == {"finished"}
 
 
+def test_jobs_of_agents_whose_caches_are_in_ram_are_claimed_first() -> None:
+    class Queue(InMemoryQueue):
+        def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
+            claimed = super().claim(limit, busy)
+            order.extend(job.job_id for job in claimed)
+            return claimed
+
+    queue, store, order = Queue(), InMemoryAgentStore(), list[str]()
+    store.at_hand = {"c"}
+    for agent_id in "abc":
+        queue.enqueue(job_id=agent_id, agent_id=agent_id, max_tokens=1)
+    settings = read_settings({"max_batch": 1, "burst": True, "poll_s": 0.001})
+    Worker(settings, queue, store, FAST).run()
+    assert order == ["c", "a", "b"]
+    assert store.place_of == queue.place_of  # of those that wait, the last one loses its cache first
+
+
 class HangingQueue(InMemoryQueue):
     """A queue whose server does not answer."""
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stoker_worker.ports import UNUSED, Busy, MemoryUse
 from stoker_worker.queue.fair_queue import FairQueue
+from stoker_worker.queue.passed_over import MOST_PASSED, MOST_PASSED_S, PassedOver
 
 AGENTS = ("a", "b", "c", None)
 JOBS = [f"job-{n}" for n in range(30)]
@@ -100,7 +101,7 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     @rule()
     def start_over(self):
-        self.waiting, self.known, self.given, self.served = [], set(), 0, []
+        self.waiting, self.known, self.served = [], set(), []
         self.fair_queue.clear()
 
     @rule(count=st.integers(1, 8), quarantined=st.sets(st.sampled_from(JOBS), max_size=3))
@@ -195,8 +196,11 @@ def test_the_agents_of_the_next_jobs_are_in_their_order_and_no_more_than_the_lim
 class Places:
     """Gives one place after the other; an agent's jobs are named after it."""
 
-    def __init__(self):
-        self.fair_queue, self.given = FairQueue(), []
+    def __init__(self, at_hand=None):
+        self.now = 0.0
+        self.fair_queue, self.given = FairQueue(PassedOver(lambda: self.now)), []
+        if at_hand is not None:
+            self.fair_queue.is_at_hand = at_hand.__contains__
 
     def submit(self, *agents, front=False):
         job_ids = [f"{agent}-{uuid4()}" for agent in agents]
@@ -262,6 +266,117 @@ def test_a_job_at_the_front_waits_for_one_place_at_most():
         places.give(n_given)
         places.submit("urgent", front=True)
         assert "urgent" in places.give(2)[-2:]
+
+
+def test_jobs_of_agents_at_hand_go_first_and_jobs_without_an_agent_with_them():
+    places = Places(at_hand={"c", "e"})
+    places.submit(*"abcabde")
+    places.fair_queue.append(["none"])
+    places.fair_queue.learn("none", UNUSED, quarantined=False)
+    assert places.give(3) == ["c", "e", "none"]
+    assert sorted(places.give(5)[3:]) == ["a", "a", "b", "b", "d"]
+
+
+def test_a_job_is_passed_over_for_so_many_places_only():
+    places = Places(at_hand={"hot", "other"})
+    places.submit("cold", *["hot"] * 100, *["other"] * 100)
+    assert places.give(MOST_PASSED + 2).count("cold") == 1
+    assert "cold" in places.given[MOST_PASSED:]
+
+
+def test_a_job_is_passed_over_for_so_many_seconds_only():
+    places = Places(at_hand={"hot"})
+    places.submit("cold", *["hot"] * 100)
+    places.give(2)
+    places.now = MOST_PASSED_S - 0.01
+    assert places.give(2) == ["hot"] * 4
+    places.now = MOST_PASSED_S
+    assert "cold" in places.give(2)
+
+
+def test_what_was_passed_over_is_remembered_when_the_queue_is_read_anew():
+    places = Places(at_hand={"hot"})
+    places.submit(*["cold"], *["hot"] * 100)
+    places.give(2)
+    job_ids, places.now = places.fair_queue.first(1000), MOST_PASSED_S
+    places.fair_queue.clear()
+    places.fair_queue.append(job_ids)
+    for job_id in job_ids:
+        places.fair_queue.learn(job_id, MemoryUse("write", job_id.partition("-")[0]), quarantined=False)
+    assert "cold" in places.give(2)
+
+
+def test_a_long_queue_is_not_searched_for_agents_at_hand():
+    places, asked = Places(), []
+
+    def is_at_hand(agent):
+        asked.append(agent)
+        return False
+
+    places.submit(*(f"cold{n}" for n in range(5000)), "hot")
+    places.fair_queue.is_at_hand = is_at_hand
+    places.give(10)
+    places.fair_queue.next_agents(8)
+    assert len(asked) <= 12 * 2 * MOST_PASSED
+
+
+@given(st.data())
+def test_nobody_is_passed_over_beyond_the_bounds_and_each_agents_order_stays(data):
+    """The first choice without a preference is the job that is passed over, if there is another one with it."""
+    agents = [f"agent{n}" for n in range(12)]
+    at_hand, passed, submitted = set(agents[6:]), {}, []
+    places = Places(at_hand)
+    fair_queue = places.fair_queue
+    for _ in range(data.draw(st.integers(1, 8))):
+        places.submit(*data.draw(st.lists(st.sampled_from(agents), min_size=5, max_size=40)))
+        submitted += [job_id for job_id in fair_queue.first(10_000) if job_id not in submitted]
+        at_hand ^= data.draw(st.sets(st.sampled_from(agents), max_size=1))
+        second = data.draw(st.sampled_from([0.0, 0.1, 1.0, 4.0]))
+        for _ in range(data.draw(st.integers(0, 30))):
+            fair_queue.is_at_hand = lambda agent: True
+            plain = fair_queue.choose(1, Busy())
+            fair_queue.is_at_hand = at_hand.__contains__
+            choice = fair_queue.choose(1, Busy())
+            if choice != plain:
+                n_before, since = passed.setdefault(plain[0], (len(places.given), places.now))
+                assert len(places.given) - n_before < MOST_PASSED
+                assert places.now - since < MOST_PASSED_S
+            for job_id in choice:
+                fair_queue.serve(job_id)
+                places.given.append(job_id)
+            places.now += second
+    while choice := fair_queue.choose(1, Busy()):
+        fair_queue.serve(choice[0])
+        places.given += choice
+    assert sorted(places.given) == sorted(submitted)
+    for agent in agents:
+        mine = [job_id for job_id in submitted if job_id.startswith(f"{agent}-")]
+        assert [job_id for job_id in places.given if job_id in mine] == mine
+
+
+@given(st.lists(st.sampled_from(JOBS), unique=True), st.integers(1, 6))
+def test_with_nothing_at_hand_the_order_is_the_plain_one(job_ids, limit):
+    queues = FairQueue(), FairQueue()
+    queues[1].is_at_hand = lambda agent: False
+    for fair_queue in queues:
+        fair_queue.append(job_ids)
+        for job_id in fair_queue.unlearned(100):
+            use = MemoryUse("write", agent_of(job_id) or "d")
+            fair_queue.learn(job_id, use, quarantined=False)
+    while chosen := queues[0].choose(limit, Busy()):
+        assert queues[1].choose(limit, Busy()) == chosen
+        assert queues[1].next_agents(limit) == queues[0].next_agents(limit)
+        for fair_queue in queues:
+            for job_id in chosen:
+                fair_queue.serve(job_id)
+
+
+def test_the_next_agents_are_those_at_hand_until_the_others_are_passed_over_no_more():
+    places = Places(at_hand={"y", "z"})
+    places.submit(*"abcd", *"yz" * 50)
+    assert places.fair_queue.next_agents(3) == ["y", "z", "a"]
+    places.give(MOST_PASSED - 3)
+    assert set(places.fair_queue.next_agents(3)) == set("abc")
 
 
 def test_a_job_that_was_chosen_and_not_claimed_does_not_count():

@@ -170,6 +170,26 @@ def test_agents_of_waiting_jobs_are_known(outside: Outside) -> None:
     assert "b" in outside.queue.waiting_agents()
 
 
+def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(outside: Outside) -> None:
+    outside.queue.prefer("c".__eq__)
+    for job_id in ("a1", "b1", "c1", "c2"):
+        outside.enqueue(job_id, job_id[0])
+    for wanted in ("c1", "c2"):
+        (job,) = claim(outside, limit=1)
+        assert job.job_id == wanted
+        finish(job, RESULT)
+    assert ids(claim(outside)) == ["a1", "b1"]
+
+
+def test_the_place_of_an_agent_is_that_of_its_first_waiting_job(outside: Outside) -> None:
+    for job_id in ("a1", "b1", "c1", "b2", "a2"):
+        outside.enqueue(job_id, job_id[0])
+    claim(outside, limit=0)
+    assert sorted("zcba", key=outside.queue.place_of) == ["a", "b", "c", "z"]
+    claim(outside, limit=1)
+    assert sorted("zcba", key=outside.queue.place_of) == ["b", "c", "a", "z"]
+
+
 def test_the_agents_of_the_next_jobs_are_known_before_the_first_claim_and_after_it(outside: Outside) -> None:
     for job_id in ("a1", "a2", "none", "b1", "c1", "d1"):
         outside.enqueue(job_id, None if job_id == "none" else job_id[0])

@@ -159,7 +159,7 @@ class EngineThread(threading.Thread):
         if job.cancel.reason is not None:
             self._finisher.put(job, cut_short(job))
             return
-        work = GenerationWork(job.request, job.prompt.ids, job.restored.prefix, job.save_from)
+        work = GenerationWork(job.request, job.prompt.ids, job.restored.prefix, job.save_from, job.shares)
         job.submitted_at = time.time()
         try:
             uid = engine.submit(work)

@@ -24,7 +24,7 @@ class Job:
     Attributes:
         agent: ``None`` for a job that uses no agent's memory.
         salt: its cached blocks are addressed with it.
-        save_from: see `GenerationWork`.
+        save_from, shares: see `GenerationWork`.
         has_next: whether the loader had its next job already.
         submitted_at: Unix time at which the engine took it.
     """
@@ -35,6 +35,7 @@ class Job:
     restored: Restored = field(default=NOTHING_RESTORED, repr=False)
     salt: str | None = None
     save_from: int | None = None
+    shares: tuple[str | None] | None = None
     has_next: bool = False
     submitted_at: float = 0.0
 
@@ -53,7 +54,7 @@ class Job:
         return self.claimed.request
 
     def drop_arrays(self) -> None:
-        """The engine has its own copy of the restored cache."""
+        """The engine has taken over the restored cache."""
         self.restored = replace(self.restored, prefix=None)
 
 

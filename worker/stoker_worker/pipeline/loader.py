@@ -95,8 +95,15 @@ class Loader(threading.Thread):
         job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
         job.salt = self._salt(request)
         if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
+            job.shares = (job.salt,)
             job.restored = self._store.restore(
-                job.prompt.ids, agent=agent, model=model, salt=job.salt, beside_others=self._engine.is_busy()
+                job.prompt.ids,
+                agent=agent,
+                model=model,
+                salt=job.salt,
+                max_tokens=request.max_tokens,
+                is_saved=request.cache == "readwrite",
+                beside_others=self._engine.is_busy(),
             )
         if _is_to_be_saved(request, job.restored):
             job.save_from = job.restored.saved_blocks * BLOCK_TOKENS

@@ -68,8 +68,9 @@ def cache_report(
     restored, agent = job.restored, job.agent
     # A restored prefix is lost when a step breaks: the sequence then begins again from its tokens.
     is_lost = restored.source != "none" and completion.cached_tokens == 0
+    from_the_batch = restored.source == "none" and completion.cached_tokens > 0
     return CacheReport(
-        source="none" if is_lost else restored.source,
+        source="none" if is_lost else "memory" if from_the_batch else restored.source,
         miss_reason=job.prompt.rendered_anew or ("step_broke" if is_lost else restored.miss_reason),
         agent_version=agent_version,
         saved=saved,

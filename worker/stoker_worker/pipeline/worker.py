@@ -42,6 +42,8 @@ class Worker:
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
         self._store = store
         self._n_read_ahead = READ_AHEAD_JOBS * settings.max_batch
+        queue.prefer(store.is_at_hand)
+        store.order_by(queue.place_of)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
         self._finisher = Finisher(store, loaded)
         self._engine = EngineThread(provider, loaded, self._finisher)

@@ -6,7 +6,7 @@ queue, `JobStart` starts what was claimed.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Final
@@ -53,6 +53,16 @@ class ClaimOrder:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
         waiting = [agents for claimer in self.claimers.values() if (agents := claimer.agents())]
         return waiting[0] if len(waiting) == 1 else frozenset().union(*waiting)
+
+    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
+        """See `QueuePort.prefer`."""
+        for claimer in self.claimers.values():
+            claimer.prefer(is_at_hand)
+
+    def place_of(self, agent_id: str) -> tuple[int, int]:
+        """See `QueuePort.place_of`."""
+        places = ((number, claimer.place_of(agent_id)) for number, claimer in enumerate(self.claimers.values()))
+        return next(((number, at) for number, at in places if at is not None), (len(self.claimers), 0))
 
     def next_agents(self, limit: int) -> tuple[str, ...]:
         """See `QueuePort.next_agents`."""

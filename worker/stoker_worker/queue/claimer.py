@@ -6,7 +6,7 @@ read once; after that each look asks only for the ids that came in at either end
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from redis import Redis
@@ -134,6 +134,14 @@ class Claimer:
     def agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change."""
         return self._waiting.agents()
+
+    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
+        """Jobs of such agents may pass others."""
+        self._waiting.is_at_hand = is_at_hand
+
+    def place_of(self, agent_id: str) -> int | None:
+        """As `FairQueue.place_of`."""
+        return self._waiting.place_of(agent_id)
 
     def next_agents(self, limit: int) -> list[str]:
         """As `FairQueue.next_agents`."""

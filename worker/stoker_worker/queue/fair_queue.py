@@ -6,17 +6,21 @@ longest ago, so that no agent's first job waits behind another agent's whole bac
 only the head of its line can be chosen, and only heads are looked at. Several jobs that read may go together; a job
 that writes goes alone. The cost of a choice therefore depends on the number of busy agents, not on the number of
 waiting jobs.
+
+Of the jobs next in either order, one whose agent's cache is at hand goes first: then the disk is read less. The others
+are passed over within bounds.
 """
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import merge
 from itertools import chain, islice, takewhile, zip_longest
 from math import inf
 from typing import NamedTuple
 
 from stoker_worker.ports import UNUSED, Busy, MemoryUse
+from stoker_worker.queue.passed_over import MOST_PASSED, PassedOver
 
 Line = str | tuple[str]
 """An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
@@ -38,7 +42,13 @@ class Waiting(NamedTuple):
 class FairQueue:
     """The waiting jobs of one queue. A job can be chosen once `learn` has been called for it and for all before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed_over: PassedOver | None = None) -> None:
+        """Attributes:
+        is_at_hand: whether nothing of an agent's cache has to be read from disk for its next job.
+        """
+        self.is_at_hand: Callable[[str], bool] = lambda agent_id: True
+        self._passed_over = passed_over or PassedOver()
+        self._n_served = 0
         self.clear()
 
     def __len__(self) -> int:
@@ -48,14 +58,13 @@ class FairQueue:
         return job_id in self._jobs
 
     def clear(self) -> None:
-        """Forget all jobs, and which agents were served."""
+        """Forget all jobs, and which agents were served. A job that comes again is passed over no longer for that."""
         self._jobs: OrderedDict[str, Waiting] = OrderedDict()  # in queue order
         self._unlearned: OrderedDict[str, None] = OrderedDict()  # those of them whose use of memory is not known
         self._lines: dict[Line, list[Waiting]] = {}  # the others, in queue order
         self._heads: list[Waiting] = []  # of all lines, in queue order
         self._turns: list[tuple[int, Waiting]] = []  # the agents' heads, with when each agent was served; sorted
         self._served_at: dict[Line, int] = {}  # counts places given; not there for an agent that was never served
-        self._n_served = 0
         self._quarantined: set[str] = set()
         self._agents: frozenset[str] | None = None
         self._front, self._back = 0, 0
@@ -78,6 +87,8 @@ class FairQueue:
         """Remove a job, if it is here."""
         job = self._jobs.pop(job_id, None)
         self._quarantined.discard(job_id)
+        if job is not None:
+            self._passed_over.forget(job_id)
         if job_id in self._unlearned:
             del self._unlearned[job_id]
         elif job is not None:
@@ -100,11 +111,16 @@ class FairQueue:
             self._agents = frozenset(name for name in self._lines if isinstance(name, str))
         return self._agents
 
+    def place_of(self, agent_id: str) -> int | None:
+        """Grows with how far behind the agent's first learned job is; ``None``: it has none. Any thread."""
+        return next((job.place for job in self._lines.get(agent_id, ())), None)
+
     def next_agents(self, limit: int) -> list[str]:
         """The agents of the next jobs, about in the order of `choose`: by age and by turn alternately. Looks at `limit`
-        heads of each kind, because a job without an agent comes first in its place too."""
-        by_age = (job.line for job in islice(self._heads, limit))
-        by_turn = (job.line for _, job in islice(self._turns, limit))
+        heads of each kind or more, because a job without an agent comes first in its place too."""
+        most = max(limit, MOST_PASSED)
+        by_age = (job.line for job in self._soon_first(islice(self._heads, most), limit))
+        by_turn = (job.line for job in self._soon_first((job for _, job in islice(self._turns, most)), limit))
         both = chain.from_iterable(zip_longest(by_age, by_turn))
         return list(islice(dict.fromkeys(name for name in both if isinstance(name, str)), limit))
 
@@ -141,7 +157,8 @@ class FairQueue:
         return {id_: (job.use, job.quarantined) for id_, job in self._jobs.items() if id_ not in self._unlearned}
 
     def choose(self, limit: int, busy: Busy) -> list[str]:
-        """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here.
+        """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here, and
+        it is noted which jobs they pass.
 
         A job that uses no memory has its place in queue order, but no turn. A quarantined job is never among them, and
         neither are the jobs of its agent behind it; other agents' jobs pass it.
@@ -154,15 +171,24 @@ class FairQueue:
             return not (job.quarantined or job.job_id in busy.job_ids or job in chosen or busy.bars(job.use))
 
         def oldest() -> Waiting | None:
-            return next(filter(may_run, takewhile(lambda job: job.place < end, merge(self._heads, followers))), None)
+            return first_at_hand(takewhile(lambda job: job.place < end, merge(self._heads, followers)))
 
         def next_in_turn() -> Waiting | None:
             had_a_turn = {job.line for job in chosen}
-            turns = (job for _, job in self._turns if job.place < end and job.line not in had_a_turn)
-            return next(filter(may_run, turns), None)
+            return first_at_hand(job for _, job in self._turns if job.place < end and job.line not in had_a_turn)
+
+        def first_at_hand(jobs: Iterable[Waiting]) -> Waiting | None:
+            passed: list[Waiting] = []
+            for job in islice(filter(may_run, jobs), MOST_PASSED):
+                if self._goes_now(job, n_given):
+                    self._passed_over.note((other.job_id for other in passed), n_given)
+                    return job
+                passed.append(job)
+            return passed[0] if passed else None
 
         while len(chosen) < limit:
-            is_a_turn = (self._n_served + len(chosen)) % 2 == 1
+            n_given = self._n_served + len(chosen)
+            is_a_turn = n_given % 2 == 1
             job = (next_in_turn() if is_a_turn else None) or oldest()
             if job is None:
                 break
@@ -179,6 +205,15 @@ class FairQueue:
         jobs = [self._jobs[job_id] for job_id in self._quarantined]
         ready = [job for job in jobs if job.place < self._end() and self._lines[job.line][0] is job]
         return min(ready).job_id if ready else None
+
+    def _goes_now(self, job: Waiting, n_given: int) -> bool:
+        """Whether no other job passes it, after `n_given` places."""
+        agent_id = job.use.agent_id
+        return agent_id is None or self.is_at_hand(agent_id) or self._passed_over.for_long(job.job_id, n_given)
+
+    def _soon_first(self, jobs: Iterable[Waiting], n_places: int) -> list[Waiting]:
+        """The jobs that will not be passed in so many places, in the order given; then the others."""
+        return sorted(jobs, key=lambda job: not self._goes_now(job, self._n_served + n_places))
 
     def _end(self) -> float:
         """The place of the first job that was not learned. No job behind it can be chosen."""

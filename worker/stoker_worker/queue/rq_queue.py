@@ -5,7 +5,7 @@ Does not decide how many jobs are claimed (the fetcher does), nor which ones (cl
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from redis import Redis
 from rq.job import Job, JobStatus
@@ -125,6 +125,12 @@ class RqQueue(QueuePort):
 
     def waiting_agents(self) -> frozenset[str]:
         return self._claim_order.waiting_agents()
+
+    def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
+        self._claim_order.prefer(is_at_hand)
+
+    def place_of(self, agent_id: str) -> tuple[int, int]:
+        return self._claim_order.place_of(agent_id)
 
     @as_redis_unavailable()
     def next_agents(self, limit: int) -> tuple[str, ...]:
