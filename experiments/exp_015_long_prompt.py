@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import Bench, main
+from bench import Bench, Endless, main
 from common import Json, machine, note, spread
 from exp_015_report import render
 from prompts import text_of
@@ -26,7 +26,7 @@ MOST_CANCEL_S = 2.0
 
 
 def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
-    engine = assemble(bench.network, replace(bench.model, tokenizer=_Endless(bench.model.tokenizer)), max_bytes=6 << 30,
+    engine = assemble(bench.network, replace(bench.model, tokenizer=Endless(bench.model.tokenizer)), max_bytes=6 << 30,
                       max_batch=16, prefill_tokens=1024 if bench.on_gpu else 256, max_step_s=MAX_STEP_S)  # fmt: skip
     decoding = [engine.submit(_work(bench.encode(f"Tell me about the number {n}."), 3000)) for n in range(rows)]
     while min(_tokens(engine).values()) < 8:
@@ -77,20 +77,6 @@ def _work(ids: list[int], max_tokens: int) -> GenerationWork:
     return GenerationWork(
         build_request({"agent_id": "x", "prompt": "x", "max_tokens": max_tokens}), tuple(ids), None, None
     )
-
-
-class _Endless:
-    """The model's tokenizer without an end of sequence: no sequence may leave during the measurement."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.eos_ids: frozenset[int] = frozenset()
-
-    def fork(self) -> "_Endless":
-        return _Endless(self._tokenizer.fork())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:

@@ -1,9 +1,10 @@
-"""Is restoring an agent from the RAM cache ever slower than from disk? Prints JSON; needs no model and no MLX.
+"""What does restoring an agent cost, on the loader thread and on the engine thread? Prints JSON; needs no model.
 
-32 blocks of 30 layers (3 KV heads, head dim 64, float32: SmolLM2's) are restored from the product's own store, in turn
-from files in the page cache, from one segment in RAM (the turn was loaded before: nothing is copied) and from two (the
-turn before was just saved: they are joined in one copy). A plain copy into memory already in use is measured beside
-them. Run: ``python experiments/ram_cache_against_disk.py``.
+32 blocks of 30 layers (3 KV heads, head dim 64, float32: SmolLM2's) are restored from the product's own store into the
+engine's memory, in turn from files in the page cache and from RAM, and the engine takes them over. Measured beside
+them: making that memory, the longest of its arrays alone (the interpreter's lock is held while one is made), reading
+the files into NumPy arrays, and copying those to MLX, which the engine thread would have to do with them.
+Run: ``python experiments/ram_cache_against_disk.py``.
 """
 
 import argparse
@@ -11,18 +12,28 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import mlx.core as mx
 import numpy as np
 from common import spread
 
+from stoker_worker.engine.cache_transfer import prefix_to_caches
+from stoker_worker.engine.prefix_room import MlxRoom
 from stoker_worker.memory.cache_layout import empty_layers
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, Delivery, LayerKV, LoadedModel, Restored, Transcript, Turn
+from stoker_worker.ports import CacheSlice, Delivery, LayerKV, LoadedModel, RestoredPrefix, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
 
 SPEC = ModelCacheSpec((LayerSpec(LayerKind.FULL, 3, 64, 64),) * 30, "float32")
-MODEL = LoadedModel("synthetic", "ab" * 32, "tok", 1 << 20, SPEC, tokenizer=None)  # type: ignore[arg-type]
+PLAIN = LoadedModel("synthetic", "ab" * 32, "tok", 1 << 20, SPEC, tokenizer=None)  # type: ignore[arg-type]
+MODEL = replace(PLAIN, make_room=partial(MlxRoom, SPEC))
+NETWORK = SimpleNamespace(layers=[None] * len(SPEC.layers))
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -39,13 +50,10 @@ def main() -> None:
             for array in pair:
                 np.random.default_rng(2).random(out=array, dtype=np.float32)
         store = AgentCacheStore(Path(folder), memory_max_bytes=4 * n_tokens * SPEC.bytes_per_token)
-        save(store, ids, 0, layers)
         for number in range(-2, options.rounds):
             one_round(store, ids, layers, samples if number >= 0 else {})
+        store.close()
     found = {name: spread(values) for name, values in samples.items()}
-    disk = found["disk_ms"]["median"]
-    found["ram_one_segment_of_disk"] = round(found["ram_one_segment_ms"]["median"] / disk, 4)
-    found["ram_two_segments_of_disk"] = round(found["ram_two_segments_ms"]["median"] / disk, 4)
     found["megabytes"] = round(n_tokens * SPEC.bytes_per_token / 1e6)
     print(json.dumps(found, indent=1))
 
@@ -53,43 +61,52 @@ def main() -> None:
 def one_round(
     store: AgentCacheStore, ids: tuple[int, ...], layers: tuple[LayerKV, ...], samples: dict[str, list[float]]
 ) -> None:
-    """Run each way once, in turn."""
+    """Save a turn, and run each way once, in turn."""
 
-    def restore(source: str) -> Callable[[], Restored]:
-        def call() -> Restored:
-            agent = store.open_agent("agent")
-            restored = store.restore((*ids, 1), agent=agent, model=MODEL, salt=None)
-            assert restored.source == source
-            assert restored.prefix is not None
-            assert restored.prefix.n_tokens == len(ids)
-            return restored
+    def restored(source: str, model: LoadedModel) -> RestoredPrefix:
+        store_source = store.restore((*ids, 1), agent=store.open_agent("agent"), model=model, salt=None)
+        assert store_source.source == source
+        assert store_source.prefix is not None
+        assert store_source.prefix.n_tokens == len(ids)
+        return store_source.prefix
 
-        return call
-
+    save(store, ids, layers)
+    prefix = timed("ram_ms", partial(restored, "memory", MODEL), samples)
+    timed("ram_take_over_ms", partial(prefix_to_caches, NETWORK, prefix, SPEC), samples)
+    del prefix
     store.ram_cache.drop("agent")
-    timed("disk_ms", restore("disk"), samples)
-    timed("ram_one_segment_ms", restore("memory"), samples)
-    start = len(ids) - BLOCK_TOKENS
-    tail = tuple(
-        (np.ascontiguousarray(keys[:, start:]), np.ascontiguousarray(values[:, start:])) for keys, values in layers
-    )
-    save(store, ids, start, tail)
-    timed("ram_two_segments_ms", restore("memory"), samples)
-    timed("plain_copy_ms", lambda: [array.copy() for pair in layers for array in pair], samples)
+    prefix = timed("disk_ms", partial(restored, "disk", MODEL), samples)
+    timed("disk_take_over_ms", partial(prefix_to_caches, NETWORK, prefix, SPEC), samples)
+    del prefix
+    timed("make_room_ms", partial(MlxRoom, SPEC, len(ids) + 1, 0), samples)
+    samples.setdefault("longest_array_ms", []).append(longest_array_ms(len(ids)))
+    prefix = timed("disk_to_numpy_ms", partial(restored, "disk", PLAIN), samples)
+    timed("numpy_to_mlx_ms", lambda: [mx.array(x[None]) for pair in prefix.layers for x in pair], samples)
 
 
-def timed(name: str, action: Callable[[], object], samples: dict[str, list[float]]) -> None:
+def timed(name: str, action: Callable[[], T], samples: dict[str, list[float]]) -> T:
     begin = time.perf_counter()
-    kept = action()
+    result = action()
     samples.setdefault(name, []).append(1000 * (time.perf_counter() - begin))
-    del kept
+    return result
 
 
-def save(store: AgentCacheStore, ids: tuple[int, ...], start: int, layers: tuple[LayerKV, ...]) -> None:
-    transcript = Transcript(ids, MODEL.tokenizer_fingerprint, None, "synthetic", "length")
-    cache = CacheSlice(start, len(ids), layers)
+def longest_array_ms(n_tokens: int) -> float:
+    kept: list[Any] = []
+    longest = 0.0
+    for layer in SPEC.full_layers * 2:
+        begin = time.perf_counter()
+        kept.append(mx.array(np.empty((1, layer.n_kv_heads, n_tokens, layer.key_dim), np.float32)))
+        longest = max(longest, time.perf_counter() - begin)
+    return 1000 * longest
+
+
+def save(store: AgentCacheStore, ids: tuple[int, ...], layers: tuple[LayerKV, ...]) -> None:
     base = store.open_agent("agent")
-    store.save(Turn(base, Delivery(f"job {base.number}", ""), transcript, MODEL, None, cache, {}))
+    start = len(ids) if base.number else 0
+    transcript = Transcript(ids, PLAIN.tokenizer_fingerprint, None, "synthetic", "length")
+    cache = CacheSlice(start, len(ids), layers)
+    store.save(Turn(base, Delivery(f"job {base.number}", ""), transcript, PLAIN, None, cache, {}))
 
 
 if __name__ == "__main__":

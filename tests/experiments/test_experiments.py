@@ -86,6 +86,17 @@ WITH_MODEL = {
         "engine_097_with_churning_rows",
         "all_texts_equal",
     },
+    "exp_017_rows.py": {
+        "unequal_rows_2_5_times_as_fast",
+        "restored_rows_come_and_go_1_4_times_as_fast",
+        "short_rows_come_and_go_1_1_times_as_fast",
+        "rows_of_similar_length_as_fast",
+        "none_of_them_under_0_97",
+        "longest_step_at_most_1_5_quiet_ones",
+        "a_join_takes_at_most_1_3_quiet_steps",
+        "peak_memory_at_most_1_15_times_the_rows",
+        "all_tokens_equal",
+    },
     "exp_012_store_dtype.py": {
         "native_changes_nothing",
         "q8_changes_perplexity_by_under_1_percent",
@@ -108,6 +119,7 @@ HOLDS_ON_ANY_MACHINE = {
     "stores_verify_clean",
     "nothing_leaked",
     "all_texts_equal",
+    "all_tokens_equal",
     "native_changes_nothing",
     "every_row_equals_its_solo_run",
     "cache_handed_over_in_the_step_the_row_ends",
@@ -278,6 +290,13 @@ def test_the_index_has_every_report() -> None:
                 f"{content['worker']['with_memory_per_s']['median']:.0f} jobs"
             ),
         ),
+        (
+            "exp_017_rows.py",
+            lambda content: (
+                f"with restored caches {content['loads'][1]['ratio']['median']} times mlx-lm's speed; the longest step "
+                f"{content['joins']['in rows']['longest']['median']} quiet ones"
+            ),
+        ),
         ("exp_015_long_prompt.py", lambda content: f"{content['found']['speed']['median']} of their speed"),
         ("exp_003_cache_injection.py", lambda content: f"{content['timing'][-1]['speedup']} times"),
         ("exp_004_cache_extraction.py", lambda content: f"{content['costs'][-2]['copy_ms']['median']:.1f} ms"),
@@ -343,4 +362,6 @@ def test_the_readme_shows_the_failed_experiments_with_their_results() -> None:
 def test_the_ram_cache_can_be_measured_against_the_disk() -> None:
     command = [sys.executable, str(EXPERIMENTS / "ram_cache_against_disk.py"), "--rounds", "1", "--blocks", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
-    assert {"disk_ms", "ram_one_segment_ms", "ram_two_segments_ms"} < set(json.loads(done.stdout))
+    assert {"disk_ms", "ram_ms", "disk_take_over_ms", "ram_take_over_ms", "numpy_to_mlx_ms"} < set(
+        json.loads(done.stdout)
+    )
