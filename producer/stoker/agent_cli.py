@@ -12,6 +12,7 @@ from click.decorators import FC
 from stoker.agent_jobs import Agents
 from stoker.command_parts import json_option, open_producer, redis_option, show, timeout_option
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 
 _job = options_under("Job")
@@ -45,7 +46,7 @@ def _job_options(function: FC) -> FC:
 @_job_options
 @click.pass_obj
 def info(redis_url: str, /, agent_id: str, as_json: bool, **options: Any) -> None:
-    """Show AGENT: its version, its size, and the versions to which it can return."""
+    """Show AGENT: its version, its size, and the versions to which it can return. Fails if there is no such agent."""
     _run(redis_url, as_json, options, lambda agents, given: agents.info(agent_id, **given))
 
 
@@ -102,13 +103,15 @@ def _run(
     given = {name: value for name, value in options.items() if value is not None}
     with open_producer(redis_url) as producer:
         done = call(producer.agents, {**given, "timeout_s": timeout_s})
+    if isinstance(done, AgentInfo) and not done.exists:
+        raise AgentNotFound(f"there is no agent {done.agent_id!r}")
     show(as_json, done.model_dump(mode="json"), _words(done))
 
 
 def _words(done: AgentResult) -> str:
     name = repr(done.agent_id)
     match done:
-        case AgentForgotten(existed=False) | AgentInfo(exists=False):
+        case AgentForgotten(existed=False):
             return f"there is no agent {name}"
         case AgentForgotten():
             shared = f"; {done.shared_blocks} more are in use by other agents" if done.shared_blocks else ""

@@ -34,13 +34,13 @@ async def carry_out(connection: Redis, step: Step) -> Any:
         return await asyncio.sleep(step.seconds)
     if isinstance(step, Watched):
         return await _watched(connection, step)
-    if len(step.commands) == 1 and not (step.atomic or step.errors_as_replies):
+    if len(step.commands) == 1 and not step.errors_as_replies:
         return [await _execute(connection, step.commands[0])]
     return await _together(connection, step)
 
 
 async def _together(connection: Redis, step: Commands) -> Any:
-    async with connection.pipeline(transaction=step.atomic) as pipeline:
+    async with connection.pipeline(transaction=False) as pipeline:
         for command in step.commands:
             _execute(pipeline, command)
         return await pipeline.execute(raise_on_error=not step.errors_as_replies)

@@ -2,7 +2,8 @@
 
 With ``--json``, stdout is exactly one JSON object, also for an error: ``{"error": {"type": …, "message": …}}``.
 Without it, stdout is the text or the id, and everything else goes to stderr. Exit codes: 0 done, 1 the job failed, was
-canceled, not found or not finished in time, or Redis is away, 2 the command or the request is wrong, 130 interrupted.
+canceled, not found or not finished in time, the agent is unknown, or Redis is away, 2 the command or the request is
+wrong, 130 interrupted.
 """
 
 import json

@@ -34,13 +34,13 @@ def carry_out(connection: Redis, step: Step) -> Any:
         return time.sleep(step.seconds) if step.seconds else None
     if isinstance(step, Watched):
         return _watched(connection, step)
-    if len(step.commands) == 1 and not (step.atomic or step.errors_as_replies):
+    if len(step.commands) == 1 and not step.errors_as_replies:
         return [_execute(connection, step.commands[0])]
     return _together(connection, step)
 
 
 def _together(connection: Redis, step: Commands) -> Any:
-    with connection.pipeline(transaction=step.atomic) as pipeline:
+    with connection.pipeline(transaction=False) as pipeline:
         for command in step.commands:
             _execute(pipeline, command)
         return pipeline.execute(raise_on_error=not step.errors_as_replies)

@@ -60,8 +60,10 @@ class JobRecord:
     @classmethod
     def read(cls, job_id: str) -> Operation[Self | None]:
         """``None`` when there is no such job (any more)."""
+        # The hash first: the entry of an end is written with its state, so a state is never without its entry. Not a
+        # transaction, which Redis 7.0 refuses while it is full, even to read.
         newest_results = ("XREVRANGE", Result.get_key(job_id), "+", "-", "COUNT", KEPT_RESULTS)
-        values, entries = yield Commands([cls.hash_command(job_id), newest_results], atomic=True)
+        values, entries = yield Commands([cls.hash_command(job_id), newest_results])
         return cls.from_replies(job_id, values, entries)
 
     @staticmethod

@@ -35,15 +35,13 @@ Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes]]]
 
 @dataclass(frozen=True)
 class Commands:
-    """Commands that are sent together; the answer is the list of their replies.
+    """Commands that are sent together, not as a transaction; the answer is the list of their replies.
 
     Attributes:
-        atomic: send them as one transaction.
         errors_as_replies: make a command's error its reply instead of raising it.
     """
 
     commands: Sequence[Command]
-    atomic: bool = False
     errors_as_replies: bool = False
 
 

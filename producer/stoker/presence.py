@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 5.0
 _FIELDS: Final = ("model", "context_tokens", "mode", "host", "pid", "started_at")
+_LATER: Final = ("max_batch", "max_batch_why")
+"""Fields that workers of earlier releases do not publish."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class LiveWorker:
 
     Attributes:
         queues: the queues it serves, in its order of priority.
-        model: the loaded model; like the next two, ``None`` while it loads.
+        model: the loaded model; like `context_tokens`, `mode` and the last two, ``None`` while it loads.
         context_tokens: how many tokens a prompt and its answer may have together.
         mode: how its sequences run, as in docs/models.md.
         started_at: Unix time, in seconds.
+        max_batch: most jobs in flight at once.
+        max_batch_why: what decided that number.
     """
 
     name: str
@@ -43,6 +47,8 @@ class LiveWorker:
     host: str
     pid: int
     started_at: float
+    max_batch: int | None = None
+    max_batch_why: str | None = None
 
 
 def live_workers() -> Operation[list[LiveWorker]]:
@@ -95,6 +101,7 @@ def _warning(queue: str, queues: Iterable[str]) -> str:
 def _worker(name: str, value: bytes) -> LiveWorker | None:
     try:
         found: dict[str, Any] = json.loads(value)
-        return LiveWorker(name, tuple(found["queues"]), **{field: found[field] for field in _FIELDS})
+        values = {field: found[field] for field in _FIELDS} | {field: found.get(field) for field in _LATER}
+        return LiveWorker(name, tuple(found["queues"]), **values)
     except (ValueError, TypeError, KeyError):  # not written by a worker of stoker's
         return None

@@ -41,7 +41,7 @@ def ls(redis_url: str, as_json: bool) -> None:
 @redis_option
 @click.pass_obj
 def workers(redis_url: str, as_json: bool) -> None:
-    """List the live workers: queues, model, context.
+    """List the live workers: queues, model, context, most jobs in flight.
 
     A worker that was killed is listed until its lease has run out, for a few seconds.
     """
@@ -55,14 +55,15 @@ def workers(redis_url: str, as_json: bool) -> None:
             str(worker.pid),
             duration(max(0.0, now - worker.started_at)),
             str(worker.context_tokens or "-"),
+            str(worker.max_batch or "-"),
             ",".join(worker.queues),
             worker.model or "loading",
             worker.mode or "-",
         ]
         for worker in living
     ]
-    heading = ["worker", "host", "pid", "up", "context", "queues", "model", "mode"]
-    text = table(heading, rows, numbers=range(2, 5)) if rows else "no workers"
+    heading = ["worker", "host", "pid", "up", "context", "jobs", "queues", "model", "mode"]
+    text = table(heading, rows, numbers=range(2, 6)) if rows else "no workers"
     show(as_json, {"workers": [asdict(worker) for worker in living]}, text)
 
 

@@ -19,7 +19,10 @@ INFO = {
 }  # fmt: skip
 ANSWERS = {
     ("info", "a"): (INFO, "rollback  to 1, 2"),
-    ("info", "nobody"): ({**BASE, "agent_id": "nobody", "action": "info", "exists": False}, "no agent 'nobody'"),
+    ("forget", "nobody", "--yes"): (
+        {**BASE, "agent_id": "nobody", "action": "forget", "existed": False, "version": 0},
+        "there is no agent 'nobody'",
+    ),
     ("fork", "a", "b"): (
         {**BASE, "action": "fork", "target": "b", "version": 1, "from_version": 3, "tokens": 40},
         "'b' continues from 'a' at version 3: 40 tokens",
@@ -86,6 +89,16 @@ def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
     code, out, err = stoker("agent", "rollback", "a")
     assert (code, out) == (1, "")
     assert "AgentNotFound: there is no agent 'a'" in err
+
+
+def test_info_of_an_unknown_agent_is_exit_code_1(stoker, requests):
+    _, answers = requests
+    answers += [{**BASE, "agent_id": "nobody", "action": "info", "exists": False}] * 2
+    code, out, err = stoker("agent", "info", "nobody")
+    assert (code, out, err) == (1, "", "AgentNotFound: there is no agent 'nobody'\n")
+    code, out, err = stoker("agent", "info", "nobody", "--json")
+    assert (code, err) == (1, "")
+    assert json.loads(out) == {"error": {"type": "AgentNotFound", "message": "there is no agent 'nobody'"}}
 
 
 def test_forget_asks_first(stoker):

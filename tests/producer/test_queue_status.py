@@ -121,15 +121,19 @@ def test_ls_is_a_table_or_one_object(stoker, producer, connection):
 
 def test_workers_is_a_table_or_one_object(stoker, connection):
     assert stoker("workers") == (0, "no workers\n", "")
-    publish(connection, "mac.1", queues=["urgent", "generate"], model="m/m", context_tokens=4096, mode="batched")
+    width = {"max_batch": 32, "max_batch_why": "the default"}
+    publish(
+        connection, "mac.1", queues=["urgent", "generate"], model="m/m", context_tokens=4096, mode="batched", **width
+    )
     publish(connection, "mac.2")
     code, out, err = stoker("workers")
     assert (code, err) == (0, "")
     heading, serving, loading = (line.split() for line in out.splitlines())
-    assert heading == ["WORKER", "HOST", "PID", "UP", "CONTEXT", "QUEUES", "MODEL", "MODE"]
-    assert serving == ["mac.1", "mac", "7", "5", "min", "4096", "urgent,generate", "m/m", "batched"]
-    assert loading == ["mac.2", "mac", "7", "5", "min", "-", "generate", "loading", "-"]
-    assert [worker["model"] for worker in json.loads(stoker("workers", "--json")[1])["workers"]] == ["m/m", None]
+    assert heading == ["WORKER", "HOST", "PID", "UP", "CONTEXT", "JOBS", "QUEUES", "MODEL", "MODE"]
+    assert serving == ["mac.1", "mac", "7", "5", "min", "4096", "32", "urgent,generate", "m/m", "batched"]
+    assert loading == ["mac.2", "mac", "7", "5", "min", "-", "-", "generate", "loading", "-"]
+    shown = json.loads(stoker("workers", "--json")[1])["workers"]
+    assert [(worker["model"], worker["max_batch_why"]) for worker in shown] == [("m/m", "the default"), (None, None)]
 
 
 def test_durations_are_short():

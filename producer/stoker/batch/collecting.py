@@ -15,6 +15,7 @@ from stoker.batch.output_file import OutputFile
 from stoker.batch.record import BatchRecord
 from stoker.batch.sent_lines import SentLine, sent_lines, take_out
 from stoker.driver import run
+from stoker_shared.errors import RedisUnavailable
 
 _MAX_PAGE: Final = 500
 _MIN_PAGE: Final = 4
@@ -54,25 +55,30 @@ class Collector:
     _page: int = 100
     _looked_at_all_at: float = 0.0
     _looks_at_all: bool = True
+    _is_full: bool = False
 
     def walk(self, record: BatchRecord) -> int:
         """Go once over all lines that are in Redis; returns how many answers are in the file now and out of Redis.
 
         Raises:
-            RedisUnavailable: at any point; the next call continues.
+            RedisUnavailable: at any point; the next call continues. A server that is full raises it at the end, after
+                every page has made what room it can.
             OSError: the output file cannot be written.
         """
         now = time.monotonic()
         self._looks_at_all = record.canceled or now > self._looked_at_all_at + _LOOK_AT_ALL_S
         if self._looks_at_all:
             self._looked_at_all_at = now
-        self._after, found = 0, 0
+        self._after, found, self._is_full = 0, 0, False
         before_ms = run(self.connection, server_ms())
         while True:
             n_lines, n_ended = self._step(record, before_ms)
             found += n_ended
             if not n_lines or (self.in_order and n_ended < n_lines):
-                return found
+                break
+        if self._is_full:
+            raise RedisUnavailable("the Redis server is full; the answers are in the file, but cannot be counted yet")
+        return found
 
     def _step(self, record: BatchRecord, before_ms: int) -> tuple[int, int]:
         lines = run(self.connection, sent_lines(record.batch, self._after, self._page))
@@ -90,7 +96,8 @@ class Collector:
             self.tally.add(end)
         if done := [*known, *ends]:
             succeeded = {line: self.output.has_succeeded(line.number) for line in done}
-            run(self.connection, take_out(record, succeeded, self.output.identity))
+            is_out = run(self.connection, take_out(record, succeeded, self.output.identity))
+            self._is_full = self._is_full or not is_out
         self._after = lines[-1].number
         return len(lines), len(done)
 

@@ -11,7 +11,6 @@ has, so it need not wait.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -143,9 +142,10 @@ def mark_canceled(record: BatchRecord) -> Operation[None]:
 
 
 def forget(batch: str) -> Operation[None]:
-    """Remove the batch from Redis, but not its jobs."""
+    """Remove the batch from Redis, but not its jobs. Not a transaction, which Redis 7.0 refuses while it is full; an
+    entry that is left in the index is removed by `all_batches`."""
     keys = (record_key(batch), lines_key(batch), bad_key(batch))
-    yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)], atomic=True)
+    yield Commands([("DEL", *keys), ("ZREM", INDEX_KEY, batch)])
 
 
 def all_batches() -> Operation[list[str]]:
@@ -190,8 +190,12 @@ def hold(batch: str, identity: str) -> Operation[None]:
             raise BatchHeld(f"the answers of {batch} are being written to {holder[-1]} on {holder[0]}")
         return [("EXPIRE", key, HOLD_S)]
 
-    with suppress(OutOfMemoryError):
+    try:
         yield from undisturbed(Watched([key], [("GET", key)], write))
+    except OutOfMemoryError:
+        # Redis 7.0 refuses to renew in a transaction, too. Without one it renews, and on a full server the hold cannot
+        # have become another process's meanwhile.
+        yield from ask("EXPIRE", key, HOLD_S)
 
 
 def release(batch: str, identity: str) -> Operation[None]:

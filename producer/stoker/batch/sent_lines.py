@@ -6,6 +6,7 @@ line is either a job or a bad line, whose answer is ready (``stoker:batch:BATCH:
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -101,42 +102,53 @@ def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[
     return {number: json.loads(text) for number, text in zip(numbers, found, strict=True) if text is not None}
 
 
-def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[None]:
-    """Remove answered lines from Redis, with their jobs and results. Lines that are gone already are not counted again.
+def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[bool]:
+    """Remove answered lines from Redis, with their jobs and results, and count them: all or nothing, each line once.
 
-    A server that is full refuses to count, so the lines are then removed first, which makes room, and counted
-    afterwards.
+    A server that is full refuses to count, and Redis 7.0 then refuses every transaction. So what takes up the room is
+    removed first, without a transaction. The lines stay until they are counted: an answer is never lost from the count.
 
     Args:
-        lines: the lines, and whether each succeeded.
+        lines: the lines, and whether each succeeded. Their answers are in the output file already.
+
+    Returns:
+        ``False`` if the server is full even so: the lines are still there, and have to be taken out again.
     """
-    taken, counts = list(lines), list[Command]()
-    removals = _removals(record, taken)
+    taken, keys = list(lines), [lines_key(record.batch), record_key(record.batch)]
+    answers = _answer_removals(record, taken)
 
     def write(replies: list[Any]) -> list[Command]:
         scores, is_there = replies
         there = [line for line, score in zip(taken, scores, strict=True) if score is not None]
-        counts[:] = _counts(record, output, len(there), sum(not lines[line] for line in there)) if is_there else []
-        return [*removals, *counts]
+        counts = _counts(record, output, len(there), sum(not lines[line] for line in there)) if is_there else []
+        return [*answers, *_entry_removals(record, taken), *counts]
 
-    keys = [lines_key(record.batch), record_key(record.batch)]
-    try:
-        reads = [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])]
-        yield from undisturbed(Watched(keys, reads, write))
-    except OutOfMemoryError:
-        yield Commands(removals, atomic=True)
-        yield Commands(counts, atomic=True)
+    reads = [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])]
+    whole = Watched(keys, reads, write)
+    with suppress(OutOfMemoryError):
+        yield from undisturbed(whole)
+        return True
+    yield Commands(answers)
+    with suppress(OutOfMemoryError):
+        yield from undisturbed(whole)
+        return True
+    return False
 
 
-def _removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
-    batch = record.batch
-    commands: list[Command] = [("ZREM", lines_key(batch), *(line.member for line in lines))]
-    if jobs := [line.job_id(batch) for line in lines if line.custom_id is not None]:
-        keys = [key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id))]
-        commands.append(("DEL", *keys))
-        commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
+def _answer_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
+    """Each may be repeated, and needs no memory."""
+    commands: list[Command] = []
+    if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
+        commands.append(("DEL", *(key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id)))))
     if bad := [line.number for line in lines if line.custom_id is None]:
-        commands.append(("HDEL", bad_key(batch), *bad))
+        commands.append(("HDEL", bad_key(record.batch), *bad))
+    return commands
+
+
+def _entry_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
+    commands: list[Command] = [("ZREM", lines_key(record.batch), *(line.member for line in lines))]
+    if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
+        commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
     return commands
 
 

@@ -1,19 +1,13 @@
-"""Other processes interfere while a command works on a batch: empty or fill Redis, cancel, forget, take over."""
-
-import threading
+"""Other processes interfere while a command works on a batch: empty Redis, cancel, forget, take over."""
 
 import pytest
-from redis.exceptions import OutOfMemoryError, WatchError
-from tests.private_server import private_server
+from redis.exceptions import WatchError
 from tests.producer.batch.test_commands import batch, somebody, texts, write
-from tests.producer.played_worker import PlayedWorker
-from tests.server_fixture import require_server_program
 
 from stoker.batch import record as batch_record
 from stoker.batch.canceling import cancel_batch
 from stoker.batch.record import hold, read_record
 from stoker.batch.sent_lines import take_out
-from stoker.cli import main as cli_main
 from stoker.driver import run
 
 pytestmark = pytest.mark.server
@@ -91,33 +85,3 @@ def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_proces
     assert steps.throw(WatchError("a connection error while watching")) == watched
     with pytest.raises(batch_record.BatchHeld, match=r"/there/out\.jsonl on elsewhere"):
         watched.write([b"elsewhere 1:2 /there/out.jsonl"])
-
-
-def test_answers_leave_a_server_that_is_full(tmp_path, monkeypatch):
-    require_server_program()
-    with private_server(tmp_path / "redis") as admin:
-        url = f"unix://{tmp_path / 'redis' / 'admin.sock'}"
-        monkeypatch.chdir(tmp_path)
-        prompts = [f"say {number}" for number in range(20)]
-        write(tmp_path, prompts)
-        assert command("--redis", url, "batch", "submit", "in.jsonl", "--name", "full") == 0
-        played = PlayedWorker(admin)
-        for prompt, job_id in zip(prompts, admin.lrange("rq:queue:generate", 0, -1), strict=True):
-            played.finish(job_id.decode(), text=prompt * 10_000)
-        admin.config_set("maxmemory", admin.info("memory")["used_memory"] - 2**17)
-        with pytest.raises(OutOfMemoryError):
-            admin.set("a", "b")
-        done = []
-        fetch = ("--redis", url, "batch", "fetch", "full", "--out", "out.jsonl")
-        thread = threading.Thread(target=lambda: done.append(command(*fetch)), daemon=True)
-        thread.start()
-        thread.join(20)
-        assert done == [0]
-        assert len(texts(tmp_path)) == 20
-        assert admin.hget(next(admin.scan_iter("stoker:batch:full-????????????????")), "n_taken") == b"20"
-
-
-def command(*arguments):
-    with pytest.raises(SystemExit) as left:
-        cli_main(list(arguments))
-    return left.value.code
