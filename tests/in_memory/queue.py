@@ -18,6 +18,7 @@ from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
 from stoker_worker.ports import Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving
 from stoker_worker.queue.in_flight import JobsInFlight
+from stoker_worker.queue.passed_over import PassedOver
 
 
 class InMemoryQueue(QueuePort):
@@ -35,6 +36,8 @@ class InMemoryQueue(QueuePort):
         self.dropped: list[str] = []
         self._numbers = itertools.count()
         self._is_at_hand: Callable[[str], bool] = lambda agent_id: True
+        self._passed_over = PassedOver()
+        self._n_claimed = 0
         self._in_flight: JobsInFlight[InMemoryJob] = JobsInFlight()
 
     # --- producers, operators, other workers ---
@@ -112,15 +115,20 @@ class InMemoryQueue(QueuePort):
             if alone:
                 break
         for job in claimed:
+            before = self.waiting[: self.waiting.index(job.job_id)]
+            self._passed_over.note(filter(self._is_passed, before), self._n_claimed)
+            self._passed_over.forget(job.job_id)
+            self._n_claimed += 1
             self.waiting.remove(job.job_id)
             job.entry.state, job.entry.run = "started", job.claim_number
             self._in_flight.add(job)
         return claimed
 
     def _is_passed(self, job_id: str) -> bool:
-        """Jobs of agents that are not at hand come last, for as long as it takes."""
+        """Jobs of agents that are not at hand come last, within bounds."""
         agent_id = self.entries[job_id].request.agent_id
-        return agent_id is not None and not self._is_at_hand(agent_id)
+        is_ready = agent_id is None or self._is_at_hand(agent_id)
+        return not is_ready and not self._passed_over.for_long(job_id, self._n_claimed)
 
     def in_flight(self) -> tuple[ClaimedJob, ...]:
         return self._in_flight.snapshot()

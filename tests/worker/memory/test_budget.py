@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.worker.memory.agents import (
     problems_of,
 )
 
+from stoker_worker.memory import budget
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
@@ -184,14 +186,15 @@ def test_a_job_that_ended_unsaved_holds_no_blocks(tmp_path: Path) -> None:
     assert blocks_in(tmp_path) == []
 
 
-def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path) -> None:
+def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:700])
     first = blocks_in(tmp_path)
     agent.say(ids(600, seed=1))
     agent.store.budget.make_room()
     assert set(first) <= set(blocks_in(tmp_path))  # it may come back
-    agent.store.budget._clock = lambda: time.time() + 3601
+    later = time.time() + 3601
+    monkeypatch.setattr(budget, "time", SimpleNamespace(time=lambda: later))
     agent.say((*ids(600, seed=1), 1))
     assert not set(first) & set(blocks_in(tmp_path))
     assert agent.cached((*ids(600, seed=1), 1, 2)) == 601

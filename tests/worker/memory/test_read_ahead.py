@@ -25,6 +25,7 @@ from tests.worker.memory.agents import (
 
 from stoker_worker.memory.block_lookup import BlockLookup
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.whole_cache import WholeCache
 from stoker_worker.ports import LoadedModel
 
 LONG = ids(1500)
@@ -62,7 +63,7 @@ def settle(store: AgentCacheStore) -> None:
     ahead, end = store._read_ahead, time.monotonic() + TIMEOUT_S
     while True:
         with ahead._changed:
-            known = ahead._tried | ahead._useless
+            known = ahead._tried | {name for name, size in ahead._sizes.items() if not size}
             if (
                 not ahead._fills
                 and ahead._reading is None
@@ -206,6 +207,27 @@ def test_an_agent_that_did_not_fit_is_tried_again_and_a_smaller_one_passes_it(
     store.read_ahead("a")
     settle(store)
     assert in_ram(store, "abc") == "a"
+
+
+def test_an_agent_that_does_not_fit_is_looked_up_once(
+    opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order changes with each claim, and a conversation may be long."""
+    say_all(opened(), "abc")
+    store, find, looked_up = opened(ROOM), WholeCache.find, list[str]()
+    store._read_ahead._fills = False
+
+    def counted(parts: Any, agent_id: str, model: LoadedModel | None) -> WholeCache | None:
+        looked_up.append(agent_id)
+        return find(parts, agent_id, model)
+
+    monkeypatch.setattr(WholeCache, "find", counted)
+    store.pin(frozenset("a"), frozenset("bc"))
+    for order in ("a", "bc", "cb", "bc"):
+        store.read_ahead(order)
+        settle(store)
+    assert in_ram(store, "abc") == "a"
+    assert sorted(looked_up) == ["a", "b", "c"]
 
 
 def test_caches_of_another_model_than_the_loaded_one_are_dropped_and_read_no_more(

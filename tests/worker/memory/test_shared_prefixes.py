@@ -1,8 +1,11 @@
 """Jobs without an agent: the common beginnings of their prompts are cached, and nothing else of them is on disk."""
 
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -17,9 +20,12 @@ from tests.worker.memory.agents import (
     tidy,
 )
 
+from stoker_shared.agent_request import AgentRequest
+from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.block_lookup import BlockLookup, DiskPrefix
 from stoker_worker.memory.shared_prefixes import SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, Restored
+from stoker_worker.ports import CacheSlice, Delivery, Restored
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 COMMON = ids(600)
@@ -138,3 +144,50 @@ def test_the_number_of_remembered_blocks_is_bounded_and_chains_are_forgotten_fro
     assert prefixes.note(one) == 4
     assert prefixes.note(two) == 0
     assert prefixes.note(one) == 2
+
+
+@pytest.mark.parametrize("how", ["evict", "forget"])
+def test_blocks_stay_while_a_job_is_being_restored_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "a").say(COMMON)
+    run = BlockLookup.run
+
+    def interrupted(lookup: BlockLookup) -> DiskPrefix:
+        remove(store, how)
+        return run(lookup)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockLookup, "run", interrupted)
+        assert cached(store.restore((*COMMON[:512], 1), agent=None, model=MODEL, salt=None)) == 512
+    remove(store, "evict")
+    assert files_below(tmp_path / "blocks") == []
+
+
+def test_a_job_that_begins_while_an_agent_is_being_forgotten_finds_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    Agent(store, "a").say(COMMON)
+    commit, chain = store.parts.database.commit, BlockChain(MODEL.fingerprint, None, COMMON)
+    with ExitStack() as until_the_end:
+
+        def then_a_job_begins(change: Any) -> Any:
+            done = commit(change)
+            until_the_end.enter_context(store.budget.holds.lending(chain.addresses))
+            return done
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.parts.database, "commit", then_a_job_begins)
+            remove(store, "forget")
+        assert len(files_below(tmp_path / "blocks")) == 2
+
+
+def remove(store: AgentCacheStore, how: str) -> None:
+    if how == "forget":
+        store.agent_jobs.run(AgentRequest(agent_id="a", action="forget"), Delivery("forget", "0"))
+        return
+    was, store.budget.max_bytes = store.budget.max_bytes, 1
+    store.budget.make_room()
+    store.budget.max_bytes = was

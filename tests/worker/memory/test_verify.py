@@ -14,8 +14,11 @@ from stoker_worker.memory.admin import verify
 from stoker_worker.memory.admin.cache_check import check_piece
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.checksum import agent_checksum, row_checksum
+from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.store_parts import StoreParts, open_parts
+from stoker_worker.memory.turn_record import COLUMNS
 
 LONG = ids(1000)
 
@@ -77,6 +80,39 @@ def test_a_damaged_row_is_a_line(parts: StoreParts, sql: str, found: list[str]) 
     assert len(lines) == len(found), lines
     for line, expected in zip(lines, found, strict=True):
         assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("sql", "found"),
+    [
+        ("UPDATE turns SET about = '{}'", "agent 'a': version 3 is unusable: its content is not a version"),
+        ("UPDATE turns SET keep_tokens = 9999", "agent 'a': version 3 keeps more than its parent has"),
+        ("UPDATE turns SET new_messages = '['", "agent 'a': version 3 is unusable: its content is not a version"),
+    ],
+)
+def test_a_version_that_says_nothing_is_a_line_even_if_its_checksum_is_right(
+    parts: StoreParts, sql: str, found: str
+) -> None:
+    def rewrite(connection: Connection) -> None:
+        connection.execute(f"{sql} WHERE agent = 1 AND version = 3")
+        row = connection.execute(f"SELECT {COLUMNS} FROM turns WHERE agent = 1 AND version = 3").fetchone()
+        head = row_checksum(("a", *row[:-1]))
+        connection.execute("UPDATE turns SET checksum = ? WHERE agent = 1 AND version = 3", (head,))
+        checksum = agent_checksum(1, "a", 3, head, 0)
+        connection.execute("UPDATE agents SET head = ?, checksum = ? WHERE number = 1", (head, checksum))
+
+    parts.database.commit(rewrite)
+    assert list(verify_store(parts)) == [found]
+
+
+def test_an_answer_that_is_no_json_is_a_line_even_if_its_checksum_is_right(parts: StoreParts) -> None:
+    def rewrite(connection: Connection) -> None:
+        agent, key = connection.execute("SELECT agent, key FROM deliveries LIMIT 1").fetchone()
+        written = (row_checksum((agent, key, "{")), agent, key)
+        connection.execute("UPDATE deliveries SET result = '{', checksum = ? WHERE agent = ? AND key = ?", written)
+
+    parts.database.commit(rewrite)
+    assert list(verify_store(parts)) == ["agent number 1: the answer to this delivery is damaged"]
 
 
 def test_a_damaged_page_is_a_line_and_the_rest_is_still_read(parts: StoreParts) -> None:

@@ -18,6 +18,7 @@ from stoker_shared.errors import EngineFailed, InvalidRequest, OwnershipLost
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY, TASK_PATH
 from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving
 from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.passed_over import MOST_PASSED
 from stoker_worker.settings import read_settings
 
 RESULT = {"text": "done"}
@@ -179,6 +180,18 @@ def test_a_job_whose_agent_is_at_hand_passes_others_but_none_of_its_own_agent(ou
         assert job.job_id == wanted
         finish(job, RESULT)
     assert ids(claim(outside)) == ["a1", "b1"]
+
+
+def test_a_job_is_passed_over_only_so_often(outside: Outside) -> None:
+    outside.queue.prefer("c".__eq__)
+    outside.enqueue("a1", "a")
+    for number in range(2 * MOST_PASSED):
+        outside.enqueue(f"c{number}", "c")
+    n_passed = 0
+    while (job := claim(outside, limit=1)[0]).job_id != "a1":
+        finish(job, RESULT)
+        n_passed += 1
+    assert 0 < n_passed <= MOST_PASSED
 
 
 def test_the_place_of_an_agent_is_that_of_its_first_waiting_job(outside: Outside) -> None:
@@ -352,5 +365,5 @@ def test_claims_are_numbered_and_housekeeping_finds_nothing_to_do(outside: Outsi
     assert outside.queue.recover() == 0
     assert not outside.queue.tidy()
     assert not outside.queue.has_unread()
-    outside.queue.announce(Serving("m", 100, "batched"))
+    outside.queue.announce(Serving("m", 100, "batched", 8, "given"))
     assert ids(outside.queue.in_flight()) == ["a", "b", "c"]

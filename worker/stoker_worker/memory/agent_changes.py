@@ -115,7 +115,7 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
         raise AgentExists(f"there is an agent {agent_id!r} already")
 
 
-def write_version(
+def write_with_cache(
     connection: Connection, row: AgentRow | None, record: TurnRecord, chain: BlockChain | None, piece_bytes: int
 ) -> int:
     """Make `record` the agent's newest version, within a transaction; returns the agent's number.

@@ -175,13 +175,8 @@ def delete_agent(connection: Connection, row: AgentRow) -> None:
         connection.execute(sql, (row.number,))
 
 
-def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> list[AgentRow]:
-    """The rows that ``SELECT … FROM agents`` + `sql` finds, without the damaged ones."""
-    return list(each_agent_row(connection, sql, parameters))
-
-
-def each_agent_row(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> Iterator[AgentRow]:
-    """As `agent_rows`, one by one: for a caller that stops early, within one snapshot."""
+def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> Iterator[AgentRow]:
+    """The rows that ``SELECT … FROM agents`` + `sql` finds, one by one, without the damaged ones."""
     for columns in connection.execute(f"SELECT {COLUMNS} FROM agents {sql}", tuple(parameters)):
         with suppress(Damaged):
             yield row_of(columns)

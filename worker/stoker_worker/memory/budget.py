@@ -58,7 +58,6 @@ class DiskBudget:
         max_bytes: int | None = None,
         keep_unused_s: float = KEEP_UNUSED_S,
         on_evicted: Callable[[str], None] = lambda agent_id: None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """
         Args:
@@ -72,7 +71,6 @@ class DiskBudget:
         self._notes = notes
         self._keep_unused_s = keep_unused_s
         self._on_evicted = on_evicted
-        self._clock = clock
         self._settling = threading.Lock()
         self.holds = Holds(notes.used)
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
@@ -100,7 +98,7 @@ class DiskBudget:
             self.holds.saved(agent_id)
         with self.holds.lock:
             self._room_bytes -= n_bytes
-            is_due = self._room_bytes < 0 or self._clock() >= self._look_at
+            is_due = self._room_bytes < 0 or time.time() >= self._look_at
         if is_due:
             self.make_room()
 
@@ -120,7 +118,7 @@ class DiskBudget:
 
     def make_room(self) -> None:
         """Evict if the store is over its limit, and remove blocks unused for long. Never raises."""
-        self._settle(unused_before=self._clock() - self._keep_unused_s)
+        self._settle(unused_before=time.time() - self._keep_unused_s)
 
     def free(self, n_bytes: int) -> None:
         """Evict that much, however much room the store has: the disk has none. Never raises."""
@@ -148,7 +146,7 @@ class DiskBudget:
 
     def _note_removed(self, plan: Plan) -> None:
         """Remove the plan's rows. Raises `OSError`, `Damaged`."""
-        now = self._clock()
+        now = time.time()
 
         def change(connection: Connection) -> None:
             for row in plan.agents:
@@ -202,7 +200,7 @@ class DiskBudget:
         is_over = total > self.max_bytes
         with self.holds.lock:
             self._room_bytes = self.max_bytes - total
-            self._look_at = self._clock() + min(_LOOK_EVERY_S, self._keep_unused_s)
+            self._look_at = time.time() + min(_LOOK_EVERY_S, self._keep_unused_s)
         if is_over and not self._warned:
             self._warned = True
             _log.warning(

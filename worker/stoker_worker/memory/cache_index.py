@@ -6,7 +6,7 @@ a block is in use as long as an agent or another block refers to it. Runs inside
 `Database.commit`; owns the table `blocks`, `store.cache_bytes`, and the columns of `agents` that are about cache files.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +22,8 @@ class Block:
     Attributes:
         model: the first 16 characters of the model's fingerprint, which are part of the path.
         n_bytes: allocated.
-        n_users: agents whose cache ends at this block, and blocks that follow it; `MOST_USERS` of each kind are
-            counted, unless the caller asks for more.
+        n_users: agents whose cache ends at this block, and blocks that follow it; `_MOST_USERS` of each kind are
+            counted.
     """
 
     address: str
@@ -33,18 +33,27 @@ class Block:
     n_users: int
 
 
-MOST_USERS: Final = 200
+_MOST_USERS: Final = 200
 """A block at the end of a common prompt may have a hundred thousand users; a plan asks about a few at a time."""
 
 _N_USERS: Final = (
-    "(SELECT count(*) FROM (SELECT 1 FROM agents WHERE last_block = blocks.address LIMIT ?1))"
-    " + (SELECT count(*) FROM (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address LIMIT ?1))"
+    f"(SELECT count(*) FROM (SELECT 1 FROM agents WHERE last_block = blocks.address LIMIT {_MOST_USERS}))"
+    f" + (SELECT count(*) FROM (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address LIMIT {_MOST_USERS}))"
 )
 _IS_USED: Final = (
     "(EXISTS (SELECT 1 FROM agents WHERE last_block = blocks.address)"
     " OR EXISTS (SELECT 1 FROM blocks AS child WHERE child.parent = blocks.address))"
 )
-_BLOCK: Final = f"SELECT hex(address), hex(parent), model, CAST(n_bytes AS INTEGER), {_N_USERS} FROM blocks"
+_COLUMNS: Final = "lower(hex(address)), lower(hex(parent)), CAST(model AS TEXT), CAST(n_bytes AS INTEGER)"
+_BLOCK: Final = f"SELECT {_COLUMNS}, {_N_USERS} FROM blocks"
+
+HAS_CACHE: Final = "(piece_bytes > 0 OR last_block IS NOT NULL)"
+"""Of an agent, as in the index `agents_with_cache`."""
+
+COUNTED_BYTES: Final = (
+    "((SELECT coalesce(sum(n_bytes), 0) FROM blocks) + (SELECT coalesce(sum(piece_bytes), 0) FROM agents))"
+)
+"""The bytes of all cache files in the index, one by one. Reads all rows."""
 
 
 def cache_bytes(connection: Connection) -> int:
@@ -159,32 +168,30 @@ def count_bytes(connection: Connection, n_bytes: int) -> None:
 
 
 def uncounted_bytes(connection: Connection) -> int:
-    """By how much the bytes of all cache files in the index, one by one, exceed `cache_bytes`. Reads all rows."""
-    one_by_one = (
-        "SELECT (SELECT coalesce(sum(n_bytes), 0) FROM blocks) + (SELECT coalesce(sum(piece_bytes), 0) FROM agents)"
-    )
-    return int(connection.execute(f"{one_by_one} - (SELECT cache_bytes FROM store)").fetchone()[0])
+    """By how much `COUNTED_BYTES` exceeds `cache_bytes`."""
+    return int(connection.execute(f"SELECT {COUNTED_BYTES} - cache_bytes FROM store").fetchone()[0])
 
 
-def recount(connection: Connection) -> None:
+def correct_bytes(connection: Connection) -> None:
+    """Make `cache_bytes` the sum of all rows."""
     count_bytes(connection, uncounted_bytes(connection))
 
 
 def unused_blocks(connection: Connection, *, limit: int, before: float | None = None) -> list[Block]:
     """Blocks that nothing refers to, unused the longest first; with `before` only those unused since then."""
-    where = "WHERE unused_since IS NOT NULL" + (" AND unused_since <= ?3" if before is not None else "")
-    parameters = (MOST_USERS, limit) if before is None else (MOST_USERS, limit, before)
-    rows = connection.execute(f"{_BLOCK} {where} ORDER BY unused_since LIMIT ?2", parameters)
-    return [Block(*_lower(row)) for row in rows]
+    where = "WHERE unused_since IS NOT NULL" + (" AND unused_since <= ?2" if before is not None else "")
+    parameters = (limit,) if before is None else (limit, before)
+    rows = connection.execute(f"{_BLOCK} {where} ORDER BY unused_since LIMIT ?1", parameters)
+    return [Block(*row) for row in rows]
 
 
-def chain_back(connection: Connection, last: bytes | None, *, most_users: int = MOST_USERS) -> Iterator[Block]:
-    """The blocks of a chain from its last one to its first. `most_users`: of each kind, to count; -1: all."""
+def chain_back(connection: Connection, last: bytes | None) -> Iterator[Block]:
+    """The blocks of a chain from its last one to its first."""
     while last is not None:
-        row = connection.execute(f"{_BLOCK} WHERE address = ?2", (most_users, last)).fetchone()
+        row = connection.execute(f"{_BLOCK} WHERE address = ?", (last,)).fetchone()
         if row is None:
             return
-        block = Block(*_lower(row))
+        block = Block(*row)
         yield block
         last = bytes.fromhex(block.parent)
 
@@ -193,36 +200,30 @@ def block_sizes(connection: Connection, start: str, *, after: str, limit: int) -
     """Blocks whose address starts with these hex digits (an even number), in the order of their addresses."""
     first = bytes.fromhex(start)
     rows = connection.execute(
-        "SELECT hex(address), hex(parent), model, CAST(n_bytes AS INTEGER), 0 FROM blocks"
-        " WHERE address > ? AND address <= ? ORDER BY address LIMIT ?",
+        f"SELECT {_COLUMNS}, 0 FROM blocks WHERE address > ? AND address <= ? ORDER BY address LIMIT ?",
         (bytes.fromhex(after) or first, first + b"\xff" * 31, limit),
     )
-    return [Block(*_lower(row)) for row in rows]
+    return [Block(*row) for row in rows]
 
 
-def correct_sizes(connection: Connection, sizes: Mapping[str, int]) -> None:
-    """The allocated bytes of blocks, by address, are these."""
-    for address, n_bytes in sizes.items():
-        key = bytes.fromhex(address)
-        known = connection.execute("SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE address = ?", (key,)).fetchone()
-        if known is not None:
-            connection.execute("UPDATE blocks SET n_bytes = ? WHERE address = ?", (n_bytes, key))
-            count_bytes(connection, n_bytes - known[0])
+def correct_size(connection: Connection, address: str, n_bytes: int) -> None:
+    """The allocated bytes of the block are these."""
+    key = bytes.fromhex(address)
+    known = connection.execute("SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE address = ?", (key,)).fetchone()
+    if known is not None:
+        connection.execute("UPDATE blocks SET n_bytes = ? WHERE address = ?", (n_bytes, key))
+        count_bytes(connection, n_bytes - known[0])
 
 
-def touch(connection: Connection, agents: Iterable[tuple[str, float]]) -> None:
-    """These agents were used at these Unix times."""
-    for agent_id, used_at in agents:
-        connection.execute("UPDATE agents SET last_used = ? WHERE agent_id = ?", (used_at, agent_id))
+def touch(connection: Connection, agent_id: str, used_at: float) -> None:
+    """The agent was used at this Unix time."""
+    connection.execute("UPDATE agents SET last_used = ? WHERE agent_id = ?", (used_at, agent_id))
 
 
-def touch_blocks(connection: Connection, blocks: Iterable[tuple[str, float]]) -> None:
-    """Those that nothing refers to have been unused since these Unix times only."""
-    for address, used_at in blocks:
-        connection.execute(
-            "UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NOT NULL",
-            (used_at, bytes.fromhex(address)),
-        )
+def touch_block(connection: Connection, address: str, used_at: float) -> None:
+    """If nothing refers to the block, it has been unused since this Unix time only."""
+    sql = "UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NOT NULL"
+    connection.execute(sql, (used_at, bytes.fromhex(address)))
 
 
 def note_model(connection: Connection, fingerprint: str, cache: str) -> None:
@@ -234,8 +235,3 @@ def read_model(connection: Connection, fingerprint: str) -> str | None:
     """The cache layout that `note_model` wrote."""
     row = connection.execute("SELECT cache FROM models WHERE fingerprint = ?", (fingerprint,)).fetchone()
     return None if row is None else str(row[0])
-
-
-def _lower(row: Sequence[object]) -> tuple[str, str, str, int, int]:
-    address, parent, model, n_bytes, n_users = row
-    return str(address).lower(), str(parent).lower(), str(model), int(str(n_bytes)), int(str(n_users))

@@ -147,11 +147,7 @@ def _check(folder: Path) -> int:
     path = folder / NAME
     with translated(), closing(connect(path, "ro")) as found:
         found.execute("BEGIN")
-        # A damaged header can make SQLite treat other pages as its own bookkeeping.
-        expected = {"application_id": schema.APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
-        for pragma, value in {**expected, "journal_mode": "wal"}.items():
-            if (seen := _value(found, f"PRAGMA {pragma}")) != value:
-                raise Damaged(f"its {pragma} is {seen!r}")
+        check_header(found, journal_mode="wal")
         log = folder / f"{NAME}-wal"
         n_bytes = _value(found, "PRAGMA page_count") * 4096
         if n_bytes != path.stat().st_size and not (log.exists() and log.stat().st_size):
@@ -161,14 +157,35 @@ def _check(folder: Path) -> int:
             reads = f"this version of stoker reads format {schema.FORMAT}"
             otherwise = f"unless a newer version wrote it, it is damaged: {HOW_TO_GO_ON}"
             raise StoreUnusable(f"{path} has format {format_}; {reads}; {otherwise}")
-        if _value(found, "SELECT tables FROM store WHERE id = 1") != _digest(found):
-            raise Damaged("its tables are not those of a store")
-        commits = _value(found, "SELECT commits FROM store WHERE id = 1")
-        if not isinstance(commits, int):
-            raise Damaged("its row in table store is damaged")
+        commits = check_tables(found)
         if testified is not None and commits < testified:
             raise Damaged(f"its newest {testified - commits} transactions are missing")
     return format_
+
+
+def check_header(connection: Connection, **also: object) -> None:
+    """A damaged header can make SQLite treat other pages as its own bookkeeping.
+
+    Args:
+        also: more pragmas, and their values.
+
+    Raises:
+        Damaged: it is not the header of a store's database.
+    """
+    expected = {"application_id": schema.APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
+    for pragma, value in {**expected, **also}.items():
+        if (found := _value(connection, f"PRAGMA {pragma}")) != value:
+            raise Damaged(f"its {pragma} is {found!r}")
+
+
+def check_tables(connection: Connection) -> int:
+    """How many transactions the database has had. Raises `Damaged`: its tables are not those of a store."""
+    if _value(connection, "SELECT tables FROM store WHERE id = 1") != _digest(connection):
+        raise Damaged("its tables are not those of a store")
+    commits = _value(connection, "SELECT commits FROM store WHERE id = 1")
+    if not isinstance(commits, int):
+        raise Damaged("its row in table store is damaged")
+    return commits
 
 
 def _migrate(connection: Connection, format_: int) -> None:

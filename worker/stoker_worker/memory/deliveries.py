@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from stoker_worker.memory.checksum import Damaged, row_checksum
@@ -42,10 +43,11 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     ).fetchone()
     if row is not None:
         result, _, written = row
-        if row_checksum((agent, key, result)) != written:
-            raise Damaged("the answer to this delivery is damaged")
-        answer: Mapping[str, Any] = json.loads(result)
-        return answer
+        with suppress(ValueError):
+            if row_checksum((agent, key, result)) == written:
+                answer: Mapping[str, Any] = json.loads(result)
+                return answer
+        raise Damaged("the answer to this delivery is damaged")
     made = connection.execute("SELECT about FROM turns WHERE agent = ? AND delivery = ?", (agent, key)).fetchone()
     if made is not None and answer_until(made[0]) > time.time():
         raise Damaged("this delivery has made a turn, and its answer is missing or forgotten")

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.cache_index import Block
+from stoker_worker.memory.cache_index import HAS_CACHE, Block
 from stoker_worker.memory.connection import Connection
 from stoker_worker.ports import PlaceOf
-
-HAS_CACHE = "(piece_bytes > 0 OR last_block IS NOT NULL)"
-"""As in the index `agents_with_cache`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def plan_unused(
 
 def idle_rows(connection: Connection, with_work: Collection[str]) -> Iterator[AgentRow]:
     """Agents with cache and without work, the least recently used first."""
-    rows = agent_table.each_agent_row(connection, f"WHERE {HAS_CACHE} ORDER BY last_used")
+    rows = agent_table.agent_rows(connection, f"WHERE {HAS_CACHE} ORDER BY last_used")
     return (row for row in rows if row.agent_id not in with_work)
 
 
@@ -72,7 +69,7 @@ def take_rows(connection: Connection, agents: list[str], is_running: Callable[[s
     while agents:
         agent_id = agents.pop()
         if not is_running(agent_id):
-            yield from agent_table.each_agent_row(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
+            yield from agent_table.agent_rows(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
 
 
 def plan_agents(

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 from stoker_shared.agent_result import AgentForked
 from stoker_shared.errors import AgentExists
 from stoker_worker.memory import agent_table
-from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, check_vacant, naming, readable, write_version
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, check_vacant, naming, readable, write_with_cache
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of, make_record
@@ -50,7 +50,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
 
     def change(connection: Connection) -> None:
         check_vacant(connection, target)
-        number = write_version(connection, None, record, chain, piece_bytes)
+        number = write_with_cache(connection, None, record, chain, piece_bytes)
         asked.remember(connection, number, target, forked)
 
     try:

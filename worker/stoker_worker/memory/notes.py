@@ -42,7 +42,7 @@ class Notes:
         return len(self._notes)
 
     def used(self, agent_id: str) -> None:
-        self._keep(("used", agent_id), partial(cache_index.touch, agents=[(agent_id, time.time())]))
+        self._keep(("used", agent_id), partial(cache_index.touch, agent_id=agent_id, used_at=time.time()))
 
     def saved(self, agent_id: str) -> None:
         """Its row has the time of the save."""
@@ -51,7 +51,7 @@ class Notes:
 
     def read(self, block: str) -> None:
         """A job without an agent used the blocks up to this address."""
-        self._keep(("read", block), partial(cache_index.touch_blocks, blocks=[(block, time.time())]))
+        self._keep(("read", block), partial(cache_index.touch_block, address=block, used_at=time.time()))
         self._write_if_many()
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
@@ -102,7 +102,7 @@ class Notes:
 
 def _measure_block(connection: Connection, path: Path) -> None:
     if is_there(path):
-        cache_index.correct_sizes(connection, {path.stem: allocated_bytes(path)})
+        cache_index.correct_size(connection, path.stem, allocated_bytes(path))
     else:
         cache_index.remove_block(connection, path.stem, now=time.time())
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.ram_cache_entry import RamCacheEntry
+from stoker_worker.memory.ram_cache_entry import ExpectedEntry, RamCacheEntry
 from stoker_worker.ports import AgentVersion, PlaceOf, PrefixRoom, RestoredPrefix, Snapshot, Turn
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 
@@ -52,8 +52,7 @@ class RamCache:
         self._waiting: frozenset[str] = frozenset()
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._model: str | None = None
-        self._expected: str | None = None
-        self._reserved_bytes = 0
+        self._expected: ExpectedEntry | None = None
         self._lock = threading.Lock()
 
     @property
@@ -88,7 +87,10 @@ class RamCache:
                 longer one.
             make_room: makes memory for some tokens, to copy it to; ``None``: the entry's own arrays are lent.
         """
-        entry = self._get(agent.agent_id)
+        with self._lock:
+            entry = self._entries.get(agent.agent_id)
+            if entry is not None:
+                self._entries.move_to_end(agent.agent_id)
         if entry is None or not entry.belongs_to(agent.number, prompt.model, prompt.salt):
             return None
         shared = min(common_length(entry.token_ids, prompt.token_ids), max(0, len(prompt.token_ids) - 1))
@@ -147,66 +149,59 @@ class RamCache:
             for name in [name for name, entry in self._entries.items() if entry.model != model]:
                 self._drop(name)
 
-    def expect(self, agent_id: str) -> bool:
+    def expect(self, agent_id: str, order: Sequence[str]) -> bool:
         """The agent's newest version is going to be read ahead, one agent at a time. Whatever happens to its entry
-        before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry."""
-        with self._lock:
-            if agent_id in self._entries:
-                return False
-            self._expected = agent_id
-            return True
-
-    def reserve(self, agent_id: str, n_bytes: int, order: Sequence[str]) -> bool:
-        """Make room for the expected entry; ``False`` when there is not enough, or it is worthless by now.
+        before `arrive` makes that worthless: it may be an older version by then. ``False``: there is an entry.
 
         Args:
             order: the agents whose jobs are next, the next one first: those behind `agent_id` make room for it. For an
-                agent that is not among them nobody does.
+                agent that is not among them nobody does, and its entry is the first to go.
         """
         with self._lock:
-            if self._expected != agent_id:
+            if agent_id in self._entries:
                 return False
-            others = self._less_urgent(agent_id, order) if agent_id in order else ()
-            if not self._make_room(self._n_bytes - self._reserved_bytes + n_bytes, others):
-                return False
-            self._n_bytes += n_bytes - self._reserved_bytes
-            self._reserved_bytes = n_bytes
+            self._expected = ExpectedEntry(agent_id, order)
             return True
 
-    def arrive(self, agent_id: str, entry: RamCacheEntry | None, *, goes_last: bool) -> None:
-        """The end of what `expect` began; ``None``: nothing came of it.
-
-        Args:
-            goes_last: whether the entry counts as the one used last; else it is the first to go.
-        """
+    def reserve(self, n_bytes: int) -> bool:
+        """Make room for the expected entry; ``False`` when there is not enough, or it is worthless by now."""
         with self._lock:
-            if self._expected != agent_id:
-                return
-            self._drop(agent_id)
-            if entry is not None and self._n_bytes + entry.n_bytes <= self.max_bytes:
-                self._add(agent_id, entry, goes_last=goes_last)
+            expected = self._expected
+            if expected is None:
+                return False
+            before = self._n_bytes - expected.n_bytes
+            if not self._make_room(before + n_bytes, self._less_urgent(expected)):
+                return False
+            self._n_bytes += n_bytes - expected.n_bytes
+            expected.n_bytes = n_bytes
+            return True
 
-    def _less_urgent(self, agent_id: str, order: Sequence[str]) -> Iterator[str]:
-        """The agents with an entry that is needed later than `agent_id`'s, the one needed last first."""
-        soon, running, waiting = set(order), self._running, self._waiting
+    def arrive(self, entry: RamCacheEntry | None) -> None:
+        """The end of what `expect` began; ``None``: nothing came of it."""
+        with self._lock:
+            expected = self._expected
+            if expected is None:
+                return
+            self._drop(expected.agent_id)
+            if entry is not None and self._n_bytes + entry.n_bytes <= self.max_bytes:
+                self._add(expected.agent_id, entry, goes_last=expected.is_next)
+
+    def _less_urgent(self, expected: ExpectedEntry) -> Iterator[str]:
+        """The agents with an entry that is needed later than the expected one, the one needed last first."""
+        if not expected.is_next:
+            return
+        order, running, waiting = expected.order, self._running, self._waiting
+        soon = set(order)
         others = [name for name in self._entries if name not in running and name not in soon]
         yield from (name for name in others if name not in waiting)
         yield from sorted((name for name in others if name in waiting), key=self.place_of, reverse=True)
-        behind = order[order.index(agent_id) + 1 :]
+        behind = order[order.index(expected.agent_id) + 1 :]
         yield from (name for name in reversed(behind) if name in self._entries and name not in running)
-
-    def _get(self, agent_id: str) -> RamCacheEntry | None:
-        with self._lock:
-            entry = self._entries.get(agent_id)
-            if entry is not None:
-                self._entries.move_to_end(agent_id)
-            return entry
 
     def _put(self, agent_id: str, entry: RamCacheEntry) -> None:
         with self._lock:
             self._drop(agent_id)
-            with_work = (self._running, self._waiting)
-            others = (name for name in self._entries if not any(name in agents for agents in with_work))
+            others = (name for name in self._entries if name not in self._running and name not in self._waiting)
             if self._make_room(self._n_bytes + entry.n_bytes, others):
                 self._add(agent_id, entry)
 
@@ -232,10 +227,9 @@ class RamCache:
             self._n_bytes += entry.n_bytes
 
     def _drop(self, agent_id: str) -> None:
-        if agent_id == self._expected:
+        if self._expected is not None and self._expected.agent_id == agent_id:
+            self._n_bytes -= self._expected.n_bytes
             self._expected = None
-            self._n_bytes -= self._reserved_bytes
-            self._reserved_bytes = 0
         entry = self._entries.pop(agent_id, None)
         if entry is not None:
             self._n_bytes -= entry.n_bytes

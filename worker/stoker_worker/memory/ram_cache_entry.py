@@ -1,5 +1,6 @@
-"""One agent's cache in RAM: arrays that others made anyway. Any thread."""
+"""One agent's cache in RAM: arrays that others made anyway. Or the place kept for one while it is read. Any thread."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +38,24 @@ class RamCacheEntry:
 
     def belongs_to(self, version: int, model: str, salt: str | None) -> bool:
         return (self.version, self.model, self.salt) == (version, model, salt)
+
+
+@dataclass
+class ExpectedEntry:
+    """An agent whose cache is being read ahead.
+
+    Attributes:
+        order: the agents whose jobs are next, the next one first.
+        n_bytes: reserved for it.
+    """
+
+    agent_id: str
+    order: Sequence[str]
+    n_bytes: int = 0
+
+    @property
+    def is_next(self) -> bool:
+        return self.agent_id in self.order
 
 
 def _base_of(array: Array) -> Array:

@@ -7,7 +7,7 @@ from functools import partial
 from stoker_shared.agent_result import AgentRolledBack
 from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, turn_table
-from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, write_version
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, write_with_cache
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
@@ -59,7 +59,7 @@ def _roll_back(connection: Connection, agent_id: str, version: int | None, asked
     )
     left = cached_prefix(chain) if chain else None
     record = make_record(base, transcript, left, made_by="rollback", delivery=asked.delivery)
-    write_version(connection, row, record, chain, 0)
+    write_with_cache(connection, row, record, chain, 0)
     asked.remember(connection, row.number, agent_id, back)
     return back
 

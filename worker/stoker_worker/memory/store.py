@@ -28,7 +28,8 @@ from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
-from stoker_worker.memory.store_parts import StoreLock, open_parts
+from stoker_worker.memory.store_lock import StoreLock
+from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.turn_parts import cached_chain
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
 from stoker_worker.memory.upkeep import Upkeep

@@ -1,19 +1,13 @@
 """The parts of a store by name, and how a store is opened: made, checked, refused. Any thread.
 
 Several processes may have a store open, the worker and the shell's commands; SQLite's locks and atomic renames keep
-them apart. Only one worker does: it holds `StoreLock`, as do the commands that replace the database.
+them apart. Only one of them is a worker (`store_lock`).
 """
 
-import fcntl
-import logging
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
@@ -28,10 +22,6 @@ from stoker_worker.memory.database_file import (
     refused_if_unusable,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
-
-_log = logging.getLogger(__name__)
-
-_PROBE_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -92,54 +82,6 @@ def make_folders(path: Path, writer: DurableWriter) -> None:
         writer.make_folder(path / name)
 
 
-class StoreLock:
-    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies.
-
-    Raises:
-        StoreUnusable: another process has it, and the message names that process.
-    """
-
-    def __init__(self, path: Path, *, wait: bool = False) -> None:
-        """`wait`: wait for the other process to end, instead of refusing."""
-        with refused_if_unusable(path):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file: int | None = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                self._take(path, self._file, wait)
-            except BaseException:
-                self.close()
-                raise
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _take(self, path: Path, lock: int, wait: bool) -> None:
-        has_it = _try_lock(lock)
-        if not has_it:
-            time.sleep(_PROBE_S)  # `is_in_use` may have had it for a moment
-            has_it = _try_lock(lock)
-        if not has_it:
-            holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
-            in_use = f"the store folder {path} is in use by {holder}"
-            if not wait:
-                raise StoreUnusable(in_use) from None
-            _log.info("standing by: %s", in_use)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def is_in_use(path: Path) -> bool:
-    """Whether a process has the store's `StoreLock`. Raises `OSError`."""
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        return not _try_lock(lock)
-    finally:
-        os.close(lock)
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[StoreParts]:
     """A store that exists, for one command; a worker may have it open too.
@@ -149,11 +91,3 @@ def opened(path: Path) -> Iterator[StoreParts]:
     """
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         yield parts
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -92,7 +92,7 @@ class Upkeep:
         with self._database.snapshot() as connection:
             is_right = cache_index.uncounted_bytes(connection) == 0
         if not is_right:
-            self._database.commit(cache_index.recount)
+            self._database.commit(cache_index.correct_bytes)
 
     def _run(self) -> None:
         walks = Periodic(_WALK_EVERY_S)
@@ -116,7 +116,7 @@ class Upkeep:
     def _forget_agents(self, before: float) -> bool:
         """Some of the agents unused since then; returns whether there may be more."""
         with self._database.snapshot() as connection:
-            rows = agent_table.each_agent_row(connection, "WHERE last_used < ? ORDER BY last_used", (before,))
+            rows = agent_table.agent_rows(connection, "WHERE last_used < ? ORDER BY last_used", (before,))
             idle = (row.agent_id for row in rows if not self._budget.holds.has_work(row.agent_id))
             found = list(islice(idle, _AGENTS_AT_ONCE))
         self._notes.write()  # a use that is not written yet keeps its agent
@@ -169,7 +169,7 @@ class Upkeep:
         while True:
             where = "INDEXED BY agents_by_key WHERE key > ? AND key <= ? ORDER BY key LIMIT ?"
             with self._database.snapshot() as connection:
-                rows = agent_table.agent_rows(connection, where, (last, first + b"\xff" * 31, _ROWS_AT_ONCE))
+                rows = list(agent_table.agent_rows(connection, where, (last, first + b"\xff" * 31, _ROWS_AT_ONCE)))
             if not rows:
                 return
             last = key_of(rows[-1].agent_id)

@@ -21,7 +21,7 @@ from stoker_worker.queue.requeue import Claim, Requeue
 from stoker_worker.queue.streams import JobStreams
 from stoker_worker.queue.transient_errors import as_redis_unavailable
 
-FOR_EVER_S: Final = 366 * 86_400.0
+_FOR_EVER_S: Final = 366 * 86_400.0
 _MARGIN_S: Final = 3600.0
 """Longer than any lease, and than the clocks of two machines differ."""
 
@@ -56,7 +56,7 @@ class RqClaimedJob(ClaimedJob):
     @property
     def lives_s(self) -> float:
         ttl_s = self.run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
-        return _MARGIN_S + (ttl_s if 0 <= ttl_s < FOR_EVER_S else FOR_EVER_S)
+        return _MARGIN_S + (ttl_s if 0 <= ttl_s < _FOR_EVER_S else _FOR_EVER_S)
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:

@@ -40,12 +40,13 @@ class Waiting(NamedTuple):
 
 
 class FairQueue:
-    """The waiting jobs of one queue. A job can be chosen once `learn` has been called for it and for all before it."""
+    """The waiting jobs of one queue. A job can be chosen once `learn` has been called for it and for all before it.
+
+    Attributes:
+        is_at_hand: whether nothing of an agent's cache has to be read from disk for its next job.
+    """
 
     def __init__(self, passed_over: PassedOver | None = None) -> None:
-        """Attributes:
-        is_at_hand: whether nothing of an agent's cache has to be read from disk for its next job.
-        """
         self.is_at_hand: Callable[[str], bool] = lambda agent_id: True
         self._passed_over = passed_over or PassedOver()
         self._n_served = 0
@@ -58,7 +59,7 @@ class FairQueue:
         return job_id in self._jobs
 
     def clear(self) -> None:
-        """Forget all jobs, and which agents were served. A job that comes again is passed over no longer for that."""
+        """Forget all jobs, and which agents were served. For how long jobs have been passed over stays known."""
         self._jobs: OrderedDict[str, Waiting] = OrderedDict()  # in queue order
         self._unlearned: OrderedDict[str, None] = OrderedDict()  # those of them whose use of memory is not known
         self._lines: dict[Line, list[Waiting]] = {}  # the others, in queue order

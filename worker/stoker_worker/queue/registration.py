@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any, Final
 
@@ -152,7 +152,7 @@ class RqRegistration(BaseWorker):
             pipeline.execute()
 
     def _presence(self) -> dict[str, Any]:
-        serving = asdict(self.serving) if self.serving else {"model": None, "context_tokens": None, "mode": None}
+        serving = asdict(self.serving) if self.serving else dict.fromkeys(field.name for field in fields(Serving))
         where = {"host": self._process.host, "pid": self._process.pid}
         assert self.birth_date is not None
         return {"queues": self.queue_names(), **serving, **where, "started_at": self.birth_date.timestamp()}

@@ -147,10 +147,16 @@ def test_a_damaged_row_is_copied_and_named(store: AgentCacheStore, tmp_path: Pat
         assert again.open_agent("agent-0").transcript == store.open_agent("agent-0").transcript
 
 
-@pytest.mark.parametrize("how", ["missing", "text"])
-def test_a_refused_backup_makes_no_store(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["missing", "text", "other tables", "no count"])
+def test_a_refused_backup_makes_no_store(store: AgentCacheStore, tmp_path: Path, how: str) -> None:
     if how == "text":
         (tmp_path / "backup").write_text("no database")
+    elif how != "missing":
+        copied(store, tmp_path / "backup")
+        with closing(sqlite3.connect(tmp_path / "backup")) as connection:
+            other_tables = how == "other tables"
+            connection.execute("DROP TABLE models" if other_tables else "UPDATE store SET commits = 'many'")
+            connection.commit()
     with pytest.raises((StoreUnusable, FileNotFoundError)):
         restore(tmp_path / "new" / "store", tmp_path / "backup")
     assert not (tmp_path / "new").exists()

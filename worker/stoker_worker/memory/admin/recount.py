@@ -27,7 +27,7 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
     connection.execute("DELETE FROM blocks")
     connection.execute("UPDATE agents SET last_block = NULL, piece_bytes = 0")
     connection.execute("UPDATE store SET cache_bytes = 0")
-    for row in agent_table.agent_rows(connection, ""):
+    for row in list(agent_table.agent_rows(connection, "")):
         own = pieces.paths(row.agent_id, row.version)
         n_bytes = sum(map(allocated_bytes, own))
         cache_index.set_piece_bytes(connection, row.number, n_bytes)

@@ -20,10 +20,17 @@ from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, translated
 from stoker_worker.memory.database import NAME
-from stoker_worker.memory.database_file import open_database, refuse_other_formats, refused_if_damaged
+from stoker_worker.memory.database_file import (
+    check_header,
+    check_tables,
+    open_database,
+    refuse_other_formats,
+    refused_if_damaged,
+)
 from stoker_worker.memory.files import Disk, DurableWriter
 from stoker_worker.memory.replacement import finish_replacement, replace_database
-from stoker_worker.memory.store_parts import StoreLock, make_folders
+from stoker_worker.memory.store_lock import StoreLock
+from stoker_worker.memory.store_parts import make_folders
 from stoker_worker.memory.witness import Witness
 
 
@@ -109,15 +116,16 @@ def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connect
 def _whole(backup: Path) -> Iterator[Connection]:
     """A connection to a backup that is whole, within a transaction. Raises `StoreUnusable`, `OSError`."""
     os.close(os.open(backup, os.O_RDONLY))  # SQLite's message for a missing file does not name it
-    formats = (*schema.MIGRATIONS, schema.FORMAT)
-    expected = {"application_id": (schema.APPLICATION_ID,), "user_version": formats, "integrity_check(1)": ("ok",)}
+    expected = {"user_version": (*schema.MIGRATIONS, schema.FORMAT), "integrity_check(1)": ("ok",)}
     with closing(connect_to_copy(backup)) as source:
         try:
             with translated():
                 source.execute("BEGIN")
+                check_header(source)
                 for pragma, values in expected.items():
                     if (found := source.execute(f"PRAGMA {pragma}").fetchone()[0]) not in values:
                         raise Damaged(f"its {pragma} is {found!r}")
+                check_tables(source)
         except Damaged as damage:
             raise StoreUnusable(f"the backup {backup} cannot be used, and nothing has changed: {damage}") from damage
         yield source

@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.admin.cache_check import check_block, check_piece, read_intact
-from stoker_worker.memory.checksum import Damaged, row_checksum
+from stoker_worker.memory.cache_index import COUNTED_BYTES
+from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_record import COLUMNS
+from stoker_worker.memory.turn_record import COLUMNS, TurnRecord, replay
 
 Snapshot = Callable[[], AbstractContextManager[Connection]]
 
@@ -34,9 +35,8 @@ _LOST: Final = {
     f" WHERE agent != {deliveries.FORGETTER} AND {_NO_AGENT}",
     "agent {0!r} uses a block that the index of cache files lacks": "SELECT agent_id FROM agents"
     " WHERE last_block NOTNULL AND NOT EXISTS (SELECT 1 FROM blocks WHERE address = last_block)",
-    "its cache files take {0} bytes one by one, and {1} bytes together": "SELECT counted, cache_bytes FROM store,"
-    " (SELECT (SELECT ifnull(sum(n_bytes), 0) FROM blocks) + (SELECT ifnull(sum(piece_bytes), 0) FROM agents)"
-    " AS counted) WHERE counted != cache_bytes",
+    "its cache files take {0} bytes one by one, and {1} bytes together": "SELECT counted, cache_bytes"
+    f" FROM store, (SELECT {COUNTED_BYTES} AS counted) WHERE counted != cache_bytes",
 }
 """Rows that do not go together: a line for each row that the SQL finds."""
 
@@ -87,7 +87,8 @@ def _rows(
 
 
 def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
-    """Each version has the checksum of the one before it, and the agent's row that of the newest one."""
+    """Each version can be decoded and has the checksum of the one before it, and the agent's row that of the newest
+    one, whose transcript can be put together."""
     try:
         row = agent_table.find_agent(connection, str(agent_id))
     except Damaged as damage:
@@ -97,18 +98,26 @@ def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
         yield "its row is not the agent's" if row is None or row.problem is None else row.problem
         return
     before, is_whole = (0, b""), True
+    chain: list[TurnRecord] = []
     for columns in connection.execute(f"SELECT {COLUMNS} FROM turns WHERE agent = ? ORDER BY version", (number,)):
         version, parent, *_, written = columns
-        if row_checksum((agent_id, *columns[:-1])) != written:
-            yield f"version {version} is unusable: its checksum does not match"
-        elif parent is not None and before != (version - 1, parent):
-            yield f"version {version} does not follow the one before it"
-        else:
-            before = version, written
-            continue
-        before, is_whole = (version, written), False
+        try:
+            record = TurnRecord.of_row(row.agent_id, version, columns)
+            chain = [record] if record.keeps_nothing else [*chain, record]
+            if parent is not None and before != (version - 1, parent):
+                yield f"version {version} does not follow the one before it"
+                is_whole = False
+        except Damaged as damage:
+            yield f"version {version} is unusable: {damage}"
+            is_whole = False
+        before = version, written
     if is_whole and before != (row.version, row.head):
         yield f"version {row.version} is {'missing' if before[0] < row.version else 'not the one that was written'}"
+    elif is_whole and chain:
+        try:
+            replay(chain)
+        except Damaged as damage:
+            yield str(damage)
 
 
 def _answer(connection: Connection, agent: int, key: bytes) -> Iterator[str]:
@@ -155,8 +164,8 @@ def _check_piece(parts: StoreParts, path: Path, name: str) -> None:
         raise Damaged("has no name of a tail or snapshot")
     key = bytes.fromhex(match[2])
     with parts.database.snapshot() as connection:
-        rows = agent_table.agent_rows(connection, "WHERE key BETWEEN ? AND ?", (key, key + b"\xff" * 16))
-        state = agent_table.read_agent(connection, rows[0].agent_id) if rows else None
+        row = next(agent_table.agent_rows(connection, "WHERE key BETWEEN ? AND ?", (key, key + b"\xff" * 16)), None)
+        state = None if row is None else agent_table.read_agent(connection, row.agent_id)
     if state is None or state.version.number != int(match[3]) or state.version.transcript is None:
         read_intact(path)
     else:
