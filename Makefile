@@ -45,7 +45,8 @@ models: .venv/dev
 # The random tests of the memory, many times as long as in `make test`.
 deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/worker/memory/test_flips.py \
-		tests/worker/memory/test_power_cut.py tests/worker/memory/test_killed.py tests/end_to_end/test_random_kills.py
+		tests/worker/memory/test_power_cut.py tests/worker/memory/test_killed.py \
+		tests/worker/memory/admin/test_killed*.py tests/end_to_end/test_random_kills.py
 
 # 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
 # Then a batch of 5,000 lines through kills, and turns mixed with jobs about agents; the suite has small ones of both.

@@ -61,8 +61,9 @@ STREAM_KEY: Final = "stoker:stream:{job_id}"
 before; ``end`` has no text: the run is over, and the job's hash has the outcome. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
-"""String: a live worker (JSON: queues, model, context_tokens, mode, host, pid, started_at; `model`, `context_tokens`
-and `mode` are null while the model loads). Expires with the worker's heartbeat. RQ's set of workers has the names."""
+"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid, started_at;
+those from `model` to `max_batch_why` are null while the model loads). Expires with the worker's heartbeat. RQ's set of
+workers has the names."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""

@@ -29,6 +29,7 @@ The worker does not read this list. It [proves each model at load](decisions.md)
 listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
 
 In rows, every sequence has a cache of its own for full attention; batched means mlx-lm's own batch, one rectangle.
+`--kv-bits 8` serves models that run in rows and whose heads have a multiple of 32 elements, and refuses all others.
 
 {counts}
 """

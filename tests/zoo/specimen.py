@@ -53,7 +53,7 @@ class Specimen:
             self._alone[key] = Alone(tuple(token for token, _ in steps), logprobs)
         return self._alone[key]
 
-    def engine(self, mode: ServingMode, *, max_batch: int, prefill_tokens: int) -> Any:
+    def engine(self, mode: ServingMode, *, max_batch: int, prefill_tokens: int, draft_ngram: bool = False) -> Any:
         from stoker_worker.engine.assembly import assemble
 
         return assemble(
@@ -63,6 +63,7 @@ class Specimen:
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
             max_step_s=60.0,
+            draft_ngram=draft_ngram,
         )
 
     def apart(self, work: GenerationWork, done: CompletedGeneration) -> float:

@@ -104,8 +104,8 @@ def _masks_that_let_padding_through() -> Iterator[None]:
 
     begin_step = RowGroup.begin_step
 
-    def begin_unmasked(self: RowGroup) -> None:
-        begin_step(self)
+    def begin_unmasked(self: RowGroup, n_tokens: int = 1) -> None:
+        begin_step(self, n_tokens)
         self.mask = None
 
     causal, of_arrays = cache.create_causal_mask, cache.ArraysCache.make_mask

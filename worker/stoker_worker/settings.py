@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from stoker_shared.duration import seconds_of
@@ -28,7 +28,8 @@ class WorkerSettings(BaseSettings):
     engine: Literal["mlx", "scripted"] = "mlx"
     dtype: Literal["auto", "native", "float32"] = "auto"
     skip_proof: bool = False
-    max_batch: Annotated[int, Field(ge=1, le=256)] = 16
+    max_batch: Annotated[int, Field(ge=1, le=256)] | None = None
+    draft_ngram: bool = False
     share_prefixes: bool = True
     store_dtype: StoreDtype = "native"
     store_max_bytes: Annotated[int, Field(gt=0)] | None = None
@@ -36,6 +37,7 @@ class WorkerSettings(BaseSettings):
     keep_versions: Annotated[int, Field(ge=1)] = 16
     agent_ttl: str | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    kv_bits: Annotated[Literal[8], BeforeValidator(int)] | None = None
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0
@@ -68,6 +70,12 @@ class WorkerSettings(BaseSettings):
     def _lease_outlives_heartbeats(self) -> Self:
         if self.lease_ttl_s < 2 * self.heartbeat_s:
             raise ValueError("lease_ttl_s must be at least twice heartbeat_s, or a live worker loses its queue")
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_once(self) -> Self:
+        if self.kv_bits is not None and self.store_dtype != "native":
+            raise ValueError("kv_bits keeps caches in 8 bits on disk too: leave store_dtype at native")
         return self
 
     @property

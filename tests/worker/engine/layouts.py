@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.worker.engine.tiny_models import VOCABULARY, make_model
+from tests.worker.engine.tiny_models import VOCABULARY, WIDE_HEADS, make_model
 
 from stoker_shared import build_request
 from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
@@ -29,21 +29,33 @@ class Numbers:
 
 
 class Layout:
-    """One tiny model with engines over it and its own answers as the reference."""
+    """One tiny model with engines over it and its own answers as the reference.
 
-    def __init__(self, name, *, eos=True, **changes):
-        from stoker_worker.engine.rows.rows_generator import can_run_in_rows
+    Args:
+        kv_bits: 8: full attention keeps 8 bits; the heads are wide enough for that.
+    """
+
+    def __init__(self, name, *, eos=True, dtype="float32", kv_bits=None, **changes):
+        import mlx.core as mx
+
+        from stoker_worker.engine.rows.rows_generator import why_not_in_rows
         from stoker_worker.models.cache_probe import can_be_batched, read_cache_spec
+        from stoker_worker.models.quantised_cache import quantise_caches
 
-        self.model = make_model(name, **changes)
-        self.spec = read_cache_spec(self.model)
+        self.model = make_model(name, **({**WIDE_HEADS[name], **changes} if kv_bits else changes))
+        self.model.set_dtype(getattr(mx, dtype))
+        self.spec = self.plain_spec = read_cache_spec(self.model)
+        self.in_8_bits = kv_bits == 8
+        if self.in_8_bits:
+            quantise_caches(self.model, self.spec)
+            self.spec = read_cache_spec(self.model)
         tokenizer: Any = Numbers() if eos else Numbers(frozenset({10**9}))
         self.batching = Batching.BATCHED if can_be_batched(self.model) else Batching.ONE_AT_A_TIME
-        if can_run_in_rows(self.model, self.spec):
+        if why_not_in_rows(self.model, self.spec) is None:
             self.batching = Batching.ROWS
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, tokenizer)
 
-    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, batching=None):
+    def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, batching=None, draft_ngram=False):
         from stoker_worker.engine.assembly import assemble
 
         max_bytes = blocks * self.kv_cost(prefill_tokens).block_bytes
@@ -54,6 +66,7 @@ class Layout:
             max_batch=max_batch,
             prefill_tokens=prefill_tokens,
             max_step_s=10.0,
+            draft_ngram=draft_ngram,
         )
 
     def kv_cost(self, prefill_tokens=64):
@@ -64,13 +77,31 @@ class Layout:
     def alone(self, ids, max_tokens):
         import mlx.core as mx
         from mlx_lm.generate import generate_step
+        from mlx_lm.models.cache import make_prompt_cache
 
-        said = []
-        for token, _ in generate_step(mx.array(list(ids)), self.model, max_tokens=max_tokens):
+        said, caches = [], self._caches_of_mlx_lm(make_prompt_cache(self.model))
+        for token, _ in generate_step(mx.array(list(ids)), self.model, max_tokens=max_tokens, prompt_cache=caches):
             said.append(token)
             if token in self.loaded.tokenizer.eos_ids:
                 break
         return said
+
+    def _caches_of_mlx_lm(self, caches):
+        """`caches` without stoker's own; except where mlx-lm's quantised attention refuses the model (sinks)."""
+        from mlx_lm.models.cache import CacheList, QuantizedKVCache
+
+        from stoker_worker.models.quantised_cache import QuantisedCache
+        from stoker_worker.ports.cache_spec import group_size
+
+        made = []
+        for cache in caches:
+            if type(cache) is CacheList:
+                made.append(CacheList(*self._caches_of_mlx_lm(cache.caches)))
+            elif type(cache) is QuantisedCache and self.loaded.name != "gpt_oss":
+                made.append(QuantizedKVCache(group_size(self.plain_spec.full_layers[0].key_dim), 8))
+            else:
+                made.append(cache)
+        return made
 
 
 def work(ids, max_tokens, prefix=None, save_from=0, **fields):

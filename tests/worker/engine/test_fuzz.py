@@ -5,10 +5,13 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from tests.worker.engine.layouts import EOS, Layout, cache_bytes, prefix_of, random_ids, work
-from tests.worker.engine.tiny_models import CONFIGS
+from tests.worker.engine.tiny_models import CONFIGS, WIDE_HEADS
+
+from stoker_worker.ports.serving_mode import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -16,13 +19,15 @@ ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "11"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SEQUENCES_IN_A_ROUND = 6
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 130, 254, 255, 256, 257, 300, 511, 513)
-LONGEST = 700
+LONGEST = 800
+BEGINNINGS = (300, 450)
 
 
 class Agent:
     """An agent's tokens so far, and the cache its next turn may continue from."""
 
-    def __init__(self):
+    def __init__(self, beginning):
+        self.beginning = beginning
         self.ids = ()
         self.cache = None
 
@@ -31,7 +36,7 @@ class Agent:
         new = random_ids(rng, rng.choice(LENGTHS))
         max_tokens = rng.choice((1, 2, 5, 12, 30))
         if self.cache is None or len(self.ids) + len(new) + max_tokens > LONGEST:
-            return work(new, max_tokens)
+            return work((*self.beginning, *new), max_tokens)
         places = [snapshot.n_tokens for snapshot in self.cache.snapshots]
         if not places:
             places = [self.cache.stop, self.cache.stop - 1, rng.randint(1, self.cache.stop)]
@@ -42,23 +47,28 @@ class Agent:
         return work((*kept, *new), max_tokens, prefix_of(self.cache, place))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(name):
+@pytest.mark.parametrize(
+    ("name", "kv_bits"), [*((name, None) for name in CONFIGS), *((name, 8) for name in WIDE_HEADS)]
+)
+def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(name, kv_bits):
     rng = random.Random(f"{name} {SEED}")
-    layout = Layout(name)
-    agents = [Agent() for _ in range(8)]
-    compared = restored = cancelled = preempt = 0
-    for _ in range(ROUNDS):
+    layout = Layout(name, kv_bits=kv_bits)
+    common = random_ids(rng, max(BEGINNINGS))  # several agents' prompts begin with so many of these
+    agents = [Agent(common[: rng.choice((0, *BEGINNINGS))]) for _ in range(8)]
+    compared = restored = cancelled = preempt = shared = 0
+    for number in range(ROUNDS):
+        drafts = {"draft_ngram": number % 2 == 1}
         taken = rng.sample(agents, SEQUENCES_IN_A_ROUND)
-        works = [agent.next_work(rng) for agent in taken]
+        works = [replace(agent.next_work(rng), shares=("fuzz",)) for agent in taken]
         longest = max(len(one.prompt_ids) + one.request.max_tokens for one in works)
         prefill_tokens = rng.choice((16, 64, 100))
-        engine = layout.engine(max_batch=rng.randint(1, 5), prefill_tokens=prefill_tokens)
+        engine = layout.engine(max_batch=rng.randint(1, 5), prefill_tokens=prefill_tokens, **drafts)
         if rng.random() < 0.6:  # a pool for a few sequences, so that some wait and some are preempted
             engine = layout.engine(
                 max_batch=5,
                 prefill_tokens=prefill_tokens,
                 blocks=engine._kv_cost.sequence_blocks(longest) + rng.randint(0, 4),
+                **drafts,
             )
         uids = [engine.submit(one) for one in works]
         victims = {rng.choice(uids): rng.randint(1, 12) for _ in range(rng.randint(0, 2))}
@@ -66,6 +76,7 @@ def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(na
         while engine.in_flight:
             done |= {completion.uid: completion for completion in engine.step()}
             steps += 1
+            shared += any(sequence.prefix is not None for sequence in engine._scheduler)
             assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
             if rng.random() < 0.1 and (in_batch := list(engine._scheduler.in_batch())):
                 done |= {completion.uid: completion for completion in engine._preempt(rng.choice(in_batch))}
@@ -85,7 +96,11 @@ def test_any_history_of_any_layout_is_answered_as_if_each_sequence_were_alone(na
             compared += 1
             restored += one.prefix is not None
             agent.ids, agent.cache = (*one.prompt_ids, *said), completion.cache
-    print(f"{name}: {compared} sequences equal, {restored} restored, {preempt} preempted, {cancelled} cancelled")
+    print(
+        f"{name} {kv_bits}: {compared} sequences equal, {restored} restored, {preempt} preempted, "
+        f"{cancelled} cancelled, a prefix shared in {shared} steps"
+    )
     assert compared >= 4 * ROUNDS  # the others were cancelled
     assert restored
     assert preempt
+    assert bool(shared) == (layout.batching == Batching.ROWS and layout.spec.has_only_full_layers)

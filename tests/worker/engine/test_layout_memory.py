@@ -14,6 +14,8 @@ from stoker_worker.ports import AgentVersion, Delivery, LoadedModel, Transcript,
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
+IN_8_BITS = ("llama", "gemma3_text", "falcon_h1")
+
 
 class Conversation:
     """One agent's turns, each as the worker runs them: restore, generate, save."""
@@ -51,10 +53,10 @@ class Conversation:
         return (restored.prefix.n_tokens if restored.prefix else 0), restored.miss_reason
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_turns_continue_from_disk_and_answer_as_uncached(name, tmp_path):
+@pytest.mark.parametrize(("name", "kv_bits"), [*((name, None) for name in CONFIGS), *((name, 8) for name in IN_8_BITS)])
+def test_turns_continue_from_disk_and_answer_as_uncached(name, kv_bits, tmp_path):
     rng = random.Random(name)
-    layout = Layout(name)
+    layout = Layout(name, kv_bits=kv_bits)
     conversation = Conversation(layout, tmp_path)
     first = tuple(random_ids(rng, 300))
     assert conversation.turn(first) == (0, None)
@@ -76,10 +78,10 @@ def test_turns_continue_from_disk_and_answer_as_uncached(name, tmp_path):
     assert cached == 0 if layout.spec.snapshot_layers else cached >= 200
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_ram_cache_restores_the_same_as_the_disk(name, tmp_path):
+@pytest.mark.parametrize(("name", "kv_bits"), [*((name, None) for name in CONFIGS), ("llama", 8)])
+def test_the_ram_cache_restores_the_same_as_the_disk(name, kv_bits, tmp_path):
     rng = random.Random(name)
-    layout = Layout(name)
+    layout = Layout(name, kv_bits=kv_bits)
     store = AgentCacheStore(tmp_path / "ram", memory_max_bytes=2**30)
     with_ram, from_disk = Conversation(layout, tmp_path / "ram"), Conversation(layout, tmp_path / "disk")
     prompt = tuple(random_ids(rng, 270))
@@ -119,6 +121,20 @@ def test_a_layout_that_cannot_be_stored_keeps_transcripts_and_reports_no_cache(t
     assert isinstance(agent, AgentVersion)
     assert agent.transcript.token_ids == conversation.said[-1]
     assert not list(tmp_path.glob("blocks/**/*.safetensors"))
+
+
+@pytest.mark.parametrize("first_bits", [None, 8])
+def test_caches_in_8_bits_and_others_never_serve_each_other(first_bits, tmp_path):
+    first, second = (
+        Conversation(Layout("llama", kv_bits=bits, head_dim=32), tmp_path)
+        for bits in (first_bits, 8 if first_bits is None else None)
+    )
+    first.turn(tuple(random_ids(random.Random(6), 600)))
+    second.said = first.said
+    prompt = (*first.said[-1], 4)
+    assert second.turn(prompt, seed=1) == (0, "other_model")
+    prompt = (*second.said[-1], 5)
+    assert second.turn(prompt, seed=1) == (len(prompt) - 1, None)
 
 
 @pytest.mark.parametrize("store_dtype", ["q8", "q4"])

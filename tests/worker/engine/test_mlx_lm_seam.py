@@ -15,6 +15,7 @@ FUNCTIONS = {
     "models.base.create_causal_mask": "N offset window_size right_padding left_padding",
     "models.cache.make_prompt_cache": "model max_kv_size",
     "models.cache.CacheList.__init__": "self caches",
+    "models.cache.KVCache.make_mask": "self args kwargs",
     "models.cache.TokenBuffer.__init__": "self tokens",
     "models.cache.TokenBuffer.update_and_fetch": "self tokens",
     "models.cache.KVCache.__init__": "self",

@@ -8,6 +8,7 @@ import pytest
 from tests.worker.engine.layouts import Layout
 from tests.worker.engine.tiny_models import CONFIGS
 
+from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.serving_mode import WIDEST, Batching, ServingMode
 
 pytestmark = pytest.mark.mlx
@@ -32,18 +33,19 @@ def test_a_narrow_worker_proves_only_the_widths_it_runs(max_batch):
     assert proof_of(Layout("gemma3_text"), max_batch).mode == WIDEST
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_bits"), [("bfloat16", None), ("float16", None), ("float32", 8), ("bfloat16", 8), ("float16", 8)]
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
 @pytest.mark.slow
-def test_rounding_is_no_fault(name, dtype):
-    import mlx.core as mx
+def test_rounding_is_no_fault(name, dtype, kv_bits):
+    assert proof_of(Layout(name, dtype=dtype, kv_bits=kv_bits)).mode == WIDEST
 
-    from stoker_worker.models.cache_probe import read_cache_spec
 
-    layout = Layout(name)
-    layout.model.set_dtype(getattr(mx, dtype))
-    layout.loaded = replace(layout.loaded, spec=read_cache_spec(layout.model))
-    assert proof_of(layout).mode == WIDEST
+def test_a_fault_in_8_bits_is_not_taken_for_rounding(monkeypatch):
+    layout = Layout("llama", kv_bits=8)
+    break_when(layout, monkeypatch, lambda sequences, tokens: sequences > 1 and tokens == 1)
+    assert proof_of(layout).mode.batching == Batching.ONE_AT_A_TIME
 
 
 def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(monkeypatch):
@@ -53,6 +55,31 @@ def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(monkeypatch):
     verdict = proof_of(Layout("llama"))
     assert verdict.mode == ServingMode(Batching.BATCHED)
     assert "in rows: a sequence of" in verdict.why[0]
+
+
+def test_a_second_group_of_rows_that_gets_the_first_ones_queries_is_noticed(monkeypatch):
+    from stoker_worker.engine.rows import attention
+
+    def of_the_first(queries, part):
+        if part.first and not part.is_chunk:
+            part = replace(part, first=0, last=part.last - part.first)
+        return tokens(queries, part)
+
+    tokens = attention._tokens
+    monkeypatch.setattr(attention, "_tokens", of_the_first)
+    assert proof_of(Layout("llama")).mode == ServingMode(Batching.BATCHED)
+
+
+def test_a_second_group_of_rows_without_its_mask_is_noticed(monkeypatch):
+    from stoker_worker.engine.rows.layer_caches import Step
+
+    def unmasked(step, sizes):
+        begin(step, sizes)
+        step.parts[1:] = [replace(part, mask=None) for part in step.parts[1:]]
+
+    begin = Step.begin
+    monkeypatch.setattr(Step, "begin", unmasked)
+    assert proof_of(Layout("llama")).mode == ServingMode(Batching.BATCHED)
 
 
 def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
@@ -78,7 +105,7 @@ def no_rows(monkeypatch):
     """Models whose attention does not go through mlx-lm's function."""
     from stoker_worker.engine import proof
 
-    monkeypatch.setattr(proof, "can_run_in_rows", lambda model, spec: False)
+    monkeypatch.setattr(proof, "why_not_in_rows", lambda model, spec: "not today")
 
 
 @pytest.mark.usefixtures("no_rows")
@@ -285,10 +312,11 @@ def test_the_mode_and_its_reasons_are_logged(tmp_path, caplog, monkeypatch):
     layout = Layout("llama")
     NoisePrefill(layout, monkeypatch)
     provider = MlxProvider(read_settings({"store": tmp_path, "model": "m"}))
+    loaded = replace(layout.loaded, max_batch=MaxBatch(8))
     for _ in range(2):  # the second time from the remembered verdict
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            mode = provider._mode(layout.model, layout.loaded, 0.0)
+            mode = provider._mode(layout.model, loaded, 0.0)
         assert mode == ServingMode(Batching.SINGLE_PREFILL)
         assert "prefilled one by one (batched: a sequence of" in caplog.text
 

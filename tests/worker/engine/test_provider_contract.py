@@ -14,14 +14,16 @@ from stoker_worker.ports import GenerationWork
 from stoker_worker.settings import read_settings
 
 
-def mlx_provider(folder):
+def mlx_provider(folder, **settings):
     from stoker_worker.models.gguf.importer import import_gguf
 
     if not (folder / "tiny").exists():
         weights, _ = random_weights(biases=True, tied=True)
         write_gguf(folder / "tiny.gguf", metadata("qwen2", pre="qwen2"), weights)
         import_gguf(folder / "tiny.gguf", folder / "tiny")
-    return MlxProvider(read_settings({"store": folder / "store", "model": str(folder / "tiny"), "max_batch": 2}))
+    return MlxProvider(
+        read_settings({"store": folder / "store", "model": str(folder / "tiny"), "max_batch": 2} | settings)
+    )
 
 
 def scripted_provider(folder):
@@ -72,6 +74,13 @@ def test_the_same_model_has_the_same_identity_after_a_restart(make_provider):
     assert first.tokenizer_fingerprint == second.tokenizer_fingerprint
     assert {len(first.fingerprint), len(first.tokenizer_fingerprint)} == {64}
     assert (first.spec, first.mode, first.context_tokens) == (second.spec, second.mode, second.context_tokens)
+
+
+@pytest.mark.mlx
+def test_answers_are_drafted_only_where_the_setting_says_so(tmp_path):
+    for draft_ngram in (True, False):
+        provider = mlx_provider(tmp_path, draft_ngram=draft_ngram)
+        assert on_a_thread(provider, lambda engine, model: engine._generator._decode.drafts is not None) == draft_ngram
 
 
 @pytest.mark.mlx

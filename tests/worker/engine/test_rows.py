@@ -59,6 +59,23 @@ def step(group, rows):
                 assert np.array_equal(seen[which][index][:, masks[index]], row.layers[layer][which])
 
 
+def draft_step(group, row, n_drafted, n_wrong):
+    """Feed a row alone several tokens at once, and take the last of them back."""
+    before = row.layers
+    new = [row.new_token() for _ in range(1 + n_drafted)]
+    group.begin_step(1 + n_drafted)
+    for layer in range(LAYERS):
+        keys, values = (
+            mx.array(np.concatenate([token[layer][which] for token in new], axis=1))[None] for which in (0, 1)
+        )
+        for seen, expected in zip(group.put(layer, keys, values), row.layers[layer], strict=True):
+            assert np.array_equal(np.asarray(seen)[0], expected)
+    if n_wrong:
+        group.trim(n_wrong)
+        row.layers = [(k[:, :-n_wrong], v[:, :-n_wrong]) for k, v in row.layers]
+    assert len(row) == before[0][0].shape[1] + 1 + n_drafted - n_wrong
+
+
 def assert_same(caches, row):
     for cache, of_row in zip(caches, row.layers, strict=True):
         assert cache.offset == len(row)
@@ -88,7 +105,11 @@ def test_a_group_keeps_every_row_through_joins_leaves_and_growth(seed, first, n_
             rows[index] = rows[-1]
             rows.pop()
         for _ in range(dice.randint(1, 12)):
-            step(group, rows)
+            if len(rows) == 1 and dice.random() < 0.5:
+                n_drafted = dice.randint(1, 15)
+                draft_step(group, rows[0], n_drafted, dice.randint(0, n_drafted))
+            else:
+                step(group, rows)
         token_bytes = LAYERS * 2 * HEADS * DIM * 4
         assert group.nbytes <= sum(most_room(len(row)) for row in rows) * token_bytes
     for index, row in enumerate(rows):

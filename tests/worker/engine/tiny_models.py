@@ -102,6 +102,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+WIDE_HEADS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32},
+    "gpt_oss": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32},
+    "qwen3_next": {"head_dim": 32},
+    "falcon_h1": {"head_dim": 32},
+    "qwen2": {"hidden_size": 128},
+    "qwen3": {"head_dim": 64},
+    "lfm2": {"hidden_size": 128, "block_dim": 128},
+}
+"""What families with full attention change so that their heads have groups of 32 or 64 elements."""
+
 UNBATCHABLE = {
     "llama4": {  # three layers in four attend to chunks, with a cache that mlx-lm cannot batch
         "text_config": {

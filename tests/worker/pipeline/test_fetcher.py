@@ -1,24 +1,32 @@
 """The fetcher: it pins the cache of waiting agents in time, and claims again when there is a reason."""
 
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
-from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader
+from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
 from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
 from stoker_worker.pipeline.job import Job
-from stoker_worker.ports import Busy, ClaimedJob
+from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch
 
 
 def fetcher_of(
-    queue: InMemoryQueue, loader: NotedLoader, store: InMemoryAgentStore | None = None, **options: Any
+    queue: InMemoryQueue,
+    loader: NotedLoader,
+    store: InMemoryAgentStore | None = None,
+    max_in_flight: int = 1,
+    **options: Any,
 ) -> Fetcher:
     """A fetcher that claims once a minute, unless there is a reason to claim at once."""
-    values: dict[str, Any] = {"max_in_flight": 1, "poll_s": 60, "recover_s": 100, "burst": False, **options}
-    fetcher = Fetcher(queue, store or InMemoryAgentStore(), loader.engine, loader, **values)
+    loaded: Future[LoadedModel] = Future()
+    loaded.set_result(replace(MODEL, max_batch=MaxBatch(max_in_flight)))
+    values: dict[str, Any] = {"poll_s": 60, "recover_s": 100, "burst": False, **options}
+    fetcher = Fetcher(queue, store or InMemoryAgentStore(), loader.engine, loader, loaded, **values)
     fetcher.start()
     return fetcher
 

@@ -16,7 +16,9 @@ from stoker_worker.pipeline.worker import Worker
 from stoker_worker.ports import Busy, ClaimedJob
 from stoker_worker.settings import read_settings
 
-FAST = ScriptedProvider(max_batch=4, steps_per_s=1000)
+
+def fast(max_batch: int = 4) -> ScriptedProvider:
+    return ScriptedProvider(max_batch=max_batch, steps_per_s=1000)
 
 
 class SlowProvider:
@@ -72,7 +74,7 @@ def test_the_first_jobs_caches_are_read_ahead_while_the_model_loads(monkeypatch:
     for agent_id in "ba":
         queue.enqueue(agent_id=agent_id, max_tokens=1)
     provider = SlowlyLoaded(max_batch=2, steps_per_s=1000)
-    Worker(read_settings({"max_batch": 2, "burst": True, "poll_s": 0.001}), queue, store, provider).run()
+    Worker(read_settings({"burst": True, "poll_s": 0.001}), queue, store, provider).run()
     calls = list(dict.fromkeys(store.read_ahead_for))
     assert calls[:3] == [("b", "a"), ("b", "a", "later"), "scripted"]
     assert {queue.state(job_id) for job_id in queue.entries} == {"finished"}
@@ -89,8 +91,8 @@ def test_jobs_of_agents_whose_caches_are_in_ram_are_claimed_first() -> None:
     store.at_hand = {"c"}
     for agent_id in "abc":
         queue.enqueue(job_id=agent_id, agent_id=agent_id, max_tokens=1)
-    settings = read_settings({"max_batch": 1, "burst": True, "poll_s": 0.001})
-    Worker(settings, queue, store, FAST).run()
+    settings = read_settings({"burst": True, "poll_s": 0.001})
+    Worker(settings, queue, store, fast(max_batch=1)).run()
     assert order == ["c", "a", "b"]
     assert store.place_of == queue.place_of  # of those that wait, the last one loses its cache first
 
@@ -110,7 +112,7 @@ class HangingQueue(InMemoryQueue):
 
 def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> None:
     queue = HangingQueue()
-    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), FAST)
+    worker = Worker(read_settings({}), queue, InMemoryAgentStore(), fast())
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -165,7 +167,7 @@ class BreakingProvider(ScriptedProvider):
 def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
     queue = EndlessQueue()
     provider = BreakingProvider(closing=lambda: queue.claimed_again.wait(1))
-    settings = read_settings({"max_batch": 1, "poll_s": 0.001})
+    settings = read_settings({"poll_s": 0.001})
     with pytest.raises(EngineFailed, match="out of memory"):
         Worker(settings, queue, InMemoryAgentStore(), provider).run()
     assert (queue.claims, len(queue.given_back)) == (1, 1)
@@ -173,7 +175,7 @@ def test_a_worker_whose_engine_broke_claims_nothing_more() -> None:
 
 def run_burst(queue: InMemoryQueue, **settings: Any) -> InMemoryAgentStore:
     store = InMemoryAgentStore()
-    Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, FAST).run()
+    Worker(read_settings({"burst": True, "poll_s": 0.005, **settings}), queue, store, fast()).run()
     return store
 
 
@@ -185,7 +187,7 @@ def test_a_burst_ends_every_job_and_saves_each_turn_once() -> None:
                 job_id=f"{agent_id}{turn}", agent_id=agent_id, context="append", prompt="say so", max_tokens=9
             )
     queue.enqueue(job_id="broken", agent_id="d", prompt="fail because", retries=1)
-    store = run_burst(queue, max_batch=4)
+    store = run_burst(queue)
     states = {job_id: entry.state for job_id, entry in queue.entries.items()}
     assert states.pop("broken") == "failed"
     assert set(states.values()) == {"finished"}
@@ -195,6 +197,7 @@ def test_a_burst_ends_every_job_and_saves_each_turn_once() -> None:
     assert (result["text"], result["cache"]["agent_version"], result["cache"]["saved"]) == ("so", 3, True)
     assert queue.in_flight() == ()
     assert queue.serving is not None
+    assert (queue.serving.max_batch, queue.serving.max_batch_why) == (4, "given")
 
 
 def stopped_after(worker: Worker, queue: InMemoryQueue, act: Callable[[], None]) -> float:
@@ -218,8 +221,8 @@ def test_a_stop_lets_running_jobs_finish_and_leaves_the_rest_in_the_queue() -> N
     queue = InMemoryQueue()
     queue.enqueue(job_id="running", agent_id="a", max_tokens=1500)
     queue.enqueue(job_id="waiting", agent_id="b", max_tokens=5)
-    settings = read_settings({"max_batch": 1, "poll_s": 0.005})
-    worker = Worker(settings, queue, InMemoryAgentStore(), FAST)
+    settings = read_settings({"poll_s": 0.005})
+    worker = Worker(settings, queue, InMemoryAgentStore(), fast(max_batch=1))
     stopped_after(worker, queue, lambda: None)
     assert (queue.state("running"), queue.state("waiting")) == ("finished", "queued")
 
@@ -228,8 +231,8 @@ def test_a_stop_without_grace_gives_running_jobs_back_in_their_order() -> None:
     queue = InMemoryQueue()
     for name in ("first", "second", "third"):
         queue.enqueue(job_id=name, agent_id=name, max_tokens=1_000_000)
-    settings = read_settings({"max_batch": 2, "poll_s": 0.005, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST), queue, lambda: None)
+    settings = read_settings({"poll_s": 0.005, "grace_s": 0.0})
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), fast(max_batch=2)), queue, lambda: None)
     assert queue.waiting == ["first", "second", "third"]
     assert [entry.lost for entry in queue.entries.values()] == [0] * 3
 
@@ -243,7 +246,7 @@ def test_a_stop_does_not_wait_for_a_redis_that_is_away() -> None:
         queue.away = True
 
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 600.0})
-    worker = Worker(settings, queue, InMemoryAgentStore(), FAST)
+    worker = Worker(settings, queue, InMemoryAgentStore(), fast())
     assert stopped_after(worker, queue, go_away) < 5
     assert queue.state("long") == "started"  # recovery will take it up
     assert queue.hung_up
@@ -272,6 +275,6 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() 
     queue = StuckQueue()
     queue.enqueue(job_id="long", agent_id="a", max_tokens=1_000_000)
     settings = read_settings({"poll_s": 0.005, "heartbeat_s": 0.1, "grace_s": 0.0})
-    stopped_after(Worker(settings, queue, InMemoryAgentStore(), FAST), queue, lambda: None)
+    stopped_after(Worker(settings, queue, InMemoryAgentStore(), fast()), queue, lambda: None)
     assert queue.is_stuck.is_set()
     assert queue.state("long") == "started"  # recovery takes it up

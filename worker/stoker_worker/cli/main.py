@@ -77,10 +77,12 @@ main.add_command(memory)
 @_store("--keep-versions", type=int, help="Versions of an agent that a rollback can return to.  [16]")
 @_store("--agent-ttl", metavar="DURATION", help="Remove agents unused for so long: 30d, 12h, 90m, seconds.  [never]")
 @_store("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]")
-@_batch("--max-batch", type=int, help="Most jobs in flight at once.  [16]")
+@_batch("--max-batch", type=int, help="Most jobs in flight at once.  [32, or what the KV memory holds]")
 @_batch("--kv-max-bytes", type=int, help="KV memory of the batch.  [from the device]")
+@_batch("--kv-bits", type=click.Choice(["8"]), help="Keep keys and values in 8 bits.  [the model's own precision]")
 @_batch("--max-step-s", type=float, help="Seconds of prefill in a step; twice that while a batch fills up.  [0.5]")
 @_batch("--prefill-step-tokens", type=int, help="Prompt tokens of a sequence between two decode steps, at most.")
+@_batch("--draft-ngram", is_flag=True, default=None, help="Narrow batches: guess answers that repeat their context.")
 @_ending("--grace-s", type=float, help="Seconds a stop waits for running jobs.  [60]")
 @_ending("--burst", is_flag=True, default=None, help="Leave when the queues are empty.")
 @_ending("--standby", is_flag=True, default=None, help="Wait while another worker holds the queue, then take over.")
@@ -133,7 +135,7 @@ def _settings(options: dict[str, Any]) -> "WorkerSettings":
     try:
         return read_settings(options)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(": ".join([*map(str, e["loc"]), e["msg"]]) for e in error.errors())
         raise click.UsageError(problems) from error
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -185,7 +187,7 @@ def _provider(settings: "WorkerSettings") -> "ModelProviderPort":
     if settings.engine == "scripted":
         from stoker_worker.engine.scripted import ScriptedProvider
 
-        return ScriptedProvider(max_batch=settings.max_batch, steps_per_s=settings.scripted_steps_per_s)
+        return ScriptedProvider(max_batch=settings.max_batch or 16, steps_per_s=settings.scripted_steps_per_s)
     if settings.model is None:
         raise click.UsageError("--model is missing (or --engine scripted)")
     from stoker_worker.engine.provider import MlxProvider

@@ -27,11 +27,13 @@ def assemble(
     max_batch: int,
     prefill_tokens: int,
     max_step_s: float,
+    draft_ngram: bool = False,
     watch: Callable[[Generator], Generator] | None = None,
 ) -> BlockPoolBatchEngine:
     """An engine over `model` with `max_bytes` of KV memory, in the mode of `loaded`.
 
     Args:
+        draft_ngram: whether rows may get drafts, where the mode is in rows and all layers are full attention.
         watch: wraps each generator that the engine makes; a trial observes it there.
     """
     eos_ids, batching = loaded.tokenizer.eos_ids, loaded.mode.batching
@@ -41,7 +43,7 @@ def assemble(
         make: Callable[[], Generator] = partial(SingleGenerator, model, eos_ids=eos_ids, chunk_tokens=chunk_tokens)
     elif batching == Batching.ROWS:
         max_prefilling = MOST_PREFILLING
-        make = partial(RowsGenerator, model, loaded.spec, eos_ids=eos_ids)
+        make = partial(RowsGenerator, model, loaded.spec, eos_ids=eos_ids, draft_ngram=draft_ngram)
     else:
         max_prefilling = 1 if batching == Batching.SINGLE_PREFILL else MOST_PREFILLING
         make = partial(

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Final
 
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
@@ -179,14 +180,17 @@ class BlockPoolBatchEngine(GenerationEnginePort):
 
     def _advance(self, outputs: Iterable[TokenOutput]) -> Iterator[CompletedGeneration]:
         now = time.perf_counter()
-        for output in outputs:
-            sequence = self._scheduler.decoding[output.uid]
+        for uid, of_sequence in groupby(outputs, key=lambda output: output.uid):
+            new = list(of_sequence)
+            sequence = self._scheduler.decoding[uid]
             sequence.first_token_at = sequence.first_token_at or now
-            self._add(sequence, output.token, output.logprobs)
-            if sequence.ended_by is not None:
-                yield self._end(sequence, output.caches)
-            elif sequence.sampling.error is not None:
-                self._generator.remove(output.uid)
+            for n_done, output in enumerate(new, start=1):
+                self._add(sequence, output.token, output.logprobs)
+                if sequence.ended_by is not None:
+                    yield self._end(sequence, new[-1].caches, len(new) - n_done)
+                    break
+            if sequence.ended_by is None and sequence.sampling.error is not None:
+                self._generator.remove(uid)
                 self._scheduler.drop(sequence)
                 yield self._failed(sequence, sequence.sampling.error)
 
@@ -209,12 +213,13 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             if victim.ended_by == "stop":
                 yield self._end(victim, out.caches)
 
-    def _end(self, sequence: Sequence, caches: list[Any] | None) -> CompletedGeneration:
-        """The sequence has ended; `caches` are its own, if the generator has returned them already."""
+    def _end(self, sequence: Sequence, caches: list[Any] | None, n_after: int = 0) -> CompletedGeneration:
+        """The sequence has ended. `caches` are its own, if the generator has returned them already; `n_after` tokens
+        after its end are in them too."""
         if caches is None:
             assert sequence.generator_uid is not None
             out = self._generator.take_out(sequence.generator_uid)
-            if out.n_tokens != sequence.n_tokens:
+            if out.n_tokens != sequence.n_tokens + n_after:
                 raise RuntimeError(f"a sequence of {sequence.n_tokens} tokens has {out.n_tokens} in its cache")
             caches = out.caches
         cache = cache_to_save(sequence, caches, self._spec)

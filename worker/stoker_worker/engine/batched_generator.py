@@ -55,6 +55,9 @@ class BatchedGenerator:
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
         raise NotImplementedError
 
+    def share(self, uid: int, n_tokens: int) -> Any:
+        raise NotImplementedError
+
     def take_out(self, uid: int) -> TakenOut:
         batch = self._generator._generation_batch
         pending, logprobs = None, None

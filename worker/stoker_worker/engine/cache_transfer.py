@@ -1,7 +1,8 @@
 """Cache bytes on their way into a model's own caches, and out of them. Engine thread.
 
 The keys and values of full attention change hands without a copy: a restored prefix brings the memory that the model
-goes on in, and a sequence that has ended gives its memory away. bfloat16, which NumPy does not have, travels as uint16.
+goes on in, and a sequence that has ended gives its memory away. bfloat16, which NumPy does not have, travels as uint16,
+and 8-bit codes travel as elements of the spec's dtype.
 """
 
 from typing import Any
@@ -77,8 +78,9 @@ def slice_caches(
             else may use them any more: NumPy would see their memory change or go.
         start: the tokens before it have been saved already.
     """
+    dtype = mx.uint16 if spec.dtype == "bfloat16" else getattr(mx, spec.dtype)
     pairs = [
-        [_numpy_dtype(cache.keys), _numpy_dtype(cache.values)]
+        [cache.keys.view(dtype), cache.values.view(dtype)]
         for cache, layer in zip(leaves(caches), spec.layers, strict=True)
         if layer.kind == LayerKind.FULL
     ]
@@ -118,9 +120,5 @@ def _state(cache: Any, layer: LayerSpec, n_tokens: int) -> list[mx.array]:
     return [mx.contiguous(array[0, :, max(0, array.shape[2] - n_kept) :, :]) for array in in_order]
 
 
-def _numpy_dtype(array: mx.array) -> mx.array:
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-
-
 def _to_numpy(array: mx.array) -> Array:
-    return np.asarray(_numpy_dtype(array))
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

@@ -24,6 +24,7 @@ class SequenceStart:
     Attributes:
         segments: token ids to prefill; the generator reports the end of each segment.
         caches: the model's own caches, holding `cached_ids`; ``None`` for a fresh start.
+        prefix: from `Generator.share`: the first of `cached_ids`, which the sequence need not hold itself.
     """
 
     segments: list[list[int]]
@@ -32,6 +33,7 @@ class SequenceStart:
     max_tokens: int
     sampler: Any
     processors: Any
+    prefix: Any = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class TakenOut:
-    """A sequence's own caches and the number of tokens in them; `pending` was sampled and is not in them."""
+    """A sequence's caches and the number of tokens in them; `pending` was sampled and is not in them.
+
+    Until the caches are evaluated, they refer to a prefix that others share instead of having a copy of it.
+    """
 
     caches: list[Any]
     n_tokens: int
@@ -69,7 +74,10 @@ class Generator(Protocol):
 
     def insert(self, start: SequenceStart) -> int: ...
     def next(self, chunk_tokens: int) -> tuple[list[Prefilled], list[TokenOutput]]:
-        """One decode step of every sequence that decodes, and up to `chunk_tokens` tokens of every one in prefill."""
+        """One decode step of every sequence that decodes, and up to `chunk_tokens` tokens of every one in prefill.
+
+        A step may bring a sequence several tokens; they follow each other.
+        """
         ...
 
     def peek(self, uid: int) -> list[Any]:
@@ -78,6 +86,17 @@ class Generator(Protocol):
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
         """Copies of the first `n_tokens` tokens of a sequence's caches, for another sequence.
+
+        Raises:
+            NotImplementedError: these caches cannot be cut.
+        """
+        ...
+
+    def share(self, uid: int, n_tokens: int) -> Any:
+        """The first `n_tokens` tokens of a sequence's caches, for other sequences to refer to.
+
+        Returns:
+            What `SequenceStart` takes. It has `n_tokens` and `stored`: what is in memory, with as many tokens or more.
 
         Raises:
             NotImplementedError: these caches cannot be cut.

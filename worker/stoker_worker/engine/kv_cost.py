@@ -62,6 +62,10 @@ class KVCost:
         room = most_room(n_tokens) if self.in_rows else n_tokens + _SLACK_TOKENS
         return -(-(self._token_bytes * room + self._beside(beside)) // self.block_bytes)
 
+    def prefix_blocks(self, n_tokens: int) -> int:
+        """Blocks of tokens that several sequences begin with, in rows of full attention only."""
+        return -(-self._token_bytes * n_tokens // self.block_bytes)
+
     def longest_sequence(self, n_blocks: int) -> int:
         """Most tokens of a sequence that has `n_blocks` blocks to itself; 0 when not even one token fits."""
         low, high = 0, (n_blocks + 1) * BLOCK_TOKENS if self._token_bytes else 2**31

@@ -24,7 +24,6 @@ class MlxRoom(PrefixRoom):
 
     def __init__(self, spec: ModelCacheSpec, n_tokens: int, n_left: int) -> None:
         """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer."""
-        self._is_bfloat16 = spec.dtype == "bfloat16"
         self._views: list[weakref.ref[Array]] = []
         room, dtype = room_for(n_tokens, n_left, is_shared=False), as_uint16_if_bfloat16(spec.dtype)
 
@@ -33,16 +32,19 @@ class MlxRoom(PrefixRoom):
             # The source has no memory of its own: the system shows one page of zeros in all its places.
             return mx.array(np.empty((1, layer.n_kv_heads, room, dim), dtype))
 
-        self._arrays = [(empty(layer, layer.key_dim), empty(layer, layer.value_dim)) for layer in spec.full_layers]
+        self._arrays = [
+            (empty(layer, layer.key_dim), empty(layer, layer.value_dim), mlx_dtype(layer, spec))
+            for layer in spec.full_layers
+        ]
 
     def layers(self) -> tuple[LayerKV, ...]:
-        return tuple((self._view(keys), self._view(values)) for keys, values in self._arrays)
+        return tuple((self._view(keys), self._view(values)) for keys, values, _ in self._arrays)
 
     def take(self) -> list[tuple[Any, Any]]:
         if any(view() is not None for view in self._views):
             raise ValueError("the memory of a restored cache is still in use")
         arrays, self._arrays = self._arrays, []
-        return [(self._typed(keys), self._typed(values)) for keys, values in arrays]
+        return [(keys.view(dtype), values.view(dtype)) for keys, values, dtype in arrays]
 
     def _view(self, array: mx.array) -> Array:
         view = np.asarray(array)
@@ -50,5 +52,8 @@ class MlxRoom(PrefixRoom):
         row: Array = view[0]
         return row
 
-    def _typed(self, array: mx.array) -> mx.array:
-        return array.view(mx.bfloat16) if self._is_bfloat16 else array
+
+def mlx_dtype(layer: LayerSpec, spec: ModelCacheSpec) -> mx.Dtype:
+    """What a full-attention layer's K and V are in MLX; elsewhere the same bytes are of the spec's dtype."""
+    dtype: mx.Dtype = mx.uint32 if layer.is_packed else getattr(mx, spec.dtype)
+    return dtype

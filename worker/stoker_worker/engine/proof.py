@@ -7,16 +7,16 @@ Owns the order in which modes are tried, and the time that the proof may take. `
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import mlx.core as mx
 
 from stoker_shared.error_line import one_line
-from stoker_worker.engine.rows.rows_generator import can_run_in_rows
-from stoker_worker.engine.trial import Found, Limit, Reference, may_pass, try_plan
-from stoker_worker.engine.trial_sequences import TrialPlan, plan
+from stoker_worker.engine.rows.rows_generator import why_not_in_rows
+from stoker_worker.engine.trial import IN_8_BITS, Found, Limit, Reference, all_found, may_pass, try_plan
+from stoker_worker.engine.trial_sequences import TrialPlan, plan, plan_in_two_groups
 from stoker_worker.engine.verdicts import Verdict
 from stoker_worker.models.cache_probe import can_be_batched
 from stoker_worker.ports import LoadedModel, TokenizerPort
@@ -49,8 +49,10 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
         load_s: seconds that loading the model took.
     """
     began = time.perf_counter()
+    runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
         planned = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
+        in_groups = _in_groups(model, loaded, max_batch) if runs_in_rows else []
     except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
         alone = f"alone: {one_line(error)}"
         return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began, may_pass(error))
@@ -58,23 +60,24 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     if not can_be_batched(model):
         why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
 
-    def found_in(mode: ServingMode, limit: Limit) -> Found:
-        in_mode = replace(loaded, mode=mode)
-        found = try_plan(model, in_mode, planned.plan, planned.reference, max_batch=max_batch, limit=limit)
+    def found_in(mode: ServingMode, limit: Limit, more: Sequence[_Trial] = ()) -> Found:
+        in_mode, trials = replace(loaded, mode=mode), [planned.trial, *more]
+        found = all_found(try_plan(model, in_mode, *trial, max_batch=max_batch, limit=limit) for trial in trials)
         _log.debug("tried %s: %s", mode, found)
         return found
 
-    limit = Limit.of(planned.dtype)
+    limit = Limit.of(planned.precision)
     if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
-        limit = Limit.of(planned.dtype, rounding=found_in(ServingMode(Batching.ONE_AT_A_TIME), limit).apart)
+        single = found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, in_groups)
+        limit = Limit.of(planned.precision, rounding=single.apart)
     right_when_fresh: set[Batching] = set()
     passing = False
     mode = WIDEST_FIRST[-1]
-    for candidate in _candidates(model, loaded):
+    for candidate in _candidates(model, loaded, runs_in_rows):
         if candidate.batching in right_when_fresh:
             mode = candidate
             break
-        found = found_in(candidate, limit)
+        found = found_in(candidate, limit, in_groups if candidate.batching == Batching.ROWS else ())
         passing = passing or found.may_pass
         if found.fresh is None and found.restored is None:
             mode = candidate
@@ -85,11 +88,11 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
     return Verdict(mode, tuple(why), time.perf_counter() - began, passing)
 
 
-def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:
+def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator[ServingMode]:
     """Modes to try, the widest first; mlx-lm's own way is not tried, since others are compared with it."""
-    batched, rows = can_be_batched(model), can_run_in_rows(model, loaded.spec)
+    batched = can_be_batched(model)
     for mode in WIDEST_FIRST:
-        if mode.batching == Batching.ROWS and not rows:
+        if mode.batching == Batching.ROWS and not runs_in_rows:
             continue
         if mode.batching in (Batching.BATCHED, Batching.SINGLE_PREFILL) and not batched:
             continue
@@ -97,11 +100,13 @@ def _candidates(model: Any, loaded: LoadedModel) -> Iterator[ServingMode]:
             yield mode
 
 
+_Trial = tuple[TrialPlan, Reference]
+
+
 @dataclass(frozen=True)
 class _Planned:
-    plan: TrialPlan
-    reference: Reference
-    dtype: str
+    trial: _Trial
+    precision: str
     untried: str
 
 
@@ -110,7 +115,9 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _
     logits = model(mx.array([[0, 1]]))
     text_ids = _text_ids(loaded.tokenizer, logits.shape[-1])
     kv_heads = {layer.n_kv_heads for layer in loaded.spec.layers}
-    dtype = str(logits.dtype).rpartition(".")[2]
+    precision = str(logits.dtype).rpartition(".")[2]
+    if precision == "float32" and any(layer.is_packed for layer in loaded.spec.layers):
+        precision = IN_8_BITS
     chosen = plan(text_ids, kv_heads=kv_heads, max_batch=max_batch, span=0)
     began = time.perf_counter()
     reference = Reference(model, chosen)
@@ -124,7 +131,13 @@ def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _
             break
         untried.append(span)
     left_out = f"not tried: sequences longer than {', '.join(map(str, untried))} tokens" if untried else ""
-    return _Planned(chosen, reference, dtype, left_out)
+    return _Planned((chosen, reference), precision, left_out)
+
+
+def _in_groups(model: Any, loaded: LoadedModel, max_batch: int) -> list[_Trial]:
+    """What is tried in rows besides, if there may be two of them."""
+    chosen = plan_in_two_groups(_text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1]))
+    return [(chosen, Reference(model, chosen))] if max_batch > 1 and chosen.longest <= loaded.context_tokens else []
 
 
 def _text_ids(tokenizer: TokenizerPort, vocabulary: int) -> list[int]:

@@ -10,8 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.engine.default_width import default_max_batch
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
+from stoker_worker.ports.cache_spec import ModelCacheSpec
+from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.serving_mode import Batching, ServingMode
 from stoker_worker.settings import WorkerSettings
 
@@ -31,6 +35,7 @@ class MlxProvider(ModelProviderPort):
 
     def load(self) -> tuple[GenerationEnginePort, LoadedModel]:
         from stoker_worker.engine.prefix_room import MlxRoom
+        from stoker_worker.engine.rows.rows_generator import why_not_in_rows
         from stoker_worker.models.loading import load_model
 
         settings = self.settings
@@ -38,9 +43,18 @@ class MlxProvider(ModelProviderPort):
         began = time.perf_counter()
         digests = settings.store_folder / "model-digests.json"
         model, loaded = load_model(
-            settings.model, settings.dtype, store_dtype=settings.store_dtype, digest_cache=digests
+            settings.model,
+            settings.dtype,
+            store_dtype=settings.store_dtype,
+            kv_bits=settings.kv_bits,
+            digest_cache=digests,
         )
-        mode = self._mode(model, loaded, time.perf_counter() - began)
+        load_s = time.perf_counter() - began
+        loaded = replace(loaded, max_batch=self._max_batch(model, loaded.spec))
+        mode = self._mode(model, loaded, load_s)
+        if settings.kv_bits is not None and mode.batching != Batching.ROWS:
+            reason = why_not_in_rows(model, loaded.spec) or f"with 8 bits it is right only {mode}"
+            raise ModelNotLoadable(f"--kv-bits 8 needs a model that runs in rows: {reason}")
         fingerprint, make_room = in_mode(loaded.fingerprint, mode), partial(MlxRoom, loaded.spec)
         loaded = replace(loaded, mode=mode, fingerprint=fingerprint, make_room=make_room)
         return self._engine(model, loaded), loaded
@@ -59,7 +73,6 @@ class MlxProvider(ModelProviderPort):
         from stoker_worker.engine.proof import prove
         from stoker_worker.engine.verdicts import remembered_or_proved
 
-        max_batch = self.settings.max_batch
         if self.settings.skip_proof:
             _log.warning("NOT PROVED: it is not known whether this model answers correctly in a batch (--skip-proof)")
             return ServingMode(_unproved(model, loaded), proved=False)
@@ -67,9 +80,9 @@ class MlxProvider(ModelProviderPort):
         verdict = remembered_or_proved(
             self.settings.store_folder / "model-proofs.json",
             loaded.fingerprint,
-            max_batch=max_batch,
+            max_batch=loaded.max_batch.jobs,
             device=mx.default_device().type.name,
-            prove=lambda: prove(model, loaded, max_batch=max_batch, load_s=load_s),
+            prove=lambda: prove(model, loaded, max_batch=loaded.max_batch.jobs, load_s=load_s),
         )
         is_narrow = not verdict.mode.memory or verdict.mode.batching not in (Batching.ROWS, Batching.BATCHED)
         level = logging.WARNING if is_narrow else logging.INFO
@@ -77,37 +90,51 @@ class MlxProvider(ModelProviderPort):
         _log.log(level, "sequences run %s (%s)", verdict.mode, reasons)
         return verdict.mode
 
-    def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
-        import mlx.core as mx
+    def _max_batch(self, model: Any, spec: ModelCacheSpec) -> MaxBatch:
+        if self.settings.max_batch is not None:
+            return MaxBatch(self.settings.max_batch)
+        return default_max_batch(spec, kv_bytes=self._kv_bytes(model), prefill_tokens=self._prefill_tokens())
 
+    def _kv_bytes(self, model: Any) -> int:
+        return self.settings.kv_max_bytes or _default_kv_bytes(model)
+
+    def _prefill_tokens(self) -> int:
+        return self.settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if _is_on_gpu() else _CPU_PREFILL_TOKENS)
+
+    def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
         from stoker_worker.engine.assembly import assemble
 
-        settings = self.settings
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
         return assemble(
             model,
             loaded,
-            max_bytes=settings.kv_max_bytes or _default_kv_bytes(model, on_gpu),
-            max_batch=settings.max_batch,
-            prefill_tokens=settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if on_gpu else _CPU_PREFILL_TOKENS),
-            max_step_s=settings.max_step_s,
+            max_bytes=self._kv_bytes(model),
+            max_batch=loaded.max_batch.jobs,
+            prefill_tokens=self._prefill_tokens(),
+            max_step_s=self.settings.max_step_s,
+            draft_ngram=self.settings.draft_ngram,
         )
 
 
+def _is_on_gpu() -> bool:
+    import mlx.core as mx
+
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
 def _unproved(model: Any, loaded: LoadedModel) -> Batching:
-    from stoker_worker.engine.rows.rows_generator import can_run_in_rows
+    from stoker_worker.engine.rows.rows_generator import why_not_in_rows
     from stoker_worker.models.cache_probe import can_be_batched
 
-    if can_run_in_rows(model, loaded.spec):
+    if why_not_in_rows(model, loaded.spec) is None:
         return Batching.ROWS
     return Batching.BATCHED if can_be_batched(model) else Batching.ONE_AT_A_TIME
 
 
-def _default_kv_bytes(model: Any, on_gpu: bool) -> int:
+def _default_kv_bytes(model: Any) -> int:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    if not on_gpu:
+    if not _is_on_gpu():
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _CPU_SHARE_OF_RAM)
     weights: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     info = mx.device_info()

@@ -5,7 +5,7 @@ of its output. A sequence whose sampling fails goes on greedily for a step, and 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from stoker_shared.request import GenerationRequest
 from stoker_shared.result import TokenLogprob, TopLogprob
 from stoker_worker.ports import TokenizerPort
 
-Sampler = Callable[[mx.array], mx.array]
-"""From normalised log-probabilities (1, vocabulary) to a token id (1,)."""
+Filter = Callable[[mx.array], mx.array]
+"""From normalised log-probabilities (1, vocabulary) to those that may be drawn."""
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """From the sequence's tokens so far and its logits (1, vocabulary) to logits."""
@@ -36,24 +36,15 @@ class SequenceSampling:
         self._request = request
         self._seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.error: Exception | None = None
-        self.sampler: Sampler | None = None
+        self.sampler: _Guarded | None = None
         self.processors: list[LogitsProcessor] = []
         self.start(0)
 
     def start(self, n_drawn: int) -> None:
         """Make the callables for a sequence that has generated `n_drawn` tokens."""
         sampler = make_sampler(self._request, self._seed, n_drawn)
-        self.sampler = None if sampler is None else partial(self._sample, sampler)
+        self.sampler = None if sampler is None else _Guarded(self, sampler)
         self.processors = [partial(self._process, processor) for processor in make_processors(self._request)]
-
-    def _sample(self, sampler: Sampler, logprobs: mx.array) -> mx.array:
-        try:
-            if self.error is None:
-                return sampler(logprobs)
-        except Exception as error:
-            self.error = error
-        greedy: mx.array = mx.argmax(logprobs, axis=-1)
-        return greedy
 
     def _process(self, processor: LogitsProcessor, tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -64,33 +55,66 @@ class SequenceSampling:
         return logits
 
 
-def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
-    """A sampler for `request`, ``None`` for greedy decoding.
+class Sampler:
+    """Draws one sequence's tokens.
 
     Token i is drawn with a key made of (seed, i) alone, so the same seed and prompt give the same text alone
     and in any batch; mlx-lm's own samplers draw from one random state for the whole process. Filters are applied in
     mlx-lm's order: top_p, min_p, top_k, on the untempered distribution.
     """
+
+    def __init__(self, filters: Sequence[Filter], temperature: float, seed: int, n_drawn: int) -> None:
+        self._filters = filters
+        self._inverse_temperature = 1.0 / temperature
+        self._seed = seed
+        self._n_drawn = n_drawn
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """From normalised log-probabilities (1, vocabulary) to a token id (1,)."""
+        for keep_likely in self._filters:
+            logprobs = keep_likely(logprobs)
+        key = _key(self._seed, self._n_drawn)
+        self._n_drawn += 1
+        return mx.random.categorical(logprobs * self._inverse_temperature, key=key)
+
+    def take_back(self, n_tokens: int) -> None:
+        """Forget the newest draws: they will be made again."""
+        self._n_drawn -= n_tokens
+
+
+class _Guarded:
+    """A sampler that does not raise."""
+
+    def __init__(self, sampling: SequenceSampling, sampler: Sampler) -> None:
+        self._sampling = sampling
+        self._sampler = sampler
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        try:
+            if self._sampling.error is None:
+                return self._sampler(logprobs)
+        except Exception as error:
+            self._sampling.error = error
+        greedy: mx.array = mx.argmax(logprobs, axis=-1)
+        return greedy
+
+    def take_back(self, n_tokens: int) -> None:
+        if self._sampling.error is None:
+            self._sampler.take_back(n_tokens)
+
+
+def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler | None:
+    """A sampler for `request`, ``None`` for greedy decoding."""
     if request.temperature == 0.0:
         return None
-    filters: list[Sampler] = []
+    filters: list[Filter] = []
     if request.top_p is not None and request.top_p < 1.0:
         filters.append(partial(apply_top_p, top_p=request.top_p))
     if request.min_p:
         filters.append(partial(apply_min_p, min_p=request.min_p))
     if request.top_k is not None:
         filters.append(partial(_top_k, k=request.top_k))
-    inverse_temperature = 1.0 / request.temperature
-
-    def sample(logprobs: mx.array) -> mx.array:
-        nonlocal n_drawn
-        for keep_likely in filters:
-            logprobs = keep_likely(logprobs)
-        key = _key(seed, n_drawn)
-        n_drawn += 1
-        return mx.random.categorical(logprobs * inverse_temperature, key=key)
-
-    return sample
+    return Sampler(filters, request.temperature, seed, n_drawn)
 
 
 def make_processors(request: GenerationRequest) -> list[LogitsProcessor]:

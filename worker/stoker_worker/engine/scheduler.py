@@ -7,7 +7,7 @@ drains until it fits, so neither a large sequence nor a small one waits forever.
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final
 
 from stoker_worker.engine.batch_width import BatchWidth
@@ -74,7 +74,7 @@ class ConcurrentScheduler:
             pool: KV memory; sequences in the batch hold the blocks that `kv_cost` counts.
             width: how many sequences may be in the batch.
             max_prefilling: most of them in prefill.
-            shares_beginnings: whether a sequence may take over the beginning of another one's cache.
+            shares_beginnings: whether a sequence may take over the beginning of another one's cache, or share it.
         """
         self._pool = pool
         self._kv_cost = kv_cost
@@ -115,9 +115,7 @@ class ConcurrentScheduler:
                 break
             sequence.inserted_at = sequence.inserted_at or time.perf_counter()
             if (beginning := self._beginning(sequence)) is not None:
-                assert beginning.of.generator_uid is not None
-                caches = generator.beginning(beginning.of.generator_uid, beginning.n_tokens)
-                sequence.take_beginning(caches, beginning.n_tokens)
+                _begin_alike(sequence, beginning, generator)
             sequence.join(generator)
             assert sequence.generator_uid is not None
             self.prefilling[sequence.generator_uid] = sequence
@@ -125,12 +123,16 @@ class ConcurrentScheduler:
         self._hold()
 
     def victim(self) -> Sequence | None:
-        """The youngest sequence, if the batch's next step does not fit into the pool. A single sequence always fits."""
-        if len(self.prefilling) + len(self.decoding) <= 1:
+        """The youngest sequence, if the batch's next step does not fit into the pool.
+
+        A single sequence always fits, unless it alone keeps a prefix that is longer than what it refers to.
+        """
+        in_batch = list(self.in_batch())
+        if len(in_batch) == 1 and in_batch[0].prefix is None:
             return None
-        if sum(self._cost()) <= self._pool.total:
+        if sum(self._cost().values()) <= self._pool.total:
             return None
-        return max(self.in_batch(), key=lambda sequence: sequence.uid)
+        return max(in_batch, key=lambda sequence: sequence.uid)
 
     def _leaving(self) -> int:
         """Sequences whose next token is their last: a step ends them before it prefills, so their places are free.
@@ -146,29 +148,36 @@ class ConcurrentScheduler:
         """Whether `sequence` may join, with room for its next block. It waits while its beginning is prefilled."""
         if (beginning := self._beginning(sequence)) is not None and not beginning.is_prefilled:
             return False
-        decoding = [other.n_tokens + 1 for other in self.decoding.values()]
-        prefilling = [other.n_tokens + 1 for other in self.prefilling.values()]
-        if not (decoding or prefilling):
+        if not (self.decoding or self.prefilling):
             return True
-        n_tokens = sequence.n_tokens + min(BLOCK_TOKENS, sequence.n_left)
-        return sum(self._kv_cost.of_batch(decoding, [*prefilling, n_tokens])) <= self._pool.total
+        n_tokens, more = sequence.n_tokens + min(BLOCK_TOKENS, sequence.n_left), 0
+        if beginning is not None and beginning.n_shared:
+            n_tokens -= beginning.n_shared
+            more = beginning.of.prefix is None  # split, its blocks are rounded up twice
+        return sum(self._cost(n_tokens).values()) + more <= self._pool.total
 
     def _beginning(self, sequence: Sequence) -> Beginning | None:
         return shared_beginning(sequence, self.in_batch()) if self._shares_beginnings else None
 
     def _hold(self) -> None:
-        """Let each sequence hold the blocks of its next step: first those that need fewer than now, then the others."""
-        in_batch = (*self.decoding.values(), *self.prefilling.values())
-        wanted = zip((sequence.uid for sequence in in_batch), self._cost(), strict=True)
-        for uid, blocks in sorted(wanted, key=lambda want: want[1] - self._pool.held(want[0])):
-            self._pool.resize(uid, min(blocks, self._pool.total))
+        """Let each holder have the blocks of its next step: first those that need fewer than now, then the others."""
+        for holder, blocks in sorted(self._cost().items(), key=lambda want: want[1] - self._pool.held(want[0])):
+            self._pool.resize(holder, min(blocks, self._pool.held(holder) + self._pool.free))
 
-    def _cost(self) -> list[int]:
-        """Blocks of the decoding sequences, then of those in prefill."""
-        return self._kv_cost.of_batch(
-            [sequence.n_tokens + 1 for sequence in self.decoding.values()],
-            [sequence.n_tokens + 1 for sequence in self.prefilling.values()],
+    def _cost(self, *joining: int) -> dict[Hashable, int]:
+        """Blocks of each sequence in the batch, by uid, and of each prefix that some of them share.
+
+        Args:
+            joining: own tokens of a sequence that would join; it has the key ``None``.
+        """
+        decoding, prefilling = (
+            {sequence.uid: sequence.n_tokens + 1 - sequence.n_shared for sequence in stage.values()}
+            for stage in (self.decoding, self.prefilling)
         )
+        blocks = self._kv_cost.of_batch(list(decoding.values()), [*prefilling.values(), *joining])
+        cost = dict(zip((*decoding, *prefilling, *(None for _ in joining)), blocks, strict=True))
+        stored = {sequence.prefix.stored for sequence in self.in_batch() if sequence.prefix is not None}
+        return cost | {prefix: self._kv_cost.prefix_blocks(prefix.n_tokens) for prefix in stored}
 
     # --- out of the batch ---
 
@@ -182,6 +191,10 @@ class ConcurrentScheduler:
         else:
             self.waiting.discard(sequence)
         self._pool.release(sequence.uid)
+        prefix, sequence.prefix = sequence.prefix, None
+        others = (other.prefix for other in self.in_batch())
+        if prefix is not None and all(other is None or other.stored is not prefix.stored for other in others):
+            self._pool.release(prefix.stored)
 
     def preempt(self, victim: Sequence) -> None:
         """Let a sequence that was in the batch wait again."""
@@ -197,3 +210,14 @@ class ConcurrentScheduler:
         for sequence in sequences:
             self.drop(sequence)
         return sequences
+
+
+def _begin_alike(sequence: Sequence, beginning: Beginning, generator: Generator) -> None:
+    """Let a sequence that joins share what it can of a beginning, and copy the rest that it does not have itself."""
+    uid = beginning.of.generator_uid
+    assert uid is not None
+    if n_shared := beginning.n_shared:
+        sequence.prefix = generator.share(uid, n_shared)
+        beginning.of.prefix = beginning.of.prefix or sequence.prefix
+    if beginning.n_tokens > sequence.n_cached:
+        sequence.take_beginning(generator.beginning(uid, beginning.n_tokens), beginning.n_tokens)

@@ -39,6 +39,7 @@ from stoker_worker.ports import (
     Stage,
 )
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.serving_mode import Batching, ServingMode
 
 END: Final = 256
@@ -204,6 +205,7 @@ class ScriptedProvider(ModelProviderPort):
             spec=_SPEC,
             tokenizer=ScriptedTokenizer(),
             mode=ServingMode(Batching.BATCHED),
+            max_batch=MaxBatch(self.max_batch),
         )
         return ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s), loaded
 

@@ -30,6 +30,7 @@ class Sequence:
         generated: tokens generated so far. All of them are in its cache, except a last token that was pending when the
             sequence was preempted.
         caches: its own caches while it waits with some: restored ones, or those it was preempted with.
+        prefix: what it shares with other sequences in the batch, from `Generator.share`.
         n_reused: how many of the prompt's tokens were restored instead of prefilled.
         n_cached: how many of its tokens were in its caches when it joined the batch.
         n_prefilled: how many have been prefilled since.
@@ -48,6 +49,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     caches: list[Any] | None = None
+    prefix: Any = None
     n_reused: int = 0
     n_cached: int = 0
     n_prefilled: int = 0
@@ -62,6 +64,11 @@ class Sequence:
     @property
     def n_prompt(self) -> int:
         return len(self.work.prompt_ids)
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens that it shares with others in the batch."""
+        return 0 if self.prefix is None else int(self.prefix.n_tokens)
 
     @property
     def n_tokens(self) -> int:
@@ -107,13 +114,14 @@ class Sequence:
                 max_tokens=max(1, self.n_left),
                 sampler=self.sampling.sampler,
                 processors=self.sampling.processors,
+                prefix=self.prefix,
             )
         )
         self.caches, self.n_prefilled = None, 0
 
     def restart(self) -> None:
         """Drop all caches: the sequence starts over from its tokens alone."""
-        self.generator_uid, self.caches, self.n_cached, self.n_reused = None, None, 0, 0
+        self.generator_uid, self.caches, self.prefix, self.n_cached, self.n_reused = None, None, None, 0, 0
         self.snapshots.clear()
         self.n_common.clear()
         self.sampling.start(len(self.generated))

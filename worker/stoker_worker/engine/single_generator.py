@@ -74,6 +74,9 @@ class SingleGenerator:
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
         raise NotImplementedError
 
+    def share(self, uid: int, n_tokens: int) -> Any:
+        raise NotImplementedError
+
     def take_out(self, uid: int) -> TakenOut:
         out = TakenOut(self._caches, len(self._tokens), self._pending, self._logprobs)
         self.remove(uid)

@@ -27,12 +27,16 @@ from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, Restore
 
 Logprobs = NDArray[np.float32]
 
-_MOST_APART: Final = {"float32": 5e-3, "float16": 0.05, "bfloat16": 0.07}
-"""Largest allowed difference between a sequence in a batch and the same one alone, by the dtype of the logits: root
-mean square of the difference of their log-probabilities, in standard deviations of those of the sequence alone."""
+IN_8_BITS: Final = "8 bits"
+"""The precision of a float32 model whose caches have 8 bits: keys that differ in the last place may round to different
+codes, so a sequence in a batch is about as far from itself alone as in half precision."""
+
+_MOST_APART: Final = {"float32": 5e-3, IN_8_BITS: 0.05, "float16": 0.05, "bfloat16": 0.07}
+"""Largest allowed difference between a sequence in a batch and the same one alone, by the model's precision: root mean
+square of the difference of their log-probabilities, in standard deviations of those of the sequence alone."""
 
 _TIMES_ROUNDING: Final = 3.0
-"""In half precision also: so many times the difference that rounding makes for one sequence run alone in steps. Among
+"""Except in float32 also: so many times the difference that rounding makes for one sequence run alone in steps. Among
 all architectures right modes were at most 1.3 times as far apart, wrong ones at least 7 times."""
 
 _ENOUGH_BYTES: Final = 1 << 50  # a trial is not about the pool
@@ -52,16 +56,16 @@ class Limit:
     at_every_step: bool
 
     @classmethod
-    def of(cls, dtype: str, rounding: float | None = None) -> "Limit":
+    def of(cls, precision: str, rounding: float | None = None) -> "Limit":
         """
         Args:
-            dtype: of the logits.
+            precision: the dtype of the logits, or `IN_8_BITS`.
             rounding: the largest difference seen when sequences ran alone in steps, if it is known.
         """
-        most = _MOST_APART.get(dtype, _MOST_APART["float32"])
+        most = _MOST_APART.get(precision, _MOST_APART["float32"])
         # Where steps and one pass happen to round alike, any other rounding must not count as a fault.
         apart = most if rounding is None else min(most, max(most / 4, _TIMES_ROUNDING * rounding))
-        return cls(apart, at_every_step=dtype == "float32")
+        return cls(apart, at_every_step=precision == "float32")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,17 @@ class Found:
     restored: str | None
     apart: float
     may_pass: bool = False
+
+
+def all_found(trials: Iterable[Found]) -> Found:
+    """What several trials found together: the first fault of each kind."""
+    found = list(trials)
+    return Found(
+        next((x.fresh for x in found if x.fresh is not None), None),
+        next((x.restored for x in found if x.restored is not None), None),
+        max(x.apart for x in found),
+        any(x.may_pass for x in found),
+    )
 
 
 class Reference:

@@ -3,15 +3,21 @@
 Every fault of a batch found so far shows with one of these: sequences of unequal length prefilled together (padding on
 the right), sequences that join later (padding on the left), as many sequences as there are KV heads (a mask broadcast
 along the wrong axis), sequences longer than a window or a sparse budget, prefill in several chunks, and restored
-sequences.
+sequences. Rows have a second plan, in which they lie in two groups.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from stoker_worker.engine.rows.room import MOST_APART
+
 _PROMPTS: Final = (19, 6, 13, 9, 16, 7, 11, 8)
 """Lengths of prompts where no window has to be crossed, used in turn."""
+
+_IN_TWO_GROUPS: Final = (6, 6 + MOST_APART + 26, 9, 6 + MOST_APART + 10)
+"""Lengths of prompts of which two and two lie together in rows. Those of a group are so unequal that a missing mask
+shows."""
 
 _ANSWERS: Final = (3, 5, 4)
 """Tokens of the first answers: sequences end at different steps, so the batch goes through other widths as well."""
@@ -81,6 +87,15 @@ def plan(text_ids: Sequence[int], *, kv_heads: Collection[int], max_batch: int, 
         _sequence(text_ids, number, _prompt_tokens(number, width, span), joins=number >= width)
         for number in range(width + joiners)
     ]
+    return _with_chunks(sequences)
+
+
+def plan_in_two_groups(text_ids: Sequence[int]) -> TrialPlan:
+    """For rows: two short sequences and two long ones, more than `MOST_APART` tokens apart."""
+    return _with_chunks([_sequence(text_ids, i, n, joins=False) for i, n in enumerate(_IN_TWO_GROUPS)])
+
+
+def _with_chunks(sequences: Sequence[TrialSequence]) -> TrialPlan:
     longest = max(sequence.n_prompt for sequence in sequences)
     # Neither a whole prompt, nor half of one, nor a divisor of a window: cuts fall everywhere.
     return TrialPlan(tuple(sequences), chunk_tokens=max(4, 3 * longest // 5))

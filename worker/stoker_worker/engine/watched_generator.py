@@ -59,6 +59,9 @@ class WatchedGenerator:
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
         return self._generator.beginning(uid, n_tokens)
 
+    def share(self, uid: int, n_tokens: int) -> Any:
+        return self._generator.share(uid, n_tokens)
+
     def take_out(self, uid: int) -> TakenOut:
         return self._generator.take_out(uid)
 

@@ -10,12 +10,15 @@ from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.ports.cache_spec import ITEM_BYTES, ArraySpec, LayerKind, LayerSpec, ModelCacheSpec, StoreDtype
 
 _UNKNOWN = LayerSpec(LayerKind.UNKNOWN)
+_PACKED = "uint32"
+"""The dtype of codes (`models/quantised_cache.py`)."""
 
 
 def leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Every single cache: some models keep several for a layer, in a list of mlx-lm's own type."""
+    """Every single cache: some models keep several for a layer, in a list of mlx-lm's own type; a quantised cache is a
+    list of its planes."""
     for cache in caches:
-        if type(cache) is CacheList:
+        if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
         else:
             yield cache
@@ -23,7 +26,7 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 def nested(like: Iterable[Any], flat: Iterator[Any]) -> list[Any]:
     """The opposite of `leaves`: the caches of `flat`, in lists as in `like`."""
-    return [CacheList(*nested(cache.caches, flat)) if type(cache) is CacheList else next(flat) for cache in like]
+    return [type(x)(*nested(x.caches, flat)) if isinstance(x, CacheList) else next(flat) for x in like]
 
 
 def read_cache_spec(model: Any, store_dtype: StoreDtype = "native") -> ModelCacheSpec:
@@ -62,15 +65,19 @@ def _layer(cache: Any, dtype: str) -> LayerSpec:
     is_window = type(cache) is RotatingKVCache and cache.keep == 0
     if not is_window and type(cache) is not KVCache:
         return _unknown(cache)
-    if {_name(cache.keys.dtype), _name(cache.values.dtype)} != {dtype} or dtype not in ITEM_BYTES:
+    dtypes = {_name(cache.keys.dtype), _name(cache.values.dtype)}
+    is_packed = dtypes == {_PACKED}
+    if (dtypes != {dtype} and not is_packed) or dtype not in ITEM_BYTES:
         return _UNKNOWN
     _, n_kv_heads, _, key_dim = cache.keys.shape
+    per_element = cache.keys.itemsize // ITEM_BYTES[dtype] if is_packed else 1
     return LayerSpec(
         LayerKind.WINDOW if is_window else LayerKind.FULL,
         n_kv_heads=n_kv_heads,
-        key_dim=key_dim,
-        value_dim=cache.values.shape[3],
+        key_dim=per_element * key_dim,
+        value_dim=per_element * cache.values.shape[3],
         window_tokens=cache.max_size if is_window else 0,
+        is_packed=is_packed,
     )
 
 

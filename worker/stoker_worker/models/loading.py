@@ -14,7 +14,7 @@ from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.models.fingerprint import ModelFolder
 from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
 from stoker_worker.ports import LoadedModel
-from stoker_worker.ports.cache_spec import StoreDtype
+from stoker_worker.ports.cache_spec import ModelCacheSpec, StoreDtype
 
 Dtype = Literal["auto", "native", "float32"]
 """`auto`: as stored on a GPU; float32 on a CPU, where MLX has no fast path for packed or half-precision weights."""
@@ -35,6 +35,7 @@ def load_model(
     dtype: Dtype,
     *,
     store_dtype: StoreDtype = "native",
+    kv_bits: int | None = None,
     digest_cache: Path | None = None,
 ) -> tuple[Any, LoadedModel]:
     """Load a model, and describe it for the rest of the worker, except its mode.
@@ -42,6 +43,7 @@ def load_model(
     Args:
         model: a folder in mlx-lm's format, or a Hugging Face repo such as ``mlx-community/Qwen3-4B-4bit``.
         store_dtype: precision of cache blocks on disk.
+        kv_bits: 8: full attention keeps keys and values in 8 bits, in memory and on disk.
         digest_cache: file that remembers digests of weight files between starts.
 
     Returns:
@@ -58,9 +60,7 @@ def load_model(
     except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
         raise ModelNotLoadable(f"cannot load {model}: {one_line(error)}") from None
 
-    from stoker_worker.models.cache_probe import read_cache_spec
-
-    spec = read_cache_spec(network, store_dtype)
+    spec = _cache_spec(network, store_dtype, kv_bits)
     if not spec.can_be_stored:
         _log.warning("stoker cannot store this model's caches: its agents have transcripts, but no cached tokens")
     files = ModelFolder(folder, digest_cache)
@@ -76,6 +76,18 @@ def load_model(
         spec=spec,
         tokenizer=ModelTokenizer(wrapper),
     )
+
+
+def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> ModelCacheSpec:
+    """The layout of the network's caches, which are quantised from now on if `kv_bits` says so."""
+    from stoker_worker.models.cache_probe import read_cache_spec
+    from stoker_worker.models.quantised_cache import quantise_caches
+
+    spec = read_cache_spec(network, store_dtype)
+    if kv_bits is None:
+        return spec
+    quantise_caches(network, spec)
+    return read_cache_spec(network, store_dtype)
 
 
 def local_folder(model: str) -> Path | None:

@@ -8,13 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from concurrent.futures import Future
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import Busy, CacheStorePort, CancelReason, ClaimedJob, QueuePort
+from stoker_worker.ports import Busy, CacheStorePort, CancelReason, ClaimedJob, LoadedModel, QueuePort
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +35,15 @@ class Fetcher(threading.Thread):
         store: CacheStorePort,
         engine: EngineThread,
         loader: Loader,
+        loaded: Future[LoadedModel],
         *,
-        max_in_flight: int,
         poll_s: float,
         recover_s: float,
         burst: bool,
     ) -> None:
         """
         Args:
+            loaded: the model, which tells how many jobs may be in flight; waited for when the thread starts.
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two looks for jobs of dead workers.
             burst: end when the queues are empty and nothing is in flight.
@@ -51,7 +53,8 @@ class Fetcher(threading.Thread):
         self._store = store
         self._engine = engine
         self._loader = loader
-        self._max_in_flight = max_in_flight
+        self._loaded = loaded
+        self._max_in_flight = 0
         self._poll_s = poll_s
         self._recover = Periodic(recover_s)
         self._watch = Periodic(0.5)
@@ -64,6 +67,7 @@ class Fetcher(threading.Thread):
         self.left = threading.Event()
 
     def run(self) -> None:
+        self._max_in_flight = self._loaded.result().max_batch.jobs
         while not self.left.is_set():
             try:
                 self._tick()

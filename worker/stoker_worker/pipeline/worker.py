@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 """Between two looks at the waiting jobs while the model loads."""
 
+_USUAL_JOBS = 32
+"""So many run at once, as far as is known while the model loads."""
+
 
 class Worker:
     """One resident worker. The queue is held already; `run` returns when the work is done or it was told to stop."""
@@ -41,7 +44,7 @@ class Worker:
         self._loaded = loaded = Future[LoadedModel]()
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
         self._store = store
-        self._n_read_ahead = READ_AHEAD_JOBS * settings.max_batch
+        self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or _USUAL_JOBS)
         queue.prefer(store.is_at_hand)
         store.order_by(queue.place_of)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
@@ -53,7 +56,7 @@ class Worker:
             store,
             self._engine,
             self._loader,
-            max_in_flight=settings.max_batch,
+            loaded,
             poll_s=settings.poll_s,
             recover_s=settings.recover_s,
             burst=settings.burst,
@@ -134,7 +137,8 @@ class Worker:
         self._finisher.start()
         self._loader.start()
         self._fetcher.start()
-        serving = Serving(model.name, model.context_tokens, str(model.mode))
+        width = model.max_batch
+        serving = Serving(model.name, model.context_tokens, str(model.mode), width.jobs, width.why)
         self._queue.announce(serving)
         log.info("ready: %s", serving)
         self._draining.wait()

@@ -25,6 +25,7 @@ from stoker_worker.ports.engine import (
     Stage,
     as_uint16_if_bfloat16,
 )
+from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.memory import (
     UNKNOWN_VERSION,
     AgentVersion,

@@ -57,13 +57,16 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer's cache; a layer that keeps two caches counts as two.
+    """One layer's cache; a layer that keeps two caches counts as two, and one in 8 bits (``--kv-bits 8``) as three: of
+    codes, scales and biases.
 
     Attributes:
         n_kv_heads, key_dim, value_dim: of FULL and WINDOW: K is (n_kv_heads, tokens, key_dim), V is (n_kv_heads,
             tokens, value_dim).
         window_tokens: most tokens that a WINDOW layer keeps.
         arrays: the arrays that a RECURRENT layer keeps.
+        is_packed: of FULL: K and V hold codes of 8 bits, four in a uint32, and no numbers. Everywhere but in MLX their
+            bytes are taken for elements of the spec's dtype.
     """
 
     kind: LayerKind
@@ -72,6 +75,7 @@ class LayerSpec:
     value_dim: int = 0
     window_tokens: int = 0
     arrays: tuple[ArraySpec, ...] = ()
+    is_packed: bool = False
 
     @property
     def elements_per_token(self) -> int:
@@ -87,7 +91,7 @@ class LayerSpec:
     def describe(self) -> str:
         if self.kind == LayerKind.RECURRENT:
             return f"{self.kind}:" + ",".join(array.describe() for array in self.arrays)
-        text = f"{self.kind}:{self.n_kv_heads}:{self.key_dim}:{self.value_dim}"
+        text = f"{self.kind}:{self.n_kv_heads}:{self.key_dim}:{self.value_dim}" + (":packed" if self.is_packed else "")
         return f"{text}:{self.window_tokens}" if self.kind == LayerKind.WINDOW else text
 
     @classmethod
@@ -96,11 +100,12 @@ class LayerSpec:
         kind = LayerKind(name)
         if kind == LayerKind.RECURRENT:
             return cls(kind, arrays=tuple(map(ArraySpec.parse, rest.split(",") if rest else ())))
-        numbers = [_number(part) for part in rest.split(":")]
+        is_packed = kind == LayerKind.FULL and rest.endswith(":packed")
+        numbers = [_number(part) for part in (rest.removesuffix(":packed") if is_packed else rest).split(":")]
         names = ("n_kv_heads", "key_dim", "value_dim", "window_tokens")[: 4 if kind == LayerKind.WINDOW else 3]
         if len(numbers) != len(names):
             raise ValueError(f"no layer of a cache: {text!r}")
-        return cls(kind, **dict(zip(names, numbers, strict=True)))  # type: ignore[arg-type]
+        return cls(kind, **dict(zip(names, numbers, strict=True)), is_packed=is_packed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from stoker_shared.request import Message
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 from stoker_worker.ports.engine import GenerationEnginePort, RoomMaker
+from stoker_worker.ports.max_batch import ONE_JOB, MaxBatch
 from stoker_worker.ports.serving_mode import WIDEST, ServingMode
 
 
@@ -78,6 +79,7 @@ class LoadedModel:
         tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
         context_tokens: most tokens (prompt + generated) that the model can attend to.
         mode: how its sequences run, and whether its caches may be kept.
+        max_batch: how many of its jobs are in flight at once.
         make_room: makes the memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
     """
 
@@ -88,6 +90,7 @@ class LoadedModel:
     spec: ModelCacheSpec
     tokenizer: TokenizerPort
     mode: ServingMode = WIDEST
+    max_batch: MaxBatch = ONE_JOB
     make_room: RoomMaker | None = None
 
     @property

@@ -120,14 +120,19 @@ class Serving:
     Attributes:
         context_tokens: the longest prompt and answer together.
         mode: how its sequences run.
+        max_batch: most jobs in flight at once.
+        max_batch_why: what decided that number.
     """
 
     model: str
     context_tokens: int
     mode: str
+    max_batch: int
+    max_batch_why: str
 
     def __str__(self) -> str:
-        return f"model {self.model}, context {self.context_tokens} tokens, rows {self.mode}"
+        width = f"at most {self.max_batch} jobs in flight ({self.max_batch_why})"
+        return f"model {self.model}, context {self.context_tokens} tokens, rows {self.mode}, {width}"
 
 
 class QueuePort(Protocol):

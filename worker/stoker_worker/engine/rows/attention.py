@@ -6,13 +6,15 @@ passes everything else on. The models' code stays as it is.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models import base
+
+from stoker_worker.engine.rows.shared_prefix import attention_after
 
 _NAME: Final = "scaled_dot_product_attention"
 _upstream: Final = base.scaled_dot_product_attention
@@ -41,31 +43,50 @@ class RowsKV:
     Attributes:
         parts: in the order of the pass's inputs.
         arrays: of each part, (rows, n_kv_heads, tokens, dim).
+        prefixes: of each part, what all its rows begin with, (1, n_kv_heads, tokens, dim); ``None`` for nothing.
     """
 
     parts: list[Part]
     arrays: list[mx.array]
+    prefixes: list[mx.array | None]
 
     @property
     def dtype(self) -> mx.Dtype:
         return self.arrays[0].dtype
 
     def astype(self, dtype: mx.Dtype) -> "RowsKV":
-        return RowsKV(self.parts, [array.astype(dtype) for array in self.arrays])
+        prefixes = [None if prefix is None else prefix.astype(dtype) for prefix in self.prefixes]
+        return RowsKV(self.parts, [array.astype(dtype) for array in self.arrays], prefixes)
+
+    def combined(self, function: Callable[..., mx.array], *others: "RowsKV") -> "RowsKV":
+        """What `function` makes of each part's array and those of `others`; of its prefix and theirs as well."""
+        all_of_them = (self, *others)
+        arrays = [function(*of_part) for of_part in zip(*(one.arrays for one in all_of_them), strict=True)]
+        prefixes = [
+            None if of_part[0] is None else function(*of_part)
+            for of_part in zip(*(one.prefixes for one in all_of_them), strict=True)
+        ]
+        return RowsKV(self.parts, arrays, prefixes)
 
     def swapaxes(self, first: int, second: int) -> "_Factor":
-        return _Factor(self.parts, [array.swapaxes(first, second) for array in self.arrays])
+        prefixes = [None if prefix is None else prefix.swapaxes(first, second) for prefix in self.prefixes]
+        return _Factor(self.parts, [array.swapaxes(first, second) for array in self.arrays], prefixes)
 
 
 class _Factor(mx.array):
     """The right factor of a product with some inputs' queries. An array for its type only: it has no elements."""
 
-    def __init__(self, parts: list[Part], arrays: list[mx.array]) -> None:
+    def __init__(self, parts: list[Part], arrays: list[mx.array], prefixes: list[mx.array | None]) -> None:
         super().__init__([])
-        self._of_parts = list(zip(parts, arrays, strict=True))
+        self._of_parts = list(zip(parts, arrays, prefixes, strict=True))
 
     def __rmatmul__(self, queries: mx.array) -> "_Scores":  # type: ignore[misc]  # Python asks the subclass first
-        return _Scores([_tokens(queries, part) @ array for part, array in self._of_parts])
+        products = []
+        for part, array, prefix in self._of_parts:
+            own = _tokens(queries, part)
+            product = own @ array
+            products.append(product if prefix is None else mx.concatenate([own @ prefix, product], axis=-1))
+        return _Scores(products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +114,18 @@ def attention(  # noqa: PLR0917 - models pass them by place
         raise ValueError("the model has a mask of its own")
     outs = []
     for i, part in enumerate(keys.parts):
+        if (prefix := keys.prefixes[i]) is not None:
+            out = attention_after(
+                _tokens(queries, part),
+                (prefix, values.prefixes[i]),
+                (keys.arrays[i], values.arrays[i]),
+                scale,
+                mask=part.mask,
+                added=None if mask is None else mask.arrays[i],
+                sinks=sinks,
+            )
+            outs.append(out)
+            continue
         part_mask = part.mask if mask is None else _masked(mask.arrays[i], part.mask)
         out = mx.fast.scaled_dot_product_attention(
             _tokens(queries, part), keys.arrays[i], values.arrays[i], scale=scale, mask=part_mask, sinks=sinks

@@ -1,88 +1,58 @@
 """The rows that decode: each pass over them feeds every row's next token and draws the one after it. Engine thread.
 
 Owns the order of the rows, their next tokens and their ends. A pass is dispatched before the tokens of the pass before
-it are read, so the model does not wait for Python.
+it are read, so the model does not wait for Python; one with drafts is not.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, TokenBuffer, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_worker.engine.generator import TakenOut, TokenOutput
+from stoker_worker.engine.rows.drafts import Drafts
+from stoker_worker.engine.rows.drawing import drawn, processed
 from stoker_worker.engine.rows.layer_caches import Step, StepCache
-from stoker_worker.engine.rows.room import MOST_SHARED_TOKENS
-from stoker_worker.engine.rows.row_group import RowGroup
+from stoker_worker.engine.rows.row import Joiner, Row
+from stoker_worker.engine.rows.row_groups import RowGroups
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split
 from stoker_worker.models.cache_probe import leaves, nested
 
 
-@dataclass(eq=False)
-class Row:
-    """
-    Attributes:
-        tokens: those in its cache.
-        sampler, processors: as in `SequenceStart`.
-        context: the tokens as an array, for processors.
-        has_generated: whether its next token was generated; until then that is the last one of the prompt.
-    """
-
-    uid: int
-    tokens: list[int]
-    max_tokens: int
-    sampler: Any
-    processors: Sequence[Any]
-    context: Any = None
-    has_generated: bool = False
-    n_generated: int = 0
-
-    @property
-    def n_left(self) -> int:
-        return self.max_tokens - self.n_generated
-
-
-@dataclass(frozen=True)
-class Joiner:
-    """A row whose caches hold its prompt without `last_token`."""
-
-    row: Row
-    caches: list[Any]
-    last_token: int
-
-
 class DecodeBatch:
-    def __init__(self, model: Any, *, eos_ids: frozenset[int]) -> None:
+    def __init__(self, model: Any, *, eos_ids: frozenset[int], draft_ngram: bool = False) -> None:
         self._model = model
         self._eos_ids = eos_ids
         self._nesting = make_prompt_cache(model)
         self._is_full = [type(cache) is KVCache for cache in leaves(self._nesting)]
-        self._groups: list[RowGroup] = []
-        self._rows: list[list[Row]] = []  # of each group
+        self.drafts = Drafts(eos_ids) if draft_ngram and all(self._is_full) else None
+        self._groups = RowGroups()
         self._others: list[Any] = []  # mlx-lm's batch caches of windows and recurrent layers
-        self._step = Step(self._groups)
+        self._step = Step(self._groups.groups)
         self._step_caches = [StepCache(self._step, layer) for layer in range(sum(self._is_full))]
         self._next_tokens: Any = None  # (rows,)
         self._logprobs: Any = None  # (rows, vocabulary), from which the next tokens were drawn; zeros for a new row
 
     def __len__(self) -> int:
-        return sum(map(len, self._rows))
+        return len(self._groups.order())
+
+    @property
+    def prefixes(self) -> list[SharedPrefix | None]:
+        return self._groups.prefixes
 
     @property
     def nbytes(self) -> int:
-        return sum(group.nbytes for group in self._groups) + sum(int(cache.nbytes) for cache in self._others)
-
-    def _order(self) -> list[Row]:
-        return [row for rows in self._rows for row in rows]
+        """Bytes of the rows' own caches, without their prefixes."""
+        return self._groups.nbytes + sum(int(cache.nbytes) for cache in self._others)
 
     # --- joining ---
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        before = self._order()
+        before = self._groups.order()
         self._place(joiners)
         for joiner in joiners:
-            if joiner.row.processors:
-                joiner.row.context = TokenBuffer(list(joiner.row.tokens))
+            joiner.row.begin_context()
         others = zip(*(self._split(joiner.caches)[1] for joiner in joiners), strict=True)
         merged = [caches[0].merge(list(caches)) for caches in others]
         tokens = mx.array([joiner.last_token for joiner in joiners], mx.uint32)
@@ -97,65 +67,75 @@ class DecodeBatch:
             self._others, self._next_tokens = merged, tokens
         self._reorder([*before, *(joiner.row for joiner in joiners)])
 
-    def _place(self, joiners: Sequence[Joiner]) -> None:
-        """Put each joiner into a group; one that fits into none founds one."""
-        joining: dict[int, list[Joiner]] = {}
-        for joiner in sorted(joiners, key=lambda joiner: len(joiner.row.tokens)):
-            n_tokens = len(joiner.row.tokens)
-            number = next((i for i, group in enumerate(self._groups) if group.takes(n_tokens)), None)
-            if number is None or n_tokens > MOST_SHARED_TOKENS:
-                self._groups.append(RowGroup(self._split(joiner.caches)[0], joiner.row.n_left + 1))
-                self._rows.append([joiner.row])
-            else:
-                joining.setdefault(number, []).append(joiner)
-        for number, together in joining.items():
-            n_left = max(joiner.row.n_left for joiner in together) + 1
-            self._groups[number].add([self._split(joiner.caches)[0] for joiner in together], n_left)
-            self._rows[number] += [joiner.row for joiner in together]
+    def _place(self, joiners: Iterable[Joiner]) -> None:
+        self._groups.place((joiner.row, self._split(joiner.caches)[0]) for joiner in joiners)
 
     # --- a step ---
 
     def step(self) -> list[TokenOutput]:
-        """Feed each row's next token; returns those tokens, which are in the rows' caches now."""
-        order, fed, logprobs = self._order(), self._next_tokens, self._logprobs
-        self._dissolve_outgrown()
-        self._step.begin()
-        logits = self._model(fed[:, None], cache=self._join(self._step_caches, self._others))[:, -1, :]
+        """Feed each row's next token, and drafts of those after it; returns those that are in the rows' caches now."""
+        self._groups.dissolve_outgrown()
+        before = self._groups.order()
+        drafts = self.drafts.of_step(before, self._next_tokens) if self.drafts else {}
+        if drafts:
+            self._groups.set_apart(drafts)
+            self._reorder(before)
+        order, fed, logprobs = self._groups.order(), self._next_tokens, self._logprobs
+        inputs, of_inputs = fed, order
+        if drafts:
+            pairs = list(zip(order, fed.tolist(), strict=True))
+            inputs = mx.array([x for row, token in pairs for x in (token, *drafts.get(row, ()))], mx.uint32)
+            of_inputs = [row for row in order for _ in range(1 + len(drafts.get(row, ())))]
+        self._step.begin([1 + len(drafts.get(rows[0], ())) for rows in self._groups.rows])
+        logits = self._model(inputs[:, None], cache=self._join(self._step_caches, self._others))[:, -1, :]
         contexts: list[mx.array] = []
-        logits = _processed(order, fed, logits, contexts)
+        logits = processed(of_inputs, inputs, logits, contexts)
         self._logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        self._next_tokens = _drawn(order, self._logprobs)
+        self._next_tokens = drawn(of_inputs, self._logprobs)
         mx.async_eval(self._next_tokens, self._logprobs, *contexts)  # type: ignore[no-untyped-call]
+        accepted = self._accept(order, drafts) if drafts else {}
         outputs, ended = [], []
         for index, (row, token) in enumerate(zip(order, fed.tolist(), strict=True)):
-            row.tokens.append(token)
-            if not row.has_generated:
-                row.has_generated = True
-                continue
-            row.n_generated += 1
-            is_last = token in self._eos_ids or row.n_left <= 0
-            outputs.append(TokenOutput(row.uid, token, logprobs[index], self._caches(row) if is_last else None))
-            if is_last:
-                ended.append(row)
+            right = accepted.get(row, [])
+            row.tokens += [token, *(drafted for drafted, _ in right)]
+            row.take_back(len(drafts.get(row, ())) - len(right))
+            new = [(token, logprobs[index]), *right] if row.has_generated else []
+            row.has_generated = True
+            for one, of_one in new:
+                row.n_generated += 1
+                is_last = one in self._eos_ids or row.n_left <= 0
+                outputs.append(TokenOutput(row.uid, one, of_one, self._caches(row) if is_last else None))
+                if is_last:
+                    ended.append(row)
         self._drop(ended)
         return outputs
 
-    def _dissolve_outgrown(self) -> None:
-        for number, group in enumerate(self._groups):
-            if group.is_outgrown:
-                rows = self._rows[number]
-                self._groups[number : number + 1] = [
-                    RowGroup(group.row(i), rows[i].n_left + 1) for i in range(len(rows))
-                ]
-                self._rows[number : number + 1] = [[row] for row in rows]
-                return  # one a step
+    def _accept(self, order: list[Row], drafts: dict[Row, list[int]]) -> dict[Row, list[tuple[int, mx.array]]]:
+        """Keep what is right of each draft, and what follows it as the row's next token.
+
+        Returns:
+            the tokens that are right, each with the log-probabilities that its row drew the same one from.
+        """
+        assert self.drafts is not None
+        own, kept, found, first = self._next_tokens.tolist(), [], {}, 0
+        for row in order:
+            draft, n = drafts.get(row, []), 0
+            if draft:
+                n = self.drafts.accepted(row, draft, own[first:])
+                self._groups.trim(row, len(draft) - n)
+            found[row] = [(token, self._logprobs[first + i]) for i, token in enumerate(draft[:n])]
+            kept.append(first + n)
+            first += 1 + len(draft)
+        self._next_tokens, self._logprobs = self._next_tokens[mx.array(kept)], self._logprobs[mx.array(kept)]
+        return found
 
     # --- leaving ---
 
     def take_out(self, uid: int) -> TakenOut:
         row, index = self._find(uid)
-        caches = self._caches(row)
-        mx.eval([cache.state for cache in leaves(caches) if not cache.empty()])
+        own, others = self._own_caches(row)
+        mx.eval([cache.state for cache in (*own, *others) if not cache.empty()])
+        caches = self._whole(row, own, others)
         pending = int(self._next_tokens[index].item()) if row.has_generated else None
         logprobs = self._logprobs[index] if row.has_generated else None
         self._drop([row])
@@ -165,38 +145,48 @@ class DecodeBatch:
         self._drop([self._find(uid)[0]])
 
     def caches(self, uid: int) -> list[Any]:
-        """A row's own caches, not evaluated."""
+        """A row's caches from its first token on, not evaluated."""
         return self._caches(self._find(uid)[0])
 
+    def share(self, uid: int, n_tokens: int) -> SharedPrefix:
+        """Let other rows refer to the first `n_tokens` tokens of a row, or to those that others refer to already.
+
+        All its layers are of full attention.
+        """
+        row, before = self._find(uid)[0], self._groups.order()
+        if row.prefix is None:
+            caches = self._caches(row)
+            self._groups.remove([row])
+            row.prefix, rest = split(caches, n_tokens)
+            self._place([Joiner(row, rest, 0)])
+            self._reorder(before)
+        return row.prefix
+
     def _find(self, uid: int) -> tuple[Row, int]:
-        return next((row, index) for index, row in enumerate(self._order()) if row.uid == uid)
+        return next((row, index) for index, row in enumerate(self._groups.order()) if row.uid == uid)
 
     def _caches(self, row: Row) -> list[Any]:
-        index = self._order().index(row)
-        group, rows = next(pair for pair in zip(self._groups, self._rows, strict=True) if row in pair[1])
-        return self._join(group.row(rows.index(row)), [cache.extract(index) for cache in self._others])
+        return self._whole(row, *self._own_caches(row))
+
+    def _own_caches(self, row: Row) -> tuple[list[KVCache], list[Any]]:
+        """Those after its prefix, and those that are not of full attention."""
+        index = self._groups.order().index(row)
+        return self._groups.own(row), [cache.extract(index) for cache in self._others]
+
+    def _whole(self, row: Row, own: list[KVCache], others: list[Any]) -> list[Any]:
+        """A row's caches from its first token on. Its prefix is not copied before they are evaluated."""
+        return self._join(own if row.prefix is None else row.prefix.whole(own), others)
 
     def _drop(self, leaving: Sequence[Row]) -> None:
-        before = self._order()
-        for number in reversed(range(len(self._groups))):
-            group, rows = self._groups[number], self._rows[number]
-            gone = [row for row in leaving if row in rows]
-            if len(gone) == len(rows):
-                del self._groups[number], self._rows[number]
-                continue
-            for row in gone:
-                index = rows.index(row)
-                rows[index] = rows[-1]
-                rows.pop()
-                group.remove(index)
-            group.shrink()
+        before = self._groups.order()
+        self._groups.remove(leaving)
         self._reorder(before)
 
     # --- order ---
 
     def _reorder(self, known: list[Row]) -> None:
         """Bring next tokens, log-probabilities and the other layers from the order `known` into that of the groups."""
-        order = self._order()
+        order = self._groups.order()
         if not order:
             self._next_tokens, self._logprobs, self._others = None, None, []
         elif order != known:
@@ -217,30 +207,3 @@ class DecodeBatch:
         """The opposite of `_split`."""
         full, others = iter(full), iter(others)
         return nested(self._nesting, (next(full) if is_full else next(others) for is_full in self._is_full))
-
-
-def _processed(order: list[Row], fed: mx.array, logits: mx.array, contexts: list[mx.array]) -> mx.array:
-    if not any(row.processors for row in order):
-        return logits
-    processed = []
-    for index, row in enumerate(order):
-        row_logits = logits[index : index + 1]
-        if row.processors:
-            context = row.context.update_and_fetch(fed[index : index + 1])
-            contexts.append(context)
-            for processor in row.processors:
-                row_logits = processor(context, row_logits)
-        processed.append(row_logits)
-    return mx.concatenate(processed)
-
-
-def _drawn(order: list[Row], logprobs: mx.array) -> mx.array:
-    drawn = mx.argmax(logprobs, axis=-1)
-    if all(row.sampler is None for row in order):
-        return drawn
-    return mx.concatenate(
-        [
-            (row.sampler(logprobs[i : i + 1]) if row.sampler else drawn[i : i + 1]).astype(mx.uint32)
-            for i, row in enumerate(order)
-        ]
-    )

@@ -6,7 +6,6 @@ keep mlx-lm's own caches.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from stoker_worker.engine.rows.attention import Part, RowsKV
 from stoker_worker.engine.rows.row_group import RowGroup
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix
 
 
 class _LayerCache:
@@ -32,7 +32,7 @@ class Step:
 
     Attributes:
         groups: all decoding rows, in the order of the pass's inputs.
-        offset: tokens of each row before the step, (rows,), or one number for all.
+        offset: the place of each input in its row, (inputs,), or one number for all.
         parts: the groups' places in the pass.
     """
 
@@ -41,20 +41,30 @@ class Step:
         self.offset: Any = None
         self.parts: list[Part] = []
 
-    def begin(self) -> None:
-        lengths = [length for group in self.groups for length in group.lengths]
-        self.offset = lengths[0] if len(set(lengths)) == 1 else mx.array(lengths)
-        for group in self.groups:
-            group.begin_step()
-        ends = list(accumulate(map(len, self.groups)))
-        self.parts = [
-            Part(end - len(group), end, group.mask, is_chunk=False)
-            for group, end in zip(self.groups, ends, strict=True)
+    def begin(self, sizes: Sequence[int]) -> None:
+        """
+        Args:
+            sizes: inputs of each row of a group; more than one only of a row alone.
+        """
+        places = [
+            group.n_shared + length + i
+            for group, size in zip(self.groups, sizes, strict=True)
+            for length in group.lengths
+            for i in range(size)
         ]
+        self.offset = places[0] if len(set(places)) == 1 else mx.array(places)
+        self.parts = []
+        first = 0
+        for group, size in zip(self.groups, sizes, strict=True):
+            group.begin_step(size)
+            last = first + size * len(group)
+            is_chunk = size > 1
+            self.parts.append(Part(first, last, "causal" if is_chunk else group.mask, is_chunk=is_chunk))
+            first = last
 
 
 class StepCache(_LayerCache):
-    """One layer of all decoding rows; an input is a row's next token."""
+    """One layer of all decoding rows; an input is a row's next token, or a draft of one after it."""
 
     def __init__(self, step: Step, layer: int) -> None:
         self._step = step
@@ -67,30 +77,51 @@ class StepCache(_LayerCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowsKV, RowsKV]:
         """
         Args:
-            keys, values: (rows, n_kv_heads, 1, dim).
+            keys, values: (inputs, n_kv_heads, 1, dim).
         """
         arrays = [
-            group.put(self._layer, keys[part.first : part.last], values[part.first : part.last])
+            group.put(self._layer, *(_of_part(array, part) for array in (keys, values)))
             for group, part in zip(self._step.groups, self._step.parts, strict=True)
         ]
-        return _rows_kv(self._step.parts, arrays)
+        return self._rows_kv(arrays)
 
     def keys_and_values(self) -> tuple[RowsKV, RowsKV]:
-        return _rows_kv(self._step.parts, [group.keys_and_values(self._layer) for group in self._step.groups])
+        return self._rows_kv([group.keys_and_values(self._layer) for group in self._step.groups])
+
+    def _rows_kv(self, arrays: list[tuple[mx.array, mx.array]]) -> tuple[RowsKV, RowsKV]:
+        prefixes: list[tuple[mx.array, mx.array] | tuple[None, None]] = []
+        for i, (group, part) in enumerate(zip(self._step.groups, self._step.parts, strict=True)):
+            if group.prefix is None or part.is_chunk:
+                prefixes.append((None, None))
+            else:
+                prefixes.append(group.prefix.layer(self._layer))
+            if group.prefix is not None and part.is_chunk:
+                arrays[i] = group.prefix.before(self._layer, arrays[i])
+        return _rows_kv(self._step.parts, arrays, prefixes)
 
 
 class ChunkCache(_LayerCache):
     """One layer of some rows in prefill; an input is one token of one row, and a row's inputs follow each other."""
 
-    def __init__(self, caches: Sequence[KVCache], sizes: Sequence[int], offset: mx.array) -> None:
+    def __init__(
+        self,
+        caches: Sequence[KVCache],
+        sizes: Sequence[int],
+        offset: mx.array,
+        prefixes: Sequence[SharedPrefix | None],
+        layer: int,
+    ) -> None:
         """
         Args:
             sizes: inputs of each row.
             offset: the place of each input in its row, (inputs,).
+            prefixes: what comes before each row's cache.
         """
         self.offset = offset
         self._caches = caches
         self._sizes = sizes
+        self._prefixes = prefixes
+        self._layer = layer
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowsKV, RowsKV]:
         """
@@ -110,9 +141,24 @@ class ChunkCache(_LayerCache):
         for size in self._sizes:
             parts.append(Part(first, first + size, "causal" if size > 1 else None, is_chunk=True))
             first += size
-        return _rows_kv(parts, [cache.keys_and_values() for cache in self._caches])
+        # A chunk has so many queries that copying a layer's prefix for it costs little.
+        arrays = [
+            own if prefix is None else prefix.before(self._layer, own)
+            for prefix, own in zip(self._prefixes, (cache.keys_and_values() for cache in self._caches), strict=True)
+        ]
+        return _rows_kv(parts, arrays, [(None, None) for _ in parts])
 
 
-def _rows_kv(parts: list[Part], arrays: list[tuple[mx.array, mx.array]]) -> tuple[RowsKV, RowsKV]:
-    keys, values = zip(*arrays, strict=True)
-    return RowsKV(parts, list(keys)), RowsKV(parts, list(values))
+def _of_part(array: mx.array, part: Part) -> mx.array:
+    """A part's inputs; those of a chunk become the tokens of one sequence."""
+    array = array[part.first : part.last]
+    return array.transpose(2, 1, 0, 3) if part.is_chunk else array
+
+
+def _rows_kv(
+    parts: list[Part],
+    arrays: list[tuple[mx.array, mx.array]],
+    prefixes: Sequence[tuple[mx.array, mx.array] | tuple[None, None]],
+) -> tuple[RowsKV, RowsKV]:
+    (keys, values), (first_keys, first_values) = zip(*arrays, strict=True), zip(*prefixes, strict=True)
+    return RowsKV(parts, list(keys), list(first_keys)), RowsKV(parts, list(values), list(first_values))

@@ -11,10 +11,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_worker.engine.generator import Prefilled, SequenceStart
+from stoker_worker.engine.prefix_room import mlx_dtype
 from stoker_worker.engine.rows.layer_caches import ChunkCache
 from stoker_worker.engine.rows.room import room_for
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split
 from stoker_worker.models.cache_probe import leaves, nested
-from stoker_worker.ports.cache_spec import LayerKind, ModelCacheSpec
+from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 
 @dataclass(eq=False)
@@ -22,7 +24,8 @@ class PrefillRow:
     """
     Attributes:
         caches: the model's own, one per layer.
-        tokens: those in them.
+        prefix: what comes before them.
+        tokens: those in both.
         segments: token ids to prefill; the last segment's last token is left for the first step of decoding.
     """
 
@@ -31,6 +34,7 @@ class PrefillRow:
     caches: list[Any]
     tokens: list[int]
     segments: list[list[int]]
+    prefix: SharedPrefix | None
 
     @classmethod
     def of(cls, uid: int, start: SequenceStart, model: Any, spec: ModelCacheSpec) -> Self:
@@ -41,9 +45,10 @@ class PrefillRow:
         if caches is None:
             caches = make_prompt_cache(model)
         tokens = list(start.cached_ids)
-        n_prompt = len(tokens) + sum(map(len, segments))
-        _make_room(caches, spec, room_for(n_prompt, start.max_tokens, is_shared=False))
-        return cls(uid, start, caches, tokens, segments)
+        n_shared = 0 if start.prefix is None else start.prefix.n_tokens
+        n_own = len(tokens) + sum(map(len, segments)) - n_shared
+        _make_room(caches, spec, room_for(n_own, start.max_tokens, is_shared=False), n_shared)
+        return cls(uid, start, caches, tokens, segments, start.prefix)
 
     @property
     def is_ready(self) -> bool:
@@ -53,6 +58,17 @@ class PrefillRow:
     @property
     def n_done(self) -> int:
         return len(self.tokens) - len(self.start.cached_ids)
+
+    @property
+    def whole(self) -> list[Any]:
+        """Its caches from its first token on, not evaluated."""
+        if self.prefix is None:
+            return self.caches
+        return nested(self.caches, iter(self.prefix.whole(list(leaves(self.caches)))))
+
+    def share(self, n_tokens: int) -> None:
+        """Let other rows refer to its first `n_tokens` tokens."""
+        self.prefix, self.caches = split(self.caches, n_tokens)
 
     def take(self, most: int) -> list[int]:
         """Take out the tokens of the next pass; they are in the caches after it."""
@@ -92,7 +108,7 @@ class PrefillRows:
         """Prefill up to `chunk_tokens` tokens of each row."""
         n_segments = [len(row.segments) for row in self.rows]
         taken = [row.take(chunk_tokens) for row in self.rows]
-        if self.is_together and len(self.rows) > 1:
+        if self.is_together and (len(self.rows) > 1 or any(row.prefix for row in self.rows)):
             self._prefill_together(taken)
         else:
             for row, ids in zip(self.rows, taken, strict=True):
@@ -110,28 +126,37 @@ class PrefillRows:
         inputs = mx.array([token for ids in taken for token in ids])
         offset = mx.array([len(row.tokens) + i for row, n in zip(self.rows, sizes, strict=True) for i in range(n)])
         of_layers = zip(*(leaves(row.caches) for row in self.rows), strict=True)
-        chunks = (ChunkCache(caches, sizes, offset) for caches in of_layers)
+        prefixes = [row.prefix for row in self.rows]
+        chunks = (ChunkCache(caches, sizes, offset, prefixes, layer) for layer, caches in enumerate(of_layers))
         self._model(inputs[:, None], cache=nested(self.rows[0].caches, chunks))
         mx.eval([cache.state for row in self.rows for cache in row.caches])
 
 
-def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int) -> None:
+def _make_room(caches: list[Any], spec: ModelCacheSpec, n_tokens: int, n_shared: int) -> None:
     """Let the caches of full attention hold `n_tokens` tokens, or each chunk would copy all chunks before it.
+
+    Their first `n_shared` tokens are dropped.
 
     Evaluated, because a copy of another row's cache that is yet to be made would keep that row from being updated in
     place.
     """
     for cache, layer in zip(leaves(caches), spec.layers, strict=True):
         if layer.kind == LayerKind.FULL:
-            cache.keys = _enlarged(cache.keys, cache.offset, (1, layer.n_kv_heads, n_tokens, layer.key_dim), spec)
-            cache.values = _enlarged(cache.values, cache.offset, (1, layer.n_kv_heads, n_tokens, layer.value_dim), spec)
+            cache.keys, cache.values = (
+                _moved(array, range(n_shared, cache.offset), (1, layer.n_kv_heads, n_tokens, dim), layer, spec)
+                for array, dim in ((cache.keys, layer.key_dim), (cache.values, layer.value_dim))
+            )
+            cache.offset -= n_shared
             mx.eval(cache.keys, cache.values)
 
 
-def _enlarged(array: mx.array | None, n_used: int, shape: tuple[int, ...], spec: ModelCacheSpec) -> mx.array:
-    if array is not None and array.shape[2] >= shape[2]:
+def _moved(
+    array: mx.array | None, kept: range, shape: tuple[int, ...], layer: LayerSpec, spec: ModelCacheSpec
+) -> mx.array:
+    """An array of `shape` at least that begins with the tokens `kept` of `array`: the same one, if it will do."""
+    if array is not None and not kept.start and array.shape[2] >= shape[2]:
         return array
-    larger = mx.zeros(shape, getattr(mx, spec.dtype))
+    other = mx.zeros(shape, getattr(mx, spec.dtype)).view(mlx_dtype(layer, spec))
     if array is not None:
-        larger[:, :, :n_used] = array[:, :, :n_used]
-    return larger
+        other[:, :, : len(kept)] = array[:, :, kept.start : kept.stop]
+    return other

@@ -11,16 +11,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from stoker_worker.engine.rows.room import GROW_STEPS, MOST_APART, MOST_SHARED_TOKENS, SPARE_SHARE, room_for
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix
 
 
 class RowGroup:
     """
     Attributes:
+        prefix: what all rows begin with; all else here is about their tokens after it.
         lengths: tokens of each row.
         mask: which of a step's tokens each row has, (rows, 1, 1, tokens); ``None`` when each row has all.
     """
 
-    def __init__(self, caches: Sequence[KVCache], n_left: int) -> None:
+    def __init__(self, caches: Sequence[KVCache], n_left: int, prefix: SharedPrefix | None = None) -> None:
         """
         Args:
             caches: one row's, of every full-attention layer; their arrays become the group's.
@@ -31,6 +33,7 @@ class RowGroup:
         self._values: list[mx.array] = [cache.values for cache in caches]
         self._end = int(caches[0].offset)
         self._most = self._end + n_left  # tokens of the longest row at its end
+        self.prefix = prefix
         self.lengths = [self._end]
         self.mask: mx.array | None = None
 
@@ -40,6 +43,11 @@ class RowGroup:
     @property
     def nbytes(self) -> int:
         return sum(int(array.nbytes) for array in (*self._keys, *self._values))
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens of the prefix."""
+        return 0 if self.prefix is None else self.prefix.n_tokens
 
     def takes(self, n_tokens: int) -> bool:
         """Whether a row of this length may join."""
@@ -103,15 +111,15 @@ class RowGroup:
         """Whether the rows have become too long to lie together."""
         return len(self) > 1 and max(self.lengths) >= 2 * MOST_SHARED_TOKENS
 
-    def begin_step(self) -> None:
-        """Make room for one more token of each row."""
+    def begin_step(self, n_tokens: int = 1) -> None:
+        """Make room for one more token of each row, or for several of a row alone."""
         longest = max(self.lengths)
         if self._places == 1:
-            self._grow()
+            self._grow(n_tokens)
         elif self._end == int(self._keys[0].shape[2]):
             self._rebuild(self._places, longest, longest)
-        self._end += 1
-        self.lengths = [length + 1 for length in self.lengths]
+        self._end += n_tokens
+        self.lengths = [length + n_tokens for length in self.lengths]
         if min(self.lengths) > longest:
             self.mask = None
         else:
@@ -119,11 +127,17 @@ class RowGroup:
             self.mask = (mx.arange(longest + 1) >= missing[:, None])[:, None, None, :]
 
     def put(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the newest token of each row, (rows, n_kv_heads, 1, dim); returns all tokens of all rows."""
+        """Write the newest tokens of each row, (rows, n_kv_heads, tokens, dim); returns all tokens of all rows."""
         n, end = len(self), self._end
-        self._keys[layer][:n, :, end - 1 : end] = keys
-        self._values[layer][:n, :, end - 1 : end] = values
+        start = end - keys.shape[2]
+        self._keys[layer][:n, :, start:end] = keys
+        self._values[layer][:n, :, start:end] = values
         return self.keys_and_values(layer)
+
+    def trim(self, n_tokens: int) -> None:
+        """Take back the newest tokens of a row alone."""
+        self._end -= n_tokens
+        self.lengths[0] -= n_tokens
 
     def keys_and_values(self, layer: int) -> tuple[mx.array, mx.array]:
         """All tokens of all rows."""
@@ -140,12 +154,12 @@ class RowGroup:
         # A slice of one row would share the array's memory, and MLX updates no array in place whose memory is shared.
         return mx.take(array[:, :, start : self._end], mx.array([index]), axis=0)
 
-    def _grow(self) -> None:
+    def _grow(self, n_tokens: int) -> None:
         """Enlarge the arrays of a row alone, a few layers in each of the last steps: all at once take a long step."""
         for arrays in (self._keys, self._values):
             for layer, array in enumerate(arrays):
                 room = int(array.shape[2])
-                if room - self._end <= layer % GROW_STEPS and room < self._most:
+                if room - self._end < n_tokens + layer % GROW_STEPS and room < self._most:
                     larger = room_for(self._end + 1, self._most - self._end, is_shared=False)
                     fresh = mx.zeros((1, array.shape[1], larger, array.shape[3]), array.dtype)
                     fresh[:, :, : self._end] = array[:, :, : self._end]

@@ -11,10 +11,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from stoker_shared.error_line import one_line
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
 from stoker_worker.engine.rows.attention import install
-from stoker_worker.engine.rows.decode_batch import DecodeBatch, Joiner, Row
+from stoker_worker.engine.rows.decode_batch import DecodeBatch
 from stoker_worker.engine.rows.prefill_rows import PrefillRow, PrefillRows
+from stoker_worker.engine.rows.row import Joiner, Row
+from stoker_worker.engine.rows.shared_prefix import SharedPrefix, stored_bytes
 from stoker_worker.models.cache_probe import can_be_batched, leaves, nested
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 
@@ -28,12 +31,12 @@ _log = logging.getLogger(__name__)
 class RowsGenerator:
     """Sequences of unequal length, each of which costs its own length."""
 
-    def __init__(self, model: Any, spec: ModelCacheSpec, *, eos_ids: frozenset[int]) -> None:
+    def __init__(self, model: Any, spec: ModelCacheSpec, *, eos_ids: frozenset[int], draft_ngram: bool = False) -> None:
         if not install(model):
             raise ValueError("this model's attention cannot be served in rows")
         self._model = model
         self._spec = spec
-        self._decode = DecodeBatch(model, eos_ids=eos_ids)
+        self._decode = DecodeBatch(model, eos_ids=eos_ids, draft_ngram=draft_ngram)
         self._prefill = PrefillRows(model, is_together=spec.has_only_full_layers)
         self._next_uid = self._n_steps = 0
         self._wired_limit = maybe_set_recommended_wired_limit()
@@ -41,7 +44,8 @@ class RowsGenerator:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows' caches."""
-        return self._decode.nbytes + self._prefill.nbytes
+        prefixes = (*self._decode.prefixes, *(row.prefix for row in self._prefill.rows))
+        return self._decode.nbytes + self._prefill.nbytes + stored_bytes(prefixes)
 
     def insert(self, start: SequenceStart) -> int:
         uid = self._next_uid
@@ -68,7 +72,7 @@ class RowsGenerator:
 
     def peek(self, uid: int) -> list[Any]:
         row = self._prefill.find(uid)
-        return self._decode.caches(uid) if row is None else row.caches
+        return self._decode.caches(uid) if row is None else row.whole
 
     def beginning(self, uid: int, n_tokens: int) -> list[Any]:
         if not self._prefill.is_together:
@@ -82,12 +86,21 @@ class RowsGenerator:
             copies.append(copy)
         return nested(caches, iter(copies))
 
+    def share(self, uid: int, n_tokens: int) -> SharedPrefix:
+        row = self._prefill.find(uid)
+        if row is None:
+            return SharedPrefix(self._decode.share(uid, n_tokens).stored, n_tokens)
+        if row.prefix is None:
+            row.share(n_tokens)
+        assert row.prefix is not None
+        return SharedPrefix(row.prefix.stored, n_tokens)
+
     def take_out(self, uid: int) -> TakenOut:
         row = self._prefill.find(uid)
         if row is None:
             return self._decode.take_out(uid)
         self._prefill.rows.remove(row)
-        return TakenOut(row.caches, len(row.tokens), None, None)
+        return TakenOut(row.whole, len(row.tokens), None, None)
 
     def remove(self, uid: int) -> None:
         row = self._prefill.find(uid)
@@ -105,18 +118,20 @@ class RowsGenerator:
 
 def _joiner(row: PrefillRow) -> Joiner:
     start = row.start
-    decoding = Row(row.uid, row.tokens, start.max_tokens, start.sampler, start.processors)
+    decoding = Row(row.uid, row.tokens, start.max_tokens, start.sampler, start.processors, row.prefix)
     return Joiner(decoding, row.caches, row.segments[0][0])
 
 
-def can_run_in_rows(model: Any, spec: ModelCacheSpec) -> bool:
-    """Whether `model` has full attention, and runs a step over two rows of unequal length."""
-    if not spec.full_layers or not can_be_batched(model):
-        return False
+def why_not_in_rows(model: Any, spec: ModelCacheSpec) -> str | None:
+    """``None`` if `model` has full attention, and runs a step over two rows of unequal length; else the reason."""
+    if not spec.full_layers:
+        return "it has no full attention"
+    if not can_be_batched(model):
+        return "mlx-lm cannot put caches of this model's kind into one batch"
     try:
         generator = RowsGenerator(model, spec, eos_ids=frozenset())
-    except ValueError:
-        return False
+    except ValueError as error:
+        return one_line(error)
     try:
         for n_tokens in (8, 10):  # LongCat cannot join those of a token or two
             generator.insert(SequenceStart([n_tokens * [0]], None, [], 1, None, []))
@@ -124,7 +139,7 @@ def can_run_in_rows(model: Any, spec: ModelCacheSpec) -> bool:
         generator.next(0)
     except Exception as error:
         _log.debug("this model does not run in rows", exc_info=error)
-        return False
+        return one_line(error)
     finally:
         generator.close()
-    return True
+    return None

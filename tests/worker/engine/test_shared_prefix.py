@@ -1,0 +1,232 @@
+"""A prompt's beginning that several sequences have is in memory once, and the answers do not change."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
+
+pytestmark = pytest.mark.mlx
+
+SYSTEM = 640
+N = 6
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return Layout("llama", eos=False)
+
+
+def sharing(ids, max_tokens, prefix=None, **fields):
+    return replace(work(ids, max_tokens, prefix, **fields), shares=("ours",))
+
+
+def crowd(rng, max_tokens=12):
+    system = random_ids(rng, SYSTEM)
+    return [sharing([*system, *random_ids(rng, rng.randint(1, 40))], max_tokens) for _ in range(N)]
+
+
+def watched(engine, works):
+    """The ends in the order of `works`; the most bytes after a step, and the most sequences that decoded at once."""
+    uids = [engine.submit(one) for one in works]
+    done, most_bytes, widest = {}, 0, 0
+    while engine.in_flight:
+        done |= {end.uid: end for end in engine.step()}
+        most_bytes = max(most_bytes, cache_bytes(engine))
+        widest = max(widest, len(engine._scheduler.decoding))
+        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+    assert engine._pool.used == cache_bytes(engine) == 0
+    engine.close()
+    return [done[uid] for uid in uids], most_bytes, widest
+
+
+def assert_right(layout, works, done):
+    for one, end in zip(works, done, strict=True):
+        assert list(end.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
+
+
+def own_bytes(layout, tokens_each):
+    """Most bytes of a beginning and of as many tokens for each sequence, the room that arrays have included."""
+    return (SYSTEM + N * (tokens_each + 220)) * layout.spec.bytes_per_token
+
+
+def test_a_beginning_is_in_memory_once_and_counted_once(layout):
+    works = crowd(random.Random(1))
+    whole = layout.kv_cost().sequence_blocks(SYSTEM + 52)
+    blocks = whole + 2 * N
+    assert blocks < (N - 2) * whole  # without a shared beginning, fewer would run at once
+    done, most_bytes, widest = watched(layout.engine(max_batch=N, blocks=blocks), works)
+    assert_right(layout, works, done)
+    assert widest == N
+    assert most_bytes < own_bytes(layout, 52)
+
+
+def test_restored_sequences_that_begin_alike_hold_the_beginning_once(layout):
+    first = crowd(random.Random(2), max_tokens=3)
+    caches = [end.cache for end in run(layout.engine(max_batch=N), first)]
+    rng = random.Random(3)
+    works = [
+        sharing([*one.prompt_ids, *random_ids(rng, rng.randint(1, 20))], 12, prefix_of(cache, len(one.prompt_ids) - 1))
+        for one, cache in zip(first, caches, strict=True)
+    ]
+    done, most_bytes, widest = watched(layout.engine(max_batch=N), works)
+    assert_right(layout, works, done)
+    assert [end.cached_tokens for end in done] == [len(one.prompt_ids) - 1 for one in first]
+    assert widest == N
+    assert most_bytes < own_bytes(layout, 75)
+
+
+def test_a_long_memory_is_not_copied_for_a_short_beginning(layout):
+    rng = random.Random(13)
+    system = random_ids(rng, 300)
+    first = [sharing([*system, *random_ids(rng, 700)], 3) for _ in range(2)]
+    caches = [end.cache for end in run(layout.engine(), first)]
+    works = [
+        sharing([*one.prompt_ids, 5, 6], 12, prefix_of(cache, len(one.prompt_ids) - 1))
+        for one, cache in zip(first, caches, strict=True)
+    ]
+    engine = layout.engine()
+    uids = [engine.submit(one) for one in works]
+    engine.step()
+    assert [row.n_shared for row in engine._scheduler.in_batch()] == [0, 0]
+    done = {}
+    while engine.in_flight:
+        done |= {end.uid: end for end in engine.step()}
+    assert_right(layout, works, [done[uid] for uid in uids])
+
+
+def test_restored_sequences_that_are_all_beginning_are_right(layout):
+    system = random_ids(random.Random(4), SYSTEM)
+    (whole,) = run(layout.engine(), [sharing(system, 2)])
+    works = [sharing([*system, n], 9, prefix_of(whole.cache, SYSTEM)) for n in range(4)]
+    done, _, _ = watched(layout.engine(max_batch=4), works)
+    assert_right(layout, works, done)
+
+
+def test_saved_caches_are_whole(layout):
+    works = crowd(random.Random(5))
+    ended = run(layout.engine(max_batch=N), works)
+    alone = run(layout.engine(max_batch=N), [replace(one, shares=None) for one in works])
+    for one, other in zip(ended, alone, strict=True):
+        assert (one.cache.start, one.cache.stop) == (other.cache.start, other.cache.stop)
+        for ours, theirs in zip(one.cache.layers, other.cache.layers, strict=True):
+            np.testing.assert_allclose(ours[0], theirs[0], atol=1e-4)
+            np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("leave", ["cancel", "preempt"])
+def test_the_others_keep_the_beginning_when_the_first_leaves(layout, leave):
+    works = crowd(random.Random(6), max_tokens=30)
+    engine = layout.engine(max_batch=N)
+    uids = [engine.submit(one) for one in works]
+    while len(engine._scheduler.decoding) < N:
+        engine.step()
+    first = next(sequence for sequence in engine._scheduler if sequence.uid == uids[0])
+    assert list(engine._preempt(first) if leave == "preempt" else []) == []
+    left = uids[1:] if leave == "cancel" and engine.cancel(uids[0]) else uids
+    ended = {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+    assert_right(layout, works[-len(left) :], [ended[uid] for uid in left])
+
+
+def test_preempted_sequences_take_no_copies_of_their_beginning(layout):
+    import mlx.core as mx
+
+    rng = random.Random(14)
+    system = random_ids(rng, 2048)
+    works = [sharing([*system, *random_ids(rng, 9)], 30) for _ in range(N)]
+    engine = layout.engine(max_batch=N, prefill_tokens=512)
+    uids = [engine.submit(one) for one in works]
+    while len(engine._scheduler.decoding) < N:
+        engine.step()
+    bytes_before = mx.get_active_memory()
+    for sequence in list(engine._scheduler.in_batch())[1:]:
+        assert list(engine._preempt(sequence)) == []
+    assert mx.get_active_memory() < bytes_before + 1024 * layout.spec.bytes_per_token
+    ended = {}
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+    assert_right(layout, works, [ended[uid] for uid in uids])
+
+
+def test_the_last_one_of_a_long_beginning_gives_it_back_when_it_needs_the_memory(layout):
+    rng = random.Random(15)
+    system = random_ids(rng, 2112)
+    works = [sharing([*system, *random_ids(rng, 20)], 4) for _ in range(2)]
+    works.append(sharing([*system[:300], *random_ids(rng, 20)], 1200))
+    engine = layout.engine(blocks=13, prefill_tokens=512)
+    uids, ended, has_shared = [engine.submit(one) for one in works], {}, False
+    while engine.in_flight:
+        ended |= {end.uid: end for end in engine.step()}
+        has_shared |= any(sequence.uid == uids[2] and sequence.prefix for sequence in engine._scheduler)
+        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
+    assert has_shared
+    assert_right(layout, works, [ended[uid] for uid in uids])
+
+
+def test_sequences_that_begin_alike_for_longer_or_less_long_are_right(layout):
+    rng = random.Random(7)
+    system = random_ids(rng, 900)
+    cuts = (900, 900, 700, 330, 640, 898, 320, 100)
+    works = [sharing([*system[:cut], *random_ids(rng, rng.randint(1, 70))], 15) for cut in cuts]
+    done, most_bytes, _ = watched(layout.engine(max_batch=8, prefill_tokens=200), works)
+    assert_right(layout, works, done)
+    assert most_bytes < sum(cuts) * layout.spec.bytes_per_token
+
+
+def test_sequences_of_two_beginnings_decode_side_by_side(layout):
+    rng = random.Random(10)
+    systems = [random_ids(rng, 320), random_ids(rng, 320)]
+    works = [sharing([*systems[n % 2], *random_ids(rng, 30)], 12) for n in range(6)]
+    done, _, widest = watched(layout.engine(max_batch=6), works)
+    assert_right(layout, works, done)
+    assert widest == 6
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma", "olmo2", "minicpm3"])
+def test_attention_of_other_kinds_shares_too(name):
+    from tests.zoo.architectures import make_model
+
+    from stoker_worker.engine.rows.rows_generator import why_not_in_rows
+    from stoker_worker.models.cache_probe import read_cache_spec
+
+    layout = Layout("llama", eos=False)
+    layout.model = make_model(name)
+    layout.spec = read_cache_spec(layout.model)
+    layout.loaded = replace(layout.loaded, spec=layout.spec)
+    assert why_not_in_rows(layout.model, layout.spec) is None
+    rng = random.Random(8)
+    system = [rng.randrange(90) for _ in range(300)]
+    works = [sharing([*system, *(rng.randrange(90) for _ in range(n))], 6) for n in (3, 9, 30, 5)]
+    engine = layout.engine()
+    uids = [engine.submit(one) for one in works]
+    done, shared = {}, False
+    while engine.in_flight:
+        done |= {end.uid: end for end in engine.step()}
+        shared |= any(sequence.prefix is not None for sequence in engine._scheduler)
+    assert shared
+    assert_right(layout, works, [done[uid] for uid in uids])
+
+
+@pytest.mark.parametrize("extra", ["mask", "sinks", "added"])
+def test_attention_after_a_prefix_is_attention_to_all_tokens(extra):
+    import mlx.core as mx
+
+    from stoker_worker.engine.rows.shared_prefix import attention_after
+
+    mx.random.seed(9)
+    prefix, own = [(mx.random.normal((n, 2, t, 8)), mx.random.normal((n, 2, t, 4))) for n, t in ((1, 70), (3, 9))]
+    queries = mx.random.normal((3, 6, 1, 8))
+    keys, values = (
+        mx.concatenate([mx.broadcast_to(a, (3, *a.shape[1:])), b], axis=2) for a, b in zip(prefix, own, strict=True)
+    )
+    mask = (mx.arange(9) >= mx.array([0, 4, 8])[:, None])[:, None, None] if extra == "mask" else None
+    sinks = mx.random.normal((6,)) if extra == "sinks" else None
+    added = mx.random.normal((3, 6, 1, 79)) if extra == "added" else None
+    whole = added if mask is None else mx.concatenate([mx.ones((3, 1, 1, 70), mx.bool_), mask], axis=-1)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=whole, sinks=sinks)
+    got = attention_after(queries, prefix, own, 0.3, mask=mask, added=added, sinks=sinks)
+    assert mx.allclose(got, expected, atol=1e-5)
