@@ -77,6 +77,13 @@ class Bench:
 
         return replace(self, model=load_model(self.source, self.dtype, store_dtype=store_dtype)[1])
 
+    def in_8_bits(self) -> Self:
+        """The model for a worker with ``--kv-bits 8``: a network of its own, because it makes other caches."""
+        from stoker_worker.models.loading import load_model
+
+        network, loaded = load_model(self.source, self.dtype, kv_bits=8)
+        return replace(self, network=network, model=loaded, _references={})
+
     def engine(self) -> Any:
         """A new engine, and with it a new `BatchGenerator`."""
         from stoker_worker.engine.assembly import assemble

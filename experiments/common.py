@@ -106,6 +106,18 @@ def finish(args: argparse.Namespace, number: str, report: str, run: Callable[[],
     print(f"{title}\n" + json.dumps(content["verdict"], indent=1))
 
 
+def server_lines(content: Json) -> str:
+    """As `machine_lines`, for an experiment with a Redis server of its own and without a model."""
+    facts = content["machine"]
+    size = "quick run" if content["quick"] else "full run"
+    names = {"python": "Python", "sqlite": "SQLite", "rq": "rq", "redis_py": "redis-py", "server": "server"}
+    software = ", ".join(f"{name} {facts[key]}" for key, name in names.items() if key in facts)
+    return (
+        f"{content['date']}, {size}, {content['wall_s']} s. {facts['cpu']}, {facts['cores']} cores; {facts['os']}; "
+        f"{software}; load average at the start {facts['load_average_at_start']}."
+    )
+
+
 def machine_lines(content: Json) -> str:
     facts = content["machine"]
     size = "quick run" if content["quick"] else "full run"

@@ -87,7 +87,7 @@ def steps(url: str, folder: Path, seconds: float, rounds: int) -> Json:
     marks: list[tuple[str, float, float]] = []
     with Producer(url) as producer, Redis.from_url(url) as connection:
         connection.flushdb()
-        with our_worker(url, folder, provider, max_batch=32, burst=False):
+        with our_worker(url, folder, provider, burst=False):
             producer.submit(agent_id="long", prompt="x", max_tokens=1_000_000, cache="off")
             time.sleep(1.0)
             for n in range(rounds):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import Json, table
+from common import Json, server_lines, table
 
 
 def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
@@ -14,18 +14,8 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         f"# {content['experiment']}: queue costs: {word}: a claim {p50:.1f} ms at p50 and {p95:.1f} ms at p95, "
         f"{rate['ratio']['median']} times the jobs of RQ's SimpleWorker, steps {step['p99_delay_ms']:+.1f} ms at p99"
     )
-    parts = {"machine": _machine(content), "claims": _claims(content), "rates": _rates(rate), "steps": _steps(step)}
+    parts = {"machine": server_lines(content), "claims": _claims(content), "rates": _rates(rate), "steps": _steps(step)}
     return title, parts
-
-
-def _machine(content: Json) -> str:
-    facts = content["machine"]
-    size = "quick run" if content["quick"] else "full run"
-    return (
-        f"{content['date']}, {size}, {content['wall_s']} s. {facts['cpu']}, {facts['cores']} cores; {facts['os']}; "
-        f"Python {facts['python']}, rq {facts['rq']}, redis-py {facts['redis_py']}, server {facts['server']}; load "
-        f"average at the start {facts['load_average_at_start']}."
-    )
 
 
 def _claims(content: Json) -> str:

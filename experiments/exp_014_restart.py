@@ -3,12 +3,11 @@
 A: eight agents take turn after turn, through Redis and a worker process. Before some turns the worker is stopped or
 killed, and started again: it reads its agents' caches into RAM while its model loads. Before the others it keeps
 running.
-B: sequences decode while another agent's 32 blocks are read and verified, for a restore or ahead of one, then moved in.
+B: sequences decode while another agent's 32 blocks are read and verified, for a restore or ahead of one, and join.
 """
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from bench import Bench, smollm2
 from common import Json, arguments, finish, machine, note, spread
 from exp_014_report import render
 from prompts import text_of
+from worker_process import WorkerProcess
 
 from stoker import Producer
 from stoker_shared import GenerationRequest, build_request
@@ -50,7 +52,8 @@ def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens:
     starts: list[float] = []
     loads: list[float] = []
     with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
-        worker = _Worker([*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model], folder)
+        options = [*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model]
+        worker = WorkerProcess([sys.executable, "-m", "stoker_worker", "run", *options], folder)
         note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
         _turn(producer, prompts, max_tokens, stored)
         for n in range(cycles + 1):  # the first of each is a warm-up
@@ -99,49 +102,21 @@ def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: 
     return {"s": seconds, "sources": [result.cache.source for result in results], "again": max(again)}
 
 
-class _Worker:
-    """A worker process that can be started again."""
-
-    def __init__(self, options: list[str], folder: Path) -> None:
-        self._command = [sys.executable, "-m", "stoker_worker", "run", *options]
-        self._log = folder / "worker.log"
-        self._process = self._started()
-
-    def _started(self) -> "subprocess.Popen[bytes]":
-        seen = self._log.read_text().count("ready: model") if self._log.exists() else 0
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(self._command, stderr=log)
-        while self._log.read_text().count("ready: model") == seen:
-            if process.poll() is not None:
-                raise SystemExit(self._log.read_text())
-            time.sleep(0.05)
-        return process
-
-    def stop(self, with_signal: signal.Signals) -> None:
-        self._process.send_signal(with_signal)
-        self._process.wait()
-
-    def restart(self, with_signal: signal.Signals) -> float:
-        """Returns the seconds until it was ready again."""
-        self.stop(with_signal)
-        begin = time.perf_counter()
-        self._process = self._started()
-        return time.perf_counter() - begin
-
-
 # --- B: steps of decoding sequences while a long memory is restored ---
 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
     """Seconds from step to step, by the work beside them."""
     from stoker_worker.engine.assembly import assemble  # imports MLX
+    from stoker_worker.engine.prefix_room import MlxRoom
 
-    taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "moving": [], "joining": []}
+    model = replace(bench.model, make_room=partial(MlxRoom, bench.model.spec))
+    taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "joining": []}
     reads: list[float] = []
     with closing(AgentCacheStore(folder, memory_max_bytes=2 << 30)) as store:
         prompt, agent = _save_long_agent(bench, store, blocks)
         tokens = 1024 if bench.on_gpu else 256
-        engine = assemble(  # room for all sequences at the length of the longest, as mlx-lm pads them
+        engine = assemble(
             bench.network, bench.model, max_bytes=8 << 30, max_batch=16, prefill_tokens=tokens, max_step_s=0.5
         )
         for n in range(rows):
@@ -153,7 +128,7 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
             taken["quiet"] += [_timed(engine.step) for _ in range(12)]
             store.ram_cache.drop("long")
             reader = _Reader(
-                lambda: store.restore(prompt, agent=agent, model=bench.model, salt=None, beside_others=True)
+                lambda: store.restore(prompt, agent=agent, model=model, salt=None, max_tokens=4, beside_others=True)
             )
             while reader.is_alive():
                 taken["reading"].append(_timed(engine.step))
@@ -165,10 +140,8 @@ def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -
             uid = engine.submit(work)
             del work
             while True:
-                seconds = _timed(engine.step)
-                is_in = any(row.uid == uid for row in engine._scheduler.in_batch())
-                taken["joining" if is_in else "moving"].append(seconds)
-                if is_in:
+                taken["joining"].append(_timed(engine.step))
+                if engine.progress()[uid].tokens > 0:
                     break
             engine.cancel(uid)
             for _ in range(3):

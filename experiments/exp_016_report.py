@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common import Json, table
+from common import Json, server_lines, table
 
 
 def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
@@ -18,20 +18,10 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         f"{content['long']['over_ten_turns_as_long']} times the time of 10 as long"
     )
     parts = {
-        "machine": _machine(content), "worker": _worker(content), "direct": _direct(content),
+        "machine": server_lines(content), "worker": _worker(content), "direct": _direct(content),
         "restart": _restart(content), "long": _long(content["long"]), "checks": _checks(content["verdict"]),
     }  # fmt: skip
     return title, parts
-
-
-def _machine(content: Json) -> str:
-    facts = content["machine"]
-    size = "quick run" if content["quick"] else "full run"
-    return (
-        f"{content['date']}, {size}, {content['wall_s']} s. {facts['cpu']}, {facts['cores']} cores; {facts['os']}; "
-        f"Python {facts['python']}, SQLite {facts['sqlite']}, rq {facts['rq']}, redis-py {facts['redis_py']}, server "
-        f"{facts['server']}; load average at the start {facts['load_average_at_start']}."
-    )
 
 
 def _cell(spread: Json, digits: int = 2) -> str:

@@ -79,9 +79,9 @@ class TimedProvider:
 
 
 @contextmanager
-def our_worker(url: str, folder: Path, provider: Any, *, max_batch: int, burst: bool) -> Iterator[threading.Thread]:
+def our_worker(url: str, folder: Path, provider: Any, *, burst: bool) -> Iterator[threading.Thread]:
     """The thread of a running worker, which stops at once when the context is left."""
-    settings = read_settings({"redis_url": url, "max_batch": max_batch, "grace_s": 0.0, "burst": burst})
+    settings = read_settings({"redis_url": url, "grace_s": 0.0, "burst": burst})
     with open_queue(settings, url) as opened:
         store = AgentCacheStore(folder)
         worker = Worker(settings, opened.rq_queue, store, provider)
@@ -115,7 +115,7 @@ def ours(url: str, folder: Path, count: int) -> float:
         request = {"prompt": "say ", "max_tokens": 1, "cache": "off"}
         tickets = producer.submit_many([{"agent_id": f"agent {n}", **request} for n in range(count)])
         provider = ScriptedProvider(max_batch=16, steps_per_s=100_000)
-        with our_worker(url, folder, provider, max_batch=16, burst=True) as thread:
+        with our_worker(url, folder, provider, burst=True) as thread:
             thread.join()
         return jobs_per_s(connection, [ticket.job_id for ticket in tickets])
 

@@ -67,7 +67,7 @@ class Parts:
 
             for owner, name, part, results in _watched_methods():
                 watch(owner, name, self._timed(getattr(owner, name), part, results))
-            watch(decode_batch, "_drawn", self._timed(decode_batch._drawn, "sampling", lambda drawn, *_: drawn))
+            watch(decode_batch, "drawn", self._timed(decode_batch.drawn, "sampling", lambda drawn, *_: drawn))
             for module in list(attention._modules_of(network)):
                 name = attention._NAME
                 watch(module, name, self._attention(getattr(module, name), lambda out: out))
@@ -142,7 +142,7 @@ def _watched_methods() -> list[tuple[Any, str, str, Callable[..., Any]]]:
         return [caches(None, batch), caches(None, apart)]
 
     def groups(_: Any, batch: Any, *__: Any) -> Any:
-        return [(group._keys, group._values) for group in batch._groups]
+        return [(group._keys, group._values) for group in batch._groups.groups]
 
     def newest(_: Any, generator: Any, *__: Any) -> Any:
         return [x for cache in generator._prefill.rows[-1].caches for x in (cache.keys, cache.values)]

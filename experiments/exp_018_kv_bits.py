@@ -1,0 +1,200 @@
+"""EXP-018, ``--kv-bits 8``: what do keys and values in 8 bits save in the running batch, and what do they cost?
+
+Two networks with the same weights, one of which makes 8-bit caches, prefill the same prompts in the engine. A fixed
+continuation is scored on each one's own cache, both generate greedy answers, and decode steps of both are timed in
+turn. Run: ``python experiments/exp_018_kv_bits.py``.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench import MAX_BATCH, Bench, Endless, main
+from common import HERE, Json, difference, machine, note, spread
+from exp_012_store_dtype import log_likelihoods
+from exp_018_report import render
+from prompts import text_of
+
+from stoker_shared import build_request
+from stoker_worker.ports import CompletedGeneration, GenerationWork, RestoredPrefix
+
+REPORT = "EXP-018-kv-bits.md"
+MOST_PERPLEXITY = 0.01
+"""How much perplexity may change, either way: the limit of q8 in EXP-012."""
+
+LEAST_SEQUENCES = 1.8
+"""Times as many sequences of 1,024 tokens in the same KV memory, for a cache of 16 bits."""
+
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The experiment's size. `scored` texts have `long` tokens and a continuation, `greedy` ones `short`."""
+
+    scored: tuple[str, ...]
+    long: int
+    continuation: int
+    greedy: int
+    short: int
+    answer: int
+    steps: int
+
+
+FULL = Plan(("English", "Python", "German", "JSON"), 400, 160, 6, 120, 24, 20)
+QUICK = Plan(("English",), 140, 100, 2, 60, 4, 8)
+_GREEDY_KINDS = ("English", "French", "Python", "German", "Spanish", "Portuguese")
+
+
+def answers(bench: Bench, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[CompletedGeneration]:
+    """Each prompt's greedy answer, all in one batch, without memory."""
+    request = build_request({"agent_id": "a", "prompt": "given as tokens", "max_tokens": max_tokens})
+    engine = bench.engine()
+    uids = [engine.submit(GenerationWork(request, tuple(ids))) for ids in prompts]
+    done: dict[int, CompletedGeneration] = {}
+    while engine.in_flight:
+        done |= {completion.uid: completion for completion in engine.step()}
+    engine.close()
+    return [done[uid] for uid in uids]
+
+
+def prefix(bench: Bench, ids: Sequence[int]) -> RestoredPrefix:
+    """The engine's own cache of all tokens but the last."""
+    (done,) = answers(bench, [ids], 1)
+    assert done.cache is not None
+    n = len(ids) - 1
+    return RestoredPrefix(n, tuple((keys[:, :n], values[:, :n]) for keys, values in done.cache.layers))
+
+
+def likelihoods(benches: Mapping[str, Bench], kind: str, plan: Plan) -> Json:
+    """How 8 bits change the log-likelihood of each token of a continuation; all attention reads 8 bits then."""
+    note(f"likelihoods of {kind}")
+    encode = benches["native"].encode
+    ids = encode(text_of(encode, kind, plan.long + plan.continuation, seed=plan.long))
+    scores = {name: log_likelihoods(bench, prefix(bench, ids[: plan.long]), ids) for name, bench in benches.items()}
+    change = scores["8 bits"] - scores["native"]
+    return {
+        "text": kind,
+        "prompt_tokens": plan.long,
+        "scored_tokens": len(change),
+        "perplexity": round(math.exp(-scores["native"].mean()), 4),
+        "mean_change": round(float(change.mean()), 6),
+        "rms_change": round(float(np.sqrt((change**2).mean())), 6),
+        "most_change": round(float(np.abs(change).max()), 5),
+        "perplexity_ratio": round(math.exp(-change.mean()), 6),
+    }
+
+
+def greedy(benches: Mapping[str, Bench], plan: Plan) -> Json:
+    """Answers of both, and whether each 8-bit answer in a batch is the one that the sequence gives alone."""
+    note("greedy answers")
+    encode = benches["native"].encode
+    kinds = [_GREEDY_KINDS[n % len(_GREEDY_KINDS)] for n in range(plan.greedy)]
+    prompts = [encode(text_of(encode, kind, plan.short + 7 * n)) for n, kind in enumerate(kinds)]
+    said = {
+        name: [one.generated_ids for one in answers(bench, prompts, plan.answer)] for name, bench in benches.items()
+    }
+    alone = [answers(benches["8 bits"], [prompt], plan.answer)[0].generated_ids for prompt in prompts]
+    ends = [difference(*pair) for pair in zip(said["8 bits"], said["native"], strict=True)]
+    return {
+        "answers": len(prompts),
+        "tokens": plan.answer,
+        "as_native": sum(end is None for end in ends),
+        "first_differences": sorted(end for end in ends if end is not None),
+        "as_alone": sum(one == other for one, other in zip(said["8 bits"], alone, strict=True)),
+    }
+
+
+def decoding(benches: Mapping[str, Bench], plan: Plan) -> Json:
+    """Memory and time of decode steps of a full batch; the two engines take turns."""
+    note("decode steps")
+    encode, rows = benches["native"].encode, MAX_BATCH // 2
+    ids = encode(text_of(encode, "English", plan.long))
+    request = build_request({"agent_id": "a", "prompt": "given as tokens", "max_tokens": 2 * plan.steps})
+    engines: dict[str, Any] = {}
+    for name, bench in benches.items():
+        restored = prefix(bench, ids)
+        endless = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
+        engines[name] = replace(bench, model=endless).engine()
+        for _ in range(rows):
+            engines[name].submit(GenerationWork(request, tuple(ids), restored, save_from=None))
+    taken: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(plan.steps):
+        for name, engine in engines.items():
+            begin = time.perf_counter()
+            engine.step()
+            if number >= _WARM_STEPS:
+                taken[name].append(1000 * (time.perf_counter() - begin))
+    cache_bytes = {name: int(engine._generator.nbytes) for name, engine in engines.items()}
+    for engine in engines.values():
+        engine.close()
+    return {
+        "rows": rows,
+        "tokens": len(ids),
+        "cache_bytes": cache_bytes,
+        "bytes_ratio": round(cache_bytes["8 bits"] / cache_bytes["native"], 4),
+        "step_ms": {name: spread(values, digits=1) for name, values in taken.items()},
+        "step_ratio": spread([a / b for a, b in zip(taken["8 bits"], taken["native"], strict=True)], digits=2),
+    }
+
+
+def capacity(benches: Mapping[str, Bench]) -> list[Json]:
+    """KV memory of a sequence of 1,024 tokens as the engine prices it, for caches of 32 and of 16 bits."""
+    from stoker_worker.engine.kv_cost import KVCost
+
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        # Scales and biases have the cache's dtype, and the codes' bytes stay the same.
+        native = replace(benches["native"].model.spec, dtype=dtype)
+        quantised = benches["8 bits"].model.spec
+        if dtype == "bfloat16":
+            layers = [
+                replace(x, key_dim=2 * x.key_dim, value_dim=2 * x.value_dim) if x.is_packed else x
+                for x in quantised.layers
+            ]
+            quantised = replace(quantised, layers=tuple(layers), dtype=dtype)
+        found = {}
+        for name, spec in (("native", native), ("8 bits", quantised)):
+            cost = KVCost(spec, 256, in_rows=True)
+            found[name] = {
+                "bytes_per_token": spec.bytes_per_token,
+                "sequences": 2**33 // cost.block_bytes // cost.sequence_blocks(1024),
+            }
+        ratio = found["8 bits"]["sequences"] / found["native"]["sequences"]
+        rows.append({"dtype": dtype, **found, "ratio": round(ratio, 3)})
+    return rows
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    facts, plan = machine(bench.facts), QUICK if quick else FULL
+    benches = {"native": bench, "8 bits": bench.in_8_bits()}
+    scored = [likelihoods(benches, kind, plan) for kind in plan.scored]
+    said, steps, sizes = greedy(benches, plan), decoding(benches, plan), capacity(benches)
+    ratio = math.exp(statistics.fmean(math.log(row["perplexity_ratio"]) for row in scored))
+    at_rest = json.loads((HERE / "results" / "exp_012_results.json").read_text(encoding="utf-8"))
+    criteria = {
+        "perplexity_changes_by_under_1_percent": abs(ratio - 1) < MOST_PERPLEXITY,
+        "1_8_times_the_sequences_of_a_16_bit_cache": sizes[-1]["ratio"] >= LEAST_SEQUENCES,
+        "every_answer_in_a_batch_is_the_one_alone": said["as_alone"] == said["answers"],
+    }
+    return {
+        "machine": facts,
+        "verdict": {"passed": all(criteria.values()), **criteria},
+        "likelihoods": scored,
+        "perplexity_ratio": round(ratio, 5),
+        "at_rest_perplexity_ratio": at_rest["perplexity_ratios"]["q8"],
+        "at_rest_most_change": max(row["modes"]["q8"]["most_change"] for row in at_rest["quality"]),
+        "greedy": said,
+        "decoding": steps,
+        "capacity": sizes,
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "018", REPORT, run, render)
