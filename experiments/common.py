@@ -78,6 +78,11 @@ def spread(samples: Sequence[float], *, digits: int = 3) -> Json:
     return {**{name: round(value, digits) for name, value in values.items()}, "n": len(samples)}
 
 
+def span(found: Json, unit: str = "") -> str:
+    """A `spread` as reports write it."""
+    return f"{found['median']}{unit} ({found['min']} to {found['max']})"
+
+
 def difference(got: Sequence[int], wanted: Sequence[int]) -> int | None:
     """Index of the first token that differs; ``None`` when all are the same."""
     if list(got) == list(wanted):

@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from common import Json, machine_lines, table, verdict_title
+from common import Json, machine_lines, span, table, verdict_title
 
 
 def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
     plot(content, results / "exp_009_peers.png")
     taken, jobs = content["turns"], content["backlog"]
     rounds = [
-        (name, f"{taken['first_s'][name]} s", _span(taken["later_s"][name], " s"), taken["later_s"][name]["n"])
+        (name, f"{taken['first_s'][name]} s", span(taken["later_s"][name], " s"), taken["later_s"][name]["n"])
         for name in taken["first_s"]
     ]
     rates = [
-        (name, _span(found, " s"), f"{jobs['jobs'] / found['median']:.2f}") for name, found in jobs["seconds"].items()
+        (name, span(found, " s"), f"{jobs['jobs'] / found['median']:.2f}") for name, found in jobs["seconds"].items()
     ]
     parts = {
         "summary": _summary(content),
@@ -30,13 +30,9 @@ def _summary(content: Json) -> str:
     return (
         f"The first round of {taken['agents']} agents with {taken['tokens_at_first']} tokens each took "
         f"{taken['first_ratio']} times as long as mlx_lm.server's, a later round "
-        f"{_span(taken['later_ratio'], '')} times (asked: at most 0.9). A backlog of {jobs['jobs']} jobs went through "
-        f"at {_span(jobs['rate'], '')} times its rate (asked: 1.3). {same}"
+        f"{span(taken['later_ratio'])} times (asked: at most 0.9). A backlog of {jobs['jobs']} jobs went through "
+        f"at {span(jobs['rate'])} times its rate (asked: 1.3). {same}"
     )
-
-
-def _span(found: Json, unit: str) -> str:
-    return f"{found['median']}{unit} ({found['min']} to {found['max']})"
 
 
 def plot(content: Json, path: Path) -> None:

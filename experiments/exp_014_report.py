@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import Json, machine_lines, table, verdict_title
+from common import Json, machine_lines, span, table, verdict_title
 
 _ROUNDS = {"none": "stays", "SIGTERM": "stopped and restarted", "SIGKILL": "killed and restarted"}
 
@@ -12,9 +12,9 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
     found, steps = content["rounds"], content["steps"]
     rows = []
     for kind, sources in found["sources"].items():
-        ratio = _span(found["ratio"][kind], "") if kind in found["ratio"] else ""
+        ratio = span(found["ratio"][kind]) if kind in found["ratio"] else ""
         named = ", ".join(f"{n} {source}" for source, n in sources.items())
-        rows.append((_ROUNDS[kind], _span(found["round_s"][kind], " s"), ratio, named))
+        rows.append((_ROUNDS[kind], span(found["round_s"][kind], " s"), ratio, named))
     head = (
         "the worker",
         "a round: median (least to most)",
@@ -22,12 +22,12 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         "sources of the caches",
     )
     rounds = table(head, rows) + (
-        f"\n\nStart of the worker until it is ready: {_span(found['start_s'], ' s')}. Stored tokens that were "
+        f"\n\nStart of the worker until it is ready: {span(found['start_s'], ' s')}. Stored tokens that were "
         f"prefilled again, at most: {found['stored_tokens_prefilled_again']}. Load average of the machine after each "
-        f"round: {_span(found['load_average'], '')}."
+        f"round: {span(found['load_average'])}."
     )
     lines = [
-        (name, _span(taken, " ms"), taken["n"], steps["p95_over_quiet"][name], steps["longest_over_quiet"][name])
+        (name, span(taken, " ms"), taken["n"], steps["p95_over_quiet"][name], steps["longest_over_quiet"][name])
         for name, taken in steps["step_ms"].items()
     ]
     head = ("meanwhile", "step, median (least to most)", "steps", "95th percentile / quiet", "longest / quiet")
@@ -53,10 +53,6 @@ def _summary(content: Json) -> str:
         f"times a quiet one for a restore (target: at most 2), and "
         f"{steps['longest_over_quiet']['reading ahead']} times for a cache that was read ahead."
     )
-
-
-def _span(found: Json, unit: str) -> str:
-    return f"{found['median']}{unit} ({found['min']} to {found['max']})"
 
 
 def plot(content: Json, path: Path) -> None:

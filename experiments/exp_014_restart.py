@@ -9,7 +9,6 @@ B: sequences decode while another agent's 32 blocks are read and verified, for a
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -20,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bench import Bench, smollm2
-from common import Json, arguments, finish, machine, note, spread
+from bench import Bench, main
+from common import Json, machine, note, spread
 from exp_014_report import render
 from prompts import text_of
 from worker_process import WorkerProcess
@@ -44,7 +43,7 @@ RESTARTS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 STAYS = "none"
 
 
-def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens: int, cycles: int) -> Json:
+def rounds(bench: Bench, folder: Path, *, n_tokens: int, max_tokens: int, cycles: int) -> Json:
     prompts = {f"agent {n}": text_of(bench.encode, "English", n_tokens - n) for n in range(AGENTS)}
     stored = dict.fromkeys(prompts, 0)  # tokens of each agent's transcript
     taken: dict[str, list[Json]] = {STAYS: [], **{name: [] for name in RESTARTS}}
@@ -52,7 +51,7 @@ def rounds(bench: Bench, model: str, folder: Path, *, n_tokens: int, max_tokens:
     starts: list[float] = []
     loads: list[float] = []
     with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
-        options = [*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", model]
+        options = [*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", bench.source]
         worker = WorkerProcess([sys.executable, "-m", "stoker_worker", "run", *options], folder)
         note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
         _turn(producer, prompts, max_tokens, stored)
@@ -211,13 +210,13 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     if quick:
         step = steps(bench, folder / "steps", blocks=2, rows=2, repeats=1)
-        found = rounds(bench, model, folder, n_tokens=120, max_tokens=4, cycles=1)
+        found = rounds(bench, folder, n_tokens=120, max_tokens=4, cycles=1)
     else:
         step = steps(bench, folder / "steps", blocks=32, rows=7, repeats=8)
-        found = rounds(bench, model, folder, n_tokens=1000, max_tokens=32, cycles=6)
+        found = rounds(bench, folder, n_tokens=1000, max_tokens=32, cycles=6)
     checks = {
         "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram": max(
             x["median"] for x in found["ratio"].values()
@@ -230,16 +229,5 @@ def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
     return {"machine": machine(bench.facts), "verdict": verdict, "rounds": found, "steps": step}
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measured() -> Json:
-        model = args.model or str(smollm2())
-        with tempfile.TemporaryDirectory() as folder:
-            return run(Bench.load(args.model, args.dtype), model, Path(folder), quick=args.quick)
-
-    finish(args, "014", REPORT, measured, render)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "014", REPORT, run, render)

@@ -12,7 +12,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import Bench, smollm2
-from common import HERE, Json, arguments, finish, machine, note
+from bench import Bench, main
+from common import HERE, Json, machine, note
 from exp_021_report import render
 from prompts import text_of
 from redis import Redis
@@ -275,13 +274,13 @@ def slope(found: Sequence[Json], name: str) -> float:
     return round(1000 * statistics.median(slopes), 3)
 
 
-def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     size = QUICK if quick else FULL
     facts = machine(bench.facts)
     requests = day(bench, size)
     store, samples = folder / "store", folder / "samples"
     with EmbeddedServer(folder / "redis") as server:
-        options = ["--redis", server.url, "--store", str(store), "--model", model, "--dtype", bench.dtype]
+        options = ["--redis", server.url, "--store", str(store), "--model", bench.source, "--dtype", bench.dtype]
         options += ["--memory-max-bytes", str(size.ram_bytes)]
         command = [sys.executable, str(HERE / "watched_worker.py"), str(samples), "run", *options]
         worker = WorkerProcess(command, folder)
@@ -334,16 +333,5 @@ def run(bench: Bench, model: str, folder: Path, *, quick: bool) -> Json:
     }
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measured() -> Json:
-        model = args.model or str(smollm2())
-        with tempfile.TemporaryDirectory() as folder:
-            return run(Bench.load(args.model, args.dtype), model, Path(folder), quick=args.quick)
-
-    finish(args, "021", REPORT, measured, render)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "021", REPORT, run, render)

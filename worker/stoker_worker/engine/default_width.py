@@ -4,11 +4,7 @@ from typing import Final
 
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.max_batch import MaxBatch
-
-_JOBS: Final = 32
-"""Metal computes quantised products in tiles of 32 rows: fewer cost nearly as much, one more costs twice as much. On a
-CPU each row costs less than the one before, as far as this number at least."""
+from stoker_worker.ports.max_batch import USUAL_JOBS, MaxBatch
 
 _USUAL_TOKENS: Final = 1024
 """As many sequences of this length must fit into the KV memory at once: jobs that wait for it hold memory beside it."""
@@ -22,6 +18,6 @@ def default_max_batch(spec: ModelCacheSpec, *, kv_bytes: int, prefill_tokens: in
     """
     cost = KVCost(spec, prefill_tokens, in_rows=True)
     fitting = kv_bytes // cost.block_bytes // max(1, cost.sequence_blocks(_USUAL_TOKENS))
-    if fitting < _JOBS:
+    if fitting < USUAL_JOBS:
         return MaxBatch(max(1, fitting), f"KV memory for {fitting} sequences of {_USUAL_TOKENS} tokens")
-    return MaxBatch(_JOBS, "the default")
+    return MaxBatch(USUAL_JOBS, "the default")

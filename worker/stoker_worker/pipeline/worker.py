@@ -19,15 +19,13 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.heartbeat import Heartbeat
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, QueuePort, Serving
+from stoker_worker.ports.max_batch import USUAL_JOBS
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 """Between two looks at the waiting jobs while the model loads."""
-
-_USUAL_JOBS = 32
-"""So many run at once, as far as is known while the model loads."""
 
 
 class Worker:
@@ -44,7 +42,7 @@ class Worker:
         self._loaded = loaded = Future[LoadedModel]()
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
         self._store = store
-        self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or _USUAL_JOBS)
+        self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or USUAL_JOBS)
         queue.prefer(store.is_at_hand)
         store.order_by(queue.place_of)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
