@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stoker_shared.request import Access, AgentId, validated
+from stoker_shared.request import Access, AgentId
+from stoker_shared.validation import validated
 from stoker_shared.wire import AGENT_REQUEST_VERSION
 
 AgentAction = Literal["info", "forget", "fork", "rollback"]

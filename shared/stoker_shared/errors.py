@@ -12,6 +12,7 @@
     │   ├── ModelMismatch               the job names another model than the loaded one
     │   ├── TemplateError               the model has no chat template, or it refused the messages
     │   ├── DuplicateJob                the id a producer chose names a job with another request already
+    │   ├── GuideRefused                a grammar or schema that answers cannot follow
     │   ├── TranscriptMismatch          `append` of a prompt to messages, or the other way round
     │   └── PayloadRefused              not a job of stoker's: a pickle, an unknown function, callbacks
     ├── AgentMemoryError
@@ -44,13 +45,10 @@ from typing import Any
 
 
 class StokerError(Exception):
-    """Base of everything below.
-
-    Attributes:
-        retryable: whether the same call or job may well succeed later, because the cause lies outside it and passes.
-    """
+    """Base of everything below."""
 
     retryable: bool = False
+    """Whether the same call or job may well succeed later, because the cause lies outside it and passes."""
 
 
 class RequestError(StokerError, ValueError):
@@ -85,6 +83,10 @@ class TemplateError(RequestError):
     """The model has no chat template, or its template refused these messages."""
 
 
+class GuideRefused(RequestError):
+    """A grammar or schema is wrong, not supported, or too large; the message has the reason."""
+
+
 class DuplicateJob(RequestError):
     """The id a producer chose names a job with another request, or in another queue; nothing was enqueued."""
 
@@ -114,8 +116,7 @@ class AgentTranscriptUnreadable(AgentMemoryError):
 
 
 class AgentVersionNotSaved(AgentMemoryError):
-    """An `append` turn, or a change of an agent, could not be written to disk, so it did not happen. One exception: the
-    agent is forgotten, but some of its files could not be removed."""
+    """A turn or a change could not be written to disk and did not happen; a forgotten agent may have files left."""
 
     retryable = True  # a full disk
 
@@ -133,8 +134,7 @@ class AgentExists(AgentMemoryError):
 
 
 class AgentBusy(AgentMemoryError):
-    """Another process is working on the agent: a worker runs a job of it, or a command of the shell changes it. Nothing
-    was changed."""
+    """Another process is working on the agent, a worker or a command of the shell. Nothing was changed."""
 
     retryable = True
 

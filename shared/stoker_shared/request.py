@@ -7,18 +7,18 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 import hashlib
 import json
 import unicodedata
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
-from stoker_shared.sdk_message import plain_message
+from stoker_shared.constraints import Guide, NamedTool, ResponseFormat, ToolChoice, with_text_keys
+from stoker_shared.errors import InvalidRequest, RequestTooLarge
+from stoker_shared.message import Message, as_tuple
+from stoker_shared.validation import is_plain_json, validated
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
-RequestT = TypeVar("RequestT", bound=BaseModel)
-_FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata")
-_MAX_PROBLEMS_SHOWN = 8
+_FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata", "response_format", "guide")
 _JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
 
 
@@ -27,13 +27,6 @@ def _printable(value: str) -> str:
         if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and character not in _JOINERS:
             raise ValueError(f"must hold printable characters only, found {character!r}")
     return value
-
-
-def _as_tuple(value: object) -> object:
-    """JSON has only lists, and OpenAI's `stop` may be a single string."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 Access = Literal["write", "read", "none"]
@@ -45,49 +38,11 @@ AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_pr
 """1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
-class Message(BaseModel):
-    """One chat message; `sdk_message` brings the forms that SDKs send into this one.
-
-    Attributes:
-        content: ``None`` only beside `tool_calls`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | None = None
-    name: str | None = None
-    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_tuple)] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_kept(cls, fields: Any) -> Any:
-        return plain_message(fields)
-
-    @model_validator(mode="after")
-    def _has_content_or_calls(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("'content' must be given, unless the message has 'tool_calls'")
-        return self
-
-    def is_exactly(self, other: "Message") -> bool:
-        """Whether both have the same JSON; ``==`` equates 1, 1.0 and True in tool calls, but chat templates do not."""
-        if self is other:
-            return True
-        ours, theirs = ((x.role, x.content, x.name, x.tool_call_id) for x in (self, other))
-        return ours == theirs and json.dumps(self.tool_calls) == json.dumps(other.tool_calls)
-
-    def as_template_input(self) -> dict[str, Any]:
-        """The message as a plain dict without the fields that were not set."""
-        return self.model_dump(exclude_none=True, mode="json")
-
-
 class GenerationRequest(BaseModel):
     """One generation job.
 
     Frozen; unknown fields are refused, so a new field needs a new `v`. Names and ranges are OpenAI's and mlx-lm's. The
-    README explains each field, ``docs/lifecycle.md`` the job's life.
+    ``docs/request.md`` explains each field, ``docs/lifecycle.md`` the job's life.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -95,24 +50,46 @@ class GenerationRequest(BaseModel):
     v: Annotated[int, Field(ge=1)] = 1
     agent_id: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[tuple[Message, ...], BeforeValidator(_as_tuple)] | None = None
+    messages: Annotated[tuple[Message, ...], BeforeValidator(as_tuple)] | None = None
     context: Literal["full", "append"] = "full"
     expect_version: Annotated[int, Field(ge=0)] | None = None
     must_exist: bool = False
     cache: Literal["readwrite", "read", "off"] = "readwrite"
-    max_tokens: Annotated[int, Field(ge=1)] = 256
+    max_tokens: Annotated[int, Field(ge=0)] = 256
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16), BeforeValidator(_as_tuple)
+        tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16), BeforeValidator(as_tuple)
     ] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64), BeforeValidator(as_tuple)
+    ] = ()
+    ignore_eos: bool = False
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]],
+            Field(max_length=1024),
+            BeforeValidator(with_text_keys),
+        ]
+        | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=16)] = 1
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_as_tuple)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs_start: Annotated[int, Field(ge=0)] = 0
+    tools: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] | None = None
+    tool_choice: ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    guide: Guide | None = None
+    max_reasoning_tokens: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     model: Annotated[str, Field(min_length=1)] | None = None
@@ -134,12 +111,41 @@ class GenerationRequest(BaseModel):
             raise ValueError("'top_logprobs' needs 'logprobs': true")
         if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
             raise ValueError("'tools' and 'chat_template_kwargs' go to the chat template, so they need 'messages'")
+        self._output_fields_agree()
         if any(len(key) > 64 or len(value) > 512 for key, value in self.metadata.items()):
             raise ValueError("'metadata' keys are at most 64 characters and values at most 512")
         for field in _FREE_FORM_FIELDS:
-            if not _is_plain_json(getattr(self, field)):
+            if not is_plain_json(getattr(self, field)):
                 raise ValueError(f"'{field}' must be plain JSON: no NaN, no lone surrogates, no other Python objects")
         return self
+
+    def _output_fields_agree(self) -> None:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("'max_tokens' 0 generates nothing, so it needs 'prompt_logprobs'")
+        if self.access == "write" and (self.n > 1 or self.max_tokens == 0):
+            raise ValueError("'n' above 1 and 'max_tokens' 0 add no turn to an agent: give cache 'read' or 'off'")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError("'min_tokens' must not be above 'max_tokens'")
+        if self.prompt_logprobs is None and self.prompt_logprobs_start:
+            raise ValueError("'prompt_logprobs_start' needs 'prompt_logprobs'")
+        if self.messages is None and self.tool_choice is not None:
+            raise ValueError("'tool_choice' needs 'messages'")
+        if not self.tools and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
+            raise ValueError("this 'tool_choice' needs 'tools'")
+        if self.is_formed and self.guide is not None:
+            raise ValueError("'response_format' and 'guide' both say what the answer is: give one of them")
+        if (self.is_formed or self.guide is not None) and self.tools and self.tool_choice != "none":
+            raise ValueError("'tools' and 'response_format' or 'guide' go together only with tool_choice 'none'")
+
+    @property
+    def offered_tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model may call."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the answer has to be JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def access(self) -> "Access":
@@ -149,8 +155,8 @@ class GenerationRequest(BaseModel):
         return "read" if self.cache == "read" else "write"
 
     def as_payload(self) -> dict[str, Any]:
-        """The JSON object that goes on the wire: the fields that differ from their defaults, and the lowest `v` that
-        has all of them.
+        """The JSON object that goes on the wire: the fields that differ from their defaults, those of
+        `WORKERS_DEFAULTS` that were set, and the lowest `v` that has all of them.
 
         Raises:
             RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
@@ -160,16 +166,37 @@ class GenerationRequest(BaseModel):
             fields = self.model_dump(mode="json", exclude_defaults=True, exclude={"v"})
         except ValueError:  # pydantic's message could quote the value
             raise InvalidRequest("the request cannot be written as JSON: a value is nested too deeply") from None
-        payload = {"v": self._lowest_version(), **fields}
+        for name in WORKERS_DEFAULTS & self.model_fields_set:
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
+        payload = {"v": self._lowest_version(fields), **fields}
         size = len(json.dumps(payload, ensure_ascii=False).encode())
         if size > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the request is {size} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
         return payload
 
-    def _lowest_version(self) -> int:
+    def _lowest_version(self, fields: Collection[str]) -> int:
+        has_thinking = any(message.reasoning_content is not None for message in self.messages or ())
+        if self.max_tokens == 0 or has_thinking or any(name in fields for name in _SINCE_V3):
+            return 3
         is_of_v2 = self.agent_id is None or self.expect_version is not None or self.must_exist
         has_silent_message = any(message.content is None for message in self.messages or ())
         return 2 if is_of_v2 or has_silent_message else 1
+
+
+_SINCE_V3 = (
+    *("min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
+    *("prompt_logprobs", "prompt_logprobs_start", "tool_choice", "response_format", "guide", "max_reasoning_tokens"),
+)
+
+WORKERS_DEFAULTS: Final = frozenset(
+    {
+        *("max_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    }
+)
+"""The fields for which a worker may have a default of its own (``--default``), used where a request does not set them.
+``null`` counts as not set."""
 
 
 def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
@@ -182,21 +209,6 @@ def build_request(fields: Mapping[str, Any]) -> GenerationRequest:
     return validated(GenerationRequest, fields, newest_version=REQUEST_VERSION)
 
 
-def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_version: int) -> RequestT:
-    """A request of this model; `newest_version` is the largest `v` that this code reads.
-
-    Raises:
-        RequestVersionTooNew, InvalidRequest: as `build_request`.
-    """
-    version = fields.get("v", 1)
-    if isinstance(version, int) and version > newest_version:
-        raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {newest_version}: update it")
-    try:
-        return model.model_validate(dict(fields))
-    except ValidationError as error:
-        raise InvalidRequest(_problems_of(error)) from None
-
-
 def request_digest(payload: Any) -> str:
     """SHA-256, in hex, of a request as it is on the wire. It depends on the JSON alone, so that no later version of the
     model changes it; a field that is omitted therefore differs from one that is given its default.
@@ -206,37 +218,3 @@ def request_digest(payload: Any) -> str:
     """
     canonical = json.dumps(payload, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _problems_of(error: ValidationError) -> str:
-    """One line with each problem as `field: message`, without the input: errors must not quote prompts."""
-    problems = []
-    for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        field = ".".join(_shown(part) for part in problem["loc"])
-        unknown = problem["type"] == "extra_forbidden"
-        message = "there is no such field" if unknown else problem["msg"].removeprefix("Value error, ")
-        problems.append(f"{field}: {message}" if field else message)
-    if len(problems) > _MAX_PROBLEMS_SHOWN:
-        problems[_MAX_PROBLEMS_SHOWN:] = [f"and {len(problems) - _MAX_PROBLEMS_SHOWN} more"]
-    return "; ".join(problems)
-
-
-def _shown(name: int | str) -> str:
-    """A field's name, fit for one short line: an unknown field may have any name."""
-    text = str(name)
-    return (text if text.isprintable() else ascii(text))[:64]
-
-
-def _is_plain_json(value: object) -> bool:
-    """Whether the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False, default=_message_fields).encode()
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _message_fields(value: object) -> dict[str, Any]:
-    if not isinstance(value, Message):
-        raise TypeError
-    return dict(value)

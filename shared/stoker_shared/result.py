@@ -1,6 +1,6 @@
 """The result of a generation job. Plain data; written by the worker, read by producers."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,11 +12,13 @@ class Record(BaseModel):
 
 
 class Usage(Record):
-    """Token counts. `cached_tokens` are the prompt tokens whose cache was reused, so that they were not prefilled."""
+    """Token counts. `cached_tokens` are the prompt tokens whose cache was reused, so that they were not prefilled.
+    `completion_tokens` are those of all choices; `reasoning_tokens` are the part of them in which the model thinks."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
 
 class CacheReport(Record):
@@ -56,6 +58,66 @@ class Logprobs(Record):
     content: list[TokenLogprob] = Field(default_factory=list)
 
 
+class PromptLogprobs(Record):
+    """Log-probabilities of the prompt's tokens, each given those before it.
+
+    Attributes:
+        start: index of the first of them in the prompt.
+        content: one entry per token; ``None`` for the prompt's very first token, which nothing predicts.
+    """
+
+    start: int = 0
+    content: list[TokenLogprob | None] = Field(default_factory=list)
+
+
+class CalledFunction(Record):
+    """`arguments` is JSON text, as at OpenAI."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Record):
+    """A call that the model wants made, in OpenAI's form. A `tool` message refers to its `id`."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Choice(Record):
+    """One answer.
+
+    Attributes:
+        text: the generated text, exactly as its tokens decode (leading white space kept), without end-of-sequence
+            tokens and without the stop string.
+        answer: the text without thinking and without tool calls; ``None`` where that is `text` (see `content`).
+        reasoning: the text in which the model thinks, without its markers; ``None`` if there is none.
+        tool_calls: ``None`` if there are none.
+        tool_error: why something that looks like a tool call is not in `tool_calls`; it is part of `answer` then.
+        parsed: the value of a JSON answer that was asked for with `response_format`, if the answer is whole.
+        finish_reason: ``stop`` (end of sequence, a stop string or stop token), ``length`` (`max_tokens`) or
+            ``tool_calls``.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    answer: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_error: str | None = None
+    parsed: Any = None
+    logprobs: Logprobs | None = None
+
+    @property
+    def content(self) -> str:
+        """The text without thinking and without tool calls."""
+        return self.text if self.answer is None else self.answer
+
+
 class Timing(Record):
     """Seconds. From enqueueing: `queued_s` to the claim, `first_token_s` to the first token, `total_s` until the result
     is posted.
@@ -73,25 +135,22 @@ class Timing(Record):
     total_s: float
 
 
-class GenerationResult(Record):
-    """The return value of a finished job.
+class GenerationResult(Choice):
+    """The return value of a finished job; it has the fields of its first choice.
 
     Attributes:
-        text: the generated text, exactly as its tokens decode (leading white space kept), without end-of-sequence
-            tokens and without the stop string.
-        finish_reason: ``stop`` (end of sequence or a stop string) or ``length`` (`max_tokens`).
         model: the loaded model's name.
         attempt: 1, or more if a worker was lost with this job in flight.
+        choices: all choices of a job with `n` above 1, else ``None``.
     """
 
     job_id: str
     agent_id: str | None = None
-    text: str
-    finish_reason: Literal["stop", "length"]
     usage: Usage
     cache: CacheReport
     timing: Timing
     model: str
     attempt: int = 1
-    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    choices: list[Choice] | None = None
     metadata: dict[str, str] = Field(default_factory=dict)

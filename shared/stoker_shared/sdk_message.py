@@ -10,6 +10,9 @@ from typing import Any, Final
 _REPEATS_THE_TEXT: Final = ("annotations", "parsed")
 """Fields that only annotate or parse the answer's text, which the message has anyway."""
 
+_THINKING: Final = ("reasoning_content", "reasoning")
+"""Servers and SDKs use either name."""
+
 _MUST_BE_EMPTY: Final = {
     "audio": "this worker takes text only",
     "function_call": "give 'tool_calls' instead",
@@ -28,6 +31,9 @@ def plain_message(fields: Any) -> Any:
     for name, instead in _MUST_BE_EMPTY.items():
         if message.pop(name, None):
             raise ValueError(f"'{name}' is not served: {instead}")
+    thinking = [message.pop(name, None) for name in _THINKING]
+    if any(thinking):
+        message["reasoning_content"] = thinking[0] or thinking[1]
     if message.get("tool_calls") in ([], ()):  # some templates take even an empty list for a call
         del message["tool_calls"]
     content = message.get("content")

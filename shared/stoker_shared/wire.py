@@ -14,7 +14,7 @@ AGENT_TASK_PATH: Final = "stoker_shared.task.agent"
 REQUEST_KWARG: Final = "request"
 """The one keyword argument of both tasks."""
 
-REQUEST_VERSION: Final = 2
+REQUEST_VERSION: Final = 3
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
 AGENT_REQUEST_VERSION: Final = 1
@@ -61,9 +61,12 @@ STREAM_KEY: Final = "stoker:stream:{job_id}"
 before; ``end`` has no text: the run is over, and the job's hash has the outcome. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
-"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid, started_at;
-those from `model` to `max_batch_why` are null while the model loads). Expires with the worker's heartbeat. RQ's set of
-workers has the names."""
+"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, thinks, host, pid,
+started_at, now; those from `model` to `thinks` are null while the model loads). Expires with the worker's heartbeat.
+RQ's set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time),
+`tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`,
+`hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start).
+It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""

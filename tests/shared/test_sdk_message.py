@@ -65,6 +65,14 @@ def test_output_fields_count_for_nothing_when_they_hold_nothing_and_are_refused_
         kept({"role": "assistant", "content": "x", field: {"id": "1"}})
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thinking_has_one_name(name):
+    assert kept({"role": "assistant", "content": "x", name: "Hm."}) == [
+        {"role": "assistant", "content": "x", "reasoning_content": "Hm."}
+    ]
+    assert kept({"role": "assistant", "content": "x", name: ""}) == [{"role": "assistant", "content": "x"}]
+
+
 def test_a_refusal_is_the_assistants_answer():
     for message in ({"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
         assert kept({"role": "assistant", **message}) == [{"role": "assistant", "content": "No."}]
