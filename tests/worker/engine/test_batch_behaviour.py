@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
+from stoker_shared import build_request
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
 from stoker_worker.engine import batch_engine, sampling
 from stoker_worker.engine.cache_transfer import cache_to_save
@@ -53,10 +55,10 @@ def test_a_waiting_sequence_joins_in_the_step_that_frees_a_slot():
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_sequences_that_outgrow_the_pool_give_the_same_answers_as_with_room_for_all(name):
     layout = Layout(name, eos=False)
-    works = works_of(random.Random(1), (200, 330), (180, 260), (30, 300), (230, 40))
+    works = works_of(random.Random(1), (240, 70), (230, 60), (30, 90), (250, 40))
     plenty = run(layout.engine(), works)
     kv_cost = layout.kv_cost()
-    engine = layout.engine(blocks=max(kv_cost.sequence_blocks(540), 2 * kv_cost.sequence_blocks(350)))
+    engine = layout.engine(blocks=kv_cost.sequence_blocks(250) + kv_cost.sequence_blocks(320))
     most, preempt = 0, 0
     uids = [engine.submit(one) for one in works]
     done = {}
@@ -71,7 +73,8 @@ def test_sequences_that_outgrow_the_pool_give_the_same_answers_as_with_room_for_
     assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plenty]
     assert most > 1
     assert preempt or name == "mamba2"  # its sequences never grow
-    assert engine._pool.used == 0
+    assert engine.kv is not None
+    assert (engine.kv.used, engine.kv.preemptions) == (0, preempt)
 
 
 @pytest.mark.parametrize("stop", [[], ["<1"]])
@@ -100,25 +103,16 @@ def test_texts_can_be_read_while_memory_is_short_and_after_a_failed_step(monkeyp
 
 def test_three_sequences_of_different_length_end_in_the_order_of_their_lengths():
     layout = Layout("llama", eos=False)
-    works = works_of(random.Random(2), (20, 500), (20, 4000), (20, 1200))
+    works = works_of(random.Random(2), (20, 100), (20, 800), (20, 300))
     engine = layout.engine(max_batch=3)
     uids = [engine.submit(one) for one in works]
     ended = []
     while engine.in_flight:
         ended += engine.step()
     assert [completion.uid for completion in ended] == [uids[0], uids[2], uids[1]]
-    assert [len(completion.generated_ids) for completion in ended] == [500, 1200, 4000]
-    for completion in ended[:2]:
+    for completion in ended:
         one = works[uids.index(completion.uid)]
         assert list(completion.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
-    assert are_likeliest(layout, works[1].prompt_ids, ended[2].generated_ids)
-
-
-def are_likeliest(layout, prompt, said):
-    """Whether each token is the likeliest after all before it; one pass, because 4,000 single steps take 10 s."""
-    logits = layout.model(mx.array([[*prompt, *said[:-1]]]))[0, len(prompt) - 1 :]
-    gaps = logits.max(axis=-1) - mx.take_along_axis(logits, mx.array(said)[:, None], axis=-1)[:, 0]
-    return gaps.max().item() < 1e-3
 
 
 def test_a_job_that_can_never_fit_is_refused_with_the_number_of_tokens_that_can(llama):
@@ -407,6 +401,17 @@ def test_a_seed_gives_the_same_text_alone_in_a_batch_restored_and_preempted(llam
     assert ended[0].generated_ids == alone.generated_ids
     (other,) = run(llama.engine(), [work(ids, 24, **{**fields, "seed": 8})])
     assert other.generated_ids != alone.generated_ids
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"temperature": 5e-324}, {"temperature": 1, "top_p": 1e-99}])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_temperature_or_top_p_near_0_draws_the_likeliest_token(dtype, fields):
+    logits = mx.random.normal((1, 1000), key=mx.random.key(1)).astype(getattr(mx, dtype))
+    likeliest = int(mx.argmax(logits))
+    logits[0, likeliest] += 1
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    sampler: Any = sampling.make_sampler(build_request({"prompt": "x", **fields}), 1, 0)
+    assert {sampler(logprobs).item() for _ in range(8)} == {likeliest}
 
 
 def test_a_repetition_penalty_matches_mlx_lms_own(llama):

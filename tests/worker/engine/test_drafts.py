@@ -13,7 +13,7 @@ from stoker_worker.engine.rows.drafts import MOST_ROWS
 
 pytestmark = pytest.mark.mlx
 
-FULL = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FULL = ("llama", "qwen3_moe")
 
 
 def repeating(name, **changes):

@@ -10,6 +10,7 @@ from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, 
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
+from stoker_shared.errors import InvalidRequest
 from stoker_worker.engine.scripted import ScriptedEngine, ScriptedTokenizer
 from stoker_worker.ports import GenerationWork
 
@@ -80,6 +81,10 @@ def run(engine, works):
     return [done[uid] for uid in uids]
 
 
+def changed(one, **fields):
+    return replace(one, request=one.request.model_copy(update=fields))
+
+
 def test_each_sequence_ends_once_and_is_counted_until_it_does(side):
     engine = side.engine(max_batch=2)
     uids = [engine.submit(side.work(n, max_tokens=3 + n)) for n in range(5)]
@@ -140,6 +145,48 @@ def test_a_stop_string_and_everything_after_it_are_cut_from_text_and_cache(side)
     assert done.cache.stop == len(side.work(1).prompt_ids) + done.kept
 
 
+def test_a_stop_token_ends_the_answer_and_is_neither_in_text_nor_in_the_transcript(side):
+    (plain,) = run(side.engine(), [side.work(1)])
+    stop = plain.generated_ids[5]
+    n = plain.generated_ids.index(stop)
+    (done,) = run(side.engine(), [side.work(1, stop_token_ids=[stop], stop=["never said"])])
+    assert (done.outcome, done.ended_by) == ("finished", "stop")
+    assert (done.generated_ids, done.kept, done.carry_text) == (plain.generated_ids[: n + 1], n, "")
+    assert done.text == side.tokenizer.decode(done.generated_ids[:n])
+    assert done.cache.stop == len(side.work(1).prompt_ids) + n
+
+
+def test_an_ignored_end_of_sequence_is_part_of_the_text(side):
+    ending, one = side.ending()
+    (done,) = run(ending.engine(), [changed(one, ignore_eos=True, max_tokens=20)])
+    assert (done.ended_by, done.kept, len(done.generated_ids)) == ("length", 20, 20)
+    assert ending.tokenizer.eos_ids & {*done.generated_ids}
+    assert done.text == ending.tokenizer.decode(done.generated_ids)
+
+
+def test_nothing_ends_an_answer_before_min_tokens(side):
+    ending, one = side.ending()
+    (ended,) = run(ending.engine(), [one])
+    (done,) = run(ending.engine(), [changed(one, min_tokens=6)])
+    assert len(ended.generated_ids) <= 3
+    assert len(done.generated_ids) > 6 or done.ended_by == "length"
+    (plain,) = run(side.engine(), [side.work(1)])
+    stop = side.tokenizer.decode(plain.generated_ids[:1])
+    (text_stopped,) = run(side.engine(), [side.work(1, stop=[stop], min_tokens=4)])
+    assert text_stopped.generated_ids[:5] == plain.generated_ids[:5]
+    (token_stopped,) = run(side.engine(), [side.work(1, stop_token_ids=plain.generated_ids[:1], min_tokens=8)])
+    assert (len(token_stopped.generated_ids), token_stopped.ended_by) == (8, "length")
+
+
+@pytest.mark.parametrize("fields", [{"stop_token_ids": [3, 10**6]}, {"logit_bias": {10**6: 1.0}}])
+def test_a_token_that_the_model_does_not_have_is_refused_by_name(side, fields):
+    engine = side.engine()
+    with pytest.raises(InvalidRequest, match=rf"^{next(iter(fields))}: there is no token 1000000; .* 0 to \d+$"):
+        engine.submit(side.work(0, **fields))
+    assert engine.in_flight == 0
+    engine.close()
+
+
 def test_the_cache_is_returned_as_a_whole_with_the_place_to_save_from_or_not_at_all(side):
     one = side.work(9)
     whole, half, none = run(side.engine(), [one, side.work(9, save_from=32), side.work(9, save_from=None)])
@@ -188,3 +235,24 @@ def test_every_answer_can_be_read_while_it_grows(side):
     assert {stage for seen in stages for stage in seen} <= set(STAGES)
     assert stages[2][0] == "waiting"
     assert all(completion.timing.decode_s >= 0 for completion in done)
+
+
+def test_a_scored_prompt_needs_no_answer_and_one_with_an_answer_has_both(side):
+    fields = {"prompt_logprobs": 2, "cache": "off"}
+    works = [
+        side.work(0, max_tokens=0, **fields),
+        side.work(1, max_tokens=3, prompt_logprobs_start=5, **fields),
+        side.work(1, max_tokens=3),
+    ]
+    alone, both, plain = run(side.engine(), works)
+    assert (alone.ended_by, alone.text, alone.generated_ids) == ("length", "", ())
+    assert alone.prompt_logprobs.content[0] is None
+    assert both.generated_ids == plain.generated_ids
+    assert plain.prompt_logprobs is None
+    for one, done, start in ((works[0], alone, 0), (works[1], both, 5)):
+        scores = [entry for entry in done.prompt_logprobs.content if entry is not None]
+        assert done.prompt_logprobs.start == start
+        assert [entry.token for entry in scores] == [
+            side.tokenizer.decode([token]) for token in one.prompt_ids[max(1, start) :]
+        ]
+        assert all(entry.logprob < 0 and len(entry.top_logprobs) == 2 for entry in scores)

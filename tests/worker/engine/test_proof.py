@@ -157,7 +157,7 @@ def test_sequences_that_raise_together_run_one_at_a_time(monkeypatch):
 
 
 def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
-    from stoker_worker.engine import batch_engine, cache_transfer
+    from stoker_worker.engine import cache_transfer, sequence_maker
 
     def mirrored(*args):
         caches = prefix_to_caches(*args)
@@ -166,7 +166,7 @@ def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(
         return caches
 
     prefix_to_caches = cache_transfer.prefix_to_caches
-    monkeypatch.setattr(batch_engine, "prefix_to_caches", mirrored)
+    monkeypatch.setattr(sequence_maker, "prefix_to_caches", mirrored)
     verdict = proof_of(Layout("llama"))
     assert verdict.mode == ServingMode(Batching.ROWS, memory=False)
     assert "restored" in verdict.why[0]

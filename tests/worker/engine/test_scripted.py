@@ -1,9 +1,13 @@
 """The scripted engine's texts can be read as they grow, with characters and stop strings that cross tokens."""
 
+from typing import Any
+
+import pytest
 from tests.worker.engine.reading import read_along
 
-from stoker_shared import build_request
-from stoker_worker.engine.scripted import ScriptedEngine
+from stoker_shared import Message, build_request
+from stoker_shared.errors import TemplateError
+from stoker_worker.engine.scripted import END, ScriptedEngine, ScriptedTokenizer
 from stoker_worker.ports import GenerationWork
 
 
@@ -24,3 +28,12 @@ def test_texts_grow_by_whole_characters_and_never_show_a_stop_string():
     assert (
         max(len(text) for text in read[2]) == len(done[2].text) - 1
     )  # the last character comes in the step that ends it
+
+
+def test_an_answer_with_an_end_in_it_goes_on_and_a_question_with_one_is_refused():
+    tokenizer = ScriptedTokenizer()
+    answer = Message(role="assistant", content=tokenizer.decode([*b"a", END, *b"a"]))
+    options: dict[str, Any] = {"add_generation_prompt": False, "tools": None, "template_kwargs": None}
+    assert END in tokenizer.encode_rendered(tokenizer.render([answer], **options))
+    with pytest.raises(TemplateError):
+        tokenizer.render([answer.model_copy(update={"role": "user"})], **options)

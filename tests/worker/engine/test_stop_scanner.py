@@ -67,3 +67,9 @@ def test_scanning_byte_by_byte_agrees_with_searching_the_whole_text(text, stop):
     if found is not None:
         assert found + 1 == len(text[: at + len(stop)].encode())
         assert scanner.cut()[0] == text[:at]
+
+
+def test_a_stop_string_of_the_first_tokens_does_not_count_and_a_later_one_does():
+    scanner = StopScanner(ScriptedTokenizer(), ["ab", "longer than ab"], min_tokens=2)
+    assert [scanner.add(byte) for byte in b"abcab"] == [False] * 4 + [True]
+    assert scanner.cut() == ("abc", 3, "")

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.cache_layout import empty_layers, empty_states
 from stoker_worker.memory.files import Disk

@@ -25,7 +25,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.connection import Connection, connect
 from stoker_worker.memory.forget import forget_agent

@@ -29,7 +29,7 @@ from tests.worker.memory.agents import (
 )
 from xxhash import xxh3_128_hexdigest
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory import agent_table
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript

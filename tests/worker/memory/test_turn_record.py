@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord, delta, replay
 from stoker_worker.ports import CachedPrefix, Transcript
+from stoker_worker.ports.own_message import OwnMessage
 
 any_text = st.text(st.sampled_from("a\x00\ud800\udfff\U0001f600\n'\""), max_size=4)
 """With NUL and lone surrogates, which JSON can carry into a tool call."""
@@ -39,11 +40,20 @@ messages = st.builds(
     tool_calls=st.none() | st.lists(st.dictionaries(st.just("f"), json_values), max_size=2),
     tool_call_id=st.none() | plain_text,
 )
+own_messages = st.builds(
+    OwnMessage,
+    role=st.just("assistant"),
+    content=plain_text,
+    reasoning_content=st.none() | plain_text,
+    tool_calls=st.none() | st.lists(st.dictionaries(st.just("f"), json_values), max_size=2),
+    generated=any_text,
+    opened=st.just("") | st.just("<think>\n"),
+)
 transcripts = st.builds(
     Transcript,
     token_ids=st.lists(st.integers(0, 2) | st.just(2**32 - 1), max_size=8).map(tuple),
     tokenizer_fingerprint=st.sampled_from(["t", "u"]),
-    messages=st.none() | st.lists(messages, max_size=3).map(tuple),
+    messages=st.none() | st.lists(messages | own_messages, max_size=3).map(tuple),
     text=st.none() | st.text("ab\U0001f600\n\x00", max_size=6),
     ended_by=st.sampled_from(["eos", "stop", "length"]),
     carry_text=plain_text,

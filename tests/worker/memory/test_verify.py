@@ -251,5 +251,6 @@ def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
         for first, last in ((0, 150), (150, 600)):
             for n in range(first, last):
                 Agent(store, f"agent-{n}").say((n, 1, 2))
-            peaks.append(peak(store.parts))
+            # What other threads of this process, or a warning, allocate meanwhile counts too, but not each time.
+            peaks.append(min(peak(store.parts) for _ in range(3)))
     assert peaks[1] < peaks[0] * 1.3

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, tidy
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory import agent_table, turn_table
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store import AgentCacheStore

@@ -11,7 +11,7 @@ import pytest
 from stoker_worker.models import fingerprint
 from stoker_worker.models.fingerprint import ModelFolder
 
-PARTS = {"tokenizer_fingerprint": "t", "cache_spec": "c", "dtype": "float32"}
+PARTS: dict[str, Any] = {"tokenizer_fingerprint": "t", "cache_spec": "c", "dtype": "float32"}
 
 
 @pytest.fixture

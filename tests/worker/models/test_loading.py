@@ -86,7 +86,7 @@ def test_an_unreachable_hub_is_reported_in_one_line(monkeypatch: pytest.MonkeyPa
         ({"model_type": "no_such_model"}, "no_such_model"),
         ({}, "model_type"),
         ({"model_type": "llama"}, "llama|argument"),
-        ({"model_type": "llama", "model_file": "evil.py"}, "custom module"),
+        ({"model_type": "llama", "model_file": "evil.py"}, "--trust-remote-code"),
     ],
 )
 def test_a_model_mlx_lm_cannot_load_is_reported_in_one_line_and_none_of_its_code_runs(

@@ -4,7 +4,7 @@ import pytest
 from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.models.template_forms import TemplateForms
 
 
@@ -122,3 +122,9 @@ def test_each_of_two_templates_gets_its_own_form():
 )
 def test_the_developer_role_becomes_system_unless_the_template_handles_it(template, role):
     assert rendered(template, {"role": "developer", "content": "Be brief."}).endswith(f"<{role}>Be brief.")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_has_the_name_that_the_template_reads(name):
+    template = each("{{ '<' ~ m." + name + " ~ '>' if m." + name + " }}{{ m.content }}{# enable_thinking #}")
+    assert rendered(template, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}) == "<assistant><Hm.>Yes."

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker_shared.errors import ModelNotLoadable, TemplateError
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.models.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.model

@@ -20,6 +20,8 @@ from stoker_worker.ports import CompletedGeneration
 class Engine:
     """Each allowed step ends the sequences submitted before it; `steps` lists the sequences in each step."""
 
+    kv = None
+
     def __init__(self):
         self.steps, self.may_step, self._running, self._next_uid = Queue(), threading.Semaphore(0), {}, 0
         self.asked = []

@@ -12,6 +12,7 @@ from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
 from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
 from stoker_worker.pipeline.job import Job
+from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch
 
 
@@ -25,7 +26,7 @@ def fetcher_of(
     """A fetcher that claims once a minute, unless there is a reason to claim at once."""
     loaded: Future[LoadedModel] = Future()
     loaded.set_result(replace(MODEL, max_batch=MaxBatch(max_in_flight)))
-    values: dict[str, Any] = {"poll_s": 60, "recover_s": 100, "burst": False, **options}
+    values: dict[str, Any] = {"poll_s": 60, "recover_s": 100, "leaving": Leaving(), **options}
     fetcher = Fetcher(queue, store or InMemoryAgentStore(), loader.engine, loader, loaded, **values)
     fetcher.start()
     return fetcher
@@ -57,7 +58,7 @@ def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_
     queue, loader = InMemoryQueue(), Loader()
     for agent_id in "ab":
         queue.enqueue(job_id=agent_id, agent_id=agent_id)
-    fetcher = fetcher_of(queue, loader, Store(), burst=True, poll_s=0.001)
+    fetcher = fetcher_of(queue, loader, Store(), leaving=Leaving(burst=True), poll_s=0.001)
     for _ in range(2):
         job = loader.jobs.get(timeout=TIMEOUT_S)
         job.claimed.finish({})
@@ -70,7 +71,7 @@ def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_or
     queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
     for agent_id in "bacade":
         queue.enqueue(agent_id=agent_id)
-    fetcher = fetcher_of(queue, loader, store, burst=True, poll_s=0.001)
+    fetcher = fetcher_of(queue, loader, store, leaving=Leaving(burst=True), poll_s=0.001)
     for _ in range(6):
         job = loader.jobs.get(timeout=TIMEOUT_S)
         job.claimed.finish({})
@@ -84,6 +85,23 @@ def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_or
         ("e",),
         (),
     ]
+
+
+@pytest.mark.parametrize(("limits", "n_claimed"), [({"max_jobs": 3}, 3), ({"max_idle_s": 0.05}, 5)])
+def test_a_worker_leaves_after_its_share_or_when_it_was_idle(limits: dict[str, Any], n_claimed: int) -> None:
+    queue, loader = InMemoryQueue(), NotedLoader()
+    for _ in range(5):
+        queue.enqueue()
+    fetcher = fetcher_of(queue, loader, max_in_flight=2, leaving=Leaving(**limits), poll_s=0.001)
+    for _ in range(n_claimed):
+        assert not fetcher.left.is_set(), "jobs are in flight"
+        job = loader.jobs.get(timeout=TIMEOUT_S)
+        job.claimed.finish({})
+        job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+    assert not fetcher.is_alive()
+    assert loader.jobs.empty()
+    assert queue.is_empty() is (n_claimed == 5)
 
 
 class LongQueue(InMemoryQueue):

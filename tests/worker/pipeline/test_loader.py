@@ -1,6 +1,6 @@
 """The loader: where its jobs go next, and its calls of agent memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,18 +13,20 @@ from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     AgentVersionConflict,
     EngineFailed,
+    InvalidRequest,
     WorkerLostTooOften,
 )
-from stoker_worker.pipeline.job import Cancelled, Failed, GivenBack, Job, Replayed
+from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import Busy, Transcript, Turn
+from stoker_worker.ports import Busy, Restored, Transcript, Turn
+from stoker_worker.ports.request_defaults import RequestDefaults
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.queue, self.store, self.finisher = InMemoryQueue(), InMemoryAgentStore(), NotedFinisher()
         self.engine = NotedEngine(self.finisher)
-        self.loader = Loader(self.store, loaded_model(), self.engine, self.finisher)
+        self.loader = Loader(self.store, loaded_model(), self.engine, self.finisher, **options)
 
     def put(self, agent_id: str | None, **fields: Any) -> Job:
         job = Job(claimed(self.queue, agent_id, **fields))
@@ -50,6 +52,22 @@ def test_a_job_records_whether_another_follows_and_the_store_learns_whether_sequ
     assert [scene.engine.next().has_next for _ in range(2)] == [True, False]
     assert scene.store.beside_others == [False, True]
     assert scene.finisher.ended.empty()
+
+
+def test_a_job_generates_with_the_workers_defaults_and_one_that_they_contradict_fails_alone() -> None:
+    scene = Scene(defaults=RequestDefaults({"max_tokens": 7, "temperature": 0.5}))
+    scene.put("own", max_tokens=9, temperature=0.0)
+    scene.put("neither")
+    scene.put("wrong", min_tokens=8)
+    scene.loader.start()
+    requests = [scene.engine.next().request for _ in range(2)]
+    assert [(request.max_tokens, request.temperature) for request in requests] == [(9, 0.0), (7, 0.5)]
+    job, outcome = scene.finisher.next()
+    assert job.job_id == "job-wrong"
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, InvalidRequest)
+    scene.loader.finish()
+    scene.loader.join(TIMEOUT_S)
 
 
 def lost(scene: Scene, agent_id: str, *, alone: int, among_others: int) -> None:
@@ -192,3 +210,28 @@ def test_without_shared_prefixes_a_job_without_an_agent_shares_its_beginning_wit
     assert None not in own
     assert own[0] != own[1]
     assert without_agent is None
+
+
+def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def restore(prompt_ids: Sequence[int], *, max_tokens: int, **others: Any) -> Restored:
+        asked.append((len(prompt_ids), max_tokens))
+        return NOTHING_RESTORED
+
+    monkeypatch.setattr(scene.store, "restore", restore)
+    text = "a prompt of 24 character"
+    scene.put("plain", prompt=text, max_tokens=7)
+    scene.put("all", prompt=text, max_tokens=0, prompt_logprobs=0, cache="read")
+    scene.put("end", prompt=text, max_tokens=7, prompt_logprobs=3, prompt_logprobs_start=20)
+    scene.put("last", prompt=text, max_tokens=7, prompt_logprobs=0, prompt_logprobs_start=23)
+    scene.put("beyond", prompt=text, max_tokens=7, prompt_logprobs=0, prompt_logprobs_start=24)
+    scene.loader.start()
+    assert [scene.engine.next().prompt.text for _ in range(4)] == [text] * 4
+    assert asked == [(24, 7), (0, 24), (20, 11), (23, 8)]
+    _, refused = scene.finisher.next()
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.error, InvalidRequest)
+    assert str(refused.error) == "'prompt_logprobs_start' is 24; the prompt has 24 tokens"

@@ -1,18 +1,21 @@
 """From requests to tokens: `full` encodes the request alone, `append` continues the stored ids."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 
-from stoker_shared import build_request
+from stoker_shared import Message, build_request
 from stoker_shared.errors import (
     AgentNotFound,
     AgentVersionConflict,
     ContextLimitExceeded,
     RequestTooLarge,
+    TemplateError,
     TranscriptMismatch,
 )
 from stoker_worker.engine.scripted import END, ScriptedProvider, ScriptedTokenizer
+from stoker_worker.pipeline.answer import read_answer
 from stoker_worker.pipeline.prompt import build_prompt, check_expectations, next_transcript, replaced_version
 from stoker_worker.ports import AgentVersion, CompletedGeneration
 
@@ -33,7 +36,7 @@ def answered(prompt, text, *, ended_by="eos", generated=None, kept=None, carry_t
     done = CompletedGeneration(
         0, "finished", tuple(ids), text, ended_by, len(ids) if kept is None else kept, carry_text
     )
-    return next_transcript(prompt, done, MODEL)
+    return next_transcript(prompt, done, Message(role="assistant", content=text), MODEL)
 
 
 def first_turn(**fields):
@@ -177,3 +180,82 @@ def test_a_version_is_replaced_unless_the_conversation_continues():
     assert replaced(prompted, prompt="one two three") is None
     assert replaced(prompted, prompt="one 2 three") == 7
     assert replaced(None, prompt="x") is None
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
+
+
+def called(prompt, text, **fields):
+    """The transcript after an answer with calls."""
+    done = CompletedGeneration(0, "finished", (*text.encode(), END), text, "eos", len(text) + 1)
+    answer = read_answer(request(messages=[user("?")], tools=TOOLS), prompt, done, MODEL, "seed")
+    return next_transcript(prompt, done, answer.message(), MODEL)
+
+
+@pytest.mark.parametrize("said", [CALL, f"<think>Hm.</think>{CALL}", "<think>Hm.</think> Yes."])
+def test_append_continues_the_ids_of_an_answer_that_the_template_writes_otherwise(said):
+    """The scripted template writes neither calls nor thinking."""
+    transcript = called(first_turn(messages=[user("one")]), said)
+    call_id = (transcript.messages[-1].tool_calls or [{"id": "x"}])[0]["id"]
+    result = {"role": "tool", "content": "blue", "tool_call_id": call_id}
+    prompt = append(transcript, messages=[result])
+    assert prompt.rendered_anew is None
+    assert prompt.ids == (*transcript.token_ids, *CODEC.encode_rendered("\n\x01tool\nblue\x00\n\x01assistant\n"))
+    again = called(prompt, said)
+    assert append(again, messages=[user("two")]).ids[: len(again.token_ids)] == again.token_ids
+    sent_back = first_turn(messages=[user("one"), transcript.messages[-1].as_generated(), result])
+    assert replaced_version(sent_back, AgentVersion("a", 1, transcript)) is None
+
+
+class Rewriting(ScriptedTokenizer):
+    """Writes a tool's result in another form after a call than after text, as templates may."""
+
+    def render(self, messages, **options):
+        has_call = any(message.tool_calls for message in messages)
+        return super().render(messages, **options) + ("(after a call)" if has_call else "")
+
+
+class Refusing(ScriptedTokenizer):
+    """Refuses an answer that quotes a call as text."""
+
+    def render(self, messages, **options):
+        if any("<tool_call>" in (message.content or "") for message in messages):
+            raise TemplateError("no call before the result")
+        return super().render(messages, **options)
+
+
+@pytest.mark.parametrize("codec", [Rewriting(), Refusing()])
+def test_a_template_that_needs_the_calls_is_given_them_and_the_conversation_is_encoded_anew(codec):
+    transcript = called(first_turn(messages=[user("one")]), CALL)
+    asked = request(messages=[{"role": "tool", "content": "blue"}], context="append")
+    prompt = build_prompt(asked, transcript, MODEL, codec)
+    assert prompt.rendered_anew == "template_rewrote_history"
+    assert prompt.ids == tuple(
+        codec.encode_rendered(
+            codec.render(prompt.messages, add_generation_prompt=True, tools=None, template_kwargs=None)
+        )
+    )
+
+
+def test_tools_that_may_not_be_called_are_not_shown_to_the_model():
+    class Noting(ScriptedTokenizer):
+        seen: ClassVar[list] = []
+
+        def render(self, messages, **options):
+            self.seen.append(options["tools"])
+            return super().render(messages, **options)
+
+    for choice in ("none", "auto", None):
+        build_prompt(request(messages=[user("?")], tools=TOOLS, tool_choice=choice), None, MODEL, Noting())
+    assert Noting.seen == [None, tuple(TOOLS), tuple(TOOLS)]
+
+
+def test_a_template_that_opens_the_thinking_is_noticed():
+    class Opening(ScriptedTokenizer):
+        def render(self, messages, **options):
+            return super().render(messages, **options) + "<think>\n"
+
+    prompt = build_prompt(request(messages=[user("?")]), None, MODEL, Opening())
+    assert prompt.opened == "<think>\n"
+    assert first_turn(messages=[user("?")]).opened == ""

@@ -7,6 +7,7 @@ from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, generated, loaded_job
 
 from stoker_shared.result import CacheReport
+from stoker_worker.pipeline.answer import read_answer
 from stoker_worker.pipeline.results import build_result, cache_report
 from stoker_worker.ports import GenerationTiming, Restored, RestoredPrefix
 
@@ -34,7 +35,8 @@ def test_the_wait_for_the_engine_counts_toward_the_first_token():
     enqueued_at = job.claimed.enqueued_at
     job.submitted_at = enqueued_at + 1.0
     done = generated(timing=GenerationTiming(waited_s=0.25, prefill_s=0.5, decode_s=0.125)).completion
-    timing = build_result(job, done, MODEL, CacheReport()).timing
+    answer = read_answer(job.request, job.prompt, done, MODEL, "seed")
+    timing = build_result(job, done, [answer], MODEL, CacheReport()).timing
     assert timing.first_token_s == pytest.approx(1.75, abs=1e-3)
     assert (timing.prefill_s, timing.decode_s) == (0.5, 0.125)
     assert timing.total_s <= time.time() - enqueued_at + 1e-3

@@ -1,5 +1,6 @@
 """The life of the process: all stages together, and its message if it ends before it is ready."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,9 @@ from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import TIMEOUT_S
 
+from stoker_shared import build_request
 from stoker_shared.errors import EngineFailed, QueueHeld, RedisUnavailable
+from stoker_shared.result import GenerationResult
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.pipeline.worker import Worker
 from stoker_worker.ports import Busy, ClaimedJob
@@ -278,3 +281,26 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_when_jobs_are_given_back() 
     stopped_after(Worker(settings, queue, InMemoryAgentStore(), fast()), queue, lambda: None)
     assert queue.is_stuck.is_set()
     assert queue.state("long") == "started"  # recovery takes it up
+
+
+def test_an_agent_calls_a_tool_and_goes_on_with_its_result() -> None:
+    queue, store = InMemoryQueue(), InMemoryAgentStore()
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    call = '<think>Hm.</think><tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>'
+
+    def run(job_id: str, message: dict[str, str]) -> Any:
+        fields = {"agent_id": "a", "context": "append", "tools": tools, "messages": [message], "max_tokens": 200}
+        queue.enqueue(job_id=job_id, request=build_request(fields))
+        Worker(read_settings({"burst": True, "poll_s": 0.001}), queue, store, fast()).run()
+        return GenerationResult.model_validate(queue.entries[job_id].result)
+
+    asked = run("1", {"role": "user", "content": f"say {call}"})
+    assert (asked.finish_reason, asked.text, asked.content, asked.reasoning) == ("tool_calls", call, "", "Hm.")
+    assert asked.usage.reasoning_tokens == len("Hm.")
+    assert asked.tool_calls is not None
+    (made,) = asked.tool_calls
+    assert json.loads(made.function.arguments) == {"at": "sky"}
+    told = run("2", {"role": "tool", "content": "say blue", "tool_call_id": made.id})
+    assert (told.finish_reason, told.content, told.tool_calls) == ("stop", "blue", None)
+    assert told.cache.miss_reason is None
+    assert told.usage.cached_tokens >= asked.usage.prompt_tokens + asked.usage.completion_tokens - 1

@@ -36,20 +36,19 @@ def assemble(
         draft_ngram: whether rows may get drafts, where the mode is in rows and all layers are full attention.
         watch: wraps each generator that the engine makes; a trial observes it there.
     """
-    eos_ids, batching = loaded.tokenizer.eos_ids, loaded.mode.batching
+    batching = loaded.mode.batching
     if batching in (Batching.ONE_AT_A_TIME, Batching.AS_MLX_LM):
         max_batch = max_prefilling = 1
         chunk_tokens = REFERENCE_CHUNK_TOKENS if batching == Batching.AS_MLX_LM else None
-        make: Callable[[], Generator] = partial(SingleGenerator, model, eos_ids=eos_ids, chunk_tokens=chunk_tokens)
+        make: Callable[[], Generator] = partial(SingleGenerator, model, chunk_tokens=chunk_tokens)
     elif batching == Batching.ROWS:
         max_prefilling = MOST_PREFILLING
-        make = partial(RowsGenerator, model, loaded.spec, eos_ids=eos_ids, draft_ngram=draft_ngram)
+        make = partial(RowsGenerator, model, loaded.spec, draft_ngram=draft_ngram)
     else:
         max_prefilling = 1 if batching == Batching.SINGLE_PREFILL else MOST_PREFILLING
         make = partial(
             BatchedGenerator,
             model,
-            eos_ids=eos_ids,
             max_batch=max_batch,
             max_prefilling=max_prefilling,
             max_chunk_tokens=prefill_tokens,

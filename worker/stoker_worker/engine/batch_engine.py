@@ -8,21 +8,21 @@ and new cache bytes.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
 
-from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
+from stoker_shared.errors import BlockPoolTooSmall, EngineFailed, RequestError
 from stoker_worker.engine.batch_width import BatchWidth
 from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.cache_transfer import cache_to_save, prefix_to_caches, take_snapshot
+from stoker_worker.engine.cache_transfer import cache_to_save, take_snapshot
 from stoker_worker.engine.generator import Generator, Prefilled, TokenOutput
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.engine.prefill_budget import PrefillBudget
-from stoker_worker.engine.sampling import SequenceSampling, token_logprob
+from stoker_worker.engine.prompt_scores import MOST_TOKENS
+from stoker_worker.engine.sampling import token_logprob
 from stoker_worker.engine.scheduler import ConcurrentScheduler
 from stoker_worker.engine.sequence import Sequence
-from stoker_worker.engine.stop_scanner import StopScanner
+from stoker_worker.engine.sequence_maker import SequenceMaker
 from stoker_worker.ports import CompletedGeneration, GenerationEnginePort, GenerationWork, LoadedModel, SequenceProgress
 
 _MOST_BREAKS: Final = 2
@@ -54,13 +54,12 @@ class BlockPoolBatchEngine(GenerationEnginePort):
             max_batch, max_prefilling: most sequences in the batch, and of those in prefill.
             shares_beginnings: whether prompts that begin alike are prefilled once.
         """
-        self._model = model
         self._spec = loaded.spec
-        self._has_memory = loaded.has_memory
         self._tokenizer = loaded.tokenizer.fork()
+        self._sequences = SequenceMaker(model, loaded, self._tokenizer)
         self._make_generator = make_generator
         self._generator = make_generator()
-        self._pool = pool
+        self._pool = self.kv = pool
         self._kv_cost = kv_cost
         self._budget = budget
         self._width = BatchWidth(max_batch)
@@ -85,19 +84,13 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         return "" if sequence is None else sequence.text(self._tokenizer)
 
     def submit(self, work: GenerationWork) -> int:
-        request, n_tokens = work.request, len(work.prompt_ids) + work.request.max_tokens
+        n_tokens = len(work.prompt_ids) + work.request.max_tokens
         if self._kv_cost.sequence_blocks(n_tokens) > self._pool.total:
             raise BlockPoolTooSmall(
                 f"prompt + max_tokens is {n_tokens} tokens; this worker's KV memory holds "
                 f"{self._kv_cost.longest_sequence(self._pool.total)} (--kv-max-bytes)"
             )
-        stops = StopScanner(self._tokenizer, request.stop) if request.stop else None
-        if not self._has_memory:
-            work = replace(work, save_from=None)
-        prefix, work = work.prefix, replace(work, prefix=None)
-        sequence = Sequence(uid=self._next_uid, work=work, sampling=SequenceSampling(request), stops=stops)
-        if prefix is not None:  # here, because a fault in it must end no other sequence
-            sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._spec))
+        sequence = self._sequences.make(self._next_uid, work)  # a fault in its prefix must end no other sequence
         self._next_uid += 1
         self._scheduler.waiting.add(sequence)
         return sequence.uid
@@ -110,9 +103,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         ended: list[CompletedGeneration] = []
         try:
             ended.extend(self._step())
-        except (
-            Exception
-        ) as error:  # out of memory, or a fault in a kernel: in any case the caches cannot be trusted now
+        except Exception as error:  # out of memory, or a fault in a kernel: the caches cannot be trusted now
             ended.extend(self._start_over(error))
         return ended
 
@@ -120,9 +111,7 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         sequence = self._sequence(uid)
         if sequence is None:
             return None
-        if sequence.generator_uid is not None:
-            self._generator.remove(sequence.generator_uid)
-        self._scheduler.drop(sequence)
+        self._remove(sequence)
         return sequence.completion("cancelled", self._tokenizer)
 
     def close(self) -> None:
@@ -138,12 +127,18 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         while (victim := scheduler.victim()) is not None:
             yield from self._preempt(victim)
         scheduler.let_in(self._generator)
+        for sequence in scheduler.prefilled():
+            assert sequence.generator_uid is not None
+            sequence.ended_by = "length"
+            yield self._end(sequence, self._generator.take_out(sequence.generator_uid).caches)
         decoding, prefilling = len(scheduler.decoding), len(scheduler.prefilling)
         if not decoding and not prefilling:
             return
         chunk = 0
         if prefilling:
             chunk = self._budget.chunk_tokens(decoding=decoding, prefilling=prefilling, waiting=len(scheduler.waiting))
+            if any(sequence.scorer is not None for sequence in scheduler.prefilling.values()):
+                chunk = min(chunk, MOST_TOKENS // prefilling)
         began = time.perf_counter()
         prefilled, outputs = self._generator.next(chunk)
         self._measure(time.perf_counter() - began, decoding, prefilled)
@@ -169,7 +164,9 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         for at in prefilled:
             sequence = scheduler.prefilling[at.uid]
             sequence.n_prefilled = at.n_tokens
-            if at.at_prompt_end:
+            if sequence.error is not None:
+                yield self._failed(sequence, sequence.error)
+            elif at.at_prompt_end:
                 scheduler.decoding[at.uid] = scheduler.prefilling.pop(at.uid)
                 if sequence.ended_by is not None:  # its last token was output when it was preempted, and is cached now
                     yield self._end(sequence, None)
@@ -189,17 +186,15 @@ class BlockPoolBatchEngine(GenerationEnginePort):
                 if sequence.ended_by is not None:
                     yield self._end(sequence, new[-1].caches, len(new) - n_done)
                     break
-            if sequence.ended_by is None and sequence.sampling.error is not None:
-                self._generator.remove(uid)
-                self._scheduler.drop(sequence)
-                yield self._failed(sequence, sequence.sampling.error)
+            if sequence.ended_by is None and sequence.error is not None:
+                yield self._failed(sequence, sequence.error)
 
     def _add(self, sequence: Sequence, token: int, logprobs: Any) -> None:
         request = sequence.work.request
         if request.logprobs:
             n_top = request.top_logprobs or 0
             sequence.logprobs.append(token_logprob(token, logprobs, n_top=n_top, tokenizer=self._tokenizer))
-        sequence.add(token, self._tokenizer.eos_ids)
+        sequence.add(token)
 
     def _preempt(self, victim: Sequence) -> Iterator[CompletedGeneration]:
         """Take a sequence out of the batch with its state; it comes back as if it had never left."""
@@ -226,8 +221,14 @@ class BlockPoolBatchEngine(GenerationEnginePort):
         self._scheduler.drop(sequence)
         return sequence.completion("finished", self._tokenizer, cache=cache)
 
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.generator_uid is not None:
+            self._generator.remove(sequence.generator_uid)
+        self._scheduler.drop(sequence)
+
     def _failed(self, sequence: Sequence, error: Exception) -> CompletedGeneration:
-        failed = EngineFailed(f"{type(error).__name__}: {error}")
+        self._remove(sequence)
+        failed = error if isinstance(error, RequestError) else EngineFailed(f"{type(error).__name__}: {error}")
         return sequence.completion("failed", self._tokenizer, error=failed)
 
     def _start_over(self, error: Exception) -> Iterator[CompletedGeneration]:

@@ -8,10 +8,15 @@ from collections.abc import Hashable
 
 
 class BlockPool:
-    """`total` blocks, given to holders. Every call takes the same time, however many blocks there are."""
+    """`total` blocks, given to holders. Every call takes the same time, however many blocks there are.
+
+    Attributes:
+        preemptions: how often a sequence had to give its blocks back before its end.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.preemptions = 0
         self._held: dict[Hashable, int] = {}
         self._used = 0
 

@@ -59,13 +59,13 @@ def _state_to_mlx(state: LayerState, layer: LayerSpec, n_tokens: int, spec: Mode
 
 def cache_to_save(sequence: Sequence, caches: list[Any], spec: ModelCacheSpec) -> CacheSlice | None:
     """The cache of a finished sequence up to its last kept token; ``None`` when none is to be saved."""
-    start = sequence.work.save_from
-    if start is None:
+    start, stop = sequence.work.save_from, sequence.n_to_save
+    if start is None or not stop:
         return None
     snapshots = sequence.snapshots
     if spec.snapshot_layers and sequence.n_kept == len(sequence.generated):  # a window cannot be cut to a stop string
-        snapshots = [*snapshots, take_snapshot(caches, sequence.n_tokens, spec)]
-    return slice_caches(caches, start, sequence.n_prompt + sequence.n_kept, spec, tuple(snapshots))
+        snapshots = [*snapshots, take_snapshot(caches, stop, spec)]
+    return slice_caches(caches, start, stop, spec, tuple(snapshots))
 
 
 def slice_caches(

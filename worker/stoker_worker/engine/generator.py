@@ -1,10 +1,14 @@
 """The generator's interface: sequences run through a model, one token per step. Pure; engine thread.
 
-Owns the values that cross between the engine and a generator. `BatchedGenerator` and `SingleGenerator` implement it.
+Owns the values that cross between the engine and a generator. `RowsGenerator`, `BatchedGenerator` and `SingleGenerator`
+implement it.
 """
 
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from stoker_shared.result import PromptLogprobs
+from stoker_worker.ports import AnswerGuide
 
 
 class Sampling(Protocol):
@@ -17,6 +21,18 @@ class Sampling(Protocol):
     def start(self, n_drawn: int) -> None: ...
 
 
+class Scorer(Protocol):
+    """Scores the prompt of one sequence: `PromptScorer`, without MLX's types."""
+
+    error: Exception | None
+
+    @property
+    def n_reusable(self) -> int: ...
+    def restart(self) -> None: ...
+    def take(self, logits: Any, n_before: int) -> None: ...
+    def result(self) -> PromptLogprobs: ...
+
+
 @dataclass(frozen=True)
 class SequenceStart:
     """A sequence for the generator.
@@ -25,6 +41,9 @@ class SequenceStart:
         segments: token ids to prefill; the generator reports the end of each segment.
         caches: the model's own caches, holding `cached_ids`; ``None`` for a fresh start.
         prefix: from `Generator.share`: the first of `cached_ids`, which the sequence need not hold itself.
+        guide: at its place after the last token of `segments`.
+        end_ids: a generated token of these is the sequence's last.
+        scorer: gets the logits of the prompt's tokens, but for those of the last one.
     """
 
     segments: list[list[int]]
@@ -34,6 +53,9 @@ class SequenceStart:
     sampler: Any
     processors: Any
     prefix: Any = None
+    guide: AnswerGuide | None = None
+    end_ids: frozenset[int] = frozenset()
+    scorer: Scorer | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.engine.default_width import default_max_batch
+from stoker_worker.models.extras import ModelExtras
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
 from stoker_worker.ports.cache_spec import ModelCacheSpec
@@ -48,6 +49,7 @@ class MlxProvider(ModelProviderPort):
             store_dtype=settings.store_dtype,
             kv_bits=settings.kv_bits,
             digest_cache=digests,
+            extras=self._extras(),
         )
         load_s = time.perf_counter() - began
         loaded = replace(loaded, max_batch=self._max_batch(model, loaded.spec))
@@ -58,6 +60,22 @@ class MlxProvider(ModelProviderPort):
         fingerprint, make_room = in_mode(loaded.fingerprint, mode), partial(MlxRoom, loaded.spec)
         loaded = replace(loaded, mode=mode, fingerprint=fingerprint, make_room=make_room)
         return self._engine(model, loaded), loaded
+
+    def check_paths(self) -> None:
+        """Look for the model's folder and what is added to it, before anything is started.
+
+        Raises:
+            ModelNotLoadable: one is missing or is not what it should be.
+        """
+        from stoker_worker.models.loading import local_folder
+
+        assert self.settings.model is not None
+        local_folder(self.settings.model)
+        self._extras().check()
+
+    def _extras(self) -> ModelExtras:
+        settings = self.settings
+        return ModelExtras(settings.adapter, settings.chat_template, settings.trust_remote_code)
 
     def leave_thread(self) -> None:
         """Clear the thread's streams. MLX 0.32.4 aborts about one process in three at its exit when the streams of a

@@ -7,21 +7,22 @@ of its output. A sequence whose sampling fails goes on greedily for a step, and 
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import TokenLogprob, TopLogprob
+from stoker_worker.engine.logits import LogitsProcessor, make_processors
 from stoker_worker.ports import TokenizerPort
+
+_LEAST: Final = 1e-30
+"""The likeliest token is drawn at this temperature or `top_p`; at much less, float32 would leave no token at all."""
 
 Filter = Callable[[mx.array], mx.array]
 """From normalised log-probabilities (1, vocabulary) to those that may be drawn."""
-
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-"""From the sequence's tokens so far and its logits (1, vocabulary) to logits."""
 
 
 class SequenceSampling:
@@ -32,8 +33,14 @@ class SequenceSampling:
         error: the exception that one of them raised.
     """
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, *, n_prompt: int, end_ids: frozenset[int]) -> None:
+        """
+        Args:
+            n_prompt, end_ids: see `make_processors`.
+        """
         self._request = request
+        self._n_prompt = n_prompt
+        self._end_ids = end_ids
         self._seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.error: Exception | None = None
         self.sampler: _Guarded | None = None
@@ -44,7 +51,8 @@ class SequenceSampling:
         """Make the callables for a sequence that has generated `n_drawn` tokens."""
         sampler = make_sampler(self._request, self._seed, n_drawn)
         self.sampler = None if sampler is None else _Guarded(self, sampler)
-        self.processors = [partial(self._process, processor) for processor in make_processors(self._request)]
+        processors = make_processors(self._request, self._n_prompt, self._end_ids)
+        self.processors = [partial(self._process, processor) for processor in processors]
 
     def _process(self, processor: LogitsProcessor, tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -65,12 +73,13 @@ class Sampler:
 
     def __init__(self, filters: Sequence[Filter], temperature: float, seed: int, n_drawn: int) -> None:
         self._filters = filters
-        self._inverse_temperature = 1.0 / temperature
+        self._inverse_temperature = 1.0 / max(temperature, _LEAST)
         self._seed = seed
         self._n_drawn = n_drawn
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """From normalised log-probabilities (1, vocabulary) to a token id (1,)."""
+        logprobs = logprobs.astype(mx.float32)  # in float16, a temperature of 0.00001 makes all of them minus infinity
         for keep_likely in self._filters:
             logprobs = keep_likely(logprobs)
         key = _key(self._seed, self._n_drawn)
@@ -109,19 +118,12 @@ def make_sampler(request: GenerationRequest, seed: int, n_drawn: int) -> Sampler
         return None
     filters: list[Filter] = []
     if request.top_p is not None and request.top_p < 1.0:
-        filters.append(partial(apply_top_p, top_p=request.top_p))
+        filters.append(partial(apply_top_p, top_p=max(request.top_p, _LEAST)))
     if request.min_p:
         filters.append(partial(apply_min_p, min_p=request.min_p))
     if request.top_k is not None:
         filters.append(partial(_top_k, k=request.top_k))
     return Sampler(filters, request.temperature, seed, n_drawn)
-
-
-def make_processors(request: GenerationRequest) -> list[LogitsProcessor]:
-    """mlx-lm's own repetition penalty, over its own default of the last 20 tokens, prompt included."""
-    if request.repetition_penalty in (None, 1.0):
-        return []
-    return [make_repetition_penalty(request.repetition_penalty)]
 
 
 def _key(seed: int, index: int) -> mx.array:
@@ -140,18 +142,24 @@ def token_logprob(token_id: int, logprobs: mx.array, *, n_top: int, tokenizer: T
     """The log-probability of a generated token, and those of the `n_top` likeliest in its place.
 
     Args:
-        logprobs: (vocabulary,), evaluated and normalised; after a repetition penalty, before temperature and filters.
+        logprobs: (vocabulary,), evaluated and normalised; after bias, penalties and a guide, before temperature
+            and filters. Tokens that a guide forbids are never among the likeliest.
     """
     values = np.asarray(logprobs.astype(mx.float32))
     likeliest = np.argsort(-values, kind="stable")[:n_top].tolist() if n_top else []
     return TokenLogprob(
-        **_about(token_id, tokenizer),
+        **about_token(token_id, tokenizer),
         logprob=float(values[token_id]),
-        top_logprobs=[TopLogprob(**_about(top, tokenizer), logprob=float(values[top])) for top in likeliest],
+        top_logprobs=[
+            TopLogprob(**about_token(top, tokenizer), logprob=float(values[top]))
+            for top in likeliest
+            if np.isfinite(values[top])
+        ],
     )
 
 
-def _about(token_id: int, tokenizer: TokenizerPort) -> dict[str, Any]:
+def about_token(token_id: int, tokenizer: TokenizerPort) -> dict[str, Any]:
+    """The text of a token and its bytes, as fields of `TopLogprob`."""
     # A token may be part of a character: then its text has a replacement character, and its bytes are not known.
     text = tokenizer.decode([token_id])
     return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}

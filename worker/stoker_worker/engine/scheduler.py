@@ -96,6 +96,11 @@ class ConcurrentScheduler:
         yield from self.prefilling.values()
         yield from self.decoding.values()
 
+    def prefilled(self) -> list[Sequence]:
+        """Sequences in the batch that want no answer, and whose prompt is prefilled. They leave only after others were
+        let in, which may take over their beginnings."""
+        return [sequence for sequence in self.prefilling.values() if sequence.ends_in_prefill]
+
     def by_stage(self) -> Iterator[tuple[Sequence, Stage]]:
         """Every sequence with its stage."""
         in_batch: dict[int, Stage] = {sequence.uid: "prefill" for sequence in self.prefilling.values()}
@@ -107,7 +112,7 @@ class ConcurrentScheduler:
 
     def let_in(self, generator: Generator) -> None:
         """Move waiting sequences into the batch while there is a place and their blocks are free."""
-        while len(self.prefilling) < self._max_prefilling:
+        while len(self.prefilling) - min(self._leaving(), len(self.prefilled())) < self._max_prefilling:
             if len(self.prefilling) + len(self.decoding) - self._leaving() >= self._width.now:
                 break
             self._joining = sequence = self.waiting.take(self._fits)
@@ -135,14 +140,15 @@ class ConcurrentScheduler:
         return max(in_batch, key=lambda sequence: sequence.uid)
 
     def _leaving(self) -> int:
-        """Sequences whose next token is their last: a step ends them before it prefills, so their places are free.
+        """Sequences whose next token is their last, or that want none: a step ends them before it prefills, so their
+        places are free.
 
         Zero while the cause of a broken step is searched: a sequence that breaks the prefill would take its
         neighbour's last token with it, over and over.
         """
         if self._width.is_searching or self._width.most == 1:
             return 0
-        return sum(sequence.n_left <= 1 for sequence in self.decoding.values())
+        return sum(sequence.n_left <= 1 for sequence in self.decoding.values()) + len(self.prefilled())
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether `sequence` may join, with room for its next block. It waits while its beginning is prefilled."""
@@ -198,6 +204,7 @@ class ConcurrentScheduler:
 
     def preempt(self, victim: Sequence) -> None:
         """Let a sequence that was in the batch wait again."""
+        self._pool.preemptions += 1
         self.drop(victim)
         victim.generator_uid = None
         self.waiting.add(victim)

@@ -6,11 +6,13 @@ becomes a failed job.
 
 The answer depends on the last line of the prompt, or of the last message:
 
-* ``say TEXT``: TEXT, then end of sequence;
+* ``say TEXT``: TEXT, then end of sequence; it may hold thinking and calls (see `scripted_answers`);
 * ``fail WHY``: the sequence fails in the engine;
 * ``break WHY``: the engine itself breaks, with every sequence in it;
 * ``crash``: the process kills itself as ``kill -9`` would;
 * anything else: words made from a hash of the whole prompt, until ``max_tokens``.
+
+In a prompt that is scored, every token is as likely as any other.
 """
 
 import hashlib
@@ -18,23 +20,25 @@ import os
 import signal
 import time
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from stoker_shared.errors import EngineFailed, TemplateError
-from stoker_shared.request import Message
+from stoker_shared.message import Message
+from stoker_worker.engine.end_ids import EndIds, check_token_ids
+from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
+from stoker_worker.engine.scripted_cache import cache_of, wrong_prefix
+from stoker_worker.engine.scripted_scores import VOCABULARY, even_scores
 from stoker_worker.engine.sequence import Sequence
 from stoker_worker.engine.stop_scanner import StopScanner
 from stoker_worker.ports import (
-    CacheSlice,
     CompletedGeneration,
     GenerationEnginePort,
     GenerationWork,
     LoadedModel,
     ModelProviderPort,
-    RestoredPrefix,
     SequenceProgress,
     Stage,
 )
@@ -74,7 +78,8 @@ class ScriptedTokenizer:
         template_kwargs: abc.Mapping[str, Any] | None,
     ) -> str:
         spoken = [(message.role, message.content or "") for message in messages]
-        if any(mark in content for _, content in spoken for mark in "\x00\x01"):
+        sent = [content for role, content in spoken if role != "assistant"]  # an answer may have ends in it
+        if any(mark in content for content in sent for mark in "\x00\x01"):
             raise TemplateError("the scripted template does not accept the characters 0 and 1")
         turns = "".join(f"\x01{role}\n{content}\x00\n" for role, content in spoken)
         return turns + ("\x01assistant\n" if add_generation_prompt else "")
@@ -98,13 +103,21 @@ class _Script:
     processors: Any = ()
     error: Exception | None = None
 
-    def __init__(self, work: GenerationWork) -> None:
+    def __init__(self, work: GenerationWork, end_ids: frozenset[int]) -> None:
+        self._min_tokens = work.request.min_tokens
         line = _last_line(work)
         if line.startswith("say "):
-            self.tokens = [*line.removeprefix("say ").encode(), END]
+            self._tokens = [*line.removeprefix("say ").encode(), END]
         else:
             digest = hashlib.sha256(np.asarray(work.prompt_ids, dtype=np.uint32).tobytes()).hexdigest()
-            self.tokens = list("".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode())
+            self._tokens = list("".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode())
+
+        self._endless = [token for token in self._tokens if token not in end_ids] or self._tokens
+
+    def token(self, n_drawn: int) -> int:
+        """The token after the first `n_drawn`; before `min_tokens`, none that ends the answer."""
+        tokens = self._endless if n_drawn < self._min_tokens else self._tokens
+        return int(tokens[n_drawn % len(tokens)])
 
     def start(self, n_drawn: int) -> None:
         """There is nothing to make."""
@@ -137,10 +150,13 @@ class ScriptedEngine(GenerationEnginePort):
         return "" if sequence is None else sequence.text(self._tokenizer)
 
     def submit(self, work: GenerationWork) -> int:
-        uid, script = self._next_uid, _Script(work)
-        stops = StopScanner(self._tokenizer, work.request.stop) if work.request.stop else None
+        uid, request = self._next_uid, work.request
+        check_token_ids(request, VOCABULARY)
+        stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
+        end_ids = EndIds.of(request, self._tokenizer.eos_ids)
+        script = _Script(work, end_ids.all)
         n_reused = work.prefix.n_tokens if work.prefix else 0
-        self._sequences[uid] = Sequence(uid, work, script, stops, n_reused=n_reused)
+        self._sequences[uid] = Sequence(uid, work, script, stops, end_ids, n_reused=n_reused)
         self._scripts[uid] = script
         self._next_uid += 1
         return uid
@@ -169,7 +185,7 @@ class ScriptedEngine(GenerationEnginePort):
         return self._sequences.pop(uid, None)
 
     def _advance(self, sequence: Sequence) -> CompletedGeneration | None:
-        error = _wrong_prefix(sequence.work) if not sequence.generated else None
+        error = wrong_prefix(sequence.work) if not sequence.generated else None
         words = _last_line(sequence.work).split(" ", 1)
         if words == ["crash"]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -179,13 +195,17 @@ class ScriptedEngine(GenerationEnginePort):
             error = EngineFailed(words[-1])
         if error is not None:
             return sequence.completion("failed", self._tokenizer, error=error)
-        sequence.first_token_at = sequence.first_token_at or time.perf_counter()
-        tokens = self._scripts[sequence.uid].tokens
-        sequence.add(tokens[len(sequence.generated) % len(tokens)], self._tokenizer.eos_ids)
-        if sequence.ended_by is None:
-            return None
-        ids = (*sequence.work.prompt_ids, *sequence.generated[: sequence.n_kept])
-        return sequence.completion("finished", self._tokenizer, cache=_cache_of(ids, sequence.work.save_from))
+        ids = sequence.work.prompt_ids[:-1]
+        if sequence.work.request.max_tokens == 0:
+            sequence.ended_by = "length"
+        else:
+            sequence.first_token_at = sequence.first_token_at or time.perf_counter()
+            sequence.add(self._scripts[sequence.uid].token(len(sequence.generated)))
+            if sequence.ended_by is None:
+                return None
+            ids = (*sequence.work.prompt_ids, *sequence.generated[: sequence.n_kept])
+        done = sequence.completion("finished", self._tokenizer, cache=cache_of(ids, sequence.work.save_from))
+        return replace(done, prompt_logprobs=even_scores(sequence.work, self._tokenizer.decode))
 
 
 @dataclass(frozen=True)
@@ -206,6 +226,7 @@ class ScriptedProvider(ModelProviderPort):
             tokenizer=ScriptedTokenizer(),
             mode=ServingMode(Batching.BATCHED),
             max_batch=MaxBatch(self.max_batch),
+            answer_format=SCRIPTED_ANSWERS,
         )
         return ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s), loaded
 
@@ -217,21 +238,3 @@ def _last_line(work: GenerationWork) -> str:
     request = work.request
     text = request.prompt if request.prompt is not None else (request.messages or ())[-1].content or ""
     return text.rsplit("\n", 1)[-1]
-
-
-def _cache_of(token_ids: tuple[int, ...], start: int | None) -> CacheSlice | None:
-    if start is None:
-        return None
-    keys = np.asarray(token_ids, dtype=np.float32).reshape(1, -1, 1)
-    return CacheSlice(start=start, stop=len(token_ids), layers=((keys, -keys),))
-
-
-def _wrong_prefix(work: GenerationWork) -> EngineFailed | None:
-    prefix: RestoredPrefix | None = work.prefix
-    if prefix is None:
-        return None
-    ((keys, values),) = prefix.layers
-    expected = np.asarray(work.prompt_ids[: prefix.n_tokens], dtype=np.float32).reshape(1, -1, 1)
-    if np.array_equal(keys, expected) and np.array_equal(values, -expected):
-        return None
-    return EngineFailed("the restored cache is not that of the prompt's tokens")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker_shared.result import Logprobs, TokenLogprob
-from stoker_worker.engine.generator import Generator, Sampling, SequenceStart
+from stoker_worker.engine.end_ids import EndIds
+from stoker_worker.engine.generator import Generator, Sampling, Scorer, SequenceStart
 from stoker_worker.engine.growing_text import GrowingText
 from stoker_worker.engine.stop_scanner import StopScanner
 from stoker_worker.ports import (
@@ -37,6 +38,7 @@ class Sequence:
         ended_by: how it ended. A sequence whose last token is not yet in its cache stays until it is.
         breaks: how many steps broke while it ran alone.
         n_common: by uid, the tokens with which its prompt and that of another sequence begin alike.
+        scorer: scores its prompt while that is prefilled; ``None`` if nobody asked for it.
         growing: its text, from the first request for it on; a sequence with stop strings has its text in `stops`.
     """
 
@@ -44,6 +46,7 @@ class Sequence:
     work: GenerationWork
     sampling: Sampling
     stops: StopScanner | None
+    end_ids: EndIds
     generator_uid: int | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -56,6 +59,7 @@ class Sequence:
     ended_by: EndedBy | None = None
     breaks: int = 0
     n_common: dict[int, int] = field(default_factory=dict)
+    scorer: Scorer | None = None
     growing: GrowingText | None = None
     submitted_at: float = field(default_factory=time.perf_counter)
     inserted_at: float = 0.0
@@ -64,6 +68,23 @@ class Sequence:
     @property
     def n_prompt(self) -> int:
         return len(self.work.prompt_ids)
+
+    @property
+    def n_reusable(self) -> int:
+        """Most tokens of its prompt that it may take over from others: a model has to see the last one."""
+        return self.n_prompt - 1 if self.scorer is None else min(self.scorer.n_reusable, self.n_prompt - 1)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it cannot go on. What draws its tokens does not count once it has them all."""
+        drawing = (self.sampling, self.work.guide) if self.ended_by is None else ()
+        errors = (source.error for source in (*drawing, self.scorer) if source is not None)
+        return next((error for error in errors if error is not None), None)
+
+    @property
+    def ends_in_prefill(self) -> bool:
+        """Whether all is known that is wanted of it, without any answer."""
+        return self.work.request.max_tokens == 0 and self.n_cached + self.n_prefilled >= self.n_prompt - 1
 
     @property
     def n_shared(self) -> int:
@@ -82,8 +103,25 @@ class Sequence:
 
     @property
     def n_kept(self) -> int:
-        """Tokens of its answer that belong to the transcript: all, or those before a stop string."""
-        return self.stops.cut()[1] if self.stops and self.ended_by == "stop" else len(self.generated)
+        """Tokens of its answer that belong to the transcript: all, or those before a stop string or a stop token."""
+        if self.ended_by != "stop":
+            return len(self.generated)
+        return len(self.generated) - 1 if self._scanner_that_found is None else self._scanner_that_found.cut()[1]
+
+    @property
+    def _scanner_that_found(self) -> StopScanner | None:
+        """`stops`, if a stop string ended the sequence."""
+        return self.stops if self.stops is not None and self.stops.has_found else None
+
+    @property
+    def _ids_of_text(self) -> list[int]:
+        """Its tokens without the one that ended it."""
+        return self.generated[:-1] if self.ended_by in ("eos", "stop") else self.generated
+
+    @property
+    def n_to_save(self) -> int:
+        """Tokens whose cache may be saved once it has ended: a prompt without an answer is not fed its last one."""
+        return self.n_prompt + self.n_kept - (self.work.request.max_tokens == 0)
 
     @property
     def wants_snapshot(self) -> bool:
@@ -103,6 +141,8 @@ class Sequence:
 
     def join(self, generator: Generator) -> None:
         """Go into the generator, with the tokens that its caches do not hold."""
+        if self.work.guide is not None:
+            self.work.guide.start(self.generated)
         ids = [*self.work.prompt_ids, *self.generated]
         # Cut just before the prompt's last token: there a snapshot is taken.
         cut = max(self.n_cached, self.n_prompt - 1)
@@ -115,6 +155,9 @@ class Sequence:
                 sampler=self.sampling.sampler,
                 processors=self.sampling.processors,
                 prefix=self.prefix,
+                guide=self.work.guide,
+                end_ids=self.end_ids.all,
+                scorer=self.scorer,
             )
         )
         self.caches, self.n_prefilled = None, 0
@@ -125,13 +168,15 @@ class Sequence:
         self.snapshots.clear()
         self.n_common.clear()
         self.sampling.start(len(self.generated))
+        if self.scorer is not None:
+            self.scorer.restart()
 
-    def add(self, token: int, eos_ids: frozenset[int]) -> None:
+    def add(self, token: int) -> None:
         """Add `token` to the answer, and note whether the sequence ends with it."""
         self.generated.append(token)
-        if token in eos_ids:
+        if token in self.end_ids.eos:
             self.ended_by = "eos"
-        elif self.stops and self.stops.add(token):
+        elif token in self.end_ids.stop or (self.stops and self.stops.add(token)):
             self.ended_by = "stop"
         elif self.n_left <= 0:
             self.ended_by = "length"
@@ -141,8 +186,7 @@ class Sequence:
         if self.stops is not None:
             return self.stops.text
         self.growing = self.growing or GrowingText(tokenizer)
-        ended = bool(self.generated) and self.generated[-1] in tokenizer.eos_ids
-        self.growing.add(self.generated[self.growing.n_tokens : len(self.generated) - ended])
+        self.growing.add(self._ids_of_text[self.growing.n_tokens :])
         return self.growing.text
 
     def progress(self, stage: Stage) -> SequenceProgress:
@@ -157,14 +201,15 @@ class Sequence:
         error: Exception | None = None,
     ) -> CompletedGeneration:
         """Its end, as the engine's caller gets it."""
-        ids, finished, carry_text = self.generated, outcome == "finished", ""
-        text = tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids)
-        if finished and self.stops and self.ended_by == "stop":
-            text, _, carry_text = self.stops.cut()
+        finished, carry_text = outcome == "finished", ""
+        if finished and self._scanner_that_found is not None:
+            text, _, carry_text = self._scanner_that_found.cut()
+        else:
+            text = tokenizer.decode(self._ids_of_text)
         return CompletedGeneration(
             uid=self.uid,
             outcome=outcome,
-            generated_ids=tuple(ids),
+            generated_ids=tuple(self.generated),
             text=text,
             ended_by=self.ended_by if finished else None,
             kept=self.n_kept if finished else 0,
@@ -172,6 +217,7 @@ class Sequence:
             cache=cache,
             cached_tokens=self.n_reused,
             logprobs=Logprobs(content=self.logprobs) if self.logprobs else None,
+            prompt_logprobs=self.scorer.result() if self.scorer is not None and finished else None,
             timing=self._timing(),
             error=error,
         )

@@ -61,13 +61,14 @@ def shared_beginning(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginni
 
 
 def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
-    """Common tokens, without the last one of either prompt, which is never prefilled; 0 if fewer than `least`.
+    """Common tokens, without the last one of the other prompt, which is never prefilled, and without those that
+    `waiting` has to prefill itself; 0 if fewer than `least`.
 
     By halves, because comparing slices is much faster than comparing tokens.
     """
     if (known := waiting.n_common.get(other.uid)) is None:
         ours, theirs = waiting.work.prompt_ids, other.work.prompt_ids
-        same, most = 0, min(len(ours), len(theirs)) - 1
+        same, most = 0, min(waiting.n_reusable, len(theirs) - 1)
         if most >= least and ours[least - 1] == theirs[least - 1] and ours[:least] == theirs[:least]:
             same = least
             while same < most:

@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
+from stoker_worker.engine.guiding import guided
 
 REFERENCE_CHUNK_TOKENS: Final = 2048
 """The chunk size of `mlx_lm.generate`'s prefill."""
@@ -19,13 +20,12 @@ REFERENCE_CHUNK_TOKENS: Final = 2048
 class SingleGenerator:
     """Holds one sequence; the engine inserts no second one."""
 
-    def __init__(self, model: Any, *, eos_ids: frozenset[int], chunk_tokens: int | None = None) -> None:
+    def __init__(self, model: Any, *, chunk_tokens: int | None = None) -> None:
         """
         Args:
             chunk_tokens: prefill in chunks of this size, whatever `next` is given.
         """
         self._model = model
-        self._eos_ids = eos_ids
         self._chunk_tokens = chunk_tokens
         self._uid = -1
         self._start: SequenceStart | None = None
@@ -57,11 +57,12 @@ class SingleGenerator:
         if is_last and len(segment) == 1:
             self._feed(segment)
             self._segments.clear()
-            self._sample(start)
+            self._sample(start, None)
             return [self._prefilled(start, at_segment_end=True, at_prompt_end=True)], []
         # The very last token of the prompt gives the first logits.
         n = min(self._chunk_tokens or chunk_tokens, len(segment) - is_last)
         self._feed(segment[:n])
+        mx.eval(self._logits)
         del segment[:n]
         if not segment:
             self._segments.pop(0)
@@ -93,14 +94,19 @@ class SingleGenerator:
 
     def _feed(self, ids: list[int]) -> None:
         logits = self._model(mx.array([ids]), cache=self._caches)
+        if self._start is not None and self._start.scorer is not None:
+            self._start.scorer.take(logits[0], len(self._tokens))
         self._logits = logits[:, -1, :]
-        mx.eval(self._logits, [cache.state for cache in self._caches])
+        mx.async_eval(self._logits, [cache.state for cache in self._caches])  # type: ignore[no-untyped-call]
         self._tokens += ids
 
-    def _sample(self, start: SequenceStart) -> None:
+    def _sample(self, start: SequenceStart, fed: int | None) -> None:
+        """Draw the token after `fed`, the answer's newest; ``None`` after the prompt."""
         logits = self._logits
         for processor in start.processors:
             logits = processor(mx.array(self._tokens), logits)
+        if start.guide is not None:
+            logits = guided(logits, [(0, start.guide, fed)])
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = start.sampler(logprobs) if start.sampler else mx.argmax(logprobs, axis=-1)
         mx.eval(token, logprobs)
@@ -109,9 +115,9 @@ class SingleGenerator:
     def _output(self, start: SequenceStart, token: int) -> TokenOutput:
         logprobs = self._logprobs
         self._feed([token])
-        self._sample(start)
+        self._sample(start, token)
         self._n_generated += 1
-        is_last = token in self._eos_ids or self._n_generated >= start.max_tokens
+        is_last = token in start.end_ids or self._n_generated >= start.max_tokens
         output = TokenOutput(self._uid, token, logprobs, self._caches if is_last else None)
         if is_last:
             self.close()

@@ -12,12 +12,22 @@ from stoker_worker.ports import TokenizerPort
 class StopScanner:
     """Takes token ids, and finds the first stop string in their text and the place to cut."""
 
-    def __init__(self, tokenizer: TokenizerPort, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TokenizerPort, stops: Sequence[str], *, min_tokens: int = 0) -> None:
+        """
+        Args:
+            min_tokens: as at vLLM, a stop string does not count if the first so many tokens complete it.
+        """
+        self._min_tokens = min_tokens
         self._growing = GrowingText(tokenizer)
         self._stops = tuple(stops)
         self._overlap = max(len(stop) for stop in stops) - 1
         self._boundaries: list[tuple[int, int]] = [(0, 0)]  # (tokens, characters) at every whole-character point
         self._cut: int | None = None
+
+    @property
+    def has_found(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._cut is not None
 
     @property
     def text(self) -> str:
@@ -30,11 +40,15 @@ class StopScanner:
 
     def add(self, token_id: int) -> bool:
         """Take one more token; ``True`` once a stop string is complete."""
-        search_from = max(0, len(self._growing.text) - self._overlap)
+        n_before = len(self._growing.text)
         if not self._growing.add([token_id]):
             return False
         self._boundaries.append((self._growing.n_tokens, len(self._growing.text)))
-        found = [at for stop in self._stops if (at := self._growing.text.find(stop, search_from)) >= 0]
+        if self._growing.n_tokens <= self._min_tokens:
+            return False
+        # Each from its own length before the new text: one that the text had already did not count.
+        ends = ((stop, max(0, n_before - len(stop) + 1)) for stop in self._stops)
+        found = [at for stop, start in ends if (at := self._growing.text.find(stop, start)) >= 0]
         self._cut = min(found, default=None)
         return self._cut is not None
 

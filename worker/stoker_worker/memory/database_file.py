@@ -85,7 +85,7 @@ def open_database(
             raise StoreUnusable(f"there is no store at {folder}")
         make()
     with refused_if_damaged(folder / NAME):
-        format_ = _check(folder)
+        format_ = format_of(folder)
         database = Database(folder, connector)
         try:
             for step in range(format_, schema.FORMAT):
@@ -136,9 +136,9 @@ def seal_tables(connection: Connection) -> None:
     connection.execute("UPDATE store SET tables = ?", (_digest(connection),))
 
 
-def _check(folder: Path) -> int:
-    """The format. Over a connection that cannot write: one that could would move a damaged log into the database when
-    it closes, as far as SQLite can read it, and delete it.
+def format_of(folder: Path) -> int:
+    """The format of a store's database, if it is whole. Over a connection that cannot write: one that could
+    would move a damaged log into the database when it closes, as far as SQLite can read it, and delete it.
 
     Raises:
         StoreUnusable, Damaged, DatabaseFailed: as `open_database`.

@@ -33,7 +33,7 @@ class Lookup:
     Attributes:
         prompt: with the model's fingerprint and the job's salt.
         agent: ``None`` for a job without one.
-        max_tokens: most tokens of the answer.
+        max_tokens: most tokens that come after the prompt.
         is_saved: whether the engine hands the cache back, for the turn to be saved.
         n_readers: threads that may read.
     """

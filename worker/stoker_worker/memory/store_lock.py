@@ -45,8 +45,7 @@ class StoreLock:
             time.sleep(_PROBE_S)  # `is_in_use` may have had it for a moment
             has_it = _try_lock(lock)
         if not has_it:
-            holder = os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
-            in_use = f"the store folder {path} is in use by {holder}"
+            in_use = f"the store folder {path} is in use by {_named_in(lock)}"
             if not wait:
                 raise StoreUnusable(in_use) from None
             _log.info("standing by: %s", in_use)
@@ -62,6 +61,23 @@ def is_in_use(path: Path) -> bool:
         return not _try_lock(lock)
     finally:
         os.close(lock)
+
+
+def holder_of(path: Path) -> str | None:
+    """The process that has the store's `StoreLock`, as ``pid N on HOST``; ``None``: no process. Makes no file. Raises
+    `OSError`."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return None if _try_lock(lock) else _named_in(lock)
+    finally:
+        os.close(lock)
+
+
+def _named_in(lock: int) -> str:
+    return os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
 
 
 def _try_lock(lock: int) -> bool:

@@ -14,10 +14,11 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.memory.block_chain import common_length
 from stoker_worker.memory.checksum import Damaged, row_checksum
 from stoker_worker.ports import CachedPrefix, EndedBy, Transcript
+from stoker_worker.ports.own_message import StoredMessage
 
 FULL_EVERY: Final = 16
 
@@ -65,7 +66,8 @@ def answer_until(about: str) -> float:
         raise Damaged("its content is not a version") from None
 
 
-_MESSAGES: Final[TypeAdapter[tuple[Message, ...]]] = TypeAdapter(tuple[Message, ...])
+_MESSAGE: Final[TypeAdapter[StoredMessage]] = TypeAdapter(StoredMessage)
+_MESSAGES: Final[TypeAdapter[tuple[StoredMessage, ...]]] = TypeAdapter(tuple[StoredMessage, ...])
 _ABOUT: Final = TypeAdapter(About)
 
 
@@ -191,7 +193,7 @@ def _messages_of(text: str) -> tuple[Message, ...]:
     try:
         return _MESSAGES.validate_json(text)
     except ValidationError:  # it knows no lone surrogates, which a tool call may hold
-        return tuple(Message.model_validate(fields) for fields in json.loads(text))
+        return tuple(_MESSAGE.validate_python(fields) for fields in json.loads(text))
 
 
 def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> int:

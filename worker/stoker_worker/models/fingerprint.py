@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
+from stoker_worker.models.extras import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_EXTRAS, ModelExtras
 from stoker_worker.models.memo_file import read_memo, write_memo
 from stoker_worker.ports.serving_mode import ServingMode
 
@@ -42,11 +43,14 @@ class ModelFolder:
     def tokenizer_fingerprint(self, chat_template: str) -> str:
         """Hex SHA-256 over the tokenizer's files and the chat template."""
         files = sorted({file for pattern in _TOKENIZER_FILES for file in self.path.glob(pattern)})
-        parts = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        parts = {file.name: _sha256(file) for file in files}
         return _digest({"files": parts, "chat_template": chat_template})
 
-    def model_fingerprint(self, *, tokenizer_fingerprint: str, cache_spec: str, dtype: str) -> str:
-        """Hex SHA-256 over weights, config, tokenizer and template, cache layout and dtype.
+    def model_fingerprint(
+        self, *, tokenizer_fingerprint: str, cache_spec: str, dtype: str, extras: ModelExtras = NO_EXTRAS
+    ) -> str:
+        """Hex SHA-256 over weights, config, tokenizer and template, cache layout and dtype; with an adapter or trusted
+        code, over these too.
 
         Args:
             cache_spec: `ModelCacheSpec.describe()`.
@@ -54,13 +58,23 @@ class ModelFolder:
         """
         # Exactly the files that mlx-lm loads weights from.
         weights = sorted(self.path.glob("model*.safetensors"))
-        parts = {
-            "weights": dict(zip((file.name for file in weights), self._weight_digests(weights), strict=True)),
-            "config": json.loads((self.path / "config.json").read_text(encoding="utf-8")),
+        adapter = extras.adapter_folder
+        files = {file.name: file for file in weights}
+        if adapter:
+            files[ADAPTER_WEIGHTS] = adapter / ADAPTER_WEIGHTS
+        digests = dict(zip(files, self._weight_digests([*files.values()]), strict=True))
+        parts: dict[str, Any] = {
+            "weights": {file.name: digests[file.name] for file in weights},
+            "config": _read_json(self.path / "config.json"),
             "tokenizer": tokenizer_fingerprint,
             "cache": cache_spec,
             "dtype": dtype,
         }
+        if adapter:
+            parts["adapter"] = {"weights": digests[ADAPTER_WEIGHTS], "config": _read_json(adapter / ADAPTER_CONFIG)}
+        if extras.trust_remote_code:
+            code = sorted(self.path.rglob("*.py"))
+            parts["code"] = {str(file.relative_to(self.path)): _sha256(file) for file in code}
         return _digest(parts)
 
     def _weight_digests(self, files: Sequence[Path]) -> list[str]:
@@ -77,6 +91,14 @@ class ModelFolder:
         if any(known.get(path) != entry for path, entry in fresh.items()):
             write_memo(self.memo, {**known, **fresh})
         return [str(fresh[path]["xxh3_128"]) for path in paths]
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _xxh3_128(file: Path) -> str:

@@ -1,6 +1,6 @@
 """Finds and loads a model: its folder, dtype and identity. Owns no state; engine thread, which owns everything MLX.
 
-MLX is imported by `load_model` only. Code that comes with a model is never run.
+MLX is imported by `load_model` only. Code that comes with a model runs only if its operator trusts it (`extras.py`).
 """
 
 import logging
@@ -11,7 +11,10 @@ from typing import Any, Final, Literal
 
 from stoker_shared.error_line import one_line
 from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.models.answer_formats import answer_format
+from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, reason_of
 from stoker_worker.models.fingerprint import ModelFolder
+from stoker_worker.models.guides.maker import GrammarGuides
 from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import ModelCacheSpec, StoreDtype
@@ -37,6 +40,7 @@ def load_model(
     store_dtype: StoreDtype = "native",
     kv_bits: int | None = None,
     digest_cache: Path | None = None,
+    extras: ModelExtras = NO_EXTRAS,
 ) -> tuple[Any, LoadedModel]:
     """Load a model, and describe it for the rest of the worker, except its mode.
 
@@ -45,6 +49,7 @@ def load_model(
         store_dtype: precision of cache blocks on disk.
         kv_bits: 8: full attention keeps keys and values in 8 bits, in memory and on disk.
         digest_cache: file that remembers digests of weight files between starts.
+        extras: what the operator adds to the model's folder.
 
     Returns:
         mlx-lm's model, and its description in the widest mode; the fingerprint does not cover the mode yet.
@@ -53,29 +58,42 @@ def load_model(
         ModelNotLoadable: it is not there, cannot be fetched, or cannot be served; one line tells why.
     """
     local = local_folder(model)
+    extras.check()
     folder = local or _download(model)
+    extras.require_trust(folder)
     resolved = _resolved_dtype(dtype)
-    try:
-        network, wrapper, config = _load(folder, as_float32=resolved == "float32")
-    except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
-        raise ModelNotLoadable(f"cannot load {model}: {one_line(error)}") from None
-
+    network, wrapper, config = _load_or_tell(model, folder, extras, as_float32=resolved == "float32")
     spec = _cache_spec(network, store_dtype, kv_bits)
-    if not spec.can_be_stored:
-        _log.warning("stoker cannot store this model's caches: its agents have transcripts, but no cached tokens")
     files = ModelFolder(folder, digest_cache)
-    tokenizer_fingerprint = files.tokenizer_fingerprint(chat_template_text(wrapper))
-    fingerprint = files.model_fingerprint(
-        tokenizer_fingerprint=tokenizer_fingerprint, cache_spec=spec.describe(), dtype=resolved
-    )
+    of_tokenizer, layout = files.tokenizer_fingerprint(chat_template_text(wrapper)), spec.describe()
+    form = answer_format(wrapper)
     return network, LoadedModel(
-        name=local.name if local else model,
-        fingerprint=fingerprint,
-        tokenizer_fingerprint=tokenizer_fingerprint,
+        name=_name(local.name if local else model, extras),
+        fingerprint=files.model_fingerprint(
+            tokenizer_fingerprint=of_tokenizer, cache_spec=layout, dtype=resolved, extras=extras
+        ),
+        tokenizer_fingerprint=of_tokenizer,
         context_tokens=context_tokens(config),
         spec=spec,
         tokenizer=ModelTokenizer(wrapper),
+        answer_format=form,
+        guides=GrammarGuides(wrapper, form),
     )
+
+
+def _load_or_tell(model: str, folder: Path, extras: ModelExtras, *, as_float32: bool) -> tuple[Any, Any, Any]:
+    """As `_load`, with one line for each error."""
+    try:
+        return _load(folder, extras, as_float32=as_float32)
+    except ModelNotLoadable:
+        raise
+    except Exception as error:  # mlx-lm and transformers raise anything from KeyError to RuntimeError here
+        raise ModelNotLoadable(f"cannot load {model}: {reason_of(error, extras)}") from None
+
+
+def _name(of_model: str, extras: ModelExtras) -> str:
+    # With an adapter it is another model: a job that names the bare one must not run on it.
+    return f"{of_model}+{extras.adapter_folder.name}" if extras.adapter_folder else of_model
 
 
 def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> ModelCacheSpec:
@@ -84,10 +102,12 @@ def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> M
     from stoker_worker.models.quantised_cache import quantise_caches
 
     spec = read_cache_spec(network, store_dtype)
-    if kv_bits is None:
-        return spec
-    quantise_caches(network, spec)
-    return read_cache_spec(network, store_dtype)
+    if kv_bits is not None:
+        quantise_caches(network, spec)
+        spec = read_cache_spec(network, store_dtype)
+    if not spec.can_be_stored:
+        _log.warning("stoker cannot store this model's caches: its agents have transcripts, but no cached tokens")
+    return spec
 
 
 def local_folder(model: str) -> Path | None:
@@ -150,7 +170,7 @@ def _download(repo: str) -> Path:
         ) from None
 
 
-def _load(folder: Path, *, as_float32: bool) -> tuple[Any, Any, Mapping[str, Any]]:
+def _load(folder: Path, extras: ModelExtras, *, as_float32: bool) -> tuple[Any, Any, Mapping[str, Any]]:
     """Model, tokenizer wrapper and config, evaluated on this thread.
 
     float32 weights are the stored ones exactly: scales are widened before they are multiplied out.
@@ -158,12 +178,14 @@ def _load(folder: Path, *, as_float32: bool) -> tuple[Any, Any, Mapping[str, Any
     import mlx.core as mx
     from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-    network, config = load_model(folder, lazy=True, trust_remote_code=False)
-    # Given explicitly, because transformers otherwise asks on the terminal.
-    wrapper = load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
+    network, config = load_model(folder, lazy=True, trust_remote_code=extras.trust_remote_code)
+    wrapper = load_tokenizer(folder, extras.tokenizer_options, eos_token_ids=config.get("eos_token_id"))
+    extras.check_template(wrapper._tokenizer)
     if as_float32:
         network.set_dtype(mx.float32)
         network = dequantize_model(network)
+    extras.apply_adapter(network)
+    if as_float32:
         network.set_dtype(mx.float32)  # formats whose scales are not floating point come out as bfloat16
     mx.eval(network.parameters())
     return network, wrapper, config

@@ -1,4 +1,4 @@
-"""The forms in which a chat template takes SDKs' messages: developer roles, tool calls, messages without content.
+"""The forms in which a chat template takes SDKs' messages: developer roles, thinking, tool calls, no content.
 
 Templates disagree, and a form that suits one is silently rendered wrong by another: the call is missing, its arguments
 are quoted twice, or ``None`` is written. So a call is tried in each form, and the first that is rendered whole is used.
@@ -13,6 +13,9 @@ from functools import cache
 from typing import Any, Final
 
 _NAMES_DEVELOPER: Final = re.compile(r"""(['"])developer\1""")
+_THINKING: Final = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field with the thinking before an answer, the most specific first."""
+
 _TRIED: Final = ("stoker_try", "stoker_name", "stoker_value")
 _MISQUOTED: Final = (r"\"stoker_name", "'stoker_name")
 """Arguments that were text already and are JSON-encoded once more; an object in Python's notation."""
@@ -73,12 +76,15 @@ class TemplateForms:
         """
         self._apply = apply
         self._developer = "developer" if _NAMES_DEVELOPER.search(template) else "system"
+        self._thinking = next((name for name in _THINKING if re.search(rf"\b{name}\b", template)), _THINKING[0])
         self._form_of = cache(self._find_form)
 
     def fit(self, message: Mapping[str, Any], *, with_tools: bool) -> Mapping[str, Any]:
         """The message in the form that this template renders correctly."""
         if message.get("role") == "developer":
             message = {**message, "role": self._developer}
+        if "reasoning_content" in message:
+            message = {self._thinking if name == "reasoning_content" else name: x for name, x in message.items()}
         return self._form_of(with_tools).of(message) if message.get("tool_calls") else message
 
     def _find_form(self, with_tools: bool) -> _CallForm:

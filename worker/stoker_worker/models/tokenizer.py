@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable, TemplateError
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.models.control_tokens import ControlTokens
 from stoker_worker.models.template_forms import TemplateForms
 
@@ -91,15 +91,15 @@ class ModelTokenizer:
         reserved = sorted(self._reserved & set(extra))
         if reserved:
             raise TemplateError(f"'chat_template_kwargs' must not set {', '.join(reserved)}")
-        conversation = [
-            self._control.escape(
-                self._forms.fit(message.as_template_input(), with_tools=bool(tools)),
-                own_words=message.role == "assistant",
-            )
-            for message in messages
-        ]
         extra["add_generation_prompt"] = add_generation_prompt
         try:
+            conversation = [
+                self._control.escape(
+                    self._forms.fit(message.as_template_input(), with_tools=bool(tools)),
+                    own_words=message.role == "assistant",
+                )
+                for message in messages
+            ]
             return self._apply(conversation, self._control.escape(tools) if tools is not None else None, **extra)
         except Exception as error:  # a template is a program and may raise anything
             reason = _without_conversation(error, chat_template_text(self._wrapper))

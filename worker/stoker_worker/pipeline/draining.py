@@ -84,7 +84,7 @@ class Draining:
             if not (self._requests or at_once):
                 return
             grace_s = 0.0 if at_once else self._grace_s
-            log.info("stopping: no new claims, %g s for running jobs", grace_s)
+            log.info("stopping: no new claims, %g s for running jobs; a second signal ends at once", grace_s)
             self._drain_until = time.monotonic() + grace_s
             self._fetcher.drain()
         if engine_died:

@@ -1,7 +1,7 @@
 """The engine thread: everything MLX, loading the model included. Touches neither Redis nor disk.
 
-Owns which job each sequence belongs to. Arrays belong to the thread that made them, so the model is loaded here and
-nothing lazy ever leaves.
+Owns which job each sequence belongs to; a job with several choices has several sequences. Arrays belong to the thread
+that made them, so the model is loaded here and nothing lazy ever leaves.
 """
 
 import logging
@@ -11,12 +11,15 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from stoker_worker.pipeline.choices import Choices, works_of
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import Failed, GivenBack, Job, Outcome, cut_short, outcome_of
+from stoker_worker.pipeline.job import Failed, GivenBack, Job, cut_short
 from stoker_worker.ports import (
+    NOT_COUNTED,
     GenerationEnginePort,
-    GenerationWork,
+    KVMemory,
     LoadedModel,
+    MetricsPort,
     ModelProviderPort,
     SequenceProgress,
 )
@@ -31,23 +34,33 @@ copies the caches of all that are in it: eight that join together cost an eighth
 class EngineThread(threading.Thread):
     """Steps the engine while anything is in it, and hands over every sequence in the step it ends."""
 
-    def __init__(self, provider: ModelProviderPort, loaded: Future[LoadedModel], finisher: Finisher) -> None:
+    def __init__(
+        self,
+        provider: ModelProviderPort,
+        loaded: Future[LoadedModel],
+        finisher: Finisher,
+        metrics: MetricsPort = NOT_COUNTED,
+    ) -> None:
         """
         Args:
             loaded: set to the model, or to the error with which it could not be loaded.
 
         Attributes:
             error: set when the engine broke, before its jobs are handed over.
+            kv: the engine's, once the model is loaded.
         """
         super().__init__(name="engine", daemon=True)
         self._provider = provider
         self._loaded = loaded
         self._finisher = finisher
+        self._metrics = metrics
         self._waiting: SimpleQueue[Job | None] = SimpleQueue()
         self._gathered: list[Job] = []
         self._gather_until = 0.0
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, Choices] = {}  # by uid of each sequence in the engine
         self._progress: dict[str, SequenceProgress] = {}
+        self.kv: KVMemory | None = None
+        self._turned_at = 0.0
         self._texts_lock = threading.Lock()
         self._texts_wanted: frozenset[int] = frozenset()
         self._texts: dict[int, str] = {}
@@ -63,6 +76,10 @@ class EngineThread(threading.Thread):
     def is_busy(self) -> bool:
         """Whether anything is in the engine. Any thread."""
         return bool(self._running)
+
+    def step_age_s(self) -> float:
+        """How long the step under way has taken; 0 while the engine is empty. Any thread."""
+        return time.monotonic() - self._turned_at if self._running else 0.0
 
     def progress(self) -> dict[str, SequenceProgress]:
         """How far each job in the engine is, by job id: a snapshot for any thread."""
@@ -85,6 +102,7 @@ class EngineThread(threading.Thread):
             self._leave()
             self._loaded.set_exception(error)
             return
+        self.kv = engine.kv
         self._loaded.set_result(model)
         try:
             self._serve(engine)
@@ -92,8 +110,9 @@ class EngineThread(threading.Thread):
             log.exception("the engine broke")
             self.error = error  # nothing more is claimed from here on
             self._finisher.abandon()
-            for uid in list(self._running):
-                self._hand_over(uid, GivenBack(counts_as_attempt=True))
+            for choices in self._jobs():
+                self._finisher.put(choices.job, GivenBack(counts_as_attempt=True))
+            self._running.clear()
         finally:
             try:
                 engine.close()
@@ -117,13 +136,21 @@ class EngineThread(threading.Thread):
 
     def _serve(self, engine: GenerationEnginePort) -> None:
         while self._take_in(engine):
+            self._turned_at = time.monotonic()
             self._cancel(engine)
             self._step(engine)
 
     def _step(self, engine: GenerationEnginePort) -> None:
-        for completion in engine.step():
-            self._hand_over(completion.uid, outcome_of(self._running[completion.uid], completion))
-        self._progress = {self._running[uid].job_id: progress for uid, progress in engine.progress().items()}
+        began = time.perf_counter()
+        ended = engine.step()
+        step_s = time.perf_counter() - began
+        for completion in ended:
+            choices = self._running.pop(completion.uid, None)
+            if choices is not None and choices.end(completion):  # None: another choice has ended the job in this step
+                self._end(engine, choices)
+        progress = engine.progress()
+        self._metrics.stepped(step_s, progress, ended)
+        self._progress = {choices.job.job_id: choices.progress(progress) for choices in self._jobs()}
         self._put_texts_together(engine)
 
     def _take_in(self, engine: GenerationEnginePort) -> bool:
@@ -159,32 +186,47 @@ class EngineThread(threading.Thread):
         if job.cancel.reason is not None:
             self._finisher.put(job, cut_short(job))
             return
-        work = GenerationWork(job.request, job.prompt.ids, job.restored.prefix, job.save_from, job.shares)
         job.submitted_at = time.time()
+        self._turned_at = time.monotonic()
+        uids: list[int] = []
         try:
-            uid = engine.submit(work)
+            for work in works_of(job):
+                uids.append(engine.submit(work))
         except Exception as error:
+            for uid in uids:
+                engine.cancel(uid)
             self._finisher.put(job, Failed(error))
             return
         job.drop_arrays()
-        self._running[uid] = job
+        choices = Choices(job, uids)
+        self._running |= dict.fromkeys(uids, choices)
 
     def _cancel(self, engine: GenerationEnginePort) -> None:
-        for uid, job in list(self._running.items()):
-            if job.cancel.reason is not None:
-                completion = engine.cancel(uid)
-                self._hand_over(uid, outcome_of(job, completion) if completion else cut_short(job))
+        for choices in self._jobs():
+            if choices.job.cancel.reason is not None:
+                self._end(engine, choices)
 
     def _put_texts_together(self, engine: GenerationEnginePort) -> None:
         """Runs once per request: text that nobody reads costs nothing."""
         with self._texts_lock:
             wanted, self._texts_wanted = self._texts_wanted, frozenset()
         if wanted:
-            numbers = {uid: job.claimed.claim_number for uid, job in self._running.items()}
-            self._texts = {number: engine.text(uid) for uid, number in numbers.items() if number in wanted}
+            numbers = ((choices, choices.job.claimed.claim_number) for choices in self._jobs())
+            self._texts = {number: choices.text(engine) for choices, number in numbers if number in wanted}
 
-    def _hand_over(self, uid: int, outcome: Outcome) -> None:
-        self._finisher.put(self._running.pop(uid), outcome)
+    def _jobs(self) -> list[Choices]:
+        """The jobs in the engine, each once."""
+        return list(dict.fromkeys(self._running.values()))
+
+    def _end(self, engine: GenerationEnginePort, choices: Choices) -> None:
+        """The job ends: take what is left of it out of the engine, and hand it over."""
+        left = choices.in_engine
+        for uid in left:
+            if (completion := engine.cancel(uid)) is not None:
+                choices.end(completion)
+        for uid in left:  # only now: an engine that breaks here leaves no job behind
+            self._running.pop(uid, None)
+        self._finisher.put(choices.job, choices.outcome())
 
     def _leave(self) -> None:
         try:

@@ -11,11 +11,24 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 from stoker_shared.errors import RedisUnavailable
+from stoker_worker.job_log import log_job
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Job
+from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import Busy, CacheStorePort, CancelReason, ClaimedJob, LoadedModel, QueuePort
+from stoker_worker.pipeline.outage import Outage
+from stoker_worker.pipeline.wakefulness import Wakefulness, keep_awake_command
+from stoker_worker.ports import (
+    NOT_COUNTED,
+    Busy,
+    CacheStorePort,
+    CancelReason,
+    ClaimedJob,
+    LoadedModel,
+    MetricsPort,
+    QueuePort,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +52,17 @@ class Fetcher(threading.Thread):
         *,
         poll_s: float,
         recover_s: float,
-        burst: bool,
+        leaving: Leaving,
+        metrics: MetricsPort = NOT_COUNTED,
+        outage: Outage | None = None,
     ) -> None:
         """
         Args:
             loaded: the model, which tells how many jobs may be in flight; waited for when the thread starts.
             poll_s: longest wait between two looks into the queue.
             recover_s: time between two looks for jobs of dead workers.
-            burst: end when the queues are empty and nothing is in flight.
+            leaving: tells when to end without being told to.
+            outage: told when Redis is away.
         """
         super().__init__(name="fetcher", daemon=True)
         self._queue = queue
@@ -59,7 +75,10 @@ class Fetcher(threading.Thread):
         self._recover = Periodic(recover_s)
         self._watch = Periodic(0.5)
         self._tidy = Periodic(1.0)
-        self._burst = burst
+        self._leaving = leaving
+        self._metrics = metrics
+        self._outage = outage or Outage()
+        self._wakefulness = Wakefulness(keep_awake_command())
         self._pinned: tuple[frozenset[str], frozenset[str], bool] | None = None
         self._look_again = False
         self._draining = threading.Event()
@@ -73,14 +92,16 @@ class Fetcher(threading.Thread):
                 self._tick()
             except Exception as error:
                 if isinstance(error, RedisUnavailable):  # running jobs go on
-                    log.warning("%s", error)
+                    self._outage.met(error)
                 else:  # one odd entry in Redis must not end the loop that watches all the others
                     log.exception("the fetcher met something it cannot handle")
                 self._recover.make_due()  # a claim may be in doubt: look before the next one, or order is lost
                 self._look_again = False
                 self.left.wait(max(self._poll_s, 0.5))
+            self._wakefulness.look(has_jobs=bool(self._queue.in_flight()))
             if self._queue.wait_for_release(0.0 if self._look_again else self._poll_s):
                 time.sleep(_GATHER_S)
+        self._wakefulness.end()
 
     def drain(self) -> None:
         """Claim nothing more; `claims_no_more` is set once that is so. Any thread."""
@@ -103,6 +124,7 @@ class Fetcher(threading.Thread):
         elif self._engine.error is None:
             if self._recover.is_due() and (recovered := self._queue.recover()):
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
+                self._metrics.recovered(recovered)
             idle = not self._claim() and idle
         self._cancel_overdue_and_withdrawn()
         if listened_to := self._queue.listened_to():
@@ -110,16 +132,19 @@ class Fetcher(threading.Thread):
         if self._tidy.is_due() and self._queue.tidy():
             self._tidy.make_due()
             self._look_again = True
-        if self._burst and idle and self._queue.is_empty():
+        if self._leaving.is_time(is_idle=idle, is_empty=self._queue.is_empty):
             self.leave()
 
     def _claim(self) -> bool:
         """Whether any job was claimed."""
         in_flight = self._queue.in_flight()
-        room = max(0, self._max_in_flight - len(in_flight))
+        room = self._leaving.room(max(0, self._max_in_flight - len(in_flight)))
         claimed = self._queue.claim(room, busy_beside(in_flight))
+        self._leaving.claimed(len(claimed))
         self._pin_agents(is_all=room > 0 and not self._queue.has_unread())
         for job in claimed:
+            waited_s = round(max(0.0, job.claimed_at - job.enqueued_at), 3)
+            log_job("claimed", job.job_id, agent=job.request.agent_id, queue=job.queue, waited=waited_s)
             self._loader.put(Job(job))
         self._store.read_ahead(self._queue.next_agents(READ_AHEAD_JOBS * self._max_in_flight))
         # A job that could take a free place may wait behind those that were read.

@@ -8,11 +8,10 @@ There are a few threads, because one agent's sync may take a disk seconds while 
 import itertools
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar, assert_never
+from typing import Final, assert_never
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import (
@@ -22,6 +21,7 @@ from stoker_shared.errors import (
     RedisUnavailable,
     WorkerLostTooOften,
 )
+from stoker_worker.job_log import log_answer, log_failure, log_job
 from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.pipeline.job import (
     AgentChange,
@@ -34,37 +34,45 @@ from stoker_worker.pipeline.job import (
     Replayed,
     cut_short,
 )
+from stoker_worker.pipeline.outage import Outage
+from stoker_worker.pipeline.patience import Patience
 from stoker_worker.pipeline.results import save_turn, with_total_until_now
-from stoker_worker.ports import CacheStorePort, CompletedGeneration, LoadedModel
+from stoker_worker.ports import NOT_COUNTED, CacheStorePort, CompletedGeneration, LoadedModel, MetricsPort
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_THREADS: Final = 4
 
 
 class Finisher:
-    """Ends jobs in the order their sequences ended, `n_threads` at a time; never two that write one agent."""
+    """Ends jobs in the order their sequences ended, four at a time; never two that write one agent."""
 
     def __init__(
-        self, store: CacheStorePort, loaded: Future[LoadedModel], *, retry_s: float = 0.5, n_threads: int = 4
+        self,
+        store: CacheStorePort,
+        loaded: Future[LoadedModel],
+        metrics: MetricsPort = NOT_COUNTED,
+        *,
+        outage: Outage | None = None,
+        retry_s: float = 0.5,
     ) -> None:
         """
         Args:
             loaded: the model; set before the first job is put.
+            outage: told when Redis is away.
             retry_s: pause between two tries while Redis is away.
 
         Attributes:
             threads: they end after `finish`.
         """
-        names = (f"finisher-{n}" for n in range(1, n_threads + 1))
+        names = (f"finisher-{n}" for n in range(1, _THREADS + 1))
         self.threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
         self._leaving = itertools.count(1)
-        self._drops = itertools.count(1)
         self._store = store
         self._loaded = loaded
-        self._retry_s = retry_s
+        self._metrics = metrics
+        self._redis = Patience(outage or Outage(), retry_s)
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
-        self._abandoned = threading.Event()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
 
     def start(self) -> None:
@@ -85,7 +93,7 @@ class Finisher:
 
     def abandon(self) -> None:
         """Wait no more for a Redis that is away: the next worker recovers what is left. Any thread."""
-        self._abandoned.set()
+        self._redis.abandon()
 
     def n_to_give_back(self) -> int:
         """Jobs in flight that only wait for `finish`, to go back to the queue. Any thread."""
@@ -106,8 +114,9 @@ class Finisher:
             return
         try:
             self._end(job, outcome)
-        except OwnershipLost as error:
-            log.warning("result dropped, number %d of this worker: %s", next(self._drops), error)
+        except OwnershipLost:
+            log_job("dropped", job.job_id, logging.WARNING)
+            self._metrics.ended("dropped")
             self._drop(job)
         except RedisUnavailable as error:  # only once abandoned: a stop fails nothing
             log.warning("job %s is left to recovery: %s", job.job_id, error)
@@ -121,15 +130,18 @@ class Finisher:
             case Finished(completion):
                 self._finish(job, completion)
             case Replayed(answer):
-                self._when_redis_is_there(partial(job.claimed.finish, answer))
+                self._redis.wait(partial(job.claimed.finish, answer))
+                self._metrics.answered(answer, replayed=True)
+                log_answer("replayed", job.job_id, answer, agent=job.request.agent_id)
                 self._forget_delivery(job)
             case AgentChange(request):
                 self._change_agent(job, request)
             case Failed(error, partial_text):
                 self._fail(job, error, partial_text)
             case Cancelled():
-                self._when_redis_is_there(job.claimed.stop)
-                log.info("job %s withdrawn", job.job_id)
+                self._redis.wait(job.claimed.stop)
+                self._metrics.ended("withdrawn")
+                log_job("cancelled", job.job_id)
             case _:
                 assert_never(outcome)
 
@@ -141,26 +153,18 @@ class Finisher:
             self._fail(job, error)
             return
         result = with_total_until_now(saved, job)
-        self._when_redis_is_there(partial(job.claimed.finish, result))
+        self._redis.wait(partial(job.claimed.finish, result))
+        self._metrics.answered(result, save_s=result["timing"]["total_s"] - saved["timing"]["total_s"])
         if result["cache"]["saved"]:
             self._forget_delivery(job)
-        usage = result["usage"]
-        log.info(
-            "job %s finished: %s, prompt %d, cached %d, generated %d, version %s",
-            job.job_id,
-            result["finish_reason"],
-            usage["prompt_tokens"],
-            usage["cached_tokens"],
-            usage["completion_tokens"],
-            result["cache"]["agent_version"],
-        )
+        log_answer("finished", job.job_id, result, agent=job.request.agent_id)
 
     def _check_ownership(self, job: Job) -> None:
         """Before the save. Once abandoned, a Redis that is away is not asked: the turn is saved all the same, and the
         next worker answers its delivery from the agent's history. Nobody else writes to the store meanwhile: this
         process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
         try:
-            is_ours = self._when_redis_is_there(job.claimed.is_ours)
+            is_ours = self._redis.wait(job.claimed.is_ours)
         except RedisUnavailable:
             return
         if not is_ours:
@@ -168,16 +172,17 @@ class Finisher:
 
     def _change_agent(self, job: Job, request: AgentRequest) -> None:
         claimed, store = job.claimed, self._store.agent_jobs
-        if not self._when_redis_is_there(claimed.is_ours):
+        if not self._redis.wait(claimed.is_ours):
             raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
         try:
             result = carry_out(request, claimed, store)
         except Exception as error:  # whatever a damaged file does, it does to one job
             self._fail(job, error)
             return
-        self._when_redis_is_there(partial(claimed.finish, result))
+        self._redis.wait(partial(claimed.finish, result))
+        self._metrics.ended("agent_job")
         self._forget_delivery(job)
-        log.info("job %s finished: %s of agent %r", job.job_id, request.action, request.agent_id)
+        log_job("finished", job.job_id, agent=request.agent_id, action=request.action)
 
     def _forget_delivery(self, job: Job) -> None:
         """Its end is written: no worker gets it again, once Redis has forgotten it too."""
@@ -187,9 +192,10 @@ class Finisher:
             self._store.ended(agent_id, claimed.delivery, remember_s=claimed.lives_s)
 
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
-        log.warning("job %s failed: %s: %s", job.job_id, type(error).__name__, error)
+        log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
         may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
-        self._when_redis_is_there(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))
+        self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))
+        self._metrics.failed(error)
 
     def _drop(self, job: Job) -> None:
         try:
@@ -200,6 +206,7 @@ class Finisher:
     def _fail_at_last(self, job: Job, error: Exception) -> None:
         try:
             job.claimed.fail(error, may_retry=False)
+            self._metrics.failed(error)
         except Exception:
             log.exception("job %s could not be failed either: it has used up a try", job.job_id)
             try:
@@ -214,9 +221,11 @@ class Finisher:
         given_back = 0
         for job, how in jobs:  # each goes to the very front, so the first one goes last
             try:
-                given_back += self._when_redis_is_there(
+                if self._redis.wait(
                     partial(job.claimed.give_back, counts_as_attempt=how.counts_as_attempt, alone=alone)
-                )
+                ):
+                    given_back += 1
+                    log_job("given back", job.job_id)
             except RedisUnavailable as error:  # only once abandoned: no use in asking for each
                 log.warning("%s", error)
                 break
@@ -226,15 +235,6 @@ class Finisher:
             job.claimed.release()
         if given_back:
             log.info("%d jobs given back", given_back)
+            self._metrics.ended("given_back", given_back)
         if missing := len(jobs) - given_back:
             log.warning("%d jobs not given back: ended meanwhile, or left to the next worker", missing)
-
-    def _when_redis_is_there(self, call: Callable[[], T]) -> T:
-        while True:
-            try:
-                return call()
-            except RedisUnavailable as error:
-                if self._abandoned.is_set():
-                    raise
-                log.warning("%s; trying again", error)
-                self._abandoned.wait(self._retry_s)

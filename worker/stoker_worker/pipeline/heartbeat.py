@@ -7,22 +7,41 @@ claim or hung connection may delay it. So it is also the first to know whether R
 import logging
 import threading
 import time
+from dataclasses import dataclass, replace
 
 from stoker_shared.errors import RedisUnavailable
+from stoker_worker.pipeline.outage import Outage
 from stoker_worker.ports import QueuePort
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Away:
+    """One value, replaced as a whole: other threads read it.
+
+    Attributes:
+        before_s: outages that are over.
+        since: beginning of the present one, by `time.monotonic`.
+    """
+
+    before_s: float = 0.0
+    since: float | None = None
+
+    def now_s(self) -> float:
+        return 0.0 if self.since is None else time.monotonic() - self.since
+
+
 class Heartbeat(threading.Thread):
     """Beats every `period_s` seconds until it is finished, or another worker has taken over."""
 
-    def __init__(self, queue: QueuePort, *, period_s: float) -> None:
+    def __init__(self, queue: QueuePort, *, period_s: float, outage: Outage | None = None) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._queue = queue
         self._period_s = period_s
+        self._outage = outage or Outage()
         self._stop_asked = threading.Event()
-        self._away_since: float | None = None
+        self._away = _Away()
         self.deposed = threading.Event()
 
     def run(self) -> None:
@@ -33,17 +52,22 @@ class Heartbeat(threading.Thread):
                     log.error("another worker has taken over the queue")
                     self.deposed.set()
                     return
-                self._away_since = None
+                self._away = _Away(self.redis_away_total_s())
+                self._outage.answered()
             except RedisUnavailable as error:
-                self._away_since = self._away_since or began
-                log.warning("no heartbeat: %s", error)
+                self._away = replace(self._away, since=self._away.since or began)
+                self._outage.met(error)
             except Exception:  # a worker without a heartbeat would be taken for dead
                 log.exception("no heartbeat this time")
 
     def redis_away_s(self) -> float:
         """For how long no beat has reached Redis; 0 when the last one did. Any thread."""
-        away_since = self._away_since
-        return 0.0 if away_since is None else time.monotonic() - away_since
+        return self._away.now_s()
+
+    def redis_away_total_s(self) -> float:
+        """Over all outages, the present one included. Any thread."""
+        away = self._away
+        return away.before_s + away.now_s()
 
     def finish(self) -> None:
         self._stop_asked.set()

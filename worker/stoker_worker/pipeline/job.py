@@ -12,7 +12,7 @@ from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.request import GenerationRequest
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import AgentVersion, CancelToken, ClaimedJob, CompletedGeneration, Restored
+from stoker_worker.ports import AgentVersion, AnswerGuide, CancelToken, ClaimedJob, CompletedGeneration, Restored
 
 NOTHING_RESTORED = Restored(prefix=None, source="none")
 
@@ -24,9 +24,11 @@ class Job:
     Attributes:
         agent: ``None`` for a job that uses no agent's memory.
         salt: its cached blocks are addressed with it.
-        save_from, shares: see `GenerationWork`.
+        save_from, shares, guide: see `GenerationWork`.
         has_next: whether the loader had its next job already.
         submitted_at: Unix time at which the engine took it.
+        further_choices: ends of its sequences after the first, of a job with several choices; in their order.
+        filled_in: its request with the worker's defaults, once the loader has added them.
     """
 
     claimed: ClaimedJob
@@ -35,9 +37,12 @@ class Job:
     restored: Restored = field(default=NOTHING_RESTORED, repr=False)
     salt: str | None = None
     save_from: int | None = None
-    shares: tuple[str | None] | None = None
+    shares: tuple[str | None, ...] | None = None
+    guide: AnswerGuide | None = field(default=None, repr=False)
     has_next: bool = False
     submitted_at: float = 0.0
+    further_choices: tuple[CompletedGeneration, ...] = ()
+    filled_in: GenerationRequest | None = field(default=None, repr=False)
 
     @property
     def job_id(self) -> str:
@@ -50,6 +55,8 @@ class Job:
     @property
     def request(self) -> GenerationRequest:
         """The request of a job that generates."""
+        if self.filled_in is not None:
+            return self.filled_in
         assert isinstance(self.claimed.request, GenerationRequest)
         return self.claimed.request
 
@@ -125,7 +132,8 @@ def cut_short(job: Job, completion: CompletedGeneration | None = None) -> Outcom
         case "stopping":
             return GivenBack(counts_as_attempt=False)
         case "timed out":
-            tokens = len(completion.generated_ids) if completion else 0
+            ended = (completion, *job.further_choices) if completion else ()
+            tokens = sum(len(one.generated_ids) for one in ended)
             error = GenerationTimedOut(f"the job's timeout passed after {tokens} generated tokens")
             return Failed(error, partial_text=completion.text if completion else "")
         case "withdrawn" | None:

@@ -5,6 +5,7 @@ Owns reading agent memory and turning requests into tokens. Touches neither Redi
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -17,9 +18,18 @@ from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, cut_short
-from stoker_worker.pipeline.prompt import build_prompt, check_expectations
-from stoker_worker.ports import AgentVersion, CacheStorePort, LoadedModel, Restored, TokenizerPort
+from stoker_worker.pipeline.prompt import build_prompt, check_expectations, reusable_ids
+from stoker_worker.ports import (
+    NOT_COUNTED,
+    AgentVersion,
+    CacheStorePort,
+    LoadedModel,
+    MetricsPort,
+    Restored,
+    TokenizerPort,
+)
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+from stoker_worker.ports.request_defaults import NO_DEFAULTS, RequestDefaults
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +45,14 @@ class Loader(threading.Thread):
         finisher: Finisher,
         *,
         share_prefixes: bool = True,
+        metrics: MetricsPort = NOT_COUNTED,
+        defaults: RequestDefaults = NO_DEFAULTS,
     ) -> None:
         """
         Args:
             loaded: the model; waited for when the thread starts.
             share_prefixes: whether agents of one `cache_salt` use each other's blocks.
+            defaults: for fields that a request does not set.
         """
         super().__init__(name="loader", daemon=True)
         self._store = store
@@ -47,6 +60,8 @@ class Loader(threading.Thread):
         self._engine = engine
         self._finisher = finisher
         self._share_prefixes = share_prefixes
+        self._metrics = metrics
+        self._defaults = defaults
         self._claimed: SimpleQueue[Job | None] = SimpleQueue()
 
     def put(self, job: Job) -> None:
@@ -83,9 +98,8 @@ class Loader(threading.Thread):
         if request.model is not None and request.model != model.name:
             raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
         if (answer := self._answer(job)) is not None:
-            version = answer.get("cache", {}).get("agent_version")
-            log.info("job %s answered from the agent's history, version %s", job.job_id, version)
             return Replayed(answer)
+        job.filled_in = request = self._defaults.filled_in(request)
         job.agent = agent = self._agent(job)
         if claimed.losses_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
@@ -93,18 +107,23 @@ class Loader(threading.Thread):
         if agent is not None:
             check_expectations(request, agent)
         job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
+        if model.guides is not None:
+            job.guide = model.guides.guide_for(request, job.prompt.ids)
         job.salt = self._salt(request)
         if request.cache != "off" and model.has_memory and (agent is not None or self._share_prefixes):
             job.shares = (job.salt,)
+            reusable = reusable_ids(request, job.prompt)
+            began = time.perf_counter()
             job.restored = self._store.restore(
-                job.prompt.ids,
+                reusable,
                 agent=agent,
                 model=model,
                 salt=job.salt,
-                max_tokens=request.max_tokens,
+                max_tokens=len(job.prompt.ids) - len(reusable) + request.max_tokens,
                 is_saved=request.cache == "readwrite",
                 beside_others=self._engine.is_busy(),
             )
+            self._metrics.restored(time.perf_counter() - began, job.restored.source)
         if _is_to_be_saved(request, job.restored):
             job.save_from = job.restored.saved_blocks * BLOCK_TOKENS
         return None

@@ -4,17 +4,21 @@
 encoded again, because encode(decode(ids)) is often not ids.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stoker_shared.errors import (
     AgentNotFound,
     AgentVersionConflict,
     ContextLimitExceeded,
+    InvalidRequest,
     RequestTooLarge,
     TranscriptMismatch,
 )
-from stoker_shared.request import GenerationRequest, Message
+from stoker_shared.message import Message
+from stoker_shared.request import GenerationRequest
+from stoker_worker.pipeline.rendering import Rendering
 from stoker_worker.ports import AgentVersion, CompletedGeneration, LoadedModel, TokenizerPort, Transcript
+from stoker_worker.ports.own_message import continues
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Prompt:
         messages: the conversation that `ids` encode, when it is made of messages.
         text: the text that `ids` encode, when it is made of raw prompts.
         rendered_anew: why the history was rendered and encoded again; ``None`` when it was continued.
+        opened: the text at the end of `ids` with which the template opens the model's thinking; else empty.
     """
 
     ids: tuple[int, ...]
     messages: tuple[Message, ...] | None
     text: str | None
     rendered_anew: str | None = None
+    opened: str = ""
 
 
 def build_prompt(
@@ -44,6 +50,7 @@ def build_prompt(
     Raises:
         RequestTooLarge: longer than any text that fits the context.
         ContextLimitExceeded: prompt + max_tokens is over the model's context.
+        InvalidRequest: `prompt_logprobs_start` is not in the prompt.
         TemplateError: the chat template cannot render the messages.
         TranscriptMismatch: `append` of a prompt to messages, or of messages to prompts.
     """
@@ -59,7 +66,18 @@ def build_prompt(
             f"prompt of {len(prompt.ids)} tokens + max_tokens {request.max_tokens} = {wanted}; "
             f"the model's context is {model.context_tokens}"
         )
-    return prompt
+    if request.prompt_logprobs_start >= len(prompt.ids):
+        raise InvalidRequest(
+            f"'prompt_logprobs_start' is {request.prompt_logprobs_start}; the prompt has {len(prompt.ids)} tokens"
+        )
+    opening = model.answer_format.opening(prompt.ids)
+    return replace(prompt, opened=tokenizer.decode(opening)) if opening else prompt
+
+
+def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
+    """The beginning of the prompt of which all but the last token may come from a cache: the whole prompt, or the part
+    before the first token that is to be scored."""
+    return prompt.ids if request.prompt_logprobs is None else prompt.ids[: request.prompt_logprobs_start]
 
 
 def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
@@ -86,17 +104,16 @@ def replaced_version(prompt: Prompt, agent: AgentVersion) -> int | None:
         return None
     if prompt.messages is not None and stored.messages is not None:
         goes_on = len(prompt.messages) >= len(stored.messages) and all(
-            ours.is_exactly(theirs) for ours, theirs in zip(prompt.messages, stored.messages, strict=False)
+            continues(ours, theirs) for ours, theirs in zip(prompt.messages, stored.messages, strict=False)
         )
     else:
         goes_on = prompt.text is not None and stored.text is not None and prompt.text.startswith(stored.text)
     return None if goes_on else agent.number
 
 
-def next_transcript(prompt: Prompt, completion: CompletedGeneration, model: LoadedModel) -> Transcript:
+def next_transcript(prompt: Prompt, completion: CompletedGeneration, answer: Message, model: LoadedModel) -> Transcript:
     """The transcript after a turn that finished."""
     assert completion.ended_by is not None
-    answer = Message(role="assistant", content=completion.text)
     return Transcript(
         token_ids=(*prompt.ids, *completion.generated_ids[: completion.kept]),
         tokenizer_fingerprint=model.tokenizer_fingerprint,
@@ -129,9 +146,9 @@ def _messages_prompt(
     if history is not None and history.messages is None:
         raise TranscriptMismatch("this agent's transcript is made of prompts; append a 'prompt', not 'messages'")
     whole = (*(history.messages or ()), *messages) if history is not None else messages
-    rendered = tokenizer.render(
-        whole, add_generation_prompt=True, tools=request.tools, template_kwargs=request.chat_template_kwargs
-    )
+
+    rendering = Rendering(request, tokenizer)
+    rendered = rendering.text(whole)
     if history is None:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None)
     if history.tokenizer_fingerprint != model.tokenizer_fingerprint:
@@ -139,7 +156,7 @@ def _messages_prompt(
     # The stored ids are continued only when their text is exactly the beginning of the conversation as rendered now.
     # Some templates rewrite earlier messages (they drop old thinking, or the tools have changed): then the conversation
     # is encoded in full, and the cache still serves the tokens that are the same.
-    delta = tokenizer.rest_of(rendered, after=tokenizer.decode(history.token_ids))
+    delta = rendering.rest(rendered, whole, len(messages), after=tokenizer.decode(history.token_ids))
     if delta is None:
         return Prompt(tuple(tokenizer.encode_rendered(rendered)), whole, None, rendered_anew="template_rewrote_history")
     return Prompt((*history.token_ids, *tokenizer.encode_rendered(delta)), whole, None)

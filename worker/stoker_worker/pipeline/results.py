@@ -5,11 +5,12 @@ Decides the end of a job whose save fails: an `append` turn fails too, any other
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved
-from stoker_shared.result import CacheReport, GenerationResult, Timing, Usage
+from stoker_shared.result import CacheReport, Choice, GenerationResult, Timing, Usage
+from stoker_worker.pipeline.answer import Answer, read_answer
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.prompt import next_transcript, replaced_version
 from stoker_worker.ports import AgentVersion, CacheStorePort, CompletedGeneration, LoadedModel, Turn
@@ -18,34 +19,46 @@ from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 log = logging.getLogger(__name__)
 
 
-def build_result(job: Job, completion: CompletedGeneration, model: LoadedModel, cache: CacheReport) -> GenerationResult:
-    """The result as of now: `total_s` counts up to this call."""
-    assert completion.ended_by is not None  # only a sequence that ended by itself has a result
+def build_result(
+    job: Job, completion: CompletedGeneration, answers: Sequence[Answer], model: LoadedModel, cache: CacheReport
+) -> GenerationResult:
+    """The result as of now: `total_s` counts up to this call. There is an answer for each choice."""
+    completions = (completion, *job.further_choices)
+    choices = [
+        Choice(**answer.fields(), logprobs=one.logprobs) for answer, one in zip(answers, completions, strict=True)
+    ]
     claimed, timing = job.claimed, completion.timing
     first_token_at = job.submitted_at + timing.waited_s + timing.prefill_s
     return GenerationResult(
         job_id=claimed.job_id,
         agent_id=job.request.agent_id,
-        text=completion.text,
-        finish_reason="length" if completion.ended_by == "length" else "stop",
+        **dict(choices[0]),
         usage=Usage(
             prompt_tokens=len(job.prompt.ids),
             cached_tokens=completion.cached_tokens,
-            completion_tokens=len(completion.generated_ids),
+            completion_tokens=sum(len(one.generated_ids) for one in completions),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in answers),
         ),
         cache=cache,
         timing=Timing(
             queued_s=_seconds(claimed.claimed_at - claimed.enqueued_at),
             prefill_s=_seconds(timing.prefill_s),
             first_token_s=_seconds(first_token_at - claimed.enqueued_at),
-            decode_s=_seconds(timing.decode_s),
+            decode_s=_seconds(max(_ended_after_s(one) for one in completions) - timing.waited_s - timing.prefill_s),
             total_s=_seconds(time.time() - claimed.enqueued_at),
         ),
         model=model.name,
         attempt=claimed.attempt,
-        logprobs=completion.logprobs,
+        prompt_logprobs=completion.prompt_logprobs,
+        choices=choices if job.request.n > 1 else None,
         metadata=job.request.metadata,
     )
+
+
+def _ended_after_s(completion: CompletedGeneration) -> float:
+    """From its submission to the engine."""
+    timing = completion.timing
+    return timing.waited_s + timing.prefill_s + timing.decode_s
 
 
 def with_total_until_now(result: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
@@ -94,10 +107,15 @@ def save_turn(
         AgentVersionConflict: an `append` turn was not saved, because another job has made the agent meanwhile.
     """
     agent, request = job.agent, job.request
+    seed = repr(job.claimed.delivery)
+    answers = [
+        read_answer(request, job.prompt, one, model, f"{seed} {number}" if number else seed)
+        for number, one in enumerate((completion, *job.further_choices))
+    ]
 
     def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
         report = cache_report(job, completion, agent_version=version, saved=saved, save_error=save_error)
-        return build_result(job, completion, model, report).model_dump(mode="json")
+        return build_result(job, completion, answers, model, report).model_dump(mode="json")
 
     if agent is None:
         _save_shared(job, completion, store, model)
@@ -108,7 +126,7 @@ def save_turn(
     turn = Turn(
         base=agent,
         delivery=job.claimed.delivery,
-        transcript=next_transcript(job.prompt, completion, model),
+        transcript=next_transcript(job.prompt, completion, answers[0].message(), model),
         model=model,
         cache_salt=job.salt,
         cache=completion.cache,

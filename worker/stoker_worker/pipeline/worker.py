@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from types import FrameType
 
@@ -17,8 +18,19 @@ from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.fetcher import READ_AHEAD_JOBS, Fetcher
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.heartbeat import Heartbeat
+from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import CacheStorePort, LoadedModel, ModelProviderPort, QueuePort, Serving
+from stoker_worker.pipeline.outage import Outage
+from stoker_worker.ports import (
+    NOT_COUNTED,
+    CacheStorePort,
+    LoadedModel,
+    MetricsPort,
+    ModelProviderPort,
+    QueuePort,
+    Serving,
+    WorkerState,
+)
 from stoker_worker.ports.max_batch import USUAL_JOBS
 from stoker_worker.settings import WorkerSettings
 
@@ -37,18 +49,30 @@ class Worker:
         queue: QueuePort,
         store: CacheStorePort,
         provider: ModelProviderPort,
+        metrics: MetricsPort = NOT_COUNTED,
     ) -> None:
         self._queue = queue
         self._loaded = loaded = Future[LoadedModel]()
-        self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s)
+        outage = Outage()
+        self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s, outage=outage)
         self._store = store
+        self._metrics = metrics
+        self._serving: Serving | None = None
         self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or USUAL_JOBS)
         queue.prefer(store.is_at_hand)
         store.order_by(queue.place_of)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
-        self._finisher = Finisher(store, loaded)
-        self._engine = EngineThread(provider, loaded, self._finisher)
-        self._loader = Loader(store, loaded, self._engine, self._finisher, share_prefixes=settings.share_prefixes)
+        self._finisher = Finisher(store, loaded, metrics, outage=outage)
+        self._engine = EngineThread(provider, loaded, self._finisher, metrics)
+        self._loader = Loader(
+            store,
+            loaded,
+            self._engine,
+            self._finisher,
+            share_prefixes=settings.share_prefixes,
+            defaults=settings.request_defaults,
+            metrics=metrics,
+        )
         self._fetcher = Fetcher(
             queue,
             store,
@@ -57,7 +81,9 @@ class Worker:
             loaded,
             poll_s=settings.poll_s,
             recover_s=settings.recover_s,
-            burst=settings.burst,
+            leaving=Leaving(burst=settings.burst, max_jobs=settings.max_jobs, max_idle_s=settings.max_idle_s),
+            metrics=metrics,
+            outage=outage,
         )
         self._draining = Draining(
             queue, self._fetcher, self._engine, self._finisher, self._heartbeat, grace_s=settings.grace_s
@@ -100,12 +126,26 @@ class Worker:
         """After `run`: whether it was told to stop while the model loads. The engine thread then goes on loading."""
         return self._engine.is_alive()
 
+    def state(self) -> WorkerState:
+        """As it is now. Any thread."""
+        stages = Counter[str](progress.stage for progress in self._engine.progress().values())
+        beside = len(self._queue.in_flight()) - stages.total()
+        return WorkerState(
+            serving=self._serving,
+            stages={"memory": max(0, beside), **stages},
+            kv=self._engine.kv,
+            step_age_s=self._engine.step_age_s(),
+            redis_away_s=self._heartbeat.redis_away_s(),
+            redis_away_total_s=self._heartbeat.redis_away_total_s(),
+        )
+
     def _prepare(self) -> None:
         """While the model loads, which may take minutes: a dead worker's jobs need not look started, and the caches of
         the first jobs can be read. Recovery thread: a stop does not wait for a Redis that hangs."""
         try:
             if recovered := self._queue.recover():
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
+                self._metrics.recovered(recovered)
         except Exception:  # the fetcher looks again
             log.exception("no recovery yet")
         look = Periodic(_LOOK_S)
@@ -136,7 +176,9 @@ class Worker:
         self._loader.start()
         self._fetcher.start()
         width = model.max_batch
-        serving = Serving(model.name, model.context_tokens, str(model.mode), width.jobs, width.why)
+        thinks = model.answer_format.has_thinking
+        mode = str(model.mode)
+        self._serving = serving = Serving(model.name, model.context_tokens, mode, width.jobs, width.why, thinks)
         self._queue.announce(serving)
         log.info("ready: %s", serving)
         self._draining.wait()

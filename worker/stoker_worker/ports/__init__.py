@@ -7,6 +7,7 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 
 from stoker_worker.ports.agent_jobs import AgentJobsPort
 from stoker_worker.ports.agents import UNUSED, Busy, Delivery, MemoryUse, PlaceOf
+from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
@@ -15,6 +16,7 @@ from stoker_worker.ports.engine import (
     GenerationEnginePort,
     GenerationTiming,
     GenerationWork,
+    KVMemory,
     LayerKV,
     LayerState,
     PrefixRoom,
@@ -25,6 +27,7 @@ from stoker_worker.ports.engine import (
     Stage,
     as_uint16_if_bfloat16,
 )
+from stoker_worker.ports.guide import AnswerGuide, GuideMaker, TokenMask
 from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.memory import (
     UNKNOWN_VERSION,
@@ -35,5 +38,6 @@ from stoker_worker.ports.memory import (
     Transcript,
     Turn,
 )
+from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
 from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving

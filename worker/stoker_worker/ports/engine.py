@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Logprobs
+from stoker_shared.result import Logprobs, PromptLogprobs
+from stoker_worker.ports.guide import AnswerGuide
 
 Array = NDArray[Any]
 LayerKV = tuple[Array, Array]
@@ -19,7 +20,8 @@ LayerState = tuple[Array, ...]
 """One window or recurrent layer after some tokens: the arrays of `LayerSpec.snapshot_arrays`, in its order."""
 
 EndedBy = Literal["eos", "stop", "length"]
-"""Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string, or `max_tokens`."""
+"""Why a turn ended: an end-of-sequence token (its id is in the transcript), a stop string or a stop token (not in the
+transcript), or `max_tokens`."""
 
 
 class PrefixRoom(Protocol):
@@ -93,13 +95,15 @@ class GenerationWork:
         save_from: the `start` of the cache that the engine hands back: a multiple of the block size, inside the
             restored prefix or at its end. ``None``: it hands back nothing.
         shares: sequences of one value may use each other's caches; ``None``: with no other.
+        guide: which tokens its answer may have, from the answer's beginning on; ``None``: any. The engine owns it.
     """
 
     request: GenerationRequest
     prompt_ids: tuple[int, ...]
     prefix: RestoredPrefix | None = None
     save_from: int | None = 0
-    shares: tuple[str | None] | None = None
+    shares: tuple[str | None, ...] | None = None
+    guide: AnswerGuide | None = None
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,13 @@ class CompletedGeneration:
 
     Attributes:
         outcome: ``finished``, ``cancelled`` (by `cancel`) or ``failed`` (with `error`).
-        generated_ids: every token generated, in order; the last may be an end-of-sequence token.
-        text: their text, without an end-of-sequence token and without the stop string.
+        generated_ids: every token generated, in order; the last may be an end-of-sequence or stop token.
+        text: their text, without the token or the stop string that ended it.
         ended_by: ``None`` unless `outcome` is ``finished``.
-        kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string.
+        kept: how many of `generated_ids` belong to the transcript: all, or those before a stop string or token.
         carry_text: the end of `text` that no whole kept token covers, when the stop string began inside a token.
-        cache: cache up to the last kept token; its `start` is `save_from`.
+        cache: cache up to the last kept token, or without answer tokens up to the last but one of the prompt; its
+            `start` is `save_from`.
         cached_tokens: tokens of the prompt that were restored instead of prefilled.
     """
 
@@ -136,6 +141,7 @@ class CompletedGeneration:
     cache: CacheSlice | None = None
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     timing: GenerationTiming = field(default_factory=GenerationTiming)
     error: Exception | None = None
 
@@ -168,14 +174,32 @@ class SequenceProgress:
         return cls(stage, tokens, (tokens - 1) / since_s if tokens > 1 and since_s > 0 else 0.0)
 
 
+class KVMemory(Protocol):
+    """Blocks of KV memory, as they are now, and how often a sequence had to leave the batch for want of one. Any
+    thread."""
+
+    total: int
+    preemptions: int
+
+    @property
+    def used(self) -> int: ...
+
+
 class GenerationEnginePort(Protocol):
-    """One continuous batch. All calls come from the thread that made it."""
+    """One continuous batch. All calls come from the thread that made it.
+
+    Attributes:
+        kv: ``None`` for an engine without a budget.
+    """
+
+    kv: KVMemory | None = None
 
     def submit(self, work: GenerationWork) -> int:
         """Add a sequence; returns its uid.
 
         Raises:
             BlockPoolTooSmall: prompt + max_tokens could never fit into the pool.
+            InvalidRequest: the request names a token id that the model does not have.
         """
         ...
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
 from stoker_worker.ports.agent_jobs import AgentJobsPort
 from stoker_worker.ports.agents import Delivery, PlaceOf
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
@@ -158,7 +158,7 @@ class CacheStorePort(Protocol):
         Args:
             agent: ``None`` for a job without one: it may use the blocks of its salt, and only the beginning of its
                 prompt is remembered.
-            max_tokens: most tokens of the answer.
+            max_tokens: most tokens that come after `prompt_ids`.
             is_saved: whether the agent's turn is to be saved, so that the engine hands its cache back.
             beside_others: whether other sequences are running: they keep half of the cores.
         """

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from stoker_shared.request import Message
+from stoker_shared.message import Message
+from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
 from stoker_worker.ports.cache_spec import ModelCacheSpec
 from stoker_worker.ports.engine import GenerationEnginePort, RoomMaker
+from stoker_worker.ports.guide import GuideMaker
 from stoker_worker.ports.max_batch import ONE_JOB, MaxBatch
 from stoker_worker.ports.serving_mode import WIDEST, ServingMode
 
@@ -73,14 +75,17 @@ class LoadedModel:
     """The model in the engine, as the rest of the worker sees it.
 
     Attributes:
-        name: as given with ``--model`` (or the folder's name); `request.model` must equal it, if given.
-        fingerprint: hex digest over weights, config, tokenizer, chat template, cache layout and dtype. Cache bytes of
-            another fingerprint, and so those made in another mode, are never loaded.
+        name: as given with ``--model`` (or the folder's name), and ``+`` the adapter's folder if there is one;
+            `request.model` must equal it, if given.
+        fingerprint: hex digest over weights, config, adapter, tokenizer, chat template, cache layout and dtype. Cache
+            bytes of another fingerprint, and so those made in another mode, are never loaded.
         tokenizer_fingerprint: hex digest over tokenizer and chat template. Token ids of another one mean nothing.
         context_tokens: most tokens (prompt + generated) that the model can attend to.
         mode: how its sequences run, and whether its caches may be kept.
         max_batch: how many of its jobs are in flight at once.
         make_room: makes the memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
+        answer_format: how its answers tell thinking, tool calls and text apart.
+        guides: makes guides for its answers; ``None``: its answers follow no grammar.
     """
 
     name: str
@@ -92,6 +97,8 @@ class LoadedModel:
     mode: ServingMode = WIDEST
     max_batch: MaxBatch = ONE_JOB
     make_room: RoomMaker | None = None
+    answer_format: AnswerFormat = PLAIN_TEXT
+    guides: GuideMaker | None = None
 
     @property
     def has_memory(self) -> bool:

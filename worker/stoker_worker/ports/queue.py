@@ -122,6 +122,7 @@ class Serving:
         mode: how its sequences run.
         max_batch: most jobs in flight at once.
         max_batch_why: what decided that number.
+        thinks: whether answers may have thinking, so that a job's text is not yet its answer.
     """
 
     model: str
@@ -129,6 +130,7 @@ class Serving:
     mode: str
     max_batch: int
     max_batch_why: str
+    thinks: bool = False
 
     def __str__(self) -> str:
         width = f"at most {self.max_batch} jobs in flight ({self.max_batch_why})"

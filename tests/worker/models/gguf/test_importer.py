@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 from tests.worker.models.gguf.gguf_writer import write_gguf
 from tests.worker.models.gguf.tiny_gguf import (
+    EXPERTS,
+    HEAD_DIM,
     HEADS,
     HIDDEN,
     INTER,
     KV_HEADS,
     LAYERS,
     VOCAB,
+    head_dim_of,
     metadata,
     permuted,
     random_weights,
 )
 
+from stoker_worker.models.gguf.architectures import architecture_of
 from stoker_worker.models.gguf.importer import import_gguf
 
 
@@ -30,24 +34,36 @@ def logits(folder: Path) -> Any:
     return np.array(model(mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])))
 
 
-def reference_logits(architecture: str, weights: dict[str, Any], *, tied: bool) -> Any:
+def reference_logits(architecture: str, weights: dict[str, Any], *, tied: bool, **config: Any) -> Any:
+    """Those of mlx-lm's own model with these weights; its config is spelled out, not the importer's."""
     import importlib
 
     import mlx.core as mx
 
-    module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    args = module.ModelArgs(
-        model_type=architecture,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        intermediate_size=INTER,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        rms_norm_eps=1e-6,
-        vocab_size=VOCAB,
-        rope_theta=5000.0,
-        rope_traditional=False,
-        tie_word_embeddings=tied,
+    module = importlib.import_module(f"mlx_lm.models.{architecture.replace('qwen3moe', 'qwen3_moe')}")
+    args = module.ModelArgs.from_dict(
+        {
+            "model_type": architecture,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "intermediate_size": INTER,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": head_dim_of(architecture),
+            "rms_norm_eps": 1e-6,
+            "vocab_size": VOCAB,
+            "rope_theta": 5000.0,
+            "rope_traditional": False,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": 512,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": INTER,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            **config,
+        }
     )
     model = module.Model(args)
     model.load_weights([(name, mx.array(array)) for name, array in weights.items()])
@@ -55,14 +71,44 @@ def reference_logits(architecture: str, weights: dict[str, Any], *, tied: bool) 
 
 
 @pytest.mark.mlx
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_qwen2_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: Path, tied: bool) -> None:
-    ours, theirs = random_weights(biases=True, tied=tied)
-    file = write_gguf(tmp_path / "tiny.gguf", metadata("qwen2", pre="qwen2"), ours)
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3moe", False)]
+)
+def test_a_qwen_file_gives_the_logits_of_the_model_it_was_made_from(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    ours, theirs = random_weights(biases=architecture == "qwen2", tied=tied, architecture=architecture)
+    file = write_gguf(tmp_path / "tiny.gguf", metadata(architecture, pre="qwen2"), ours)
 
     import_gguf(file, tmp_path / "tiny")
 
-    np.testing.assert_allclose(logits(tmp_path / "tiny"), reference_logits("qwen2", theirs, tied=tied), atol=1e-4)
+    expected = reference_logits(architecture, theirs, tied=tied)
+    np.testing.assert_allclose(logits(tmp_path / "tiny"), expected, atol=1e-4)
+
+
+@pytest.mark.mlx
+def test_packed_experts_compute_what_their_unpacked_weights_compute(tmp_path: Path) -> None:
+    ours, theirs = random_weights(biases=False, tied=False, architecture="qwen3moe")
+    for name, array in list(ours.items()):
+        if "_exps" in name:
+            kind, unpacked = q8_0(array)
+            ours[name] = kind
+            theirs[architecture_of({"general.architecture": "qwen3moe"}).mlx_name(name)] = unpacked
+    file = write_gguf(tmp_path / "tiny.gguf", metadata("qwen3moe", pre="qwen2"), ours)
+
+    import_gguf(file, tmp_path / "tiny")
+
+    expected = reference_logits("qwen3moe", theirs, tied=False)
+    np.testing.assert_allclose(logits(tmp_path / "tiny"), expected, atol=0.05)
+
+
+def q8_0(array: Any) -> tuple[tuple[str, tuple[int, ...], bytes], Any]:
+    """An array as a Q8_0 tensor, and the values that the tensor has."""
+    blocks = array.reshape(-1, 32)
+    scale = (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype(np.float16)
+    codes = np.round(blocks / scale.astype(np.float32)).astype(np.int8)
+    packed = np.concatenate([scale.view(np.uint8), codes.view(np.uint8)], axis=1)
+    return ("Q8_0", array.shape, packed.tobytes()), (scale.astype(np.float32) * codes).reshape(array.shape)
 
 
 @pytest.mark.mlx
@@ -76,6 +122,34 @@ def test_a_llama_file_with_permuted_queries_and_keys_gives_the_unpermuted_models
     import_gguf(file, tmp_path / "tiny")
 
     np.testing.assert_allclose(logits(tmp_path / "tiny"), reference_logits("llama", theirs, tied=False), atol=1e-4)
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3s_stretched_positions_are_recognised_by_their_table(tmp_path: Path, factor: float) -> None:
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain = 5000.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    stretched = np.array(Llama3RoPE(HEAD_DIM, base=5000.0, scaling_config=scaling)._freqs)
+    ours, theirs = random_weights(biases=False, tied=True)
+    for layer in range(LAYERS):
+        for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            ours[f"blk.{layer}.{part}.weight"] = permuted(ours[f"blk.{layer}.{part}.weight"], heads)
+    ours["rope_freqs.weight"] = (stretched / plain).astype(np.float32)
+    file = write_gguf(tmp_path / "tiny.gguf", metadata("llama", pre="llama-bpe"), ours)
+
+    import_gguf(file, tmp_path / "tiny")
+
+    expected = reference_logits("llama", theirs, tied=True, rope_scaling=scaling)
+    np.testing.assert_allclose(logits(tmp_path / "tiny"), expected, atol=1e-4)
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["rope_scaling"] == scaling
 
 
 @pytest.mark.mlx

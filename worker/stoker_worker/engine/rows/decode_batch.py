@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_worker.engine.generator import TakenOut, TokenOutput
+from stoker_worker.engine.guiding import Place, guided
 from stoker_worker.engine.rows.drafts import Drafts
 from stoker_worker.engine.rows.drawing import drawn, processed
 from stoker_worker.engine.rows.layer_caches import Step, StepCache
@@ -21,12 +22,11 @@ from stoker_worker.models.cache_probe import leaves, nested
 
 
 class DecodeBatch:
-    def __init__(self, model: Any, *, eos_ids: frozenset[int], draft_ngram: bool = False) -> None:
+    def __init__(self, model: Any, *, draft_ngram: bool = False) -> None:
         self._model = model
-        self._eos_ids = eos_ids
         self._nesting = make_prompt_cache(model)
         self._is_full = [type(cache) is KVCache for cache in leaves(self._nesting)]
-        self.drafts = Drafts(eos_ids) if draft_ngram and all(self._is_full) else None
+        self.drafts = Drafts() if draft_ngram and all(self._is_full) else None
         self._groups = RowGroups()
         self._others: list[Any] = []  # mlx-lm's batch caches of windows and recurrent layers
         self._step = Step(self._groups.groups)
@@ -90,6 +90,9 @@ class DecodeBatch:
         logits = self._model(inputs[:, None], cache=self._join(self._step_caches, self._others))[:, -1, :]
         contexts: list[mx.array] = []
         logits = processed(of_inputs, inputs, logits, contexts)
+        if any(row.guide for row in order):
+            mx.async_eval(logits, *contexts)  # type: ignore[no-untyped-call]
+            logits = guided(logits, _places(of_inputs, order, fed))
         self._logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         self._next_tokens = drawn(of_inputs, self._logprobs)
         mx.async_eval(self._next_tokens, self._logprobs, *contexts)  # type: ignore[no-untyped-call]
@@ -103,7 +106,7 @@ class DecodeBatch:
             row.has_generated = True
             for one, of_one in new:
                 row.n_generated += 1
-                is_last = one in self._eos_ids or row.n_left <= 0
+                is_last = one in row.end_ids or row.n_left <= 0
                 outputs.append(TokenOutput(row.uid, one, of_one, self._caches(row) if is_last else None))
                 if is_last:
                     ended.append(row)
@@ -207,3 +210,11 @@ class DecodeBatch:
         """The opposite of `_split`."""
         full, others = iter(full), iter(others)
         return nested(self._nesting, (next(full) if is_full else next(others) for is_full in self._is_full))
+
+
+def _places(of_inputs: Sequence[Row], order: Sequence[Row], fed: Any) -> list[Place]:
+    """The rows with a guide; each has one input. Waits for the pass before."""
+    pairs = zip(order, fed.tolist(), strict=True)
+    return [
+        (of_inputs.index(row), row.guide, token if row.has_generated else None) for row, token in pairs if row.guide
+    ]

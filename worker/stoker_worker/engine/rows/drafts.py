@@ -25,8 +25,7 @@ class Drafts:
         n_drafted, n_accepted: tokens so far.
     """
 
-    def __init__(self, eos_ids: frozenset[int]) -> None:
-        self._eos_ids = eos_ids
+    def __init__(self) -> None:
         self.n_drafted = self.n_accepted = 0
 
     def of_step(self, order: Sequence[Row], next_tokens: Any) -> dict[Row, list[int]]:
@@ -43,14 +42,16 @@ class Drafts:
         repeating = []
         for row, token in zip(order, next_tokens.tolist(), strict=True):
             row.lookup.add(token)
+            if row.guide is not None:
+                continue  # it tells what may follow a token only once that is drawn
             # None in a row's first step: a row that has ended may be here for its last token only.
-            if row.lookup.is_repeating and row.has_generated and row.n_left > 1 and token not in self._eos_ids:
+            if row.lookup.is_repeating and row.has_generated and row.n_left > 1 and token not in row.end_ids:
                 repeating.append(row)
         found = {}
         for row in repeating:
             most = min(_MOST_DRAFTED, (_MOST_INPUTS - len(order)) // len(repeating), row.n_left - 1)
             draft = row.lookup.draft(most)
-            if self._eos_ids.isdisjoint(draft):
+            if row.end_ids.isdisjoint(draft):
                 found[row] = draft
         return found
 

@@ -5,6 +5,7 @@ pass, as a batch of single tokens; other models get one row after the other.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import mlx.core as mx
@@ -112,7 +113,9 @@ class PrefillRows:
             self._prefill_together(taken)
         else:
             for row, ids in zip(self.rows, taken, strict=True):
-                self._model(mx.array([ids]), cache=row.caches)
+                logits = self._model(mx.array([ids]), cache=row.caches)
+                if row.start.scorer is not None:
+                    row.start.scorer.take(logits[0], len(row.tokens))
                 mx.eval([cache.state for cache in row.caches])
         for row, ids in zip(self.rows, taken, strict=True):
             row.tokens += ids
@@ -128,7 +131,10 @@ class PrefillRows:
         of_layers = zip(*(leaves(row.caches) for row in self.rows), strict=True)
         prefixes = [row.prefix for row in self.rows]
         chunks = (ChunkCache(caches, sizes, offset, prefixes, layer) for layer, caches in enumerate(of_layers))
-        self._model(inputs[:, None], cache=nested(self.rows[0].caches, chunks))
+        logits = self._model(inputs[:, None], cache=nested(self.rows[0].caches, chunks))
+        for row, end, n in zip(self.rows, accumulate(sizes), sizes, strict=True):
+            if row.start.scorer is not None:
+                row.start.scorer.take(logits[end - n : end, 0], len(row.tokens))
         mx.eval([cache.state for row in self.rows for cache in row.caches])
 
 

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import TokenBuffer
 
 from stoker_worker.engine.rows.ngram_lookup import NgramLookup
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix
+from stoker_worker.ports import AnswerGuide
 
 
 @dataclass(eq=False)
@@ -15,7 +16,8 @@ class Row:
     """
     Attributes:
         tokens: those in its cache, the prefix included.
-        sampler, processors: as in `SequenceStart`.
+        sampler, processors, end_ids: as in `SequenceStart`.
+        guide: as in `SequenceStart`; it follows the tokens that are fed.
         prefix: what its cache begins with and other rows' too.
         context: the tokens as an array, for processors.
         has_generated: whether its next token was generated; until then that is the last one of the prompt.
@@ -27,7 +29,9 @@ class Row:
     max_tokens: int
     sampler: Any
     processors: Sequence[Any]
+    end_ids: frozenset[int]
     prefix: SharedPrefix | None = None
+    guide: AnswerGuide | None = None
     context: Any = None
     has_generated: bool = False
     n_generated: int = 0

@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 class RowsGenerator:
     """Sequences of unequal length, each of which costs its own length."""
 
-    def __init__(self, model: Any, spec: ModelCacheSpec, *, eos_ids: frozenset[int], draft_ngram: bool = False) -> None:
+    def __init__(self, model: Any, spec: ModelCacheSpec, *, draft_ngram: bool = False) -> None:
         if not install(model):
             raise ValueError("this model's attention cannot be served in rows")
         self._model = model
         self._spec = spec
-        self._decode = DecodeBatch(model, eos_ids=eos_ids, draft_ngram=draft_ngram)
+        self._decode = DecodeBatch(model, draft_ngram=draft_ngram)
         self._prefill = PrefillRows(model, is_together=spec.has_only_full_layers)
         self._next_uid = self._n_steps = 0
         self._wired_limit = maybe_set_recommended_wired_limit()
@@ -118,7 +118,8 @@ class RowsGenerator:
 
 def _joiner(row: PrefillRow) -> Joiner:
     start = row.start
-    decoding = Row(row.uid, row.tokens, start.max_tokens, start.sampler, start.processors, row.prefix)
+    how = (start.max_tokens, start.sampler, start.processors, start.end_ids)
+    decoding = Row(row.uid, row.tokens, *how, row.prefix, start.guide)
     return Joiner(decoding, row.caches, row.segments[0][0])
 
 
@@ -129,7 +130,7 @@ def why_not_in_rows(model: Any, spec: ModelCacheSpec) -> str | None:
     if not can_be_batched(model):
         return "mlx-lm cannot put caches of this model's kind into one batch"
     try:
-        generator = RowsGenerator(model, spec, eos_ids=frozenset())
+        generator = RowsGenerator(model, spec)
     except ValueError as error:
         return one_line(error)
     try:

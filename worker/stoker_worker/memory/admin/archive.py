@@ -15,9 +15,9 @@ from typing import IO, Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stoker_shared.request import Message
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord
+from stoker_worker.ports.own_message import StoredMessage
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -62,7 +62,7 @@ class ArchivedTurn(_Content):
     keep_messages: _Count
     keep_text: _Count
     new_tokens: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
-    new_messages: tuple[Message, ...] | None
+    new_messages: tuple[StoredMessage, ...] | None
     new_text: str | None
     checksum: _Checksum
 

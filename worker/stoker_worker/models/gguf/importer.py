@@ -1,11 +1,11 @@
-"""GGUF import: one file in, one mlx-lm folder out. Owns names, config and the folder; `tokenizer.py` builds the
-tokenizer, `header.py` reads the tensors' types. Runs in a command of its own, on its main thread.
+"""GGUF import: one file in, one mlx-lm folder out. Owns the config and the folder; `architectures.py` has the names,
+`tokenizer.py` builds the tokenizer, `header.py` reads the tensors' types. Runs in a command of its own, on its main
+thread.
 
 Only architectures whose tensors mean the same in GGUF and in mlx-lm are supported; all others are refused by name.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,34 +14,16 @@ from typing import Any, Final
 
 from stoker_shared.durable_file import draft_of
 from stoker_shared.errors import ModelNotLoadable
+from stoker_worker.models.gguf.architectures import Architecture, architecture_of
 from stoker_worker.models.gguf.header import read_tensor_types
+from stoker_worker.models.gguf.rope import rope_scaling_of
 from stoker_worker.models.gguf.tokenizer import GgufTokenizer
-
-ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""From ``general.architecture``, which is mlx-lm's ``model_type`` too, to the class name that other tools look for."""
 
 TENSOR_TYPES: Final = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q6_K")
 """Types that MLX reads exactly. Q6_K becomes float16; most Q4_0 files have one such tensor, the output layer."""
 
 _GROUP: Final = 32
 """Weights per scale in every supported packed type."""
-
-_NAMES: Final = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TENSOR: Final = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<leaf>weight|bias|scales|biases)")
-_QWEN_2_BIASES: Final = frozenset({"attn_q", "attn_k", "attn_v"})
 
 
 def import_gguf(file: Path, folder: Path, *, name: str | None = None) -> None:
@@ -68,7 +50,7 @@ def import_gguf(file: Path, folder: Path, *, name: str | None = None) -> None:
     arrays, metadata = _load(file)
     tokenizer = GgufTokenizer({key: value for key, value in metadata.items() if key.startswith("tokenizer.")})
     config = _config(metadata, arrays, tokenizer, name or str(metadata.get("general.name") or file.stem))
-    weights = _weights(arrays, str(metadata["general.architecture"]))
+    weights = _weights(arrays, architecture_of(metadata))
     config.update(_quantization(weights))
     built = tokenizer.build()
     with _appearing(folder) as draft:
@@ -90,9 +72,7 @@ def _load(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ModelNotLoadable(f"MLX cannot read {file}: {error}") from None
     arrays, metadata = loaded
     plain = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in metadata.items()}
-    architecture = plain.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ModelNotLoadable(f"GGUF architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}")
+    architecture_of(plain)  # a file of another one may have arrays that nothing below expects
     return arrays, plain
 
 
@@ -100,26 +80,28 @@ def _config(
     metadata: Mapping[str, Any], arrays: Mapping[str, Any], tokenizer: GgufTokenizer, name: str
 ) -> dict[str, Any]:
     """mlx-lm's ``config.json``, without the quantization."""
-    architecture = str(metadata["general.architecture"])
+    architecture = architecture_of(metadata)
 
     def value(key: str, default: Any = None) -> Any:
-        found = metadata.get(f"{architecture}.{key}", default)
+        found = metadata.get(f"{architecture.name}.{key}", default)
         if found is None:
-            raise ModelNotLoadable(f"the GGUF file has no {architecture}.{key}")
+            raise ModelNotLoadable(f"the GGUF file has no {architecture.name}.{key}")
         return found
 
     hidden, heads = value("embedding_length"), value("attention.head_count")
     head_dim = value("attention.key_length", hidden // heads)
     if value("attention.value_length", head_dim) != head_dim or value("rope.dimension_count", head_dim) != head_dim:
         raise ModelNotLoadable("GGUF models that rotate only a part of each head are not supported")
-    if value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in arrays:
+    if value("rope.scaling.type", "none") != "none":
         raise ModelNotLoadable("GGUF models with scaled rotary positions are not supported")
-    if value("expert_count", 0):
-        raise ModelNotLoadable("GGUF models with experts are not supported")
+    if value("expert_count", 0) and not architecture.expert_keys:
+        raise ModelNotLoadable(f"{architecture.name} GGUF models with experts are not supported")
+    theta = _short(value("rope.freq_base", 10000.0))
+    table = arrays.get("rope_freqs.weight")
     return {
         "_name_or_path": name,
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": value("block_count"),
         "intermediate_size": value("feed_forward_length"),
@@ -129,39 +111,31 @@ def _config(
         "rms_norm_eps": _short(value("attention.layer_norm_rms_epsilon")),
         "vocab_size": arrays["token_embd.weight"].shape[0],
         "max_position_embeddings": value("context_length"),
-        "rope_theta": _short(value("rope.freq_base", 10000.0)),
-        # llama.cpp permutes Llama's queries and keys, so that rotated pairs are neighbours; it does not permute Qwen's.
-        "rope_traditional": architecture == "llama",
+        "rope_theta": theta,
+        "rope_scaling": None if table is None else rope_scaling_of(table.tolist(), head_dim=head_dim, theta=theta),
+        "rope_traditional": architecture.pairs_are_neighbours,
         "tie_word_embeddings": "output.weight" not in arrays,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_ids,
+        **architecture.extra_config(value),
     }
 
 
-def _weights(arrays: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _weights(arrays: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
     """The arrays under mlx-lm's names; all floating-point arrays have one dtype."""
     import mlx.core as mx
 
     half = any(array.dtype == mx.float16 for array in arrays.values())
     weights = {}
     for gguf_name, array in arrays.items():
+        if gguf_name == "rope_freqs.weight":  # in the config
+            continue
         # Norms are float32 in every GGUF file; kept so, they would turn the whole half-precision model into float32.
         narrowed = array.astype(mx.float16) if half and array.dtype == mx.float32 else array
         if narrowed is not array and not mx.isfinite(narrowed).all().item():
             raise ModelNotLoadable(f"tensor {gguf_name} of the GGUF file does not fit into float16")
-        weights[_mlx_name(gguf_name, architecture)] = narrowed
+        weights[architecture.mlx_name(gguf_name)] = narrowed
     return weights
-
-
-def _mlx_name(gguf_name: str, architecture: str) -> str:
-    match = _TENSOR.fullmatch(gguf_name)
-    part = match["part"] if match else None
-    if match is None or part not in _NAMES:
-        raise ModelNotLoadable(f"tensor {gguf_name!r} is unknown in a {architecture} GGUF file")
-    if match["leaf"] == "bias" and not (architecture == "qwen2" and part in _QWEN_2_BIASES):
-        raise ModelNotLoadable(f"tensor {gguf_name!r}: {architecture} models with this bias are not supported")
-    prefix = f"model.layers.{match['layer']}." if match["layer"] else ""
-    return f"{prefix}{_NAMES[part]}.{match['leaf']}"
 
 
 def _quantization(weights: Mapping[str, Any]) -> dict[str, Any]:

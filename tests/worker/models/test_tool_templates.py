@@ -1,0 +1,48 @@
+"""How much of a tool conversation comes from the cache, by template; docs/tool-calls.md has these numbers."""
+
+from pathlib import Path
+
+import pytest
+from tests.worker.models.tool_templates import FAMILIES, Conversation
+
+pytestmark = pytest.mark.mlx
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tool-calls.md"
+WAYS = (("append", True), ("full", True), ("full", False))
+
+
+def share(prompt_tokens: int, cached: int) -> str:
+    return f"{cached} of {prompt_tokens}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_documented_part_of_a_conversation_is_cached(name: str) -> None:
+    cells = []
+    for context, keeps_thinking in WAYS:
+        conversation = Conversation(FAMILIES[name], context, keeps_thinking).run()
+        cells += [share(len(prompt.ids), cached) for prompt, cached in conversation.prompts[1:]]
+        assert all(prompt.rendered_anew is None for prompt, _ in conversation.prompts) or context == "append"
+    assert f"| {name} | {' | '.join(cells)} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_append_renders_what_full_renders_and_keeps_the_models_own_tokens(name: str) -> None:
+    appended = Conversation(FAMILIES[name], "append").run()
+    sent = Conversation(FAMILIES[name], "full").run()
+    for (ours, cached), (theirs, cached_of_theirs) in zip(appended.prompts, sent.prompts, strict=True):
+        if ours.rendered_anew:
+            assert ours.ids == theirs.ids
+        assert len(ours.ids) - cached <= len(theirs.ids) - cached_of_theirs
+        assert theirs.messages is not None
+        assert ours.messages is not None
+        assert len(ours.messages) == len(theirs.messages)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_result_that_comes_with_the_next_question_is_in_the_prompt(name: str) -> None:
+    conversation = Conversation(FAMILIES[name], "append")
+    conversation.turn([{"role": "user", "content": "How is Oslo?"}], calls=True)
+    question = {"role": "user", "content": "And Rome?"}
+    conversation.turn([*conversation.tool_result(), question], calls=False, text="Clear.")
+    text = conversation.tokenizer.decode(conversation.prompts[-1][0].ids)
+    assert all(text.count(said) == 1 for said in ("How is Oslo?", "celsius", "And Rome?"))

@@ -1,0 +1,169 @@
+"""What the model says, thinks and wants called, in a generated text."""
+
+import dataclasses
+import json
+
+import pytest
+from tests.worker.pipeline.answers import SCRIPTED, answer_to
+
+from stoker_shared import Message
+from stoker_shared.result import Choice
+from stoker_worker.pipeline.prompt import Prompt
+from stoker_worker.ports import PLAIN_TEXT
+from stoker_worker.ports.own_message import OwnMessage, continues
+
+FORM = SCRIPTED.answer_format
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(arguments='{"at": "sky"}', name="look", **fields):
+    more = "".join(f', "{key}": "{value}"' for key, value in fields.items())
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}{more}}}</tool_call>'
+
+
+def called(text, **fields):
+    return answer_to(text, fields.pop("form", FORM), **{"tools": [TOOL], **fields})
+
+
+def test_thinking_is_split_off_without_tools_too():
+    answer = answer_to("<think>\nOne.\n</think>\n\nTwo.", FORM)
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("One.", "Two.", "stop")
+    assert answer.reasoning_tokens == len("\nOne.\n")
+    choice = Choice(**answer.fields())
+    assert (choice.text, choice.answer, choice.content) == ("<think>\nOne.\n</think>\n\nTwo.", "Two.", "Two.")
+
+
+def test_an_answer_that_is_all_text_has_no_copy_of_it():
+    answer = answer_to("  Two. ", FORM)
+    assert answer.fields() == {**dict.fromkeys(answer.fields()), "text": "  Two. ", "finish_reason": "stop"}
+    assert answer.message() == Message(role="assistant", content="  Two. ")
+
+
+def test_thinking_that_the_template_opened_needs_no_first_marker():
+    answer = answer_to("One.</think>Two.", FORM, opened="<think>\n")
+    assert (answer.reasoning, answer.content, answer.reasoning_tokens) == ("One.", "Two.", len("One."))
+    cut_off = answer_to("One.", FORM, opened="<think>\n", ended_by="length")
+    assert (cut_off.reasoning, cut_off.content, cut_off.reasoning_tokens) == ("One.", "", len("One."))
+
+
+def test_only_a_prompt_that_ends_in_open_thinking_opens_it():
+    start, end = FORM.think_start_ids, FORM.think_end_ids
+    assert FORM.state_after((1, *start, 10)) == "reasoning"
+    assert FORM.state_after((1, *start, *end, 10)) == "normal"
+    assert FORM.state_after((*start, *b"cut off, then a new turn")) == "normal"
+    assert PLAIN_TEXT.state_after((1, 2)) == "normal"
+
+
+def test_calls_are_in_openais_form_and_the_text_between_them_is_the_content():
+    answer = called(f"<think>Hm.</think>I look. {call()}\n{call(name='go')}")
+    assert [(x.type, x.function.name, x.function.arguments) for x in answer.tool_calls] == [
+        ("function", "look", '{"at": "sky"}'),
+        ("function", "go", '{"at": "sky"}'),
+    ]
+    assert (answer.finish_reason, answer.content, answer.reasoning) == ("tool_calls", "I look.", "Hm.")
+
+
+def test_ids_of_calls_are_the_same_for_the_same_delivery_and_unique_in_the_conversation():
+    text = call() + call() + call(id="own") + call(id="own")
+    ids = [x.id for x in called(text).tool_calls]
+    assert ids == [x.id for x in called(text).tool_calls]
+    assert len(set(ids)) == 4
+    assert ids[2] == "own"
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+    assert ids[0] != called(text, id_seed="another").tool_calls[0].id
+    earlier = Message(role="assistant", tool_calls=({"id": ids[0]}, {"id": "own"}))
+    later = called(text, prompt=Prompt((), (earlier,), None))
+    assert {x.id for x in later.tool_calls}.isdisjoint({ids[0], "own"})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"form": PLAIN_TEXT}], ids=str
+)
+def test_calls_stay_text_unless_tools_are_offered_to_a_model_with_a_parser(fields):
+    answer = called(call(), **fields)
+    assert (answer.content, answer.tool_calls, answer.tool_error, answer.finish_reason) == (call(), (), None, "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<tool_call>{oops}</tool_call>", "JSONDecodeError"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "'name'"),
+        ("<tool_call>[]</tool_call>", "no call"),
+        (call("[1]"), "object"),
+        (call('"[1]"'), "object"),
+        (call("NaN"), "object"),
+        (call('{"x": NaN}'), "JSON"),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', "surrogates"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "RecursionError"),
+        (call(f'{{"x": {"[" * 500}{"]" * 500}}}'), "nested"),
+        ('<tool_call>{"name": "unknown", "arguments": {}}', "no end"),
+    ],
+    ids=range(11),
+)
+def test_what_does_not_parse_stays_text_with_the_reason(text, why):
+    answer = called(f"Well. {text}")
+    assert (answer.content, answer.tool_calls, answer.finish_reason) == (f"Well. {text}", (), "stop")
+    assert why in (answer.tool_error or "")
+    sound = called(f"{call()} {text}")
+    assert (sound.content, len(sound.tool_calls), sound.finish_reason) == (text, 1, "tool_calls")
+
+
+def test_arguments_are_json_text_whatever_is_in_them():
+    for arguments in ('{"x": "\\ud800é"}', '{"x": [{}]}', '"{\\"x\\": 1}"', '{"x": "日本"}'):
+        (found,) = called(call(arguments)).tool_calls
+        found.model_dump_json()
+        expected = json.loads(arguments)
+        assert json.loads(found.function.arguments) == (json.loads(expected) if type(expected) is str else expected)
+    assert "日本" in called(call('{"x": "日本"}')).tool_calls[0].function.arguments
+
+
+@pytest.mark.parametrize("own", ["\\ud800", "x" * 65, "a\\nb"])
+def test_an_id_of_the_models_that_no_message_can_carry_is_replaced(own):
+    (found,) = called(call(id=own)).tool_calls
+    found.model_dump_json()
+    assert len(found.id) == 9
+
+
+def test_a_call_without_its_end_counts_unless_max_tokens_cut_it_off():
+    text = call().removesuffix("</tool_call>")
+    assert len(called(text).tool_calls) == 1
+    cut_off = called(text, ended_by="length")
+    assert (cut_off.tool_calls, cut_off.content, cut_off.finish_reason) == ((), text, "length")
+    assert "max_tokens" in (cut_off.tool_error or "")
+    assert called(call() + "and", ended_by="length").finish_reason == "length"
+
+
+def test_a_call_in_thinking_is_a_thought_once_the_model_closes_the_thinking():
+    answer = called(f"<think>Perhaps {call()}?</think>No.")
+    assert (answer.tool_calls, answer.reasoning, answer.content) == ((), f"Perhaps {call()}?", "No.")
+    unclosed = called(f"<think>I must.{call()}")
+    assert (len(unclosed.tool_calls), unclosed.reasoning, unclosed.content) == (1, "I must.", "")
+    assert unclosed.reasoning_tokens == len("I must.")
+    mentioned = called("<think>The marker <tool_call> begins a call, and so on", ended_by="length")
+    assert (mentioned.content, mentioned.tool_calls) == ("", ())
+
+
+def test_many_calls_that_never_end_are_read_once():
+    tried = []
+
+    def parse(text, _tools):
+        tried.append(len(text))
+        raise ValueError
+
+    form = dataclasses.replace(FORM, parse_call=parse)
+    assert called("<tool_call>" * 1000, form=form).content == "<tool_call>" * 1000
+    assert len(tried) == 1
+
+
+def test_a_producers_copy_of_an_answer_continues_it():
+    stored = called(f"<think>Hm.</think>{call()}", opened="").message()
+    assert isinstance(stored, OwnMessage)
+    copy = Message(role="assistant", content=None, tool_calls=stored.tool_calls)
+    assert continues(copy, stored)
+    assert continues(copy.model_copy(update={"reasoning_content": "Hm."}), stored)
+    assert continues(Message(role="assistant", content=stored.generated), stored)
+    assert not continues(copy.model_copy(update={"tool_calls": ()}), stored)
+    assert not continues(Message(role="assistant", content="else"), stored)
+    assert "generated" not in stored.as_template_input()

@@ -1,0 +1,230 @@
+"""A job with several choices: its sequences, and how they end together."""
+
+import random
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tests.in_memory.queue import InMemoryQueue
+from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
+from tests.worker.pipeline.stages import MODEL, NotedFinisher, loaded_job
+
+from stoker_shared.errors import BlockPoolTooSmall, GenerationTimedOut
+from stoker_shared.result import CacheReport
+from stoker_worker.pipeline.answer import read_answer
+from stoker_worker.pipeline.choices import Choices, works_of
+from stoker_worker.pipeline.engine_thread import EngineThread
+from stoker_worker.pipeline.job import Cancelled, Failed, Finished, GivenBack
+from stoker_worker.pipeline.prompt import Prompt
+from stoker_worker.pipeline.results import build_result
+from stoker_worker.ports import CompletedGeneration, GenerationTiming, Restored, RestoredPrefix, SequenceProgress
+
+SHARES = ("salt",)
+
+
+def job_of(n, **fields):
+    job = loaded_job(InMemoryQueue(), "a", cache="read", n=n, **fields)
+    job.shares, job.save_from = SHARES, 0
+    job.restored = Restored(RestoredPrefix(1, ()), "disk")
+    return job
+
+
+def end(uid, outcome="finished", n_tokens=2, **fields):
+    return CompletedGeneration(uid, outcome, tuple(range(n_tokens)), f"text {uid}", "length", n_tokens, **fields)
+
+
+def test_choice_i_is_the_job_with_seed_plus_i():
+    works = list(works_of(job_of(4, seed=2**63 - 1, temperature=1.0)))
+    assert [work.request.seed for work in works] == [2**63 - 1 + i for i in range(4)]
+    assert {work.request.temperature for work in works} == {1.0}
+    assert [work.request.seed for work in works_of(job_of(3))] == [None] * 3
+
+
+def test_only_the_first_choice_restores_and_saves_and_all_share():
+    works = list(works_of(job_of(3)))
+    assert [(work.prefix is not None, work.save_from, work.shares) for work in works] == [
+        (True, 0, SHARES), (False, None, SHARES), (False, None, SHARES),
+    ]  # fmt: skip
+    (alone,) = works_of(job_of(1))
+    assert (alone.prefix is not None, alone.save_from, alone.shares) == (True, 0, SHARES)
+
+
+def test_each_choice_has_a_guide_of_its_own():
+    job = job_of(3)
+    job.guide = SimpleNamespace(fork=SimpleNamespace)
+    guides = [work.guide for work in works_of(job)]
+    assert guides[0] is job.guide
+    assert len({id(guide) for guide in guides}) == 3
+
+
+def test_the_prompt_of_several_choices_is_scored_once():
+    works = list(works_of(job_of(3, prompt_logprobs=2, prompt_logprobs_start=1)))
+    asked = [(work.request.prompt_logprobs, work.request.prompt_logprobs_start) for work in works]
+    assert asked == [(2, 1), (None, 0), (None, 0)]
+
+
+def test_choices_of_a_job_that_shares_with_no_other_share_among_themselves():
+    queue, keys = InMemoryQueue(), []
+    for name in ("a", "b"):
+        job = loaded_job(queue, name, cache="off", n=2)
+        (key,) = {work.shares for work in works_of(job)}
+        keys.append(key)
+    assert len(set(keys)) == 2
+    assert None not in keys
+    (alone,) = works_of(loaded_job(queue, "c", cache="off"))
+    assert alone.shares is None
+
+
+def result_of(job, completion):
+    answers = [read_answer(job.request, job.prompt, one, MODEL, "") for one in (completion, *job.further_choices)]
+    return build_result(job, completion, answers, MODEL, CacheReport())
+
+
+def test_the_result_has_all_choices_in_order_and_the_first_one_at_its_top():
+    job = job_of(3)
+    choices = Choices(job, [5, 6, 7])
+    assert [choices.end(end(uid, n_tokens=uid)) for uid in (6, 5, 7)] == [False, False, True]
+    outcome = choices.outcome()
+    assert isinstance(outcome, Finished)
+    result = result_of(job, outcome.completion)
+    assert [choice.text for choice in result.choices] == ["text 5", "text 6", "text 7"]
+    assert (result.text, result.finish_reason) == ("text 5", "length")
+    assert (result.usage.completion_tokens, result.usage.prompt_tokens) == (18, len(job.prompt.ids))
+
+
+def test_a_job_with_one_choice_has_no_list_of_them():
+    job = job_of(1)
+    choices = Choices(job, [5])
+    choices.end(end(5))
+    assert result_of(job, choices.outcome().completion).choices is None
+
+
+def test_decoding_lasts_until_the_last_choice_ends():
+    job = job_of(2)
+    choices = Choices(job, [0, 1])
+    choices.end(end(0, timing=GenerationTiming(waited_s=1, prefill_s=2, decode_s=3)))
+    choices.end(end(1, timing=GenerationTiming(waited_s=4, prefill_s=0.5, decode_s=5)))
+    timing = result_of(job, choices.outcome().completion).timing
+    assert (timing.prefill_s, timing.decode_s) == (2, 6.5)
+
+
+def test_progress_is_that_of_all_choices_and_the_text_that_of_the_first():
+    choices = Choices(job_of(3), [0, 1, 2])
+    engine = SimpleNamespace(text=lambda uid: f"running {uid}")
+    of = {0: SequenceProgress("decode", 4, 2.0), 1: SequenceProgress("prefill"), 2: SequenceProgress("waiting")}
+    assert choices.progress(of) == SequenceProgress("decode", 4, 2.0)
+    assert choices.text(engine) == "running 0"
+    choices.end(end(0, n_tokens=7))
+    assert choices.progress({1: SequenceProgress("decode", 3, 1.0)}) == SequenceProgress("decode", 10, 1.0)
+    assert choices.text(engine) == "text 0"
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize("restored", [False, True])
+def test_four_choices_are_the_answers_of_four_jobs_and_their_prompt_is_prefilled_once(restored):
+    layout = Layout("llama", eos=False)
+    ids = tuple(random_ids(random.Random(4), 400))
+    prefix = None
+    if restored:
+        (before,) = run(layout.engine(), [work(ids[:300], 1)])
+        prefix = prefix_of(before.cache, 256)
+    job = job_of(4, temperature=1.2, top_p=0.9, seed=7, max_tokens=12, presence_penalty=1.0)
+    job.prompt, job.restored = Prompt(ids, None, ""), Restored(prefix, "disk" if prefix else "none")
+    together = run(layout.engine(max_batch=8), list(works_of(job)))
+    fields = {"temperature": 1.2, "top_p": 0.9, "presence_penalty": 1.0}
+    alone = [run(layout.engine(), [work(ids, 12, seed=7 + i, **fields)])[0] for i in range(4)]
+    assert [end.generated_ids for end in together] == [end.generated_ids for end in alone]
+    assert len({end.generated_ids for end in alone}) == 4
+    assert [end.cached_tokens for end in together] == [256 if restored else 0, 399, 399, 399]
+    assert [end.cache is not None for end in together] == [True, False, False, False]
+
+
+class Engine:
+    """Ends the sequences that a test names; `left` are the others."""
+
+    def __init__(self):
+        self.left, self.ends, self.refused = [], [], None
+
+    @property
+    def in_flight(self):
+        return len(self.left)
+
+    def submit(self, work):
+        if len(self.left) == self.refused:
+            raise BlockPoolTooSmall("no")
+        self.left.append(len(self.left))
+        return self.left[-1]
+
+    def step(self):
+        ends, self.ends = self.ends, []
+        for one in ends:
+            self.left.remove(one.uid)
+        return ends
+
+    def cancel(self, uid):
+        if uid not in self.left:
+            return None
+        self.left.remove(uid)
+        return end(uid, "cancelled", n_tokens=4)
+
+    def progress(self):
+        return {}
+
+
+@pytest.fixture
+def side():
+    engine: Any = Engine()
+    finisher, no_provider = NotedFinisher(), cast(Any, None)
+    thread = EngineThread(no_provider, Future(), finisher)
+
+    def put(job):
+        thread._submit(engine, job)
+        return job
+
+    def step(*ends):
+        engine.ends = list(ends)
+        thread._cancel(engine)
+        thread._step(engine)
+        return [] if finisher.ended.empty() else [finisher.ended.get()]
+
+    return SimpleNamespace(engine=engine, thread=thread, finisher=finisher, put=put, step=step)
+
+
+def test_a_job_is_handed_over_once_and_only_when_all_its_choices_have_ended(side):
+    job = side.put(job_of(3))
+    assert side.step(end(1)) == side.step(end(0)) == []
+    ((ended, outcome),) = side.step(end(2))
+    assert (ended, outcome.completion.text) == (job, "text 0")
+    assert [one.text for one in job.further_choices] == ["text 1", "text 2"]
+    assert not side.thread.is_busy()
+
+
+def test_a_choice_that_fails_fails_the_job_and_ends_the_others(side):
+    side.put(job_of(4))
+    error = ValueError("x")
+    ((_, outcome),) = side.step(end(2, "failed", error=error), end(3))
+    assert outcome == Failed(error)
+    assert (side.engine.left, side.thread.is_busy(), side.finisher.ended.empty()) == ([], False, True)
+
+
+@pytest.mark.parametrize(("reason", "kind"), [("withdrawn", Cancelled), ("stopping", GivenBack), ("timed out", Failed)])
+def test_all_choices_of_a_job_that_is_cancelled_leave_the_engine(side, reason, kind):
+    job = side.put(job_of(3))
+    side.step(end(1, n_tokens=2))
+    job.cancel.set(reason)
+    ((_, outcome),) = side.step()
+    assert isinstance(outcome, kind)
+    assert (side.engine.left, side.thread.is_busy()) == ([], False)
+    if kind is Failed:
+        assert isinstance(outcome.error, GenerationTimedOut)
+        assert "after 10 generated tokens" in str(outcome.error)
+        assert outcome.partial_text == "text 0"
+
+
+def test_a_choice_that_is_refused_leaves_none_of_the_others_in_the_engine(side):
+    side.engine.refused = 2
+    side.put(job_of(3))
+    _, outcome = side.finisher.next()
+    assert isinstance(outcome.error, BlockPoolTooSmall)
+    assert (side.engine.left, side.thread.is_busy()) == ([], False)

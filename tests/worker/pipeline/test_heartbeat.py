@@ -1,0 +1,32 @@
+"""The heartbeat knows for how long Redis is away, and for how long it was, over all outages."""
+
+import time
+
+from tests.in_memory.queue import InMemoryQueue
+
+from stoker_worker.pipeline.heartbeat import Heartbeat
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_outages_add_up_and_end():
+    queue = InMemoryQueue()
+    heartbeat = Heartbeat(queue, period_s=0.002)
+    heartbeat.start()
+    seen = 0.0
+    for _ in range(2):
+        queue.away = True
+        wait_until(lambda: heartbeat.redis_away_s() > 0.02)
+        assert heartbeat.redis_away_total_s() >= seen + 0.02
+        queue.away = False
+        wait_until(lambda: heartbeat.redis_away_s() == 0)
+        seen = heartbeat.redis_away_total_s()
+        assert seen == heartbeat.redis_away_total_s()
+    assert seen > 0.04
+    heartbeat.finish()
+    heartbeat.join()

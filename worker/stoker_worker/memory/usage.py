@@ -1,0 +1,29 @@
+"""How much room a worker's store takes, for metrics and health checks. Any thread; reads only."""
+
+import os
+import shutil
+
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import StoreUse
+
+
+def store_use(store: AgentCacheStore) -> StoreUse:
+    """
+    Raises:
+        OSError: the store cannot be read or written.
+    """
+    folder = store.parts.path
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} is not writable")
+    try:
+        disk_bytes = store.budget.total_bytes
+    except Damaged as error:
+        raise OSError(str(error)) from error
+    return StoreUse(
+        disk_bytes=disk_bytes,
+        disk_max_bytes=store.budget.max_bytes,
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        ram_bytes=store.ram_cache.n_bytes,
+        ram_max_bytes=store.ram_cache.max_bytes,
+    )

@@ -1,0 +1,48 @@
+"""Reads the form of a model's answers from mlx-lm's tokenizer wrapper. Pure; imports neither MLX nor transformers."""
+
+from typing import Any, Final
+
+from stoker_worker.models.tool_parsers import with_time_limit
+from stoker_worker.ports.answer_format import AnswerFormat, Edge
+
+_JSON_PARSERS: Final = frozenset({"json_tools"})
+"""Parsers of mlx-lm for models that write a call as the object ``{"name": ..., "arguments": {...}}``."""
+
+
+def answer_format(wrapper: Any) -> AnswerFormat:
+    """
+    Args:
+        wrapper: `mlx_lm.tokenizer_utils.TokenizerWrapper`.
+    """
+    name = wrapper._tokenizer.init_kwargs.get("tool_parser_type") if wrapper.has_tool_calling else None
+    return AnswerFormat(
+        think_start=wrapper.think_start,
+        think_end=wrapper.think_end,
+        think_start_ids=tuple(wrapper.think_start_tokens or ()),
+        think_end_ids=tuple(wrapper.think_end_tokens or ()),
+        tool_start=wrapper.tool_call_start,
+        tool_end=wrapper.tool_call_end,
+        tool_start_ids=tuple(wrapper.tool_call_start_tokens or ()),
+        tool_parser=name,
+        parse_call=with_time_limit(wrapper.tool_parser),
+        is_json_call=name in _JSON_PARSERS,
+        edges=tuple(_edges(wrapper)),
+        first_state=wrapper.response_initial_state or "normal",
+    )
+
+
+def _edges(wrapper: Any) -> list[Edge]:
+    """Those of `mlx_lm.generate.make_text_state_machine`, which keeps no markers in the text that it splits."""
+    given = [Edge(state, marker, to) for state, pairs in wrapper.response_transitions.items() for marker, to in pairs]
+    edges: list[Edge] = []
+    if wrapper.has_thinking:
+        edges += [Edge("normal", wrapper.think_start, "reasoning"), Edge("reasoning", wrapper.think_end, "normal")]
+    if wrapper.has_tool_calling:
+        if not any(edge.to == "tool" for edge in given):
+            edges.append(Edge("normal", wrapper.tool_call_start, "tool"))
+        if wrapper.has_thinking:
+            edges.append(Edge("reasoning", wrapper.tool_call_start, "tool"))
+        if wrapper.tool_call_end:
+            edges.append(Edge("tool", wrapper.tool_call_end, "normal"))
+    edges += [Edge("normal", marker, "normal") for marker in wrapper.structural_markers]
+    return edges + given

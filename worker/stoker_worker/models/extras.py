@@ -1,0 +1,136 @@
+"""What an operator adds to a model's folder: an adapter, a chat template, trust in its code. Owns their checks and the
+adapter's way into the model; engine thread. MLX is imported by `apply_adapter` only."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from stoker_shared.error_line import one_line
+from stoker_shared.errors import ModelNotLoadable
+
+ADAPTER_WEIGHTS: Final = "adapters.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+_CODE_NEEDED: Final = "give --trust-remote-code if you trust its authors with this machine"
+
+
+@dataclass(frozen=True)
+class ModelExtras:
+    """
+    Attributes:
+        adapter: folder of a LoRA or DoRA adapter as mlx-lm writes it.
+        chat_template: file with a Jinja template, instead of the model's own.
+        trust_remote_code: whether Python code in the model's folder may run.
+    """
+
+    adapter: Path | None = None
+    chat_template: Path | None = None
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Look for the files, before anything slow.
+
+        Raises:
+            ModelNotLoadable: one is missing or cannot be read.
+        """
+        _ = self.adapter_folder, self.template_text
+
+    @cached_property
+    def adapter_folder(self) -> Path | None:
+        """
+        Raises:
+            ModelNotLoadable: it is no folder of an adapter of mlx-lm.
+        """
+        if self.adapter is None:
+            return None
+        folder = self.adapter.expanduser()
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (folder / name).is_file():
+                raise ModelNotLoadable(f"--adapter {self.adapter} is not an adapter of mlx-lm: it has no {name}")
+        return folder.resolve()
+
+    @cached_property
+    def template_text(self) -> str | None:
+        """
+        Raises:
+            ModelNotLoadable: the file cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ModelNotLoadable(f"cannot read --chat-template {self.chat_template}: {reason}") from None
+
+    @property
+    def tokenizer_options(self) -> dict[str, Any]:
+        """For mlx-lm's ``load_tokenizer``; without `trust_remote_code`, transformers would ask on the terminal."""
+        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.template_text is not None:
+            # A template that mlx-lm has as Python code for the model would be used instead of the file.
+            options |= {"chat_template": self.template_text, "chat_template_type": None}
+        return options
+
+    def require_trust(self, folder: Path) -> None:
+        """
+        Raises:
+            ModelNotLoadable: the model is Python code in its folder, and that is not trusted.
+        """
+        try:
+            code = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_file")
+        except (OSError, ValueError, AttributeError):
+            return  # mlx-lm reports a damaged config
+        if code is not None and not self.trust_remote_code:
+            raise ModelNotLoadable(f"this model runs code of its own, {code!r} in its folder: {_CODE_NEEDED}")
+
+    def check_template(self, tokenizer: Any) -> None:
+        """Compile the template as it is compiled for a job.
+
+        Args:
+            tokenizer: the `transformers` tokenizer that has it.
+
+        Raises:
+            ModelNotLoadable: it is not a Jinja template.
+        """
+        if self.template_text is None:
+            return
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ModelNotLoadable(
+                f"--chat-template {self.chat_template} does not compile: line {error.lineno}: {one_line(error)}"
+            ) from None
+        except Exception:  # a template may refuse this conversation, and yet be good for others
+            return
+
+    def apply_adapter(self, network: Any) -> None:
+        """Put the adapter's weights beside the model's. They stay apart, as in mlx-lm: its answers are the measure, and
+        a quantised model keeps its own weights exactly.
+
+        Raises:
+            ModelNotLoadable: the adapter does not fit this model.
+        """
+        folder = self.adapter_folder
+        if folder is None:
+            return
+        from mlx_lm.tuner.utils import load_adapters
+
+        try:
+            load_adapters(network, str(folder))
+        except Exception as error:  # from KeyError in its config to ValueError for shapes
+            raise ModelNotLoadable(f"--adapter {self.adapter} does not fit this model: {one_line(error)}") from None
+        network.eval()  # the new layers would drop a part of their input, as in training
+
+
+def reason_of(error: Exception, extras: ModelExtras) -> str:
+    """Why mlx-lm or transformers did not load a model, in one line; without trust, with the option that it lacks."""
+    if not extras.trust_remote_code and "trust_remote_code" in str(error):
+        return f"it runs code of its own: {_CODE_NEEDED}"
+    return one_line(error)
+
+
+NO_EXTRAS: Final = ModelExtras()

@@ -1,0 +1,1 @@
+"""Guides of answers: grammars through llguidance, and the length of thinking."""
