@@ -2,6 +2,7 @@
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
+from stoker.overview import Overview
 from stoker.presence import LiveWorker
 from stoker.producer import Producer
 from stoker.queue_status import QueueStatus
@@ -23,8 +24,9 @@ from stoker_shared.errors import (
     ResultTimeout,
     StokerError,
 )
-from stoker_shared.request import GenerationRequest, Message
-from stoker_shared.result import GenerationResult
+from stoker_shared.message import Message
+from stoker_shared.request import GenerationRequest
+from stoker_shared.result import Choice, GenerationResult, PromptLogprobs, ToolCall
 
 __all__ = [
     "AgentForgotten",
@@ -33,6 +35,7 @@ __all__ = [
     "AgentRolledBack",
     "AsyncProducer",
     "AsyncTicket",
+    "Choice",
     "DuplicateJob",
     "GenerationRequest",
     "GenerationResult",
@@ -43,7 +46,9 @@ __all__ = [
     "JobNotFound",
     "LiveWorker",
     "Message",
+    "Overview",
     "Producer",
+    "PromptLogprobs",
     "QueueStatus",
     "RedisUnavailable",
     "RequestError",
@@ -56,4 +61,5 @@ __all__ = [
     "TextChunk",
     "Ticket",
     "TicketStatus",
+    "ToolCall",
 ]

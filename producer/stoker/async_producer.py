@@ -14,6 +14,7 @@ from stoker.connection import address, blocking_slice_s, open_async_connection
 from stoker.job_options import JobOptions, checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
+from stoker.overview import Overview, overview
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.shared_connection import SharedConnection
@@ -108,6 +109,10 @@ class AsyncProducer:
     async def workers(self) -> list[LiveWorker]:
         """As `Producer.workers`."""
         return await self._shared.run(live_workers())
+
+    async def overview(self) -> Overview:
+        """As `Producer.overview`."""
+        return await self._shared.run(overview())
 
     async def unattended(self, queue: str | None = None) -> str | None:
         """As `Producer.unattended`."""

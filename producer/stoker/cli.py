@@ -8,7 +8,6 @@ wrong, 130 interrupted.
 
 import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -27,23 +26,24 @@ from stoker.command_parts import (
 )
 from stoker.dashboard.command import dashboard
 from stoker.queue_commands import ls, workers
+from stoker.serve.command import serve
+from stoker.status_command import status
 from stoker.submit_command import submit
-from stoker.ticket_status import TicketStatus
 from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variables
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
+from stoker_shared.local_server import DEFAULT_REDIS_URL, SHOWN, default_redis_url
 
-DEFAULT_REDIS_URL = "redis://127.0.0.1:6379"
 HELP = {"-h", "--help"}
 
 
 @click.group(
     cls=LaidOutGroup,
     sections={
-        "One job": ("submit", "status", "result", "cancel"),
+        "One job": ("submit", "result", "cancel"),
         "Files of jobs": ("batch",),
         "Memory": ("agent",),
-        "Server": ("ls", "workers", "dashboard"),
+        "Server": ("status", "ls", "workers", "serve", "dashboard"),
     },
     context_settings=SETTINGS,
     epilog=examples(
@@ -52,8 +52,9 @@ HELP = {"-h", "--help"}
         "export STOKER_REDIS_URL=rediss://stoker-producer:...@queue.internal:6380",
     ),
 )
-@click.option("--redis", "redis_url", metavar="URL", default=DEFAULT_REDIS_URL, envvar=REDIS_URL_VARIABLE,
-              show_default=True, show_envvar=True, help="Server with the queue.")  # fmt: skip
+@click.option("--redis", "redis_url", metavar="URL", default=default_redis_url, envvar=REDIS_URL_VARIABLE,
+              show_default=f"the embedded server of a worker here, by {SHOWN}, or else {DEFAULT_REDIS_URL}",
+              show_envvar=True, help="Server with the queue.")  # fmt: skip
 @click.version_option(package_name="stoker")
 @click.pass_context
 def cli(context: click.Context, redis_url: str) -> None:
@@ -66,7 +67,9 @@ cli.add_command(agent)
 cli.add_command(batch)
 cli.add_command(ls)
 cli.add_command(workers)
+cli.add_command(status)
 cli.add_command(dashboard)
+cli.add_command(serve)
 
 
 @cli.command(epilog=examples("stoker result JOB_ID --timeout-s 600", "stoker result JOB_ID --json"))
@@ -79,18 +82,6 @@ def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) 
     """Wait for a job and print the text it generated."""
     with open_producer(redis_url) as producer:
         show_result(ticket_of(producer, job_id), timeout_s, as_json)
-
-
-@cli.command(epilog=examples("stoker status JOB_ID"))
-@click.argument("job_id")
-@json_option
-@redis_option
-@click.pass_obj
-def status(redis_url: str, job_id: str, as_json: bool) -> None:
-    """Print whether a job is waiting, running or ended."""
-    with open_producer(redis_url) as producer:
-        now = ticket_of(producer, job_id).status()
-    show(as_json, {"job_id": job_id, **asdict(now)}, _status_line(now))
 
 
 @cli.command(epilog=examples("stoker cancel JOB_ID"))
@@ -140,16 +131,3 @@ def _as_object(error: Exception) -> dict[str, Any]:
     if isinstance(error, JobFailed):
         described |= {name: getattr(error, name) for name in ("kind", "reason", "retryable", "partial_text")}
     return described
-
-
-def _status_line(now: TicketStatus) -> str:
-    parts = [now.state]
-    if now.position is not None:
-        parts.append(f"{now.position} ahead of it" if now.position else "next")
-    if now.worker:
-        parts.append(f"on {now.worker}")
-    if now.stage:
-        parts.append(now.stage)
-    if now.tokens:
-        parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
-    return ", ".join(parts) + (f"; {now.warning}" if now.warning else "")

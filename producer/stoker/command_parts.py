@@ -62,7 +62,8 @@ def show(as_json: bool, value: Any, text: str) -> None:
 
 def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
     generated = ticket.result(timeout_s)
-    show(as_json, generated.model_dump(mode="json"), generated.text)
+    texts = [choice.text for choice in generated.choices or [generated]]
+    show(as_json, generated.model_dump(mode="json"), "\n".join(texts))
     if not as_json:
         click.echo(_summary(generated), err=True)
 

@@ -123,8 +123,11 @@ def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | No
         theirs = kwargs[REQUEST_KWARG]
         if function != job.task or origin != queue.encode():
             return False
-        # A client in another language may have written out defaults.
+        if request_digest(theirs) == request_digest(job.payload):
+            return True
+        # Another client, or an earlier version of this one, may write out defaults where this one does not.
         build = build_request if function == TASK_PATH else build_agent_request
-        return request_digest(theirs) == request_digest(job.payload) or build(theirs).as_payload() == job.payload
+        found, ours = (build(payload).model_dump(mode="json", exclude={"v"}) for payload in (theirs, job.payload))
+        return found == ours
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # not a job of stoker's
         return False

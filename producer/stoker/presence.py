@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from redis.exceptions import NoPermissionError, RedisError
@@ -21,8 +21,31 @@ log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 5.0
 _FIELDS: Final = ("model", "context_tokens", "mode", "host", "pid", "started_at")
-_LATER: Final = ("max_batch", "max_batch_why")
+_LATER: Final = ("max_batch", "max_batch_why", "thinks")
 """Fields that workers of earlier releases do not publish."""
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """What a worker did until its last heartbeat.
+
+    Attributes:
+        at: Unix time of that heartbeat, by the worker's clock.
+        tokens_per_s: generated tokens, over the last ten seconds.
+        jobs_per_min: ended jobs, over the last five minutes, without the time in which it had none.
+        in_flight, in_batch: jobs that it has claimed, and those of them that are in the batch.
+        hit_share: cached part of all prompt tokens since its start, 0 to 1; ``None`` before the first result.
+        done, failed: jobs since its start.
+    """
+
+    at: float
+    tokens_per_s: float
+    jobs_per_min: float
+    in_flight: int
+    in_batch: int
+    hit_share: float | None
+    done: int
+    failed: int
 
 
 @dataclass(frozen=True)
@@ -31,12 +54,14 @@ class LiveWorker:
 
     Attributes:
         queues: the queues it serves, in its order of priority.
-        model: the loaded model; like `context_tokens`, `mode` and the last two, ``None`` while it loads.
+        model: the loaded model; like `context_tokens`, `mode` and the last three, ``None`` while it loads.
         context_tokens: how many tokens a prompt and its answer may have together.
         mode: how its sequences run, as in docs/models.md.
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
         max_batch_why: what decided that number.
+        thinks: whether answers may have thinking, so that a job's text is not yet its answer.
+        now: ``None`` in its first moments. Workers of earlier releases publish none.
     """
 
     name: str
@@ -49,17 +74,24 @@ class LiveWorker:
     started_at: float
     max_batch: int | None = None
     max_batch_why: str | None = None
+    thinks: bool | None = None
+    now: WorkerFigures | None = field(default=None, compare=False)
 
 
 def live_workers() -> Operation[list[LiveWorker]]:
     """Stoker's workers, sorted by name. A worker that was killed is among them until its lease has run out."""
+    known = yield from known_workers()
+    return [worker for worker in known.values() if worker is not None]
+
+
+def known_workers() -> Operation[dict[str, LiveWorker | None]]:
+    """All workers that RQ knows, by name; ``None`` for one that is dead, or not stoker's."""
     keys = yield from ask("SMEMBERS", REDIS_WORKER_KEYS)
     names = sorted(key.decode(errors="replace").rpartition(":")[2] for key in keys)
     if not names:
-        return []
+        return {}
     values = yield from ask("MGET", *(WORKER_KEY.format(name=name) for name in names))
-    found = [_worker(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    return [worker for worker in found if worker is not None]
+    return {name: _worker(name, value) for name, value in zip(names, values, strict=True)}
 
 
 def unattended(queue: str) -> Operation[str | None]:
@@ -98,10 +130,17 @@ def _warning(queue: str, queues: Iterable[str]) -> str:
     return f"no worker listens to {queue!r}" + (f"; queues with workers: {others}" if others else ", nor to any queue")
 
 
-def _worker(name: str, value: bytes) -> LiveWorker | None:
+def _worker(name: str, value: bytes | None) -> LiveWorker | None:
     try:
-        found: dict[str, Any] = json.loads(value)
+        found: dict[str, Any] = json.loads(value or b"null")
         values = {field: found[field] for field in _FIELDS} | {field: found.get(field) for field in _LATER}
-        return LiveWorker(name, tuple(found["queues"]), **values)
+        return LiveWorker(name, tuple(found["queues"]), **values, now=_figures(found.get("now")))
     except (ValueError, TypeError, KeyError):  # not written by a worker of stoker's
+        return None
+
+
+def _figures(found: Any) -> WorkerFigures | None:
+    try:
+        return WorkerFigures(**{figure.name: found[figure.name] for figure in fields(WorkerFigures)})
+    except (TypeError, KeyError):  # none yet, or none at all
         return None

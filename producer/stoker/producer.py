@@ -12,6 +12,7 @@ from stoker.driver import run
 from stoker.job_options import JobOptions, checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
+from stoker.overview import Overview, overview
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
@@ -151,6 +152,10 @@ class Producer:
             RedisUnavailable: no server answers.
         """
         return run(self._connection, live_workers())
+
+    def overview(self) -> Overview:
+        """Queues with the time that is left, workers, dead ones too, and the jobs that have run the longest."""
+        return run(self._connection, overview())
 
     def unattended(self, queue: str | None = None) -> str | None:
         """A warning that no worker listens to a queue, with the queues that have one; ``None`` if a worker listens.

@@ -22,6 +22,7 @@ _text_file = click.File("r", encoding="utf-8")
 _input = options_under("Input: one of these, else stdin")
 _memory = options_under("Agent")
 _sampling = options_under("Generation")
+_form = options_under("Form of the answer")
 _template = options_under("Chat template")
 _job = options_under("Job")
 _output = options_under("Output")
@@ -51,10 +52,28 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
     return fields or None
 
 
+def _as_biases(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, float] | None:
+    try:
+        return {key: float(bias) for key, bias in (_as_map(context, parameter, pairs) or {}).items()} or None
+    except ValueError:
+        raise click.BadParameter("expected ID=NUMBER", context, parameter) from None
+
+
+def _as_tool_choice(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    if value in (None, "auto", "none", "required"):
+        return value
+    return {"type": "function", "function": {"name": value}}
+
+
+def _as_response_format(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    return {"type": value} if value in ("text", "json_object") else _as_object(context, parameter, value)
+
+
 @click.command(
     cls=LaidOutCommand,
     epilog=examples(
         "stoker submit --message 'Name three rivers.' --wait",
+        "stoker submit --message 'Who lives at sea?' --schema-file animal.json --wait",
         "stoker submit --agent reviewer --context append --message 'And now the tests?' --wait",
         "git diff | stoker submit --agent reviewer --context append --wait",
         "stoker submit --message 'Tell me a story.' --stream",
@@ -76,16 +95,42 @@ def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str
          help="read: use the memory without changing it; off: do not use it.  [readwrite]")  # fmt: skip
 @_memory("--cache-salt", metavar="TEXT", help="Share cached prefixes only with jobs of this salt.")
 @_sampling("--max-tokens", type=int, metavar="N", help="Most tokens to generate.  [256]")
+@_sampling("--min-tokens", type=int, metavar="N", help="Nothing ends the answer before so many tokens.")
 @_sampling("--temperature", type=float, metavar="X", help="0: always take the likeliest token.  [0.0]")
 @_sampling("--top-p", type=float, metavar="X", help="Sample from the likeliest tokens of this total probability.")
 @_sampling("--top-k", type=int, metavar="N", help="Sample from the N likeliest tokens.")
 @_sampling("--min-p", type=float, metavar="X", help="Skip tokens less likely than X times the likeliest one.")
 @_sampling("--seed", type=int, metavar="N", help="The same seed samples the same text, as far as batching allows.")
 @_sampling("--stop", multiple=True, metavar="TEXT", help="Text that ends the generation; repeatable.")
+@_sampling("--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID",
+           help="Token that ends the generation; repeatable.")  # fmt: skip
+@_sampling(
+    "--ignore-eos", is_flag=True, default=None, help="The model's end-of-sequence token does not end the answer."
+)
 @_sampling("--repetition-penalty", type=float, metavar="X", help="Above 1: tokens used before become less likely.")
+@_sampling("--presence-penalty", type=float, metavar="X",
+           help="-2 to 2; above 0: tokens that the answer has become less likely.")  # fmt: skip
+@_sampling("--frequency-penalty", type=float, metavar="X",
+           help="-2 to 2; above 0: the more often the answer has a token, the less likely it becomes.")  # fmt: skip
+@_sampling("--logit-bias", multiple=True, metavar="ID=X", callback=_as_biases,
+           help="Added to a token's logit, -100 to 100; repeatable.")  # fmt: skip
+@_sampling("--n", type=int, metavar="N", help="So many answers; not for a turn that an agent remembers.")
 @_sampling("--logprobs", is_flag=True, default=None, help="Put each token's log-probability into the result.")
 @_sampling("--top-logprobs", type=int, metavar="N", help="With --logprobs: also those of the N likeliest tokens.")
+@_sampling("--prompt-logprobs", type=int, metavar="N",
+           help="Also the prompt's log-probabilities, with those of the N likeliest tokens.")  # fmt: skip
+@_sampling("--prompt-logprobs-start", type=int, metavar="N", help="From the prompt's Nth token on, counted from 0.")
+@_sampling("--max-reasoning-tokens", type=int, metavar="N", help="Most tokens of thinking.")
+@_form("--response-format", metavar="FORM", callback=_as_response_format,
+       help="json_object, text, or OpenAI's response_format as a JSON object.")  # fmt: skip
+@_form("--schema-file", type=_text_file, metavar="FILE", help="A JSON Schema that the answer follows; - reads stdin.")
+@_form("--guide-regex", metavar="REGEX", help="The whole answer matches it.")
+@_form("--guide-choice", multiple=True, metavar="TEXT", help="The answer is one of these; repeatable.")
+@_form("--guide-lark-file", type=_text_file, metavar="FILE",
+       help="A Lark grammar that the answer follows; - reads stdin.")  # fmt: skip
 @_template("--tools-file", type=_text_file, metavar="FILE", help="A JSON list of tools; - reads stdin.")
+@_template("--tool-choice", metavar="CHOICE", callback=_as_tool_choice,
+           help="auto, none, required, or the name of the tool to call.")  # fmt: skip
 @_template(
     "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
 )

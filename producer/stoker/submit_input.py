@@ -7,19 +7,20 @@ from typing import IO, Any
 import click
 
 _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
+_FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "guide_lark_file")
 
 
 def request_fields(options: dict[str, Any]) -> dict[str, Any]:
     """The request's fields: those that were given as options, and the others from the file.
 
     Args:
-        options: by name, ``None`` if not given; `json_file`, `tools_file` and the four inputs are read.
+        options: by name, ``None`` if not given; files are read, and the `guide_` options become one field.
 
     Raises:
         click.UsageError: two inputs or none, or a file with the wrong content.
     """
     given = {name: value for name, value in options.items() if value is not None and value != ()}
-    files = [given[name] for name in ("json_file", "prompt_file", "messages_file", "tools_file") if name in given]
+    files = [given[name] for name in _FILES if name in given]
     if sum(file is sys.stdin or _name(file) == "<stdin>" for file in files) > 1:
         raise click.UsageError("stdin is read once: give - to one option only")
     fields = _json(given.pop("json_file"), dict, "one request as a JSON object") if "json_file" in given else {}
@@ -33,7 +34,21 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
         fields |= _message(_piped())
     if "tools_file" in given:
         fields["tools"] = _json(given.pop("tools_file"), list, "a JSON list of tools")
-    return fields | given
+    return fields | _form(given) | given
+
+
+def _form(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the answer's form; their options are taken out of `given`."""
+    fields: dict[str, Any] = {}
+    if "schema_file" in given:
+        if "response_format" in given:
+            raise click.UsageError("give only one of --response-format and --schema-file")
+        schema = _json(given.pop("schema_file"), dict, "a JSON Schema as a JSON object")
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    guide = {name: given.pop(f"guide_{name}") for name in ("regex", "choice") if f"guide_{name}" in given}
+    if "guide_lark_file" in given:
+        guide["lark"] = _read(given.pop("guide_lark_file"))
+    return fields | ({"guide": guide} if guide else {})
 
 
 def _input(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from stoker.job_options import DependsOn, JobOptions, require_job_id
 from stoker.new_job import NewJob
 from stoker.operations import Operation, Pause
 from stoker_shared.errors import InvalidRequest, RequestError
-from stoker_shared.request import GenerationRequest, Message, build_request
+from stoker_shared.message import Message
+from stoker_shared.request import GenerationRequest, build_request
 
 CHUNK_JOBS: Final = 100
 CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction, which both this process and the server hold in memory
@@ -47,16 +48,29 @@ class SubmitFields(ManyFields, total=False):
     must_exist: bool
     cache: Literal["readwrite", "read", "off"]
     max_tokens: int
+    min_tokens: int
     temperature: float
     top_p: float | None
     top_k: int | None
     min_p: float | None
     seed: int | None
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
     repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[str | int, float] | None
+    n: int
     logprobs: bool
     top_logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_logprobs_start: int
     tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
+    guide: Mapping[str, Any] | None
+    max_reasoning_tokens: int | None
     chat_template_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
     model: str | None
@@ -148,7 +162,10 @@ def _require_ids_for(requests: Sequence[Any], job_ids: Sequence[str]) -> None:
 
 
 def _request(fields: Mapping[str, Any]) -> GenerationRequest:
-    plain = {name: _plain(value) for name, value in fields.items()}
+    try:
+        plain = {name: _plain(value) for name, value in fields.items()}
+    except RecursionError:
+        raise InvalidRequest("the request cannot be written as JSON: a value is nested too deeply") from None
     if plain.get("metadata", {}) is None:
         del plain["metadata"]
     return build_request(plain)

@@ -244,7 +244,7 @@ def test_lost_connections_lose_no_end(redis_url, server):
 def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
     lost = threading.Event()
-    with EmbeddedServer(tmp_path / "redis") as server:
+    with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
             producer = Producer(connection)
@@ -266,7 +266,7 @@ def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeyp
                 waiting = pool.submit(list, coming)
                 server.stop()
                 assert lost.wait(20)
-                with EmbeddedServer(tmp_path / "redis", port):
+                with EmbeddedServer(tmp_path / "redis", port, has_password=False):
                     for ticket in tickets[1:]:
                         PlayedWorker(Redis(port=port)).finish(ticket.job_id)
                     assert set(waiting.result()) == set(tickets[1:])

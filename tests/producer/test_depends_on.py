@@ -89,5 +89,5 @@ def test_a_job_that_fails_is_tried_again_as_often_as_asked(producer, connection,
         [error] = producer.results([ticket], timeout_s=60, return_errors=True)
     assert isinstance(error, JobFailed)
     assert (error.kind, error.retryable) == ("EngineFailed", True)
-    assert worker.log.count("EngineFailed: because") == runs
+    assert worker.log.count("error=EngineFailed reason=because") == runs
     assert connection.hget(f"rq:job:{ticket.job_id}", "retries_left") == (None if retry is None else b"0")

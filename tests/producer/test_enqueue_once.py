@@ -214,6 +214,14 @@ def test_the_same_job_by_redis_cli_is_the_same_job(server):
     assert queued(server) == ["j"]
 
 
+def test_a_default_written_out_makes_no_other_job(server):
+    """Earlier versions omitted such a field where this one sends it."""
+    producer = Producer(server)
+    for written_out in ({}, {"temperature": 0.0}, {"top_p": None}):
+        producer.submit(**REQUEST, **written_out, job_id="j")
+    assert queued(server) == ["j"]
+
+
 def test_an_id_may_be_used_again_when_its_job_has_expired(server):
     producer = Producer(server)
     producer.submit(**REQUEST, job_id="j")

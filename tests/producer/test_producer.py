@@ -81,20 +81,25 @@ def test_every_field_of_the_request_and_every_option_is_a_keyword_argument():
     assert set(ManyFields.__annotations__) == options - {"at_front"}
 
 
+FIELDS = {
+    "agent_id": "a", "context": "append", "expect_version": 3, "must_exist": True, "cache": "read",
+    "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3,
+    "stop": ["x", "y"], "stop_token_ids": [7], "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": -0.5, "logit_bias": {"5": -2.0}, "n": 2, "logprobs": True, "top_logprobs": 2,
+    "prompt_logprobs": 1, "prompt_logprobs_start": 4, "tools": [{"type": "function"}], "tool_choice": "none",
+    "response_format": {"type": "json_object"}, "max_reasoning_tokens": 8,
+    "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
+}  # fmt: skip
+
+
 def test_every_field_arrives(producer, connection):
-    fields = {
-        "agent_id": "a", "context": "append", "expect_version": 3, "must_exist": True, "cache": "read",
-        "max_tokens": 9, "temperature": 0.5,
-        "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 3, "stop": ("x", "y"), "repetition_penalty": 1.1,
-        "logprobs": True, "top_logprobs": 2, "tools": ({"type": "function"},),
-        "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "s", "model": "m", "metadata": {"k": "v"},
-        "messages": [Message(role="system", content="s"), {"role": "user", "content": "u"}],
-    }  # fmt: skip
-    ticket = producer.submit(**fields)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    expected = {**fields, "v": 2, "messages": messages, "stop": ["x", "y"], "tools": [{"type": "function"}]}
-    assert request_of(connection, ticket.job_id) == expected
-    assert set(fields) == set(GenerationRequest.model_fields) - {"v", "prompt"}
+    ticket = producer.submit(**FIELDS, messages=[Message(role="system", content="s"), messages[1]])
+    assert request_of(connection, ticket.job_id) == {**FIELDS, "v": 3, "messages": messages}
+    ticket = producer.submit(prompt="p", guide={"choice": ("yes", "no")}, logit_bias={5: -2.0})
+    guide = {"choice": ["yes", "no"]}
+    assert request_of(connection, ticket.job_id) == {"v": 3, "prompt": "p", "guide": guide, "logit_bias": {"5": -2.0}}
+    assert {*FIELDS, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +151,12 @@ def test_a_generators_requests_are_enqueued_as_they_come_and_never_held_all_at_o
     assert there[0] == 0
     assert there[-1] == 300
     with pytest.raises(InvalidRequest, match=r"request 120: max_tokens"):
-        producer.submit_many({"agent_id": "a", "prompt": "x", "max_tokens": 1 - n // 120} for n in range(500))
+        producer.submit_many({"agent_id": "a", "prompt": "x", "max_tokens": 1 - 2 * (n // 120)} for n in range(500))
     assert connection.llen("rq:queue:generate") == 450
 
 
 def test_one_bad_request_among_many_enqueues_none_and_is_named_by_its_place(producer, connection):
-    requests: list[Any] = [{"agent_id": "a", "prompt": "x"}, {"agent_id": "a", "prompt": SECRET, "max_tokens": 0}]
+    requests: list[Any] = [{"agent_id": "a", "prompt": "x"}, {"agent_id": "a", "prompt": SECRET, "max_tokens": -1}]
     with pytest.raises(InvalidRequest, match=r"request 1: max_tokens") as caught:
         producer.submit_many(requests)
     assert SECRET not in str(caught.value)

@@ -33,15 +33,40 @@ FIELDS = {
     "min_p": (["--min-p", "0.25"], 0.25),
     "seed": (["--seed", "0"], 0),
     "stop": (["--stop", "x", "--stop", "y"], ["x", "y"]),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "stop_token_ids": (["--stop-token-id", "7", "--stop-token-id", "0"], [7, 0]),
+    "ignore_eos": (["--ignore-eos"], True),
     "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "presence_penalty": (["--presence-penalty", "-0.5"], -0.5),
+    "frequency_penalty": (["--frequency-penalty", "2"], 2.0),
+    "logit_bias": (["--logit-bias", "50=-100", "--logit-bias", "7=1.5"], {"50": -100.0, "7": 1.5}),
+    "n": (["--n", "3"], 3),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+    "prompt_logprobs_start": (["--prompt-logprobs-start", "4"], 4),
+    "max_reasoning_tokens": (["--max-reasoning-tokens", "0"], 0),
     "logprobs": (["--logprobs"], True),
     "top_logprobs": (["--top-logprobs", "2"], 2),
     "tools": (["--tools-file", "tools.json"], TOOLS),
+    "tool_choice": (["--tool-choice", "add"], {"type": "function", "function": {"name": "add"}}),
     "chat_template_kwargs": (["--chat-template-kwargs", '{"deep": false}'], {"deep": False}),
     "cache_salt": (["--cache-salt", "s"], "s"),
     "model": (["--model", "m"], "m"),
     "metadata": (["--metadata", "k=v=w", "--metadata", "l="], {"k": "v=w", "l": ""}),
 }
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMS = (
+    ("response_format", ["--response-format", "json_object"], {"type": "json_object"}),
+    ("response_format", ["--response-format", '{"type": "text"}'], {"type": "text"}),
+    (
+        "response_format",
+        ["--schema-file", "schema.json"],
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+    ),
+    ("guide", ["--guide-regex", "[a-z]+"], {"regex": "[a-z]+"}),
+    ("guide", ["--guide-choice", "yes", "--guide-choice", "no"], {"choice": ["yes", "no"]}),
+    ("guide", ["--guide-lark-file", "answer.lark"], {"lark": 'start: "a"\n'}),
+)
+"""The answer's form, which goes with no other field of its kind: field, options, value."""
 
 
 @pytest.fixture
@@ -55,17 +80,36 @@ def request_of(redis_url):
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "messages.json").write_text(json.dumps(MESSAGES))
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "answer.lark").write_text('start: "a"\n')
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     (tmp_path / "request.json").write_text(json.dumps({"v": 1, "agent_id": "f", "prompt": "p", "max_tokens": 9}))
 
 
 def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of):
-    assert {*FIELDS, "prompt", "v"} == set(GenerationRequest.model_fields)
+    assert {*FIELDS, *(field for field, _, _ in FORMS), "prompt", "v"} == set(GenerationRequest.model_fields)
     ran = stoker("submit", *(word for words, _ in FIELDS.values() for word in words))
     assert ran[::2] == (0, "")
-    assert request_of(ran) == {"v": 2, **{name: value for name, (_, value) in FIELDS.items()}}
+    assert request_of(ran) == {"v": 3, **{name: value for name, (_, value) in FIELDS.items()}}
     assert request_of(stoker("submit", "--prompt", " p ")) == {"v": 2, "prompt": " p "}
     assert request_of(stoker("submit", "--message", "m")) == {"v": 2, "messages": [{"role": "user", "content": "m"}]}
+
+
+def test_the_form_of_the_answer_arrives(stoker, request_of):
+    asked = [{"role": "user", "content": "m"}]
+    for field, words, value in FORMS:
+        ran = stoker("submit", "--message", "m", *words)
+        assert request_of(ran) == {"v": 3, "messages": asked, field: value}, words
+    for words in (
+        ["--guide-regex", "a", "--guide-choice", "b"],
+        ["--response-format", "json_object", "--schema-file", "schema.json"],
+        ["--response-format", "json"],
+        ["--schema-file", "answer.lark"],
+        ["--logit-bias", "7=much"],
+    ):
+        code, out, err = stoker("submit", "--message", "m", *words)
+        assert (code, out) == (2, ""), words
+        assert "Traceback" not in err
 
 
 def test_every_option_of_a_job_arrives(stoker, redis_url):

@@ -122,7 +122,7 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
     lost = threading.Event()
     monkeypatch.setattr("stoker.driver.time.sleep", lambda seconds: lost.set())
-    with EmbeddedServer(tmp_path / "redis") as server:
+    with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
             ticket = Producer(connection).submit(agent_id="a", prompt="x")
@@ -130,7 +130,7 @@ def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
                 waiting = pool.submit(ticket.result, 60)
                 server.stop()
                 assert lost.wait(20)
-                with EmbeddedServer(tmp_path / "redis", port):
+                with EmbeddedServer(tmp_path / "redis", port, has_password=False):
                     PlayedWorker(Redis(port=port)).finish(ticket.job_id, text="after the restart")
                     assert waiting.result().text == "after the restart"
 

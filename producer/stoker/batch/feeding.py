@@ -7,7 +7,6 @@ from typing import Any, Final
 from redis import Redis
 
 from stoker.batch import answers
-from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.lines import BadLine, Line, refused_request
 from stoker.batch.naming import answer_id_for, job_id_for
@@ -16,6 +15,7 @@ from stoker.batch.sent_lines import send
 from stoker.driver import run
 from stoker.job_options import JobOptions
 from stoker.new_job import NewJob
+from stoker.openai.rule import BodyOptions
 from stoker.operations import Operation, ask
 from stoker_shared.errors import RequestError
 
@@ -35,7 +35,7 @@ class Feeder:
 
     connection: Redis
     input: InputFile
-    line_options: LineOptions
+    line_options: BodyOptions
     job_options: JobOptions
     max_redis_bytes: int | None
 

@@ -10,8 +10,8 @@ from array import array
 from pathlib import Path
 from typing import Self
 
-from stoker.batch.fields import LineOptions
 from stoker.batch.lines import MAX_LINE_BYTES, BadLine, Line, custom_id_of, read_line
+from stoker.openai.rule import BodyOptions
 
 
 class LineSet:
@@ -79,7 +79,7 @@ class InputFile:
     def is_blank(self, number: int) -> bool:
         return number in self._blank
 
-    def line(self, number: int, options: LineOptions) -> Line:
+    def line(self, number: int, options: BodyOptions) -> Line:
         """
         Raises:
             BadLine: it cannot be run.

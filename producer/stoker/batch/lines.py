@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from stoker.batch.fields import RULES, FieldRefused, LineOptions, request_fields
+from stoker.openai.failures import field_of
+from stoker.openai.fields import RULES, request_fields
+from stoker.openai.rule import BodyOptions, FieldRefused
 from stoker_shared.errors import RequestError, RequestTooLarge
 from stoker_shared.request import GenerationRequest, build_request
 
@@ -46,7 +48,7 @@ class Line:
     request: GenerationRequest
 
 
-def read_line(number: int, raw: bytes, options: LineOptions) -> Line:
+def read_line(number: int, raw: bytes, options: BodyOptions) -> Line:
     """
     Raises:
         BadLine: it cannot be run.
@@ -77,10 +79,7 @@ def refused_request(number: int, custom_id: str, error: RequestError) -> BadLine
     """The error of a line whose request is invalid or too large."""
     if isinstance(error, RequestTooLarge):
         return BadLine(number, custom_id, "request_too_large", str(error))
-    name = str(error).partition(": ")[0].split(".")[0]
-    return BadLine(
-        number, custom_id, "invalid_value", str(error), name if name in GenerationRequest.model_fields else None
-    )
+    return BadLine(number, custom_id, "invalid_value", str(error), field_of(error))
 
 
 def custom_id_of(number: int, raw: bytes) -> str | None:

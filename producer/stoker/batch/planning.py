@@ -11,12 +11,12 @@ from click.decorators import FC
 from redis import Redis
 
 from stoker.batch.feeding import Feeder
-from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.record import BatchRecord
 from stoker.command_parts import or_usage_error
 from stoker.job_options import JobOptions, checked_queue_name
+from stoker.openai.rule import BodyOptions
 from stoker_shared.duration import seconds_of
 from stoker_shared.help_layout import options_under
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
@@ -60,7 +60,7 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     if name is not None and not is_batch_name(name):
         raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
     queue = or_usage_error(lambda: checked_queue_name(options["queue"]))
-    line_options = LineOptions(_aliases(options["model_aliases"]), options["any_model"], options["max_tokens"])
+    line_options = BodyOptions(aliases_of(options["model_aliases"]), options["any_model"], options["max_tokens"])
     fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
     shown, created_s = source.name.encode(errors="replace").decode(), int(time.time())
     record = BatchRecord(batch_for(name, fingerprint), queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
@@ -68,7 +68,12 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])
 
 
-def _aliases(given: tuple[str, ...]) -> dict[str, str]:
+def aliases_of(given: tuple[str, ...]) -> dict[str, str]:
+    """The values of `--model-alias`, from theirs to ours.
+
+    Raises:
+        click.UsageError: one of them is not of the form THEIRS=OURS.
+    """
     pairs = [alias.partition("=") for alias in given]
     if not all(theirs and ours for theirs, _, ours in pairs):
         raise click.UsageError("--model-alias: expected THEIRS=OURS")

@@ -15,11 +15,11 @@ from rq.job import Job
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
 
-from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
 from stoker.batch.record import BatchRecord, bad_key, kept, lines_key, record_key
 from stoker.new_job import NewJob, make_queue_known, push
+from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker.rq_keys import registry_key
 from stoker_shared.wire import FIELD_PACKED, PACKED_WITH_ZLIB

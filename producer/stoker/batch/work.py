@@ -94,7 +94,7 @@ class BatchWork:
         pause_s = _IDLE_S[0]
         while True:
             try:
-                found = self._round()
+                found = self.round()
                 away_since = None
             except RedisUnavailable as error:
                 now = time.monotonic()
@@ -111,6 +111,25 @@ class BatchWork:
             if found < _GROUP:
                 time.sleep(pause_s)
 
+    def round(self) -> int | None:
+        """One round; returns how many lines it moved, ``None`` when all lines are answered.
+
+        Raises:
+            BatchGone, BatchHeld, InputChanged, RedisUnavailable, OSError: the next round continues.
+        """
+        record = self._record()
+        self._hold()
+        n_there = run(self.connection, n_in_redis(self.batch))
+        if record.all_sent and not n_there:
+            self._answer_unsent(record)
+            return None
+        # Collecting comes first, because it makes room: a server that is full accepts no lines.
+        found = self.collector.walk(record)
+        for line in self._output.causes.take_news():
+            self.progress.report(line)
+        self._look_for_workers(record.queue)
+        return found + self._feed(record, max(0, n_there - found))
+
     def end(self) -> None:
         """Let other processes take the answers out."""
         with suppress(RedisUnavailable):  # then it expires
@@ -124,21 +143,6 @@ class BatchWork:
                 f"{record.output.split(' ', 2)[-1]}. Give that file as --out, or forget the batch and run all lines "
                 f"again (`stoker batch cancel --forget {self.batch}`)"
             )
-
-    def _round(self) -> int | None:
-        """One round; returns how many lines it moved, ``None`` when all lines are answered."""
-        record = self._record()
-        self._hold()
-        n_there = run(self.connection, n_in_redis(self.batch))
-        if record.all_sent and not n_there:
-            self._answer_unsent(record)
-            return None
-        # Collecting comes first, because it makes room: a server that is full accepts no lines.
-        found = self.collector.walk(record)
-        for line in self._output.causes.take_news():
-            self.progress.report(line)
-        self._look_for_workers(record.queue)
-        return found + self._feed(record, max(0, n_there - found))
 
     def _look_for_workers(self, queue: str) -> None:
         now = time.monotonic()

@@ -10,8 +10,8 @@ from openai.types.shared import ErrorObject
 from tests.producer.played_worker import result_fields
 
 from stoker.batch import answers
-from stoker.batch.fields import CHAT_URL, TEXT_URL
 from stoker.batch.lines import BadLine
+from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker_shared.result import GenerationResult
 
 LOGPROBS = {
@@ -71,6 +71,7 @@ def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
         ("InvalidRequest: top_p: too large", 400, "invalid_value"),
         ("ModelMismatch: the job names 'gpt'", 404, "model_not_found"),
         ("ContextLimitExceeded: 5000 over 4096", 400, "context_length_exceeded"),
+        ("AgentNotFound: there is no agent 'a'", 404, "agent_not_found"),
         ("AgentVersionConflict: 4 is not 5", 409, "agent_version_conflict"),
         ("GenerationTimedOut: after 3600 s", 504, "generation_timed_out"),
         ("EngineFailed: out of memory", 500, None),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from stoker.batch import answers
-from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.lines import MAX_LINE_BYTES, BadLine
 from stoker.batch.naming import answer_id_for, batch_for, fingerprint_of, job_id_for
 from stoker.batch.output_file import OutputFile, OutputRefused
+from stoker.openai.rule import BodyOptions
 
 BATCH = batch_for("nightly", fingerprint_of("digest", []))
 
@@ -41,16 +41,16 @@ def out(tmp_path):
 def test_lines_are_numbered_as_in_an_editor_and_read_in_any_order(tmp_path):
     with opened(tmp_path, f"\ufeff{line('one')}\n\n  \r\n{line('two')}\r\n{line('three')}") as lines:
         assert (lines.n_lines, lines.n_requests) == (5, 3)
-        read = [lines.line(number, LineOptions()).custom_id for number in (5, 1, 4)]
+        read = [lines.line(number, BodyOptions()).custom_id for number in (5, 1, 4)]
         assert read == ["three", "one", "two"]
         assert [number for number in range(1, 6) if lines.is_blank(number)] == [2, 3]
 
 
 def test_a_custom_id_that_comes_again_is_the_first_lines_and_the_others_are_bad(tmp_path):
     with opened(tmp_path, f"{line('one')}\n{line('two')}\n{line('one')}\n") as lines:
-        assert lines.line(1, LineOptions()).custom_id == "one"
+        assert lines.line(1, BodyOptions()).custom_id == "one"
         with pytest.raises(BadLine, match="line 3: an earlier line has the custom_id 'one'") as caught:
-            lines.line(3, LineOptions())
+            lines.line(3, BodyOptions())
         assert caught.value.custom_id is lines.custom_id(3) is None
 
 
@@ -63,8 +63,8 @@ def test_a_line_without_end_is_one_bad_line_and_does_not_fill_the_memory(tmp_pat
     tracemalloc.start()
     with InputFile(path) as lines:
         with pytest.raises(BadLine, match="line 1: over"):
-            lines.line(1, LineOptions())
-        assert lines.line(2, LineOptions()).custom_id == "two"
+            lines.line(1, BodyOptions())
+        assert lines.line(2, BodyOptions()).custom_id == "two"
     assert tracemalloc.get_traced_memory()[1] < 2.5 * MAX_LINE_BYTES
     tracemalloc.stop()
 
@@ -81,7 +81,7 @@ def test_an_input_that_is_written_to_meanwhile_is_noticed(tmp_path):
     with opened(tmp_path, f"{line('one')}\n{line('two')}\n") as lines:
         (tmp_path / "in.jsonl").write_text(f"{line('three')}\n{line('four', 'y')}\n")
         with pytest.raises(InputChanged):
-            lines.line(2, LineOptions())
+            lines.line(2, BodyOptions())
 
 
 def test_another_input_or_other_options_are_another_batch_and_the_same_are_the_same():

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from stoker.batch.fields import CHAT_URL, TEXT_URL, LineOptions
 from stoker.batch.lines import BadLine, read_line
+from stoker.openai.fields import CHAT_URL, TEXT_URL
+from stoker.openai.rule import BodyOptions
 
 GOOD: dict[str, Any] = {
     "custom_id": "one",
@@ -21,7 +22,7 @@ def raw(**changes):
 
 
 def test_a_good_line_becomes_a_request():
-    line = read_line(7, raw(), LineOptions())
+    line = read_line(7, raw(), BodyOptions())
     assert (line.number, line.custom_id, line.url) == (7, "one", CHAT_URL)
     assert (line.request.agent_id, line.request.model, line.request.temperature) == ("a", "m", 1.0)
 
@@ -44,13 +45,13 @@ BAD = {
     "a string as body": (raw(body="x"), "one", "missing_required_parameter", "body"),
     "a field beside": (raw(colour="red"), "one", "unknown_parameter", "colour"),
     "an unknown field": (raw(body={**GOOD["body"], "colour": 1}), "one", "unknown_parameter", "colour"),
-    "one not served": (raw(body={**GOOD["body"], "n": 2}), "one", "unsupported_parameter", "n"),
+    "one not served": (raw(body={**GOOD["body"], "audio": {}}), "one", "unsupported_parameter", "audio"),
     "an endless name": (raw(body={**GOOD["body"], "x" * 1000: 1}), "one", "unknown_parameter", "x" * 64),
     "half a character in it": (
         raw(body={**GOOD["body"], "messages": [{"role": "user", "content": "\ud800"}]}),
         "one",
         "invalid_value",
-        None,
+        "messages",
     ),
     "out of range": (raw(body={**GOOD["body"], "top_p": 3}), "one", "invalid_value", "top_p"),
     "wrong type": (raw(body={**GOOD["body"], "max_tokens": "5"}), "one", "invalid_value", "max_tokens"),
@@ -63,5 +64,5 @@ BAD = {
 @pytest.mark.parametrize(("line", "custom_id", "code", "param"), BAD.values(), ids=BAD)
 def test_a_bad_line_is_named_by_its_number_and_its_fault(line, custom_id, code, param):
     with pytest.raises(BadLine, match=r"^line 12: ") as caught:
-        read_line(12, line, LineOptions())
+        read_line(12, line, BodyOptions())
     assert (caught.value.custom_id, caught.value.code, caught.value.param) == (custom_id, code, param)

@@ -8,12 +8,12 @@ from tests.producer.played_worker import PlayedWorker
 
 from stoker.batch.ends import ends_of, server_ms
 from stoker.batch.feeding import Feeder
-from stoker.batch.fields import LineOptions
 from stoker.batch.input_file import InputFile
 from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register
 from stoker.batch.sent_lines import sent_lines, take_out
 from stoker.driver import carry_out, run
 from stoker.job_options import JobOptions
+from stoker.openai.rule import BodyOptions
 from stoker.operations import Watched
 
 LINES = 4
@@ -38,7 +38,7 @@ def record(connection, lines):
 
 @pytest.fixture
 def feeder(connection, lines):
-    return Feeder(connection, lines, LineOptions(), JobOptions(ttl_s=DAY_S), None)
+    return Feeder(connection, lines, BodyOptions(), JobOptions(ttl_s=DAY_S), None)
 
 
 def test_two_that_would_send_the_same_lines_send_them_once(connection, record, feeder):

@@ -9,7 +9,8 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import TypeAdapter
 
-from stoker.batch.fields import CHAT_URL, RULES, TEXT_URL, FieldRefused, LineOptions, markdown_table, request_fields
+from stoker.openai.fields import CHAT_URL, RULES, TEXT_URL, markdown_table, request_fields
+from stoker.openai.rule import BodyOptions, FieldRefused
 from stoker_shared.request import build_request
 
 Cases = dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]]
@@ -21,7 +22,15 @@ PARAMS: dict[str, Any] = {
 INPUT: dict[str, Any] = {CHAT_URL: {"messages": [{"role": "user", "content": "x"}]}, TEXT_URL: {"prompt": "x"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 AUDIO = {"voice": "alloy", "format": "wav"}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "n"}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+NEEDS: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "tool_choice": {"tools": [TOOL]},
+    "expect_version": {"agent_id": "a", "context": "append"},
+    "prompt_logprobs_start": {"prompt_logprobs": 0},
+}
+"""Fields that are valid only beside others."""
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
 
 # field: values that are served, each with its outcome; values that are refused
@@ -33,10 +42,10 @@ COMMON: Cases = {
     "stop": ([("x", {"stop": "x"}), (["x", "y"], {"stop": ["x", "y"]})], []),
     "max_tokens": ([(7, {"max_tokens": 7})], []),
     "user": ([("u", {"agent_id": "u"})], [3]),
-    "n": ([(1, {})], [2, True]),
-    "frequency_penalty": ([(0, {}), (0.0, {})], [0.5]),
-    "presence_penalty": ([(0, {})], [-1]),
-    "logit_bias": ([({}, {})], [{"50256": -100}]),
+    "n": ([(1, {}), (2, {"n": 2})], []),
+    "frequency_penalty": ([(0, {"frequency_penalty": 0}), (0.5, {"frequency_penalty": 0.5})], []),
+    "presence_penalty": ([(-1, {"presence_penalty": -1})], []),
+    "logit_bias": ([({}, {}), ({"50256": -100}, {"logit_bias": {"50256": -100}})], []),
     "stream": ([(False, {})], [True, 0]),
     "stream_options": ([], [{"include_usage": True}]),
     "top_k": ([(4, {"top_k": 4})], []),
@@ -45,6 +54,15 @@ COMMON: Cases = {
     "context": ([("full", {"context": "full"})], []),
     "cache": ([("off", {"cache": "off"})], []),
     "cache_salt": ([("s", {"cache_salt": "s"})], []),
+    "expect_version": ([(3, {"expect_version": 3})], []),
+    "must_exist": ([(False, {"must_exist": False})], []),
+    "min_tokens": ([(3, {"min_tokens": 3})], []),
+    "stop_token_ids": ([([2], {"stop_token_ids": [2]})], []),
+    "ignore_eos": ([(True, {"ignore_eos": True})], []),
+    "guide": ([({"regex": "a+"}, {"guide": {"regex": "a+"}})], []),
+    "max_reasoning_tokens": ([(5, {"max_reasoning_tokens": 5})], []),
+    "prompt_logprobs": ([(0, {"prompt_logprobs": 0})], []),
+    "prompt_logprobs_start": ([(4, {"prompt_logprobs_start": 4})], []),
     "metadata": ([({"agent_id": "a", "k": "v"}, {"agent_id": "a"}), ({"k": "v"}, {})], ["a", {"k": 1}]),
 }
 CASES: dict[str, Cases] = {
@@ -55,9 +73,12 @@ CASES: dict[str, Cases] = {
         "logprobs": ([(True, {"logprobs": True}), (False, {"logprobs": False})], []),
         "top_logprobs": ([(2, {"top_logprobs": 2})], []),
         "tools": ([([TOOL], {"tools": [TOOL]}), ([], {})], []),
-        "tool_choice": ([("auto", {}), ("none", {})], ["required", {"type": "function", "function": {"name": "f"}}]),
+        "tool_choice": (
+            [("auto", {}), ("none", {}), ("required", {"tool_choice": "required"}), (NAMED, {"tool_choice": NAMED})],
+            [],
+        ),
         "parallel_tool_calls": ([(True, {})], [False]),
-        "response_format": ([({"type": "text"}, {})], [{"type": "json_object"}, SCHEMA]),
+        "response_format": ([({"type": "text"}, {}), (SCHEMA, {"response_format": SCHEMA})], []),
         "modalities": ([(["text"], {})], [["text", "audio"]]),
         "audio": ([], [AUDIO]),
         "functions": ([([], {})], [[{"name": "f"}]]),
@@ -86,7 +107,11 @@ CASES: dict[str, Cases] = {
 }
 SERVED = [(url, name, *case) for url, cases in CASES.items() for name, (served, _) in cases.items() for case in served]
 REFUSED = [(url, name, value) for url, cases in CASES.items() for name, (_, no) in cases.items() for value in no]
-OURS = {"top_k", "min_p", "repetition_penalty", "context", "cache", "cache_salt", "chat_template_kwargs"}
+OURS = {
+    *("top_k", "min_p", "repetition_penalty", "context", "cache", "cache_salt", "chat_template_kwargs", "guide"),
+    *("expect_version", "must_exist", "min_tokens", "stop_token_ids", "ignore_eos", "max_reasoning_tokens"),
+    *("prompt_logprobs", "prompt_logprobs_start"),
+}
 
 
 def body(url, **fields):
@@ -107,67 +132,66 @@ def test_a_field_that_is_served_or_mapped_becomes_a_field_of_the_request(url, na
     written = body(url, **{name: value})
     if name not in OURS and not (name == "metadata" and url == TEXT_URL):
         TypeAdapter(PARAMS[url]).validate_python(written)
-    fields = request_fields(url, written, LineOptions())
+    fields = request_fields(url, written, BodyOptions())
     assert fields.items() >= expected.items()
-    assert set(fields) - set(request_fields(url, body(url), LineOptions())) <= set(expected)
-    if name == "top_logprobs":
-        fields["logprobs"] = True
-    build_request(fields)
+    assert set(fields) - set(request_fields(url, body(url), BodyOptions())) <= set(expected)
+    build_request({**fields, **NEEDS.get(name, {})})
 
 
 @pytest.mark.parametrize(("url", "name", "value"), REFUSED)
 def test_a_value_that_is_not_served_is_refused_by_the_fields_name(url, name, value):
     with pytest.raises(FieldRefused, match=f"'{name}'") as caught:
-        request_fields(url, body(url, **{name: value}), LineOptions())
+        request_fields(url, body(url, **{name: value}), BodyOptions())
     assert caught.value.param == name
 
 
 @pytest.mark.parametrize("url", RULES)
 def test_null_is_as_good_as_left_out(url):
     nulls = dict.fromkeys(set(RULES[url]) - {"model", *INPUT[url]})
-    assert request_fields(url, body(url, **nulls), LineOptions()) == request_fields(url, body(url), LineOptions())
+    assert request_fields(url, body(url, **nulls), BodyOptions()) == request_fields(url, body(url), BodyOptions())
 
 
 def test_an_unknown_field_and_a_missing_model_are_refused_by_name():
     for fields, name in ((body(CHAT_URL, colour="red"), "colour"), ({**body(CHAT_URL), "model": None}, "model")):
         with pytest.raises(FieldRefused, match=f"'{name}'"):
-            request_fields(CHAT_URL, fields, LineOptions())
+            request_fields(CHAT_URL, fields, BodyOptions())
 
 
 def test_defaults_are_openais():
-    assert request_fields(CHAT_URL, body(CHAT_URL), LineOptions())["temperature"] == 1.0
-    assert request_fields(CHAT_URL, body(CHAT_URL), LineOptions())["max_tokens"] == 1024
-    assert request_fields(TEXT_URL, body(TEXT_URL), LineOptions())["max_tokens"] == 16
-    assert request_fields(TEXT_URL, body(TEXT_URL), LineOptions(max_tokens=5))["max_tokens"] == 5
+    assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["temperature"] == 1.0
+    assert request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())["max_tokens"] == 1024
+    assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions())["max_tokens"] == 16
+    assert request_fields(TEXT_URL, body(TEXT_URL), BodyOptions(max_tokens=5))["max_tokens"] == 5
 
 
 def test_the_agent_of_the_metadata_wins_over_the_user_in_any_order():
     both = {"user": "u", "metadata": {"agent_id": "a"}}
     for fields in (both, dict(reversed(both.items()))):
-        assert request_fields(CHAT_URL, body(CHAT_URL, **fields), LineOptions())["agent_id"] == "a"
-    assert "agent_id" not in request_fields(CHAT_URL, body(CHAT_URL), LineOptions())
+        assert request_fields(CHAT_URL, body(CHAT_URL, **fields), BodyOptions())["agent_id"] == "a"
+    assert "agent_id" not in request_fields(CHAT_URL, body(CHAT_URL), BodyOptions())
 
 
 def test_a_model_is_the_loaded_one_or_is_mapped_or_does_not_matter():
     def model_of(options):
         return request_fields(CHAT_URL, body(CHAT_URL, model="gpt"), options).get("model")
 
-    assert model_of(LineOptions()) == "gpt"
-    assert model_of(LineOptions(model_aliases={"gpt": "ours"})) == "ours"
-    assert model_of(LineOptions(any_model=True)) is None
-    assert "model" not in request_fields(CHAT_URL, INPUT[CHAT_URL], LineOptions(any_model=True))
+    assert model_of(BodyOptions()) == "gpt"
+    assert model_of(BodyOptions(model_aliases={"gpt": "ours"})) == "ours"
+    assert model_of(BodyOptions(any_model=True)) is None
+    assert "model" not in request_fields(CHAT_URL, INPUT[CHAT_URL], BodyOptions(any_model=True))
 
 
 def test_two_limits_that_differ_are_refused_and_two_that_agree_are_one():
     agreeing = body(CHAT_URL, max_tokens=5, max_completion_tokens=5)
-    assert request_fields(CHAT_URL, agreeing, LineOptions())["max_tokens"] == 5
+    assert request_fields(CHAT_URL, agreeing, BodyOptions())["max_tokens"] == 5
     with pytest.raises(FieldRefused, match="max_completion_tokens"):
-        request_fields(CHAT_URL, {**agreeing, "max_completion_tokens": 6}, LineOptions())
+        request_fields(CHAT_URL, {**agreeing, "max_completion_tokens": 6}, BodyOptions())
 
 
-def test_tools_are_left_out_where_none_may_be_called():
-    fields = request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none", tools=[TOOL]), LineOptions())
-    assert "tools" not in fields
+def test_a_tool_choice_without_tools_to_choose_from_says_nothing():
+    assert "tool_choice" not in request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none"), BodyOptions())
+    both = request_fields(CHAT_URL, body(CHAT_URL, tool_choice="none", tools=[TOOL]), BodyOptions())
+    assert (both["tool_choice"], both["tools"]) == ("none", [TOOL])
 
 
 @pytest.mark.parametrize("url", RULES)

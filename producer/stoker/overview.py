@@ -1,0 +1,147 @@
+"""The whole at one moment: queues with the time that is left, workers, dead ones too, the slowest jobs. Reads only."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from redis.exceptions import NoPermissionError
+from rq.job import Job
+from rq.registry import StartedJobRegistry
+from rq.utils import utcparse
+
+from stoker.job_record import JobProgress, fields_of, progress_in
+from stoker.operations import Commands, Operation, ask
+from stoker.presence import LiveWorker, known_workers
+from stoker.queue_status import QueueStatus, queues_now
+from stoker.rq_keys import registry_key
+from stoker_shared.wire import LEASE_KEY
+
+SLOWEST: Final = 10
+_MOST_IN_FLIGHT: Final = 1000
+_OURS: Final = "stoker-"
+
+
+@dataclass(frozen=True)
+class QueueOutlook:
+    """
+    Attributes:
+        oldest_wait_s: ``None`` if no job waits.
+        left_s: until its last job ends, at the rate at which its workers end jobs now, queues that they prefer
+            included; ``None`` without jobs or without a rate.
+        workers: the living workers that listen to it.
+    """
+
+    name: str
+    waiting: int
+    running: int
+    oldest_wait_s: float | None
+    left_s: float | None
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerOutlook:
+    """
+    Attributes:
+        is_alive: ``False`` once its heartbeat has run out, some seconds after its end. Its jobs go back to the queue
+            when a worker starts.
+        live: ``None`` if it is dead.
+        leases: its fencing number for each queue that it holds.
+    """
+
+    name: str
+    is_alive: bool
+    live: LiveWorker | None
+    leases: dict[str, int]
+
+
+@dataclass(frozen=True)
+class JobInFlight:
+    """
+    Attributes:
+        running_s: since a worker claimed it.
+        progress: about a second old; ``None`` if its worker has not written any yet.
+    """
+
+    job_id: str
+    queue: str
+    worker: str
+    running_s: float
+    progress: JobProgress | None
+
+
+@dataclass(frozen=True)
+class Overview:
+    """`slowest`: the jobs that have run the longest, at most ten; ``None`` if this user may not read them."""
+
+    queues: list[QueueOutlook]
+    workers: list[WorkerOutlook]
+    slowest: list[JobInFlight] | None
+
+
+def overview() -> Operation[Overview]:
+    """One look; jobs in flight and leases that this user may not read are left out."""
+    known = yield from known_workers()
+    queues = yield from queues_now()
+    try:
+        jobs = yield from _in_flight([queue.name for queue in queues])
+    except NoPermissionError:  # ACLs made for earlier releases do not allow these reads
+        jobs = None
+    leases = yield from _leases([queue.name for queue in queues])
+    names = {name for name in known if name.startswith(_OURS)} | {job.worker for job in jobs or () if job.worker}
+    workers = [
+        WorkerOutlook(name, live is not None, live, leases.get(name, {}))
+        for name, live in ((name, known.get(name)) for name in sorted(names))
+    ]
+    living = [worker for worker in known.values() if worker is not None]
+    slowest = None if jobs is None else sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
+    return Overview([_outlook(queue, queues, living) for queue in queues], workers, slowest)
+
+
+def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> QueueOutlook:
+    serving = [worker for worker in workers if queue.name in worker.queues]
+    rate = sum(worker.now.jobs_per_min for worker in serving if worker.now) / 60
+    before = {name for worker in serving for name in worker.queues[: worker.queues.index(queue.name) + 1]}
+    n_jobs = sum(other.waiting + other.running for other in queues if other.name in before)
+    is_empty = queue.waiting + queue.running == 0
+    left_s = None if is_empty or rate <= 0 else n_jobs / rate
+    names = tuple(worker.name for worker in serving)
+    return QueueOutlook(queue.name, queue.waiting, queue.running, queue.oldest_wait_s, left_s, names)
+
+
+def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:
+    keys = [registry_key(StartedJobRegistry, queue) for queue in queues]
+    replies = yield Commands([("ZRANGE", key, 0, _MOST_IN_FLIGHT - 1) for key in keys])
+    running = {
+        member.decode(errors="replace").partition(":")[0]: queue
+        for queue, members in zip(queues, replies, strict=True)
+        for member in members
+    }
+    found = yield Commands([("HMGET", Job.key_for(job), "started_at", "worker_name", "meta") for job in running])
+    now = datetime.now(UTC)
+    jobs = []
+    for (job_id, queue), (started_at, worker, meta) in zip(running.items(), found, strict=True):
+        with suppress(ValueError):  # it has ended meanwhile
+            running_s = max(0.0, (now - utcparse((started_at or b"").decode())).total_seconds())
+            name = (worker or b"").decode(errors="replace")
+            jobs.append(JobInFlight(job_id, queue, name, running_s, progress_in(fields_of(meta or b""))))
+    return jobs
+
+
+def _leases(queues: Sequence[str]) -> Operation[dict[str, dict[str, int]]]:
+    """By worker and queue."""
+    found: dict[str, dict[str, int]] = {}
+    if not queues:
+        return found
+    try:
+        values = yield from ask("MGET", *(LEASE_KEY.format(queue=queue) for queue in queues))
+    except NoPermissionError:  # an operator's ACL made for earlier releases
+        return found
+    for queue, value in zip(queues, values, strict=True):
+        with suppress(ValueError, TypeError, KeyError):  # there is none, or it is not stoker's
+            lease = json.loads(value or b"null")
+            found.setdefault(str(lease["worker"]), {})[queue] = int(lease["fence"])
+    return found

@@ -1,0 +1,115 @@
+"""The queue behind the server: one connection to Redis, the limit of calls in flight, and the look for workers.
+
+Owns the keys ``stoker:serve:waiting:NAME`` (sorted set: the calls in flight of a token's name, by the time at which
+they end at the latest, so that those of a process that was killed go by themselves).
+"""
+
+import asyncio
+import time
+from typing import Final
+from uuid import uuid4
+
+from stoker.async_producer import AsyncProducer
+from stoker.connection import open_async_connection
+from stoker.openai.failures import Failure
+from stoker.operations import Commands, Operation, T, ask
+from stoker.serve.settings import ServeSettings
+from stoker.shared_connection import SharedConnection
+
+_LOOK_S: Final = 0.5
+_RETRY_S: Final = 5
+_MOST_LIVE: Final = 64
+_GRACE_S: Final = 60
+"""Seconds beyond the longest call after which a place is free again."""
+_THINKS_S: Final = 2.0
+"""For so many seconds it is remembered whether the model thinks."""
+
+
+class Backend:
+    """For one event loop.
+
+    Attributes:
+        producer: submits and waits.
+        live: one place for each text that is read as it is generated; each needs a connection to Redis.
+    """
+
+    def __init__(self, redis_url: str, settings: ServeSettings) -> None:
+        """
+        Raises:
+            ValueError: not a Redis URL.
+        """
+        self.settings = settings
+        self.live = asyncio.Semaphore(_MOST_LIVE)
+        self._thinks, self._thinks_until = False, float("-inf")
+        self._connection = open_async_connection(redis_url)
+        self._shared = SharedConnection(self._connection)
+        self.producer = AsyncProducer(self._connection, queue=settings.queue)
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Carry out an operation on the server."""
+        return await self._shared.run(operation)
+
+    async def aclose(self) -> None:
+        await self.producer.aclose()
+        await self._connection.aclose()
+
+    async def require_worker(self) -> None:
+        """
+        Raises:
+            Failure: no worker listens to the queue, for longer than calls wait for one.
+        """
+        if self.settings.queue_without_worker:
+            return
+        end = time.monotonic() + self.settings.worker_wait_s
+        while warning := await self.producer.unattended():
+            if time.monotonic() >= end:
+                raise Failure(
+                    503, warning, kind="server_error", code="no_worker", retryable=True, retry_after_s=_RETRY_S
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    async def model_thinks(self) -> bool:
+        """Whether a live worker of the queue has a model that thinks before it answers."""
+        now = time.monotonic()
+        if now > self._thinks_until:
+            workers = await self.producer.workers()
+            self._thinks = any(worker.thinks for worker in workers if self.settings.queue in worker.queues)
+            self._thinks_until = now + _THINKS_S
+        return self._thinks
+
+    async def take_place(self, owner: str) -> str:
+        """A place among the calls in flight of this name; `leave_place` gives it back.
+
+        Raises:
+            Failure: there are `max_waiting` calls already.
+        """
+        place = uuid4().hex
+        if not await self.run(_take(owner, place, self.settings)):
+            message = f"{self.settings.max_waiting} calls of {owner!r} are in flight already"
+            code = "too_many_waiting"
+            raise Failure(429, message, kind="rate_limit_error", code=code, retryable=True, retry_after_s=_RETRY_S)
+        return place
+
+    async def leave_place(self, owner: str, place: str) -> None:
+        await self.run(ask("ZREM", _key(owner), place))
+
+
+def _take(owner: str, place: str, settings: ServeSettings) -> Operation[bool]:
+    """Adds the place first and counts then, so that calls at the same time never exceed the limit."""
+    key, now, lasts_s = _key(owner), time.time(), settings.timeout_s + _GRACE_S
+    _, _, n_taken, _ = yield Commands(
+        [
+            ("ZREMRANGEBYSCORE", key, "-inf", now),
+            ("ZADD", key, now + lasts_s, place),
+            ("ZCARD", key),
+            ("EXPIRE", key, lasts_s),
+        ]
+    )
+    if n_taken <= settings.max_waiting:
+        return True
+    yield from ask("ZREM", key, place)
+    return False
+
+
+def _key(owner: str) -> str:
+    return f"stoker:serve:waiting:{owner}"

@@ -1,0 +1,92 @@
+"""Lets in only those who may call, and no more bytes than allowed. ASGI middleware around the whole application.
+
+Without tokens everybody on this machine may call. Web pages in its browsers may not: a request with the name or the
+origin of another site is refused.
+"""
+
+from collections.abc import Container
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stoker.openai.failures import Failure
+from stoker.serve.responses import failed
+from stoker.serve.tokens import ANYBODY, Tokens
+
+HEALTH_PATH: Final = "/healthz"
+FILES_PATH: Final = "/v1/files"
+LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, tokens: Tokens | None, *, max_body_bytes: int, max_file_bytes: int) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._max_body_bytes = max_body_bytes
+        self._max_file_bytes = max_file_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        most = self._max_file_bytes if scope["path"] == FILES_PATH else self._max_body_bytes
+        try:
+            scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
+            if int(headers.get("content-length") or 0) > most:
+                raise _too_large(most)
+        except Failure as failure:
+            return await failed(failure)(scope, receive, send)
+        return await self._app(scope, _counted(receive, most), send)
+
+    def _owner(self, path: str, headers: Headers) -> str:
+        """The name of the caller's token.
+
+        Raises:
+            Failure: the caller may not call.
+        """
+        if self._tokens is None:
+            _require_own_site(headers)
+            return ANYBODY
+        if path == HEALTH_PATH:
+            return ANYBODY
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        name = self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None
+        if name is None:
+            raise Failure(401, "a bearer token is needed, and it must be a valid one", code="invalid_api_key")
+        return name
+
+
+def host_name(host: str) -> str:
+    """The name or address in a ``Host`` header or an address to listen on, without port and brackets."""
+    return (urlsplit(f"//{host}").hostname or "") if host.count(":") < 2 or host.startswith("[") else host
+
+
+def _require_own_site(headers: Headers, names: Container[str] = LOOPBACK_NAMES) -> None:
+    origin = headers.get("origin")
+    try:
+        is_own = host_name(headers.get("host", "")) in names and (not origin or urlsplit(origin).hostname in names)
+    except ValueError:  # not a host at all
+        is_own = False
+    if not is_own:
+        raise Failure(403, "without tokens, only programs on this machine may call, by its loopback address")
+
+
+def _counted(receive: Receive, most: int) -> Receive:
+    """`receive` for a body that has no length, or a wrong one."""
+    n_bytes = 0
+
+    async def counted() -> Message:
+        nonlocal n_bytes
+        message = await receive()
+        n_bytes += len(message.get("body", b""))
+        if n_bytes > most:
+            raise _too_large(most)
+        return message
+
+    return counted
+
+
+def _too_large(most: int) -> Failure:
+    return Failure(413, f"the body is over {most} bytes", code="request_too_large")

@@ -1,0 +1,148 @@
+"""`stoker status`: one job, or the whole at one moment. Only command-line texts."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Final
+
+import click
+
+from stoker.command_parts import json_option, open_producer, redis_option, show, ticket_of
+from stoker.overview import JobInFlight, Overview, WorkerOutlook
+from stoker.producer import Producer
+from stoker.queue_commands import duration, table
+from stoker.ticket_status import TicketStatus
+from stoker_shared.errors import RedisUnavailable
+from stoker_shared.help_layout import LaidOutCommand, examples
+
+EVERY_S: Final = 1.0
+
+
+@click.command(
+    cls=LaidOutCommand,
+    epilog=examples("stoker status", "stoker status --watch", "stoker status --json | jq '.queues[].left_s'",
+                    "stoker status JOB_ID"),
+)  # fmt: skip
+@click.argument("job_id", required=False)
+@click.option("--watch", is_flag=True, help="Show the whole anew each second, until Ctrl-C.")
+@json_option
+@redis_option
+@click.pass_obj
+def status(redis_url: str, job_id: str | None, watch: bool, as_json: bool) -> None:
+    """Print whether a job is waiting, running or ended; without a job, the state of the whole.
+
+    The whole: for each queue the oldest wait and the time that is left at the present rate; the workers, a dead one
+    too; and the jobs that have run the longest.
+    """
+    if watch and (job_id is not None or as_json):
+        raise click.UsageError("--watch shows the whole, as text: give it neither a job nor --json")
+    with open_producer(redis_url) as producer:
+        if watch:
+            _watch(producer)
+        elif job_id is None:
+            now = producer.overview()
+            show(as_json, asdict(now), overview_text(now))
+        else:
+            of_job = ticket_of(producer, job_id).status()
+            show(as_json, {"job_id": job_id, **asdict(of_job)}, _status_line(of_job))
+
+
+def _watch(producer: Producer) -> None:
+    with suppress(KeyboardInterrupt), _screen() as draw:
+        for text in _texts(producer):
+            draw(f"{text}\n\n{time.strftime('%H:%M:%S')}, each second; Ctrl-C ends\n")
+
+
+def _texts(producer: Producer) -> Iterator[str]:
+    while True:
+        try:
+            yield overview_text(producer.overview())
+        except RedisUnavailable as error:
+            yield f"{error}"
+        time.sleep(EVERY_S)
+
+
+@contextmanager
+def _screen() -> Iterator[Callable[[str], None]]:
+    """Draws a text over the one before, with rich; without rich or a terminal, below it."""
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ModuleNotFoundError:  # it comes with the worker
+        yield click.echo
+        return
+    if not sys.stdout.isatty():
+        yield click.echo
+        return
+    with Live(auto_refresh=False, screen=True) as live:
+        yield lambda text: live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def overview_text(now: Overview) -> str:
+    parts = [_queues(now), _workers(now)]
+    if now.slowest is None:
+        parts.append("this user may not read the jobs in flight (ZRANGE of rq:wip:*)")
+    elif now.slowest:
+        parts.append(f"running the longest:\n{_jobs(now.slowest)}")
+    return "\n\n".join(parts)
+
+
+def _queues(now: Overview) -> str:
+    rows = [
+        [
+            queue.name,
+            str(queue.waiting),
+            str(queue.running),
+            duration(queue.oldest_wait_s),
+            duration(queue.left_s),
+            ", ".join(queue.workers) or "none",
+        ]
+        for queue in now.queues
+    ]
+    return (
+        table(["queue", "waiting", "running", "oldest", "left", "workers"], rows, range(1, 5)) if rows else "no queues"
+    )
+
+
+def _workers(now: Overview) -> str:
+    heading = ["worker", "state", "host", "lease", "model", "tokens/s", "jobs/min", "batch", "hits", "done", "failed"]
+    rows = [_worker_row(worker) for worker in now.workers]
+    return table(heading, rows, numbers=range(5, 11)) if rows else "no workers"
+
+
+def _worker_row(worker: WorkerOutlook) -> list[str]:
+    live = worker.live
+    lease = ", ".join(f"{queue} #{fence}" for queue, fence in worker.leases.items()) or "-"
+    if live is None:
+        return [worker.name, "DEAD", "-", lease, *["-"] * 7]
+    row = [worker.name, "serving" if live.model else "loading", live.host, lease, live.model or "-"]
+    if (figures := live.now) is None:
+        return [*row, *["-"] * 6]
+    hits = "-" if figures.hit_share is None else f"{figures.hit_share:.0%}"
+    batch = f"{figures.in_batch}/{live.max_batch or '-'}"
+    rates = [f"{rate:.0f}" if rate >= 100 else f"{rate:g}" for rate in (figures.tokens_per_s, figures.jobs_per_min)]
+    return [*row, *rates, batch, hits, str(figures.done), str(figures.failed)]
+
+
+def _jobs(jobs: list[JobInFlight]) -> str:
+    rows = []
+    for job in jobs:
+        progress = job.progress
+        shown = [progress.stage, str(progress.tokens), f"{progress.tokens_per_s:g}"] if progress else ["-"] * 3
+        rows.append([job.job_id, job.queue, job.worker or "-", duration(job.running_s), *shown])
+    return table(["job", "queue", "worker", "for", "stage", "tokens", "tokens/s"], rows, numbers=range(5, 7))
+
+
+def _status_line(now: TicketStatus) -> str:
+    parts = [now.state]
+    if now.position is not None:
+        parts.append(f"{now.position} ahead of it" if now.position else "next")
+    if now.worker:
+        parts.append(f"on {now.worker}")
+    if now.stage:
+        parts.append(now.stage)
+    if now.tokens:
+        parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
+    return ", ".join(parts) + (f"; {now.warning}" if now.warning else "")

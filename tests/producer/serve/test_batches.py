@@ -1,0 +1,205 @@
+"""Files and batches with OpenAI's own package, from the upload to the download, over restarts and beside each other."""
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from tests.producer.serve.conftest import serving_at
+
+from stoker.serve.batch_store import BatchStore
+from stoker.serve.tokens import Tokens
+
+pytestmark = pytest.mark.server
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def client(serve, store):
+    return serve(batch_store=store).client()
+
+
+def lines(*prompts):
+    bodies = ({"model": "m", "messages": [{"role": "user", "content": prompt}]} for prompt in prompts)
+    rows = ({"custom_id": f"c{n}", "method": "POST", "url": CHAT, "body": body} for n, body in enumerate(bodies))
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def upload(client, content):
+    return client.files.create(file=("in.jsonl", content), purpose="batch")
+
+
+def begin(client, content, **fields):
+    made = {"endpoint": CHAT, "completion_window": "24h", **fields}
+    return client.batches.create(input_file_id=upload(client, content).id, **made)
+
+
+def until(client, batch, *statuses):
+    end = time.monotonic() + 60
+    while (now := client.batches.retrieve(batch.id)).status not in statuses:
+        assert time.monotonic() < end, now
+        time.sleep(0.02)
+    return now
+
+
+def answers(client, file_id):
+    """By custom_id: the text, or the error's code."""
+    found = {}
+    for raw in client.files.content(file_id).text.splitlines():
+        line = json.loads(raw)
+        body = (line["response"] or {}).get("body", {})
+        found[line["custom_id"]] = (
+            body["choices"][0]["message"]["content"] if "choices" in body else (line["error"] or body["error"])["code"]
+        )
+    return found
+
+
+def test_a_batch_from_upload_to_download(client):
+    prompts = [f"say {n}" if n % 50 else "fail ModelMismatch: x" for n in range(200)]
+    batch = begin(client, lines(*prompts), metadata={"k": "v"})
+    assert (batch.status, batch.metadata) == ("validating", {"k": "v"})
+    done = until(client, batch, "completed")
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (200, 196, 4)
+    assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at < done.expires_at
+    assert answers(client, done.output_file_id) == {f"c{n}": str(n) for n in range(200) if n % 50}
+    assert answers(client, done.error_file_id) == {f"c{n}": "model_not_found" for n in range(0, 200, 50)}
+
+
+def test_a_batch_without_failures_has_no_error_file(client):
+    done = until(client, begin(client, lines("say a")), "completed")
+    assert (answers(client, done.output_file_id), done.error_file_id) == ({"c0": "a"}, None)
+
+
+def test_a_canceled_batch_keeps_the_answers_that_it_has(client):
+    batch = begin(client, lines("say a", "wait"))
+    end = time.monotonic() + 20
+    while until(client, batch, "in_progress").request_counts.completed < 1:
+        assert time.monotonic() < end
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    ended = until(client, batch, "cancelled")
+    assert answers(client, ended.output_file_id) == {"c0": "a"}
+    assert answers(client, ended.error_file_id) == {"c1": "batch_cancelled"}
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_goes_on_after_a_restart_and_no_line_runs_twice(serve, store, server_url, hand):
+    with serving_at(server_url, batch_store=store) as first:
+        client = first.client()
+        batch = begin(client, lines("say a", "wait", "say c"))
+        end = time.monotonic() + 20
+        while until(client, batch, "in_progress").request_counts.completed < 2:
+            assert time.monotonic() < end
+        waiting = hand.wait_for_one()
+    before = set(hand.all_jobs())
+    client = serve(batch_store=store).client()
+    assert until(client, batch, "in_progress").request_counts.completed == 2
+    hand.finish(waiting, text="b")
+    done = until(client, batch, "completed")
+    assert answers(client, done.output_file_id) == {"c0": "a", "c1": "b", "c2": "c"}
+    assert set(hand.all_jobs()) <= before
+
+
+def test_two_servers_on_one_store_run_each_batch_once(serve, store):
+    one, two = (serve(batch_store=store).client() for _ in range(2))
+    batches = [begin(client, lines("say a", "say b")) for client in (one, two, one, two)]
+    for batch in batches:
+        done = until(one, batch, "completed")
+        assert answers(two, done.output_file_id) == {"c0": "a", "c1": "b"}
+    assert {batch.id for batch in one.batches.list(limit=2)} == {batch.id for batch in batches}
+
+
+def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, serve, hand):
+    file = upload(client, lines("say a", "wait"))
+    fields = {"endpoint": CHAT, "input_file_id": file.id, "completion_window": "1s", "window_s": 1}
+    batch = BatchStore(store).add(owner="anybody", **fields)
+    ended = until(client, batch, "expired")
+    assert set(answers(client, ended.error_file_id)) >= {"c1"}
+    assert ended.expired_at is not None
+
+
+def test_a_file_without_lines_fails_the_batch(client):
+    failed = until(client, begin(client, b"\n\n"), "failed")
+    assert [error.code for error in failed.errors.data] == ["empty_file"]
+
+
+def test_files_are_listed_read_and_deleted_but_not_while_a_batch_reads_them(client, hand):
+    file = upload(client, lines("wait"))
+    assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(lines("wait")), "batch")
+    assert client.files.content(file.id).content == lines("wait")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(file.id)
+    client.batches.cancel(batch.id)
+    until(client, batch, "cancelled")
+    assert client.files.delete(file.id).deleted
+    assert file.id not in {found.id for found in client.files.list()}
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+def test_lists_have_pages(client):
+    made = [upload(client, b"%d" % n).id for n in range(5)]
+    first = client.files.list(limit=2)
+    assert first.has_more
+    for limit in ("0", "\u0663", "9" * 5000):
+        with pytest.raises(openai.BadRequestError):
+            client.files.list(extra_query={"limit": limit})
+    assert sorted(file.id for file in first) == sorted(made)  # iterating asks for the next pages
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": ["/v1/chat/completions"]}, "endpoint"),
+        ({"completion_window": "tomorrow"}, "completion_window"),
+        ({"metadata": {"k": 1}}, "metadata"),
+        ({"extra_body": {"colour": 1}}, "colour"),
+    ],
+)
+def test_a_batch_that_is_invalid_is_refused_by_the_fields_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        begin(client, lines("say a"), **fields)
+    assert refused.value.param == param
+
+
+def test_metadata_with_half_a_surrogate_pair_does_not_break_the_list(client):
+    body = {"input_file_id": upload(client, lines("say a")).id, "endpoint": CHAT, "completion_window": "24h"}
+    raw = json.dumps({**body, "metadata": {"k": "\ud83d"}})
+    httpx.post(f"{client.base_url}batches", content=raw, headers={"content-type": "application/json"})
+    assert [found.metadata for found in client.batches.list()] == [{"k": "\ud83d"}]
+
+
+def test_uploads_that_cannot_be_batches_are_refused(client):
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("x", b"x"), purpose="fine-tune")
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-none", endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve("file-..")
+
+
+def test_nobody_sees_the_files_and_batches_of_another_token(serve, store):
+    tokens = Tokens([("ann", "a" * 20), ("bob", "b" * 20)])
+    serving = serve(batch_store=store, tokens=tokens)
+    ann, bob = serving.client("a" * 20), serving.client("b" * 20)
+    batch = begin(ann, lines("say a"))
+    until(ann, batch, "completed")
+    assert not list(bob.files.list())
+    assert not list(bob.batches.list())
+    for call in (
+        lambda: bob.files.content(batch.input_file_id),
+        lambda: bob.batches.retrieve(batch.id),
+        lambda: bob.batches.cancel(batch.id),
+        lambda: bob.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()

@@ -1,0 +1,322 @@
+"""Calls with OpenAI's own package: answers, streams, errors as its exception classes, and clients that hang up."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from rq.job import JobStatus
+
+from stoker.serve.tokens import Tokens
+
+pytestmark = pytest.mark.server
+
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def ask(client, text, **fields):
+    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **fields)
+
+
+def give(**fields):
+    return f"give {json.dumps(fields)}"
+
+
+def ended(hand, job_id, status):
+    end = time.monotonic() + 20
+    while hand.job(job_id).get_status() != status:
+        assert time.monotonic() < end, hand.job(job_id).get_status()
+        time.sleep(0.01)
+
+
+def test_a_chat_has_its_answer_its_counts_and_its_jobs_id(client, hand):
+    raw = client.chat.completions.with_raw_response.create(model="m", messages=[{"role": "user", "content": "say hi"}])
+    answer = raw.parse()
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("hi", "stop")
+    assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (10, 4)
+    assert answer.id == f"chatcmpl-{raw.headers['x-request-id']}"
+    assert hand.request(raw.headers["x-request-id"])["temperature"] == 1.0
+
+
+def test_a_completion_has_its_text(client):
+    answer = client.completions.create(model="m", prompt="say hi", max_tokens=3)
+    assert (answer.object, answer.choices[0].text) == ("text_completion", "hi")
+
+
+def test_a_call_of_tools_is_one_in_openais_form_and_its_result_goes_back(client, hand):
+    answer = ask(client, give(text="<call>", answer="", tool_calls=[CALL], finish_reason="tool_calls"), tools=[TOOL])
+    message = answer.choices[0].message
+    assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+    assert message.tool_calls[0].function.name == "weather"
+    history = [
+        {"role": "user", "content": "?"},
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "say sunny"},
+    ]
+    second = client.chat.completions.create(model="m", messages=history, tools=[TOOL])
+    assert second.choices[0].message.content == "sunny"
+    sent = hand.request(second.id.removeprefix("chatcmpl-"))["messages"]
+    assert sent[1]["tool_calls"] == [CALL]
+
+
+def test_a_stream_says_the_role_then_the_text_then_the_end_and_the_counts(client):
+    chunks = list(ask(client, "say hello", stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert (deltas[0].role, "".join(delta.content or "" for delta in deltas)) == ("assistant", "hello")
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(deltas) - 1) + ["stop"]
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(deltas)
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 2)
+
+
+def begin_stream(client, hand, **fields):
+    """A stream whose first text has come; returns the job's id and the list that a thread fills with text."""
+    got: list[str] = []
+    errors: list[Exception] = []
+
+    def read():
+        try:
+            for chunk in ask(client, "wait", stream=True, **fields):
+                got.append(chunk.choices[0].delta.content or "")
+        except openai.APIError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    job_id = hand.wait_for_one()
+    hand.say(job_id, "1", "whole", "one t")
+    end = time.monotonic() + 20
+    while "one t" not in got:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return job_id, got, errors, thread
+
+
+def test_a_stream_goes_on_when_another_worker_begins_the_same_text_again(client, hand):
+    job_id, got, errors, thread = begin_stream(client, hand)
+    hand.say(job_id, "2", "whole", "on")
+    hand.say(job_id, "2", "more", "e two")
+    hand.finish(job_id, text="one two!")
+    thread.join()
+    assert ("".join(got), errors) == ("one two!", [])
+
+
+def test_a_stream_ends_with_an_error_when_the_text_that_comes_again_is_another(client, hand):
+    job_id, got, errors, thread = begin_stream(client, hand)
+    hand.say(job_id, "2", "whole", "tw")
+    thread.join()
+    assert "".join(got) == "one t"
+    assert errors[0].body["code"] == "text_changed"
+    ended(hand, job_id, JobStatus.CANCELED)
+
+
+def test_parts_that_are_known_at_the_end_are_streamed_then(client):
+    fields = {"text": "raw", "answer": "It is", "reasoning": "hm", "tool_calls": [CALL, CALL]}
+    chunks = list(ask(client, give(**fields, finish_reason="tool_calls"), stream=True, tools=[TOOL]))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)] == ["hm"]
+    assert "".join(d.content or "" for d in deltas) == "It is"
+    calls = [call for d in deltas for call in d.tool_calls or ()]
+    assert [(call.index, call.function.arguments) for call in calls] == [(n, '{"city": "Rome"}') for n in (0, 1)]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_the_answer_of_a_model_that_thinks_is_streamed_in_its_parts(serve, hand):
+    record = {"queues": ["generate"], "model": "m", "context_tokens": 4096, "mode": "rows", "thinks": True}
+    hand.register({**record, "host": "h", "pid": 1, "started_at": 5.0})
+    text = "<think>hm</think>Yes"
+    chunks = list(ask(serve().client(), give(text=text, answer="Yes", reasoning="hm"), stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Yes"
+    hand.leave()
+
+
+def test_a_line_separator_in_a_text_ends_no_line_of_the_stream(served):
+    body = {"model": "m", "messages": [{"role": "user", "content": give(text="a\u2028b\x85c")}], "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    texts = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1]]
+    assert "".join(texts) == "a\u2028b\x85c"
+
+
+def test_a_stream_without_a_place_for_the_prompts_scores_is_refused(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "say x", stream=True, extra_body={"prompt_logprobs": 1})
+    assert refused.value.param == "prompt_logprobs"
+
+
+def test_several_choices_are_streamed_by_their_index(client):
+    choices = [{"text": text, "finish_reason": "stop"} for text in ("a", "b")]
+    found = {0: "", 1: ""}
+    for chunk in ask(client, give(choices=choices), stream=True, n=2):
+        found[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert found == {0: "a", 1: "b"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "fields", "error", "code", "param"),
+    [
+        ("x", {"top_p": 3}, openai.BadRequestError, "invalid_value", "top_p"),
+        ("x", {"n": 2, "user": "u"}, openai.BadRequestError, "invalid_value", "n"),
+        ("x", {"extra_body": {"audio": {}}}, openai.BadRequestError, "unsupported_parameter", "audio"),
+        ("x", {"extra_body": {"colour": "red"}}, openai.BadRequestError, "unknown_parameter", "colour"),
+        ("fail ModelMismatch: m", {}, openai.NotFoundError, "model_not_found", None),
+        ("fail ContextLimitExceeded: 9", {}, openai.BadRequestError, "context_length_exceeded", None),
+        ("fail AgentVersionConflict: 4", {}, openai.ConflictError, "agent_version_conflict", None),
+        ("fail EngineFailed: broke", {}, openai.InternalServerError, None, None),
+    ],
+)
+def test_an_error_is_openais_exception(client, stream, text, fields, error, code, param):
+    with pytest.raises(error) as caught:
+        list(ask(client, text, stream=stream, **fields))
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+def test_what_is_no_call_at_all_is_refused_in_the_same_form(served, client):
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="m", input="x")
+    url = f"{served.url}/v1/chat/completions"
+    for content, kind, status in (
+        ("[]", "application/json", 400),
+        ("{", "application/json", 400),
+        ('{"\\ud800": 1}', "application/json", 400),
+        ('{"model": "m", "messages": %s}' % ("[" * 900 + "]" * 900), "application/json", 400),
+        ("{}", "text/plain", 415),
+    ):
+        answer = httpx.post(url, content=content, headers={"content-type": kind})
+        assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
+    assert httpx.get(url).status_code == 405
+
+
+def test_a_body_over_the_limit_is_refused_also_without_a_length(serve):
+    url = f"{serve(max_body_bytes=1000).url}/v1/chat/completions"
+    headers = {"content-type": "application/json"}
+    for content in (b"x" * 2000, iter([b"x" * 500] * 4)):
+        assert httpx.post(url, content=content, headers=headers).status_code == 413
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_error_of_the_server(served, client, caplog):
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+    ask(client, "say x")
+    assert not caplog.records
+
+
+def test_a_client_that_hangs_up_cancels_its_job(served, hand):
+    for stream in (False, True):
+        with served.client(timeout=0.5) as impatient, pytest.raises(openai.APITimeoutError):
+            list(ask(impatient, "wait", stream=stream))
+        last = [job_id for job_id in hand.all_jobs() if hand.line(hand.request(job_id)) == "wait"][-1]
+        ended(hand, last, JobStatus.CANCELED)
+
+
+def test_a_call_with_a_key_can_be_made_again_and_its_job_outlives_its_client(served, client, hand):
+    key = {"Idempotency-Key": "my-key"}
+    with served.client(timeout=0.5) as impatient, pytest.raises(openai.APITimeoutError):
+        ask(impatient, "wait", extra_headers=key)
+    assert hand.job("my-key").get_status() == JobStatus.QUEUED
+    hand.finish("my-key", text="late")
+    assert ask(client, "wait", extra_headers=key).choices[0].message.content == "late"
+    with pytest.raises(openai.ConflictError) as conflict:
+        ask(client, "say something else", extra_headers=key)
+    assert conflict.value.code == "duplicate_job"
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key: "):
+        ask(client, "wait", extra_headers={"Idempotency-Key": "my key"})
+
+
+def test_the_agent_and_the_context_are_in_headers_or_the_body(client, hand):
+    def request(**fields):
+        return hand.request(ask(client, "say x", **fields).id.removeprefix("chatcmpl-"))
+
+    assert request(user="u")["agent_id"] == "u"
+    assert request(user="u", metadata={"agent_id": "m"})["agent_id"] == "m"
+    headers = {"X-Stoker-Agent": "h", "X-Stoker-Context": "append"}
+    found = request(user="u", metadata={"agent_id": "m"}, extra_headers=headers)
+    assert (found["agent_id"], found["context"]) == ("h", "append")
+    assert "agent_id" not in request()
+
+
+def test_an_agent_in_a_header_may_have_any_name(served, hand):
+    headers = {b"x-stoker-agent": "é/🙂".encode()}
+    answer = httpx.post(f"{served.url}/v1/completions", json={"model": "m", "prompt": "say x"}, headers=headers)
+    assert hand.request(answer.headers["x-request-id"])["agent_id"] == "é/🙂"
+
+
+def test_calls_over_the_limit_are_told_to_come_later_and_a_place_is_given_back(serve, hand):
+    limited = serve(max_waiting=1).client()
+    first = threading.Thread(target=lambda: ask(limited, "wait"))
+    first.start()
+    job_id = hand.wait_for_one()
+    with pytest.raises(openai.RateLimitError) as refused:
+        ask(limited, "say x")
+    assert refused.value.response.headers["retry-after"] == "5"
+    hand.finish(job_id)
+    first.join()
+    assert ask(limited, "say x").choices[0].message.content == "x"
+
+
+def test_without_a_worker_a_call_is_refused_or_waits_as_the_operator_wants(serve, nobody):
+    with pytest.raises(openai.InternalServerError) as refused:
+        ask(serve(worker_wait_s=0).client(), "say x")
+    assert (refused.value.status_code, refused.value.code) == (503, "no_worker")
+    assert ask(serve(queue_without_worker=True).client(), "say x").choices[0].message.content == "x"
+
+
+def test_a_job_that_takes_too_long_is_canceled(serve, hand):
+    with pytest.raises(openai.InternalServerError) as late:
+        ask(serve(timeout_s=1).client(), "wait")
+    assert late.value.status_code == 504
+    ended(hand, late.value.response.headers["x-request-id"], JobStatus.CANCELED)
+
+
+def test_with_tokens_only_their_holders_may_call(serve):
+    serving = serve(tokens=Tokens([("ann", "a" * 20), ("bob", "b" * 20)]))
+    assert ask(serving.client("b" * 20), "say x").choices[0].message.content == "x"
+    for token in ("c" * 20, "b" * 19):
+        with pytest.raises(openai.AuthenticationError):
+            ask(serving.client(token), "say x")
+    assert httpx.get(f"{serving.url}/v1/models").status_code == 401
+    assert httpx.get(f"{serving.url}/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"host": "[::1"}, {"origin": "http://["}]
+)
+def test_without_tokens_web_pages_of_other_sites_may_not_call(served, headers):
+    assert httpx.get(f"{served.url}/v1/models", headers=headers).status_code == 403
+
+
+def test_the_models_are_those_of_the_live_workers(client, hand):
+    record = {"queues": ["generate"], "model": "org/model", "context_tokens": 4096, "mode": "rows"}
+    hand.register({**record, "host": "h", "pid": 1, "started_at": 5.0})
+    [model] = client.models.list()
+    assert (model.id, model.owned_by, model.created) == ("org/model", "stoker", 5)
+    assert client.models.retrieve("org/model").id == "org/model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_many_calls_at_once_each_have_their_own_answer(client):
+    answers: dict[int, str | None] = {}
+
+    def one(number):
+        if number % 2:
+            chunks = ask(client, f"say {number}", stream=True)
+            answers[number] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        else:
+            answers[number] = ask(client, f"say {number}").choices[0].message.content
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: str(number) for number in range(64)}

@@ -1,0 +1,126 @@
+"""The whole at one moment: the time that is left, dead workers, the jobs that have run the longest; and its command."""
+
+import asyncio
+import json
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from redis.exceptions import NoPermissionError
+from rq.utils import utcformat
+from tests.producer.played_worker import WORKER, PlayedWorker
+
+from stoker import AsyncProducer, status_command
+from stoker.operations import Commands
+from stoker.overview import overview
+from stoker_shared.errors import RedisUnavailable
+from stoker_shared.wire import LEASE_KEY, WORKER_KEY
+
+pytestmark = pytest.mark.server
+
+
+def publish(connection, name, *queues, jobs_per_min=30.0, **more):
+    now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": jobs_per_min, "in_flight": 3, "in_batch": 2}
+    now |= {"hit_share": 0.456, "done": 7, "failed": 1, "of a later release": 1}
+    said = {"queues": queues, "model": "m", "context_tokens": 9, "mode": "in rows", "host": "mac", "pid": 7}
+    said |= {"started_at": 1.0, "max_batch": 4, "now": now, **more}
+    connection.sadd("rq:workers", f"rq:worker:{name}")
+    connection.set(WORKER_KEY.format(name=name), json.dumps(said))
+    for fence, queue in enumerate(queues, start=5):
+        connection.set(LEASE_KEY.format(queue=queue), json.dumps({"worker": name, "fence": fence}))
+
+
+def start(connection, producer, *, ago_s, tokens):
+    job_id = producer.submit(prompt="x").job_id
+    PlayedWorker(connection).start(job_id, tokens)
+    connection.zadd("rq:wip:generate", {f"{job_id}:e": 2e9})
+    connection.hset(f"rq:job:{job_id}", "started_at", utcformat(datetime.now(UTC) - timedelta(seconds=ago_s)))
+    return job_id
+
+
+def test_the_time_left_counts_what_the_workers_prefer(producer, connection):
+    publish(connection, "stoker-a", "urgent", "generate")
+    producer.submit_many([{"prompt": "x"}] * 10)
+    producer.submit_many([{"prompt": "x"}] * 5, queue="urgent")
+    producer.submit(prompt="x", queue="nobody")
+    queues = {queue.name: queue for queue in producer.overview().queues}
+    assert queues["urgent"].left_s == 10
+    assert queues["generate"].left_s == 30
+    assert queues["nobody"].left_s is None
+    publish(connection, "stoker-b", "generate")
+    assert {queue.name: queue.left_s for queue in producer.overview().queues}["generate"] == 15
+
+
+def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connection, stoker):
+    job_id = start(connection, producer, ago_s=90, tokens=3)
+    publish(connection, "stoker-mac-1", "generate")
+    connection.sadd("rq:workers", "rq:worker:stoker-mac-2", "rq:worker:another of RQ's")
+    workers = {worker.name: worker.is_alive for worker in producer.overview().workers}
+    assert workers == {"stoker-mac-1": True, "stoker-mac-2": False, WORKER: False}
+    code, text, _ = stoker("status")
+    assert code == 0
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert lines["stoker-mac-2"][1] == "DEAD"
+    assert " ".join(lines["stoker-mac-1"][1:]) == "serving mac generate #5 m 12.5 30 2/4 46% 7 1"
+    assert lines[job_id][1:] == ["generate", WORKER, "90", "s", "decode", "3", "8.5"]
+
+
+def test_the_jobs_shown_are_those_that_have_run_the_longest(producer, connection, stoker):
+    jobs = [start(connection, producer, ago_s=10 * n, tokens=n) for n in range(1, 13)]
+    shown = json.loads(stoker("status", "--json")[1])["slowest"]
+    assert [job["job_id"] for job in shown] == jobs[:1:-1]
+    assert shown[0]["progress"] == {"stage": "decode", "tokens": 12, "tokens_per_s": 8.5}
+
+
+def test_a_user_without_the_rights_to_see_jobs_sees_the_rest(producer, connection):
+    publish(connection, "stoker-a", "generate")
+    looks = overview()
+    step = next(looks)
+    while True:
+        assert isinstance(step, Commands)
+        if step.commands and step.commands[0][0] == "ZRANGE":
+            step = looks.throw(NoPermissionError("no"))
+            continue
+        try:
+            step = looks.send([connection.execute_command(*command) for command in step.commands])
+        except StopIteration as done:
+            seen = done.value
+            break
+    assert seen.slowest is None
+    assert [worker.name for worker in seen.workers] == ["stoker-a"]
+    assert "may not read" in status_command.overview_text(seen)
+
+
+def test_an_empty_server_has_an_overview_too(producer, redis_url, stoker):
+    assert stoker("status")[1] == "no queues\n\nno workers\n"
+
+    async def look():
+        async with AsyncProducer(redis_url) as other:
+            return await other.overview()
+
+    assert asyncio.run(look()) == producer.overview()
+
+
+def test_watch_goes_on_when_redis_was_away(producer, stoker, monkeypatch):
+    states = iter([producer.overview(), RedisUnavailable("Redis is away"), producer.overview(), KeyboardInterrupt()])
+
+    def next_state(self):
+        state = next(states)
+        if isinstance(state, BaseException):
+            raise state
+        return state
+
+    monkeypatch.setattr("stoker.producer.Producer.overview", next_state)
+    monkeypatch.setattr(status_command, "EVERY_S", 0)
+    code, text, _ = stoker("status", "--watch")
+    assert code == 0
+    assert [line for line in text.splitlines() if line in ("no queues", "Redis is away")] == [
+        "no queues",
+        "Redis is away",
+        "no queues",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [("--watch", "job"), ("--watch", "--json")])
+def test_watch_takes_neither_a_job_nor_json(stoker, arguments):
+    assert stoker("status", *arguments)[0] == 2
