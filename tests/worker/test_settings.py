@@ -1,11 +1,14 @@
 """Settings: read once, unknown names refused, passwords never shown."""
 
+import json
+
 import pytest
+from click.testing import CliRunner
 
 from stoker_shared.environment import VARIABLES
-from stoker_worker.cli.main import run
+from stoker_worker.cli.main import main, run
 from stoker_worker.queue.connect import _STANDBY_POLL_S
-from stoker_worker.settings import read_settings
+from stoker_worker.settings import WorkerSettings, read_settings, settings_in_force
 
 
 def test_settings_describe_themselves_without_the_password():
@@ -82,3 +85,68 @@ def test_an_unknown_name_in_the_environment_is_refused(monkeypatch):
 def test_queue_lists_that_name_nothing_or_one_twice_are_refused(queues):
     with pytest.raises(ValueError, match="queues"):
         read_settings({"queues": queues})
+
+
+def test_a_file_is_under_variables_and_options_and_the_origin_of_each_value_is_told(monkeypatch, tmp_path):
+    file = tmp_path / "worker.toml"
+    file.write_text(
+        'max-batch = 3\ngrace_s = 4\npoll_s = 0.2\nqueues = ["a", "b"]\n[defaults]\ntemperature = 0.7\ntop_k = 20\n'
+    )
+    monkeypatch.setenv("STOKER_GRACE_S", "5")
+    found = settings_in_force({"config": str(file), "poll_s": 0.3})
+    settings = found.settings
+    assert (settings.max_batch, settings.grace_s, settings.poll_s, settings.queues) == (3, 5.0, 0.3, "a,b")
+    assert settings.defaults == "temperature=0.7,top_k=20"
+    names = ("max_batch", "grace_s", "poll_s", "burst")
+    assert [found.origins[name] for name in names] == [str(file), "STOKER_GRACE_S", "option", "default"]
+
+
+def test_the_file_in_the_usual_place_is_read_unless_another_one_or_none_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("STOKER_CONFIG")
+    assert read_settings({}).max_batch is None
+    usual = tmp_path / ".config" / "stoker" / "worker.toml"
+    usual.parent.mkdir(parents=True)
+    usual.write_text("max_batch = 3")
+    assert (read_settings({}).max_batch, read_settings({}).config) == (3, usual)
+    (tmp_path / "other.toml").write_text("")
+    monkeypatch.setenv("STOKER_CONFIG", str(tmp_path / "other.toml"))
+    assert read_settings({}).max_batch is None
+    assert read_settings({"config": ""}).max_batch is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_bacth = 3", r"unknown settings: max_bacth \(did you mean max_batch\?\)"),
+        ("max_batch = ", "is not TOML"),
+        ("max_batch = 0", "max_batch"),
+        ("config = 'x'", "unknown settings: config"),
+        (None, "cannot read .*worker.toml: No such file"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(tmp_path, content, message):
+    file = tmp_path / "worker.toml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_settings({"config": str(file)})
+
+
+def test_the_config_command_shows_every_setting_and_no_password(monkeypatch):
+    monkeypatch.setenv("STOKER_REDIS_URL", "redis://:swordfish@host:1/0")
+    shown = CliRunner().invoke(main, ["config", "--max-batch", "8"]).output
+    assert "swordfish" not in shown
+    lines = {line.split()[0]: line for line in shown.splitlines()}
+    assert lines.keys() == WorkerSettings.model_fields.keys()
+    assert lines["redis_url"].split() == ["redis_url", "redis://:***@host:1/0", "STOKER_REDIS_URL"]
+    assert lines["max_batch"].split() == ["max_batch", "8", "option"]
+    assert "80 % of its own" in lines["store_max_bytes"]
+    as_object = json.loads(CliRunner().invoke(main, ["config", "--json"]).output)
+    assert as_object["redis_url"] == {"value": "redis://:***@host:1/0", "from": "STOKER_REDIS_URL"}
+
+
+@pytest.mark.parametrize("wrong", [{"redis_port": 7000}, {"quiet": True, "verbose": True}, {"name": "a b"}])
+def test_settings_that_exclude_each_other_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        read_settings(wrong)

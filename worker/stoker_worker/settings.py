@@ -1,16 +1,20 @@
-"""The worker's settings: read once, from options over ``STOKER_*`` variables over defaults."""
+"""The worker's settings: read once, from options over ``STOKER_*`` variables over a TOML file over defaults."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from stoker_shared.duration import seconds_of
 from stoker_shared.environment import ENV_PREFIX, require_known_variables
 from stoker_shared.password_mask import mask_url
+from stoker_shared.settings_file import read_settings_file, settings_file
 from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.ports.cache_spec import StoreDtype
+from stoker_worker.ports.request_defaults import RequestDefaults
 
 EMBEDDED = "embedded"
 """The `redis_url` of a server of the worker's own."""
@@ -21,10 +25,16 @@ class WorkerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
+    config: Path | None = None
     redis_url: str = "redis://127.0.0.1:6379"
+    redis_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     store: Path = Path("~/.stoker")
     queues: str = DEFAULT_QUEUE
     model: str | None = None
+    adapter: Path | None = None
+    chat_template: Path | None = None
+    trust_remote_code: bool = False
+    defaults: str = ""
     engine: Literal["mlx", "scripted"] = "mlx"
     dtype: Literal["auto", "native", "float32"] = "auto"
     skip_proof: bool = False
@@ -46,9 +56,16 @@ class WorkerSettings(BaseSettings):
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
     allow_callbacks: str = ""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
     grace_s: Annotated[float, Field(ge=0)] = 60.0
     burst: bool = False
+    max_jobs: Annotated[int, Field(ge=1)] | None = None
+    max_idle_s: Annotated[float, Field(gt=0)] | None = None
     standby: bool = False
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    log_format: Literal["text", "json"] = "text"
+    quiet: bool = False
     verbose: bool = False
 
     @field_validator("queues")
@@ -58,6 +75,12 @@ class WorkerSettings(BaseSettings):
         if not all(names) or len(set(names)) != len(names):
             raise ValueError("must be a comma-separated list of different queue names")
         return ",".join(names)
+
+    @field_validator("defaults")
+    @classmethod
+    def _defaults_are_of_requests(cls, value: str) -> str:
+        RequestDefaults.parsed(value)
+        return value
 
     @field_validator("agent_ttl")
     @classmethod
@@ -78,9 +101,25 @@ class WorkerSettings(BaseSettings):
             raise ValueError("kv_bits keeps caches in 8 bits on disk too: leave store_dtype at native")
         return self
 
+    @model_validator(mode="after")
+    def _port_of_an_own_server(self) -> Self:
+        if self.redis_port is not None and self.redis_url != EMBEDDED:
+            raise ValueError("redis_port is the port of an embedded server: it needs redis_url embedded")
+        return self
+
+    @model_validator(mode="after")
+    def _quiet_or_verbose(self) -> Self:
+        if self.quiet and self.verbose:
+            raise ValueError("quiet and verbose exclude each other")
+        return self
+
     @property
     def queue_names(self) -> list[str]:
         return self.queues.split(",")
+
+    @property
+    def request_defaults(self) -> RequestDefaults:
+        return RequestDefaults.parsed(self.defaults)
 
     @property
     def agent_ttl_s(self) -> float | None:
@@ -94,20 +133,51 @@ class WorkerSettings(BaseSettings):
     def store_folder(self) -> Path:
         return self.store.expanduser()
 
+    def shown(self) -> dict[str, Any]:
+        """Every setting by its name, the Redis password masked."""
+        redis_url = self.redis_url if self.redis_url == EMBEDDED else mask_url(self.redis_url)
+        return self.model_dump() | {"redis_url": redis_url}
+
     def describe(self) -> str:
         """Every setting on one line, the Redis password masked."""
-        redis_url = self.redis_url if self.redis_url == EMBEDDED else mask_url(self.redis_url)
-        values = self.model_dump() | {"redis_url": redis_url}
-        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return " ".join(f"{name}={value}" for name, value in self.shown().items() if value is not None)
+
+
+@dataclass(frozen=True)
+class SettingsInForce:
+    """
+    Attributes:
+        origins: where each setting has its value from: ``option``, the variable's name, the file's path, ``default``.
+    """
+
+    settings: WorkerSettings
+    origins: Mapping[str, str]
 
 
 def read_settings(options: dict[str, Any]) -> WorkerSettings:
+    """As `settings_in_force`, without the origins."""
+    return settings_in_force(options).settings
+
+
+def settings_in_force(options: dict[str, Any]) -> SettingsInForce:
     """
     Args:
         options: values from the command line; ``None`` for an option that was not given.
 
     Raises:
-        ValueError: an unknown ``STOKER_*`` variable, or an invalid value (pydantic's `ValidationError`).
+        ValueError: an unknown ``STOKER_*`` variable, a file that cannot be read or has unknown names, or an invalid
+            value (pydantic's `ValidationError`).
     """
     require_known_variables()
-    return WorkerSettings(**{name: value for name, value in options.items() if value is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    variables = EnvSettingsSource(WorkerSettings)()
+    file = settings_file((variables | given).get("config"))
+    in_file = read_settings_file(file, WorkerSettings.model_fields.keys() - {"config"}) if file else {}
+    settings = WorkerSettings(**(in_file | variables | given | {"config": file}))
+    origins = {
+        **dict.fromkeys(WorkerSettings.model_fields, "default"),
+        **dict.fromkeys(in_file, str(file)),
+        **{name: f"{ENV_PREFIX}{name.upper()}" for name in variables},
+        **dict.fromkeys(given, "option"),
+    }
+    return SettingsInForce(settings, origins)

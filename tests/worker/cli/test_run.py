@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_a_worker_makes_nothing_in_a_store_of_an_earlier_format(tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text('{"format": 4}')
@@ -12,3 +14,19 @@ def test_a_worker_makes_nothing_in_a_store_of_an_earlier_format(tmp_path: Path) 
     assert run.returncode == 1
     assert "has format 4" in run.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["store.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/no/such/model"], "ModelNotLoadable: there is no model folder"),
+        (["--model", ".", "--adapter", "/no/such"], "ModelNotLoadable"),
+        (["--engine", "scripted", "--store", "/proc/store"], "StoreUnusable: the folder /proc/store/redis cannot be"),
+    ],
+)
+def test_a_wrong_path_is_named_before_anything_is_started(tmp_path: Path, options: list[str], message: str) -> None:
+    command = (sys.executable, "-m", "stoker_worker", "run", "--redis", "embedded", "--store", tmp_path / "store")
+    run = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert message in run.stderr.splitlines()[-1]
+    assert not (tmp_path / "store").exists()

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
+from redis.exceptions import AuthenticationError
 from tests.server_fixture import require_server_program
 
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import RedisUnavailable, StoreUnusable
 from stoker_worker.embedded_redis import server_files as server_program
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
@@ -70,6 +72,34 @@ def test_it_listens_on_loopback_keeps_everything_and_drops_nothing(folder):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_other_users_of_the_machine_cannot_read_the_queue_nor_see_the_password(folder):
+    with EmbeddedServer(folder) as server:
+        address = server.url.rpartition("@")[2]
+        with Redis.from_url(f"redis://{address}") as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        password = str(urlsplit(server.url).password)
+        with Redis.from_url(server.url) as connection:
+            pid = connection.info("server")["process_id"]
+        said = subprocess.run(["ps", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+        assert password not in said
+        assert (folder / "server.json").stat().st_mode & 0o777 == 0o600
+        assert password not in (folder / "server.log").read_text()
+
+
+def test_the_url_stays_over_a_restart_as_long_as_its_port_is_free(folder):
+    with EmbeddedServer(folder) as server:
+        url = server.url
+    with EmbeddedServer(folder) as again:
+        assert again.url == url
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", urlsplit(url).port))
+        other.listen()
+        with EmbeddedServer(folder) as elsewhere:
+            assert urlsplit(elsewhere.url).port != urlsplit(url).port
+            assert urlsplit(elsewhere.url).password == urlsplit(url).password
+
+
 def test_what_was_written_is_there_after_a_stop_and_a_start(folder):
     with EmbeddedServer(folder) as server:
         set_key(server.url)
@@ -120,7 +150,7 @@ def test_a_given_port_is_used_and_a_taken_one_is_a_clear_error(folder, tmp_path)
         with pytest.raises(RedisUnavailable, match="listening on port"):
             EmbeddedServer(tmp_path / "other", port).start()
     with EmbeddedServer(tmp_path / "other", port) as other:
-        assert other.url == f"redis://127.0.0.1:{port}"
+        assert other.url.endswith(f"@127.0.0.1:{port}")
 
 
 def test_a_running_server_on_another_port_than_the_one_asked_for_is_a_clear_error(folder):
@@ -140,7 +170,7 @@ def test_a_server_that_cannot_start_says_so_with_the_last_line_of_its_log(folder
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RedisUnavailable, match="folder"):
+    with pytest.raises(StoreUnusable, match="file/redis cannot be written: File exists"):
         EmbeddedServer(tmp_path / "file" / "redis").start()
 
 

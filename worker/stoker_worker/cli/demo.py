@@ -166,9 +166,9 @@ def _next_steps(folder: Path, model: str) -> str:
     return (
         "\n[bold]Next[/bold]: a resident worker with these four agents and a server of its own\n"
         f"  stoker-worker run --model {model} --redis embedded --store {folder / 'store'}\n"
-        "and, in another terminal (the worker's first lines show its server's address, if it is not on port 6379):\n"
+        "and, in another terminal:\n"
         "  stoker submit --agent museum-guide --context append --wait --message 'Is there a lift?'\n"
-        "  rq info --url redis://127.0.0.1:6379\n"
+        '  rq info --url "$(head -1 ~/.stoker/redis.url)"\n'
         "Both commands are in .venv/bin after `make demo`.\n"
     )
 

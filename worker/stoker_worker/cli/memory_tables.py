@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.filesize import decimal
 
 if TYPE_CHECKING:  # a list of agents needs none of what these load
-    from stoker_shared.request import Message
+    from stoker_shared.message import Message
     from stoker_worker.memory.summary import AgentSummary, VersionSummary
     from stoker_worker.ports import Transcript
 
@@ -83,8 +83,9 @@ def print_conversation(transcript: "Transcript | None") -> None:
 
 
 def _said(message: "Message") -> str:
+    thinking = message.reasoning_content and f"thinking: {message.reasoning_content}"
     calls = [f"tool call: {call}" for call in message.tool_calls or ()]
-    return "\n".join([message.content, *calls] if message.content else calls)
+    return "\n".join(line for line in (thinking, message.content, *calls) if line)
 
 
 def _time(iso: str | None) -> str | None:

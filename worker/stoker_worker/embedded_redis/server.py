@@ -1,19 +1,22 @@
 """A real Redis or Valkey server of the worker's own, on loopback, with its append-only file on disk. Main thread.
 
-Owns the server process. Does not know the data in it.
+Owns the server process. Does not know the data in it. Loopback is open to every user of the machine, so the server has
+a password. It is made once and stays, as the port does if it can: producers connect again after a restart.
 
 A worker that is killed leaves its server running, on purpose: producers go on enqueueing, and the next
 `EmbeddedServer` on the folder takes it over. The server runs in a session of its own: Ctrl-C in the terminal reaches
 the worker alone, which stops the server last.
 """
 
+import secrets
 import socket
 import subprocess
 import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -21,10 +24,9 @@ from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.embedded_redis.server_files import FolderLock, ServerFiles, ServerState, find_program
+from stoker_worker.embedded_redis.server_files import HOST, FolderLock, ServerFiles, ServerState, find_program
 from stoker_worker.process_identity import ProcessIdentity
 
-HOST: Final = "127.0.0.1"
 _START_S: Final = 20.0
 _LOAD_S: Final = 600.0  # a long append-only file is read before the first answer
 _STOP_S: Final = 30.0
@@ -38,18 +40,22 @@ class EmbeddedServer:
     is only used, and `stop` leaves it alone.
     """
 
-    def __init__(self, folder: Path, port: int | None = None, *, preferred_port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, port: int | None = None, *, preferred_port: int | None = None, has_password: bool = True
+    ) -> None:
         """
         Args:
             folder: the place of its files; made if missing, and closed to everybody else (0700).
-            port: on 127.0.0.1; ``None`` for any free port.
-            preferred_port: with `port` ``None``: this port if it is free.
+            port: on 127.0.0.1; ``None`` for the port of the last time if it is free, else any free one.
+            preferred_port: with `port` ``None``: this port the first time, if it is free.
+            has_password: whether clients need the password in `url`.
         """
         self._files = ServerFiles(folder)
         self._folder = self._files.folder
         self._wanted_port = port
         self._preferred_port = preferred_port
-        self._port: int | None = None
+        self._has_password = has_password
+        self._state: ServerState | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owned = False
 
@@ -68,31 +74,40 @@ class EmbeddedServer:
         Raises:
             RedisUnavailable: it has not been started.
         """
-        if self._port is None:
+        if self._state is None:
             raise RedisUnavailable("the embedded Redis server is not running")
-        return f"redis://{HOST}:{self._port}"
+        return self._state.url
+
+    @property
+    def lock(self) -> Path:
+        """The file that the server process has locked as long as it lives."""
+        return self._files.lock
 
     def start(self) -> str:
         """Start the folder's server, or take over the running one; returns its URL.
 
         Raises:
+            StoreUnusable: its files cannot be made or written.
             RedisUnavailable: there is no server program, it does not start (with its log's last line), or the folder's
                 server runs on another port than `port`.
         """
-        if self._port is not None:
-            return self.url
-        self._files.make_folder()
+        if self._state is None:
+            with self._files.unusable_if_refused():
+                self._files.make_folder()
+                self._start()
+        return self.url
+
+    def _start(self) -> None:
         deadline = time.monotonic() + _START_S
         with closing(FolderLock(self._files.lock)) as lock:
             while not lock.try_take():
                 # A live server holds the lock: it is usable at once, or it is just starting or stopping.
                 if self._adopt():
-                    return self.url
+                    return
                 if time.monotonic() > deadline:
                     raise self._unavailable(f"the Redis server of {self._folder} runs but does not answer")
                 time.sleep(_POLL_S)
             self._launch(lock)
-        return self.url
 
     def stop(self) -> None:
         """Shut the server down, its append-only file written, unless another live process started it. May be repeated.
@@ -100,11 +115,10 @@ class EmbeddedServer:
         Raises:
             RedisUnavailable: it did not stop within half a minute.
         """
-        if self._port is not None and self._owned:
-            with closing(_client(self._port)) as client, suppress(RedisError):
+        if self._state is not None and self._owned:
+            with closing(_client(self._state)) as client, suppress(RedisError):
                 client.shutdown(nosave=True)  # without RDB snapshots; the append-only file is flushed regardless
             self._wait_until_gone()
-            self._files.state.unlink(missing_ok=True)
         self._forget()
 
     # --- steps ---
@@ -112,21 +126,16 @@ class EmbeddedServer:
     def _launch(self, lock: FolderLock) -> None:
         program = find_program()
         self._files.rotate_log()
-        for _ in range(5):
-            port = self._wanted_port or _free_port(self._preferred_port)
-            with self._files.log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    [str(program), *_options(port)],
-                    cwd=self._folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=[lock.descriptor],
-                )
-            self._port, self._owned = port, True
-            self._files.write_state(ServerState(port, ProcessIdentity.of_this_process()))
-            if self._answers(self._process, port):
+        last = self._files.read_state()
+        for attempt in range(5):
+            usual_port = self._preferred_port if last is None else last.port
+            port = self._wanted_port or _free_port(usual_port if attempt == 0 else None)
+            password = ((last and last.password) or secrets.token_hex(32)) if self._has_password else ""
+            state = ServerState(port, ProcessIdentity.of_this_process(), password)
+            self._files.write_state(state)  # before the server can be asked: who finds it alive needs the password
+            self._process = process = self._popen(program, state, lock)
+            if self._answers(process, state):
+                self._state, self._owned = state, True
                 return
             # Another process may have taken the port before the server bound it.
             if self._wanted_port or "listening" not in self._files.last_log_line():
@@ -134,10 +143,26 @@ class EmbeddedServer:
         self._forget()
         raise self._unavailable(f"{program.name} does not start")
 
-    def _answers(self, process: "subprocess.Popen[bytes]", port: int) -> bool:
+    def _popen(self, program: Path, state: ServerState, lock: FolderLock) -> "subprocess.Popen[bytes]":
+        with self._files.log.open("ab") as output:
+            process = subprocess.Popen(
+                [str(program), "-"],  # every user sees the words of a command; nobody sees what goes in by a pipe
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[lock.descriptor],
+            )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as config:  # it has ended: its log tells why
+            config.write(state.config().encode())
+        return process
+
+    def _answers(self, process: "subprocess.Popen[bytes]", state: ServerState) -> bool:
         """Wait until the server answers; ``False`` when its process ends instead, or the time is over."""
         deadline = time.monotonic() + _START_S
-        with closing(_client(port)) as client:
+        with closing(_client(state)) as client:
             while process.poll() is None and time.monotonic() < deadline:
                 try:
                     if self._is_ours(client):  # else another server has the port; ours will notice and end
@@ -156,7 +181,7 @@ class EmbeddedServer:
         state = self._files.read_state()
         if state is None:
             return False
-        with closing(_client(state.port)) as client:
+        with closing(_client(state)) as client:
             try:
                 if not self._is_ours(client):
                     return False
@@ -166,10 +191,11 @@ class EmbeddedServer:
             raise RedisUnavailable(
                 f"the Redis server of {self._folder} already runs on port {state.port}, not {self._wanted_port}"
             )
-        self._port = state.port
         self._owned = state.owner.is_certainly_dead()
         if self._owned:
-            self._files.write_state(ServerState(state.port, ProcessIdentity.of_this_process()))
+            state = replace(state, owner=ProcessIdentity.of_this_process())
+            self._files.write_state(state)
+        self._state = state
         return True
 
     def _is_ours(self, client: Redis) -> bool:
@@ -186,28 +212,21 @@ class EmbeddedServer:
                 time.sleep(_POLL_S)
 
     def _forget(self) -> None:
-        self._port, self._process, self._owned = None, None, False
+        self._state, self._process, self._owned = None, None, False
 
     def _unavailable(self, problem: str) -> RedisUnavailable:
         return RedisUnavailable(problem + self._files.last_log_line())
 
 
-def _options(port: int) -> list[str]:
-    options: dict[str, Any] = {
-        "bind": HOST,
-        "port": port,
-        "dir": "./",  # the working folder: a path with spaces needs no quotes
-        "appendonly": "yes",
-        "appendfsync": "everysec",
-        "save": "",
-        "maxmemory-policy": "noeviction",
-        "daemonize": "no",
-    }
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def _client(port: int) -> Redis:
-    return Redis(host=HOST, port=port, socket_timeout=5, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+def _client(state: ServerState) -> Redis:
+    return Redis(
+        host=HOST,
+        port=state.port,
+        password=state.password or None,
+        socket_timeout=5,
+        socket_connect_timeout=1,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 def _free_port(preferred: int | None) -> int:

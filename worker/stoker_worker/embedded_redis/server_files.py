@@ -11,14 +11,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from stoker_shared.durable_file import replace_file
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import RedisUnavailable, StoreUnusable
 from stoker_worker.process_identity import ProcessIdentity
 
+HOST: Final = "127.0.0.1"
 _MIN_VERSION = (6, 2)  # LMOVE, without which a claim is not crash-safe
 
 
@@ -53,10 +55,38 @@ def _programs() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The content of ``server.json``: the port that the server listens on, and the process that stops it."""
+    """The content of ``server.json``, of the running server or the last one.
+
+    Attributes:
+        port: that it listens on.
+        owner: the process that stops it.
+        password: of its default user; empty for none.
+    """
 
     port: int
     owner: ProcessIdentity
+    password: str = ""
+
+    @property
+    def url(self) -> str:
+        login = f":{self.password}@" if self.password else ""
+        return f"redis://{login}{HOST}:{self.port}"
+
+    def config(self) -> str:
+        """The server's configuration file."""
+        options: dict[str, object] = {
+            "bind": HOST,
+            "port": self.port,
+            "dir": "./",  # the working folder: a path with spaces needs no quotes
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": '""',
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
+        if self.password:
+            options["requirepass"] = self.password
+        return "".join(f"{name} {value}\n" for name, value in options.items())
 
 
 class ServerFiles:
@@ -67,23 +97,24 @@ class ServerFiles:
         self.lock = self.folder / "server.lock"
 
     def make_folder(self) -> None:
-        """Make the folder if it is missing, and close it to everybody else (0700).
+        """Make the folder if it is missing, and close it to everybody else (0700). Raises `OSError`."""
+        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps the store's folder
+        self.folder.mkdir(exist_ok=True)
+        self.folder.chmod(0o700)
 
-        Raises:
-            RedisUnavailable: the folder cannot be made.
-        """
+    @contextmanager
+    def unusable_if_refused(self) -> Iterator[None]:
+        """Turn an `OSError` of these files into `StoreUnusable`: no server is at fault."""
         try:
-            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # perhaps the store's folder
-            self.folder.mkdir(exist_ok=True)
-            self.folder.chmod(0o700)
+            yield
         except OSError as error:
-            raise RedisUnavailable(f"{self.folder} cannot be the Redis server's folder: {error.strerror}") from error
+            raise StoreUnusable(f"the folder {self.folder} cannot be written: {error.strerror}") from error
 
     def read_state(self) -> ServerState | None:
         """``None`` when the file is missing or damaged."""
         try:
             state = json.loads(self.state.read_bytes())
-            return ServerState(int(state["port"]), ProcessIdentity(**state["owner"]))
+            return ServerState(int(state["port"]), ProcessIdentity(**state["owner"]), str(state.get("password", "")))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

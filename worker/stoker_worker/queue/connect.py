@@ -20,11 +20,12 @@ from stoker_shared.password_mask import mask_text, mask_url
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import NAME_PREFIX, RqRegistration
 from stoker_worker.queue.rq_queue import RqQueue
-from stoker_worker.queue.transient_errors import may_pass
+from stoker_worker.queue.transient_errors import may_pass, reason_of
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,15 @@ wait for it."""
 _TIMEOUT_S: Final = 25.0
 """A server that hangs must not hang a thread for ever; RQ would raise a lower limit."""
 
+_LOOK_TIMEOUT_S: Final = 1.0
+"""A health check has to be answered soon."""
+
 
 @dataclass(frozen=True)
 class OpenQueue:
     registration: RqRegistration
     rq_queue: RqQueue
+    depths: QueueDepths
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
         closing.callback(connection.close)
         callbacks = Callbacks(connection, settings.callback_modules)
         closing.callback(callbacks.finish, settings.grace_s)
-        name = f"{NAME_PREFIX}{socket.gethostname()}-{secrets.token_hex(4)}"
+        name = f"{NAME_PREFIX}{settings.name or socket.gethostname()}-{secrets.token_hex(4)}"
         in_flight = JobsInFlight[RqClaimedJob]()
         registration = _registration(settings, connection, name, StopRequests(in_flight))
         closing.callback(registration.unsubscribe)
@@ -86,7 +91,9 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
             in_flight=in_flight,
         )
         closing.callback(_sign_off, rq_queue, registration, lease)
-        yield OpenQueue(registration, rq_queue)
+        depths = QueueDepths(_client(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
+        closing.callback(depths.close)
+        yield OpenQueue(registration, rq_queue, depths)
 
 
 def _sign_off(rq_queue: RqQueue, registration: RqRegistration, lease: Lease) -> None:
@@ -191,10 +198,10 @@ def _version(connection: Redis, *, wait: bool) -> str:
 
 
 def _say_once(error: RedisError, said: str) -> str:
-    reason = type(error).__name__
-    if reason != said:
-        log.warning("standing by: Redis is away (%s)", reason)
-    return reason
+    kind = type(error).__name__
+    if kind != said:
+        log.warning("standing by: %s", reason_of(error))
+    return kind
 
 
 def _without_password(error: Exception, connection: Redis) -> str:

@@ -19,6 +19,7 @@ from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
+from stoker_worker.job_log import log_failure
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.foreign_ids import ForeignIds, is_rqs, raw
@@ -92,7 +93,7 @@ class JobStart:
                 raise broken
             return self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks))
         except RequestError as error:
-            log.warning("job %s refused: %s: %s", job_id, type(error).__name__, error)
+            log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
             return None
 

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any, Final
@@ -85,6 +85,7 @@ class RqRegistration(BaseWorker):
             log_job_description=False,  # a plain producer's description holds its prompt
         )
         self.serving: Serving | None = None  # until the model is loaded
+        self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O: it runs in the heartbeat
         self._ttl_ms = max(1, int(worker_ttl_s * 1000))
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
@@ -155,7 +156,8 @@ class RqRegistration(BaseWorker):
         serving = asdict(self.serving) if self.serving else dict.fromkeys(field.name for field in fields(Serving))
         where = {"host": self._process.host, "pid": self._process.pid}
         assert self.birth_date is not None
-        return {"queues": self.queue_names(), **serving, **where, "started_at": self.birth_date.timestamp()}
+        started_at = self.birth_date.timestamp()
+        return {"queues": self.queue_names(), **serving, **where, "started_at": started_at, "now": {**self.figures()}}
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
@@ -206,7 +208,7 @@ class RqRegistration(BaseWorker):
         if self._is_leaving.is_set():
             pubsub_thread.stop()  # again: a thread that had not begun yet has overwritten the first one
             return
-        log.warning("no commands for a moment: %s", type(exc).__name__)
+        log.debug("no commands for a moment: %s", type(exc).__name__)  # the log has the outage from other threads
         self._is_leaving.wait(1.0)
 
     def settle_state(self, *, is_busy: bool) -> None:

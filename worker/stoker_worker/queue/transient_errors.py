@@ -5,10 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from stoker_shared.error_line import message_line
 from stoker_shared.errors import RedisUnavailable
 
 _AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
@@ -21,12 +29,28 @@ _CANNOT_WRITE_NOW: Final = re.compile(
     re.DOTALL,
 )
 
+_AT_THE_LINE_OF_A_SCRIPT: Final = re.compile(r" script: .*$")
+
 
 def may_pass(error: Exception) -> bool:
     """Whether Redis is away or cannot write just now. Anything else it refuses, it refuses again."""
     if isinstance(error, _AWAY):
         return True
     return isinstance(error, ResponseError) and _CANNOT_WRITE_NOW.match(str(error)) is not None
+
+
+def reason_of(error: RedisError) -> str:
+    """What is wrong, for the log: in the server's own words, and without any part of a command, which may hold a
+    password or a result."""
+    if isinstance(error, AuthenticationError):
+        return "Redis refuses the login"
+    if isinstance(error, RedisTimeoutError):
+        return "Redis is away: no answer in time"
+    text = _AT_THE_LINE_OF_A_SCRIPT.sub("", message_line(error)).rpartition(" of pipeline caused error: ")[2]
+    if isinstance(error, RedisConnectionError) and not isinstance(error, BusyLoadingError):
+        return f"Redis is away: {text.rstrip('.') or type(error).__name__}"
+    found = _CANNOT_WRITE_NOW.match(text)
+    return f"Redis refuses to write: {text[found.start(2) :] if found else text}".rstrip(".")
 
 
 @contextmanager
@@ -37,4 +61,4 @@ def as_redis_unavailable() -> Iterator[None]:
     except RedisError as error:
         if not may_pass(error):
             raise
-        raise RedisUnavailable(f"Redis is away ({type(error).__name__})") from error
+        raise RedisUnavailable(reason_of(error)) from error

@@ -1,0 +1,3 @@
+"""A connection to the session's server."""
+
+from tests.server_fixture import connection  # noqa: F401

@@ -1,0 +1,110 @@
+"""What Prometheus and a health check see: every metric by its declared name, and why a worker is not ready."""
+
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.cli.main import main
+from stoker_worker.metrics.declared import DECLARED
+from stoker_worker.metrics.exposition import exposition
+from stoker_worker.metrics.http_server import MetricsServer, Pages
+from stoker_worker.metrics.looking import Look
+from stoker_worker.metrics.watch import Watch
+from stoker_worker.ports import QueueDepth, Serving, StoreUse, WorkerState
+
+SERVING = Serving("m", 4096, "in rows", 8, "given")
+STORE = StoreUse(100, 1000, 2**30, 10, 50)
+WAITING = QueueDepth("generate", 3, 1.5)
+
+
+class KV:
+    total, used, preemptions = 8, 6, 2
+
+
+def state(**fields):
+    return WorkerState(**{"serving": SERVING, "stages": {"decode": 2, "prefill": 1}, "kv": KV(), **fields})
+
+
+def parsed(watch, look):
+    text = exposition(watch.metrics, watch.live, look, is_ready=True).decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_declared_metric_is_shown_once_there_is_something_to_show():
+    watch = Watch()
+    watch.metrics.failed(ValueError())
+    watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
+    samples = parsed(watch, Look(state(), STORE, [WAITING]))
+    names = {name for name, *_ in samples}
+    declared = {f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name for metric in DECLARED}
+    assert declared <= names
+    extra = {name.removesuffix("_sum").removesuffix("_count").removesuffix("_bucket") for name in names - declared}
+    assert extra <= {metric.name for metric in DECLARED if metric.kind == "histogram"}
+    assert samples["stoker_num_requests_running",] == 3
+    assert samples["stoker_batch_occupancy_ratio",] == 3 / 8
+    assert samples["stoker_num_requests_waiting", "generate"] == 3
+    assert samples["stoker_kv_cache_usage_perc",] == 0.75
+    assert samples["stoker_e2e_request_latency_seconds_bucket", "+Inf"] == 1
+
+
+def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
+    samples = parsed(Watch(), Look(WorkerState(), None, None))
+    assert samples["stoker_redis_up",] == 0
+    assert not {"stoker_store_bytes", "stoker_model_info"} & {name for name, *_ in samples}
+
+
+@pytest.mark.parametrize(
+    ("look", "said"),
+    [
+        (Look(state(), STORE, [WAITING]), []),
+        (Look(WorkerState(), None, None), ["does not hold its queues", "not loaded"]),
+        (Look(state(), STORE, RedisUnavailable("Redis is away")), ["Redis is away"]),
+        (Look(state(redis_away_s=3), STORE, [WAITING]), ["no heartbeat"]),
+        (Look(state(), PermissionError("no rights"), [WAITING]), ["no rights"]),
+        (Look(state(), StoreUse(1, 2, 0, 0, 0), [WAITING]), ["disk is full"]),
+        (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
+    ],
+)
+def test_a_worker_is_ready_unless_there_is_a_reason_against_it(look, said):
+    obstacles = look.obstacles(stuck_after_s=60)
+    assert len(obstacles) == len(said)
+    assert all(words in obstacle for words, obstacle in zip(said, obstacles, strict=True))
+
+
+@pytest.fixture
+def server():
+    watch = Watch()
+    server = MetricsServer(0, Pages(watch.metrics, watch.live, watch.looking, stuck_after_s=60).answer)
+    yield server
+    server.close()
+
+
+def test_the_process_is_healthy_before_it_is_ready(server):
+    url = f"http://127.0.0.1:{server.port}"
+    with urlopen(f"{url}/healthz") as reply:
+        assert reply.status == 200
+    with pytest.raises(HTTPError) as not_ready:
+        urlopen(f"{url}/readyz")
+    assert (not_ready.value.code, b"model is not loaded" in not_ready.value.read()) == (503, True)
+    not_ready.value.close()
+
+
+def test_the_command_prints_what_the_worker_serves(server):
+    run = CliRunner().invoke(main, ["metrics", "--once", "--metrics-port", str(server.port)])
+    assert run.exit_code == 0
+    assert "stoker_ready 0.0" in run.output
+
+
+def test_the_command_names_a_port_without_a_worker(server):
+    server.close()
+    run = CliRunner().invoke(main, ["metrics", "--once", "--metrics-port", str(server.port)])
+    assert run.exit_code == 1
+    assert f"no worker with metrics at http://127.0.0.1:{server.port}/metrics" in run.output

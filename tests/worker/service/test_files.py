@@ -1,0 +1,60 @@
+"""The files of a service: a plist that launchd can read, a unit that systemd accepts, with the same content in both."""
+
+import plistlib
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stoker_worker.service.launchd import Launchd
+from stoker_worker.service.systemd import Systemd
+from stoker_worker.service.unit import ServiceUnit, worker_unit
+
+ODD = "a \"b\" \\ $HOME %h\n'x' é"
+UNIT = ServiceUnit("night", (sys.executable, "run", ODD), Path("/tmp"), {"STOKER_X": ODD}, 90)
+
+
+def test_the_unit_runs_these_options_with_the_variables_of_stoker_and_more_time_than_the_grace():
+    environment = {"STOKER_GRACE_S": "5", "HF_HOME": "/models", "PATH": "/bin", "SSH_AUTH_SOCK": "x"}
+    unit = worker_unit("night", ["--max-batch", "8"], grace_s=4.5, environment=environment)
+    assert unit.command == (sys.executable, "-P", "-m", "stoker_worker", "run", "--max-batch", "8")
+    assert set(unit.environment) == {"STOKER_GRACE_S", "HF_HOME", "PATH"}
+    assert unit.stop_timeout_s > 5
+    assert unit.folder == Path.cwd()
+
+
+def test_the_plist_restarts_after_a_crash_only_and_waits_for_the_grace():
+    agent = plistlib.loads(Launchd(Path("/Users/x/Library"), 501).text(UNIT).encode())
+    assert agent["ProgramArguments"] == list(UNIT.command)
+    assert agent["EnvironmentVariables"] == UNIT.environment
+    assert agent["WorkingDirectory"] == "/tmp"
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["RunAtLoad"] is True
+    assert agent["ExitTimeOut"] == 90
+    assert agent["ThrottleInterval"] >= 10
+    assert agent["ProcessType"] == "Interactive"
+    assert agent["StandardErrorPath"] == "/Users/x/Library/Logs/stoker/night.log"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    file = tmp_path / "night.service"
+    for unit, complaints in ((UNIT, False), (replace(UNIT, command=("no-such-program",)), True)):
+        file.write_text(Systemd(tmp_path).text(unit))
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--user", file], capture_output=True, text=True, check=False
+        )
+        assert bool(done.stderr or done.returncode) is complaints, done.stderr
+
+
+def test_the_unit_restarts_after_a_crash_only_and_stops_the_worker_alone():
+    lines = Systemd(Path("/units")).text(UNIT).splitlines()
+    assert {"Restart=on-failure", "TimeoutStopSec=90", "KillMode=process", "WorkingDirectory=/tmp"} <= set(lines)
+    [command] = [line for line in lines if line.startswith("ExecStart=")]
+    assert command.endswith('"run" "a \\"b\\" \\\\ $$HOME %%h\\n\'x\' é"')
+    [variable] = [line for line in lines if line.startswith("Environment=")]
+    assert variable == 'Environment="STOKER_X=a \\"b\\" \\\\ $HOME %%h\\n\'x\' é"'

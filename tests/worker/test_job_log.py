@@ -1,0 +1,77 @@
+"""The log lines of jobs: fields with fixed names, as text and as JSON, and nothing of a request."""
+
+import io
+import json
+import logging
+
+import pytest
+
+from stoker_shared.errors import AgentVersionNotSaved, TemplateError
+from stoker_worker.cli.log_lines import CHATTY, configure_logging
+from stoker_worker.job_log import log_answer, log_failure
+from stoker_worker.settings import read_settings
+
+RESULT = {
+    "text": "PatientZero",
+    "finish_reason": "length",
+    "usage": {"prompt_tokens": 23, "cached_tokens": 7, "completion_tokens": 5},
+    "timing": {"total_s": 0.25},
+    "cache": {"agent_version": 3},
+}
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """Configures the log as a worker does, and returns what it writes."""
+    root, stderr = logging.getLogger(), io.StringIO()
+    level = root.level
+
+    def configure(**settings):
+        monkeypatch.setattr(root, "handlers", [])  # pytest's own
+        monkeypatch.setattr("sys.stderr", stderr)
+        configure_logging(read_settings(settings))
+        return stderr
+
+    yield configure
+    root.setLevel(level)
+    for chatty in CHATTY:
+        logging.getLogger(chatty).setLevel(logging.NOTSET)
+
+
+def test_a_finished_job_is_one_line_of_text(logged):
+    out = logged()
+    log_answer("finished", "j-1", RESULT, agent="a b")
+    line = out.getvalue().partition("MainThread ")[2]
+    assert line == (
+        "finished job=j-1 agent='a b' prompt=23 cached=7 generated=5 seconds=0.250 ended_by=length version=3\n"
+    )
+
+
+def test_as_json_each_line_is_an_object_with_the_same_fields(logged):
+    out = logged(log_format="json")
+    log_answer("finished", "j-1", {**RESULT, "cache": {}}, agent=None)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("stoker_worker").exception("broken")
+    event, error = map(json.loads, out.getvalue().splitlines())
+    assert event["time"].endswith("Z")
+    assert {name: event[name] for name in ("level", "event", "job", "agent", "prompt", "seconds", "version")} == {
+        "level": "info", "event": "finished", "job": "j-1", "agent": None, "prompt": 23, "seconds": 0.25,
+        "version": None,
+    }  # fmt: skip
+    assert "two\nlines" in error["traceback"]
+
+
+def test_a_failure_has_its_kind_and_only_a_reason_that_can_quote_no_request(logged):
+    out = logged(quiet=True)
+    log_answer("finished", "j-0", RESULT)
+    log_failure("j-1", TemplateError("the template refused: PatientZero"), agent="a")
+    log_failure("j-2", ValueError("PatientZero"))
+    log_failure("j-3", AgentVersionNotSaved("No space left on device"))
+    lines = [line.partition("MainThread ")[2] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "failed job=j-1 agent=a error=TemplateError",
+        "failed job=j-2 error=ValueError",
+        "failed job=j-3 error=AgentVersionNotSaved reason='No space left on device'",
+    ]

@@ -1,0 +1,43 @@
+"""`stoker-worker config`: prints the settings in force and where each comes from. Only command-line texts."""
+
+import json
+from typing import Any
+
+import click
+
+from stoker_shared.help_layout import LaidOutCommand, examples, options_under
+from stoker_worker.cli.ending import errors_in_one_line
+from stoker_worker.cli.run_options import default_as_read, run_options
+from stoker_worker.cli.run_settings import settings_of
+
+
+@click.command(
+    cls=LaidOutCommand,
+    epilog=examples(
+        "stoker-worker config",
+        "stoker-worker config --config worker.toml --max-batch 8    # as `run` would start with them",
+    ),
+)
+@run_options
+@options_under("Output")("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def config(context: click.Context, /, as_json: bool, **options: Any) -> None:
+    """Print all settings that `run` would have, and whether an option, a variable or the file set them."""
+    with errors_in_one_line():
+        found = settings_of(options)
+    values = {name: _as_text(value) for name, value in found.settings.shown().items()}
+    if as_json:
+        click.echo(json.dumps({name: {"value": values[name], "from": found.origins[name]} for name in values}))
+        return
+    defaults = {option.name: default_as_read(option) for option in context.command.params}
+    rows = [
+        (name, defaults.get(name, "") or "-" if value in {None, ""} else str(value), found.origins[name])
+        for name, value in values.items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        click.echo(f"{name.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}".rstrip())
+
+
+def _as_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

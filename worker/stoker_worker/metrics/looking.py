@@ -1,0 +1,85 @@
+"""One look at a running worker, for a scrape or a health check; and whether it is ready. Threads of the HTTP server."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from stoker_shared.errors import RedisUnavailable
+from stoker_worker.ports import QueueDepth, StoreUse, WorkerState
+
+STORE_EVERY_S: Final = 10.0
+"""A look at the store reads a few hundred folders."""
+
+_LEAST_FREE_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Look:
+    """
+    Attributes:
+        store, queues: or the error that came instead; ``None`` while the worker has not got that far.
+    """
+
+    state: WorkerState
+    store: StoreUse | OSError | None
+    queues: list[QueueDepth] | RedisUnavailable | None
+
+    @property
+    def is_redis_up(self) -> bool:
+        return isinstance(self.queues, list) and self.state.redis_away_s == 0
+
+    def obstacles(self, stuck_after_s: float) -> list[str]:
+        """Why the worker is not ready, in the words of /readyz; empty if it is ready."""
+        found = []
+        if self.queues is None:
+            found.append("the worker does not hold its queues yet")
+        elif isinstance(self.queues, RedisUnavailable):
+            found.append(str(self.queues))
+        elif self.state.redis_away_s > 0:
+            found.append(f"no heartbeat has reached Redis for {self.state.redis_away_s:.1f} s")
+        if isinstance(self.store, OSError):
+            found.append(f"the store cannot be used: {self.store}")
+        elif self.store is not None and self.store.disk_free_bytes < _LEAST_FREE_BYTES:
+            found.append("the store's disk is full")
+        if self.state.serving is None:
+            found.append("the model is not loaded")
+        if self.state.step_age_s > stuck_after_s:
+            found.append(f"the engine has been in one step for {self.state.step_age_s:.0f} s")
+        return found
+
+
+class Looking:
+    """Where to look.
+
+    Attributes:
+        state, store, queues: set as these parts of the worker are made.
+    """
+
+    def __init__(self) -> None:
+        self.state: Callable[[], WorkerState] = WorkerState
+        self.store: Callable[[], StoreUse] | None = None
+        self.queues: Callable[[], list[QueueDepth]] | None = None
+        self._lock = threading.Lock()
+        self._store_seen: StoreUse | OSError | None = None
+        self._look_at = 0.0
+
+    def now(self) -> Look:
+        return Look(self.state(), self._store(), self._queues())
+
+    def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
+        try:
+            return None if self.queues is None else self.queues()
+        except RedisUnavailable as error:
+            return error
+
+    def _store(self) -> StoreUse | OSError | None:
+        with self._lock:
+            if self.store is not None and time.monotonic() >= self._look_at:
+                try:
+                    self._store_seen = self.store()
+                except OSError as error:
+                    self._store_seen = error
+                self._look_at = time.monotonic() + STORE_EVERY_S
+            return self._store_seen
