@@ -20,6 +20,7 @@ from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.models.blas import preload_blas
+from stoker_worker.pipeline.answer import read_answer
 from stoker_worker.pipeline.prompt import Prompt, build_prompt, next_transcript
 from stoker_worker.ports import AgentVersion, CompletedGeneration, Delivery, GenerationWork, LoadedModel, Restored, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
@@ -138,10 +139,12 @@ class Bench:
     def save(self, store: AgentCacheStore, prepared: Prepared, completion: CompletedGeneration) -> float:
         """Save a turn as the finisher does; returns the seconds it took."""
         start = time.perf_counter()
+        delivery = Delivery(job_id=f"{prepared.request.agent_id}-{prepared.agent.number}", created_at="0")
+        answer = read_answer(prepared.request, prepared.prompt, completion, self.model, delivery.job_id)
         turn = Turn(
             base=prepared.agent,
-            delivery=Delivery(job_id=f"{prepared.request.agent_id}-{prepared.agent.number}", created_at="0"),
-            transcript=next_transcript(prepared.prompt, completion, self.model),
+            delivery=delivery,
+            transcript=next_transcript(prepared.prompt, completion, answer.message(), self.model),
             model=self.model,
             cache_salt=prepared.request.cache_salt,
             cache=completion.cache,

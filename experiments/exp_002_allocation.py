@@ -67,11 +67,13 @@ def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
 
 
 def new_sequence(uid: int) -> Any:
+    from stoker_worker.engine.end_ids import EndIds
     from stoker_worker.engine.sampling import SequenceSampling
     from stoker_worker.engine.sequence import Sequence
 
     one = work(range(200 + 7 * (uid % ROWS)), 256)
-    return Sequence(uid=uid, work=one, sampling=SequenceSampling(one.request), stops=None)
+    sampling = SequenceSampling(one.request, n_prompt=len(one.prompt_ids), end_ids=frozenset())
+    return Sequence(uid=uid, work=one, sampling=sampling, stops=None, end_ids=EndIds())
 
 
 def join_cycle(total: int) -> Callable[[int], None]:

@@ -33,12 +33,12 @@ def _summary(content: Json) -> str:
 
 def _ratios(rows: list[Json]) -> str:
     head = ("load", "tokens", "bare, tokens/s", "engine, tokens/s", "pipeline, tokens/s", "engine / bare",
-            "pipeline / bare", "same text")  # fmt: skip
+            "pipeline / bare", "pipeline without saves / bare", "same text")  # fmt: skip
     lines = []
     for row in rows:
         same = all(row[key] for key in row if key.endswith("_same_text"))
         speeds = [_span(row.get(f"{who}_tokens_per_s")) for who in ("bare", "engine", "pipeline")]
-        ratios = [_span(row.get(f"{who}_ratio")) for who in ("engine", "pipeline")]
+        ratios = [_span(row.get(f"{who}_ratio")) for who in ("engine", "pipeline", "unsaved")]
         lines.append((row["name"], row["generated"], *speeds, *ratios, "yes" if same else "NO"))
     return table(head, lines)
 

@@ -138,23 +138,30 @@ class Engines:
 
 
 class Pipeline:
-    """Jobs through Redis and a worker process; agents are new every time, and saved."""
+    """Jobs through Redis and a worker process; agents are new every time."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, saves: bool) -> None:
+        """
+        Args:
+            saves: whether the agents' turns are saved.
+        """
         self._producer = Producer(url)
+        self._cache = "readwrite" if saves else "off"
         self._rounds = 0
 
     def run(self, load: Load) -> list[str]:
         self._rounds += 1
+        agents = f"{self._cache}-{self._rounds}"
         tickets = self._producer.submit_many(
             [
-                {"agent_id": f"{self._rounds}-{n}", "prompt": job.text, "max_tokens": job.max_tokens}
+                {"agent_id": f"{agents}-{n}", "cache": self._cache, "prompt": job.text, "max_tokens": job.max_tokens}
                 for n, job in enumerate(load.jobs)
             ]
         )
         results = [ticket.result(timeout_s=600) for ticket in tickets]
-        if any(result.usage.cached_tokens or not result.cache.saved for result in results):
-            raise RuntimeError("a job had a cache, or its own was not saved")
+        is_saved = self._cache != "off"
+        if any(result.usage.cached_tokens or result.cache.saved != is_saved for result in results):
+            raise RuntimeError("a job had a cache, or its own was saved against the plan")
         return [result.text for result in results]
 
 
@@ -216,7 +223,8 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     texts = bench.model.tokenizer.decode
     alone: dict[str, Callable[[Load], Any]] = {"bare": lambda load: bare(bench, load), "engine": engines.run}
     with worker(bench, folder, max(load.places for load in by_size), bench.dtype) as url:
-        everybody = {**alone, "pipeline": Pipeline(url).run}
+        pipelines = {"pipeline": Pipeline(url, saves=True).run, "unsaved": Pipeline(url, saves=False).run}
+        everybody = {**alone, **pipelines}
         for load in by_size:
             take_turns(load, everybody, texts, rounds)
     for load in long:

@@ -125,7 +125,7 @@ def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
     from stoker_worker.engine.rows.rows_generator import RowsGenerator
 
     found: dict[str, list[float]] = {}
-    generator = RowsGenerator(bench.network, bench.model.spec, eos_ids=frozenset(), draft_ngram=True)
+    generator = RowsGenerator(bench.network, bench.model.spec, draft_ngram=True)
     for n in range(rows):
         ids = [(7919 * (n + 1) + 31 * i) % 40_000 + 100 for i in range(CONTEXT_TOKENS)]
         generator.insert(SequenceStart([ids[:-1], ids[-1:]], None, [], 10_000, None, []))

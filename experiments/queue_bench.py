@@ -38,6 +38,7 @@ class TimedEngine:
 
     engine: ScriptedEngine
     ends: list[float] = field(default_factory=list)
+    kv: None = None
 
     @property
     def in_flight(self) -> int:

@@ -105,7 +105,7 @@ class Rows:
         from stoker_worker.engine.rows.rows_generator import RowsGenerator
 
         model = watch.model(bench.network) if watch else bench.network
-        self._generator = RowsGenerator(model, bench.model.spec, eos_ids=frozenset())
+        self._generator = RowsGenerator(model, bench.model.spec)
         self._most_prefilling = MOST_PREFILLING
         self._chunk_tokens = worker_chunk(bench)
         self._places = load.places

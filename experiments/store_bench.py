@@ -20,7 +20,8 @@ from typing import Any
 from redis import Redis
 
 from stoker import Producer
-from stoker_worker.engine.scripted import ScriptedProvider, _cache_of
+from stoker_worker.engine.scripted import ScriptedProvider
+from stoker_worker.engine.scripted_cache import cache_of
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LoadedModel, Transcript, Turn
 
@@ -47,7 +48,7 @@ def take_turn(
     cache: CacheSlice | None = None
     if with_cache:
         store.restore(tokens, agent=agent, model=model, salt=None)
-        cache = _cache_of(tokens, 0)
+        cache = cache_of(tokens, 0)
     text = (before.text or "" if before else "") + prompt
     transcript = Transcript(tokens, model.tokenizer_fingerprint, None, text, "eos")
     result = {"job_id": delivery.job_id, "agent_id": name, "text": prompt[:40], "metadata": {"filling": "-" * 400}}

@@ -1,0 +1,235 @@
+"""EXP-023, guides: are answers that follow a schema valid, and what does following one cost a full batch?
+
+Schemas of the JSON Schema test suite are answered by the product's engine, greedy and at temperature 1.5, and checked
+by the `jsonschema` library. Then eight rows decode with and without guides, in turn. The suite is in the source archive
+of `jsonschema` (`json/tests/draft2020-12`): ``JSON_SCHEMA_SUITE=FOLDER python experiments/exp_023_guides.py``.
+"""
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from bench import Bench, Endless, main
+from common import Json, machine, note, spread
+from exp_023_report import render
+from rows_bench import worker_chunk
+
+from stoker_shared import build_request
+from stoker_shared.errors import GuideRefused
+from stoker_worker.ports import CompletedGeneration, GenerationWork
+
+REPORT = "EXP-023-guides.md"
+SCHEMAS, ANSWER_TOKENS, COST_TOKENS, ROWS = 100, 64, 64, 8
+MOST_LOST = 0.05
+RECORDS: Final[Json] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+}
+"""Long enough that no answer ends while it is measured."""
+
+OWN: Final[Sequence[Json]] = (RECORDS["items"], {"enum": ["a", None, 1.5]}, {"type": "array", "items": {"const": 3}})
+
+
+def work(bench: Bench, schema: Mapping[str, Any], *, max_tokens: int, temperature: float, seed: int) -> GenerationWork:
+    """
+    Raises:
+        GuideRefused: llguidance does not support the schema.
+    """
+    text = f"Write a short JSON value that is valid for this JSON schema: {json.dumps(schema)}"
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": dict(schema)}}
+    fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "response_format": form}
+    request = build_request({"messages": [{"role": "user", "content": text}], **fields})
+    tokenizer = bench.model.tokenizer
+    rendered = tokenizer.render(request.messages or (), add_generation_prompt=True, tools=None, template_kwargs=None)
+    assert bench.model.guides is not None
+    ids = tuple(tokenizer.encode_rendered(rendered))
+    return GenerationWork(request, ids, None, None, guide=bench.model.guides.guide_for(request, ids))
+
+
+def suite_schemas(*, quick: bool) -> list[Json]:
+    """Each schema of the suite once, in a random order; those of references to other documents are left out."""
+    folder = os.environ.get("JSON_SCHEMA_SUITE")
+    if folder is None:
+        if not quick:
+            raise SystemExit("set JSON_SCHEMA_SUITE to the suite's folder json/tests/draft2020-12")
+        return list(OWN)
+    found = {}
+    for file in sorted(Path(folder).glob("*.json")):
+        for group in json.loads(file.read_text(encoding="utf-8")):
+            schema = group["schema"]
+            text = json.dumps(schema)
+            if (
+                isinstance(schema, dict)
+                and "http" not in text.replace("https://json-schema.org", "")
+                and len(text) < 600
+            ):
+                found[text] = {key: value for key, value in schema.items() if key != "$schema"}
+    schemas = list(found.values())
+    random.Random(23).shuffle(schemas)
+    return schemas
+
+
+def supported(bench: Bench, schemas: Sequence[Json], most: int) -> tuple[list[Json], list[str]]:
+    """The first `most` schemas that llguidance supports, and its reasons for those before them that it does not."""
+    taken: list[Json] = []
+    refused: list[str] = []
+    for schema in schemas:
+        try:
+            work(bench, schema, max_tokens=1, temperature=0.0, seed=0)
+        except GuideRefused as error:
+            refused.append(str(error).partition(": ")[2])
+            continue
+        taken.append(schema)
+        if len(taken) == most:
+            break
+    return taken, refused
+
+
+def answers(bench: Bench, works: Sequence[GenerationWork]) -> list[CompletedGeneration]:
+    engine = bench.engine()
+    uids, done = [engine.submit(one) for one in works], {}
+    while engine.in_flight:
+        done |= {end.uid: end for end in engine.step()}
+    engine.close()
+    return [done[uid] for uid in uids]
+
+
+def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
+    from jsonschema import Draft202012Validator
+
+    works = [work(bench, schema, max_tokens=ANSWER_TOKENS, temperature=temperature, seed=n)
+             for n, schema in enumerate(schemas)]  # fmt: skip
+    ends, wrong = answers(bench, works), []
+    for schema, end in zip(schemas, ends, strict=True):
+        if end.ended_by != "eos":
+            continue
+        try:
+            Draft202012Validator(schema).validate(json.loads(end.text))
+        except Exception as error:  # not JSON, or not valid
+            wrong.append({"schema": schema, "text": end.text, "why": f"{type(error).__name__}: {error}"[:200]})
+    found = {
+        "temperature": temperature,
+        "answers": len(ends),
+        "whole": sum(end.ended_by == "eos" for end in ends),
+        "cut_off": sum(end.ended_by == "length" for end in ends),
+        "failed": sum(end.outcome == "failed" for end in ends),
+        "failures": sorted({str(end.error) for end in ends if end.error is not None}),
+        "wrong": wrong,
+    }
+    note(f"temperature {temperature}: {found['whole']} whole, {found['cut_off']} cut off, {len(wrong)} wrong")
+    return found
+
+
+# --- cost ---
+
+
+def decode_s(bench: Bench, works: Sequence[GenerationWork]) -> list[float]:
+    """Seconds of each step in which all rows decode."""
+    from stoker_worker.engine.assembly import assemble
+
+    model = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
+    engine = assemble(bench.network, model, max_bytes=4 << 30, max_batch=len(works),
+                      prefill_tokens=worker_chunk(bench), max_step_s=60.0)  # fmt: skip
+    for one in works:
+        engine.submit(one)
+    seconds = []
+    while engine.in_flight:
+        decoding = all(progress.tokens > 1 for progress in engine.progress().values())
+        begin = time.perf_counter()
+        ended = engine.step()
+        if decoding and not ended:
+            seconds.append(time.perf_counter() - begin)
+    engine.close()
+    return seconds
+
+
+def cost(bench: Bench, guided_rows: int, temperature: float, rounds: int, max_tokens: int) -> Json:
+    runs: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds):
+        for with_guides in (False, True)[:: 1 if number % 2 == 0 else -1]:
+            works = [work(bench, RECORDS, max_tokens=max_tokens, temperature=temperature, seed=n) for n in range(ROWS)]
+            kept = guided_rows if with_guides else 0
+            works = [one if n < kept else replace(one, guide=None) for n, one in enumerate(works)]
+            step_ms = 1000 * statistics.median(decode_s(bench, works))
+            runs[with_guides].append(step_ms)
+            note(
+                f"temperature {temperature}, round {number + 1}: {kept} of {ROWS} rows guided, {step_ms:.1f} ms a step"
+            )
+    speed = [plain / guided for plain, guided in zip(runs[False], runs[True], strict=True)]
+    return {
+        "rows": ROWS,
+        "guided_rows": guided_rows,
+        "temperature": temperature,
+        "speed": spread(speed),
+        "plain_step_ms": spread(runs[False], digits=1),
+        "guided_step_ms": spread(runs[True], digits=1),
+    }
+
+
+def mask_us(bench: Bench, tokens: int) -> Json:
+    """Microseconds in which a guide takes a token and makes its mask."""
+    one = work(bench, RECORDS, max_tokens=tokens, temperature=1.0, seed=1)
+    (end,) = answers(bench, [one])
+    assert one.guide is not None
+    one.guide.start(())
+    seconds = []
+    for token in (None, *end.generated_ids):
+        begin = time.perf_counter()
+        one.guide.after(token)
+        seconds.append(time.perf_counter() - begin)
+    ordered = sorted(1e6 * value for value in seconds)
+    return {"n": len(ordered), "median": round(statistics.median(ordered)), "most": round(ordered[-1])}
+
+
+def beside(bench: Bench, max_tokens: int) -> Json:
+    """A batch of eight with one guided row: are the others as they are alone?"""
+    works = [work(bench, {"type": "object"}, max_tokens=max_tokens, temperature=0.0, seed=n) for n in range(ROWS)]
+    texts = [tuple(bench.encode(f"Once upon a time, {n} little pigs")) for n in range(ROWS)]
+    works = [one if n == 3 else replace(one, prompt_ids=texts[n], guide=None) for n, one in enumerate(works)]
+    ends = answers(bench, works)
+    same = sum(
+        list(end.generated_ids) == bench.uncached(one.prompt_ids, max_tokens)
+        for n, (one, end) in enumerate(zip(works, ends, strict=True))
+        if n != 3
+    )
+    return {"plain_rows": ROWS - 1, "same": same}
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    facts = machine(bench.facts)
+    taken, refused = supported(bench, suite_schemas(quick=quick), 2 if quick else SCHEMAS)
+    valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
+    rounds, max_tokens = (1, 8) if quick else (5, COST_TOKENS)
+    costs = [cost(bench, rows, temperature, rounds, max_tokens)
+             for rows, temperature in ((ROWS, 0.0), (ROWS, 1.0))]  # fmt: skip
+    same = beside(bench, 8 if quick else 24)
+    criteria = {
+        "every_whole_answer_is_valid": all(not one["wrong"] and not one["failed"] for one in valid),
+        "at_most_5_percent_of_the_speed_lost": min(one["speed"]["median"] for one in costs) >= 1 - MOST_LOST,
+        "rows_beside_a_guided_one_are_as_alone": same["same"] == same["plain_rows"],
+    }
+    return {
+        "machine": facts,
+        "verdict": {"passed": all(criteria.values()), **criteria},
+        "schemas": {"taken": len(taken), "refused": len(refused), "reasons": refused},
+        "validity": valid,
+        "costs": costs,
+        "mask_us": mask_us(bench, max_tokens),
+        "beside": same,
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "023", REPORT, run, render)
