@@ -10,8 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files of tests run beside each other, in this many processes, each with a server of its own.
 PROCESSES ?= 2
 BESIDE = $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
-# These measure, or play with time: nothing of ours runs beside them.
-ALONE := tests/experiments tests/chaos
+# It plays with time: nothing of ours runs beside it.
+ALONE := tests/chaos/test_chaos.py
 
 .PHONY: all demo quick test fuzz zoo models deep chaos lint types format fast-blas clean
 
@@ -30,7 +30,7 @@ test: .venv/dev fast-blas
 	$(BESIDE) $(ALONE:%=--ignore=%)
 	$(BIN)/pytest $(ALONE)
 
-# Every cache layout against single, uncached runs, twenty times as long as in `make test`; FUZZ_SEED chooses others.
+# Every cache layout against single, uncached runs, fifty times as long as in `make test`; FUZZ_SEED chooses others.
 fuzz: .venv/dev
 	FUZZ_ROUNDS=220 $(BIN)/pytest --timeout=0 -s tests/worker/engine/test_fuzz.py
 

@@ -11,6 +11,8 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores, and OpenBLAS's threads would spin for them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+os.environ["STOKER_CONFIG"] = ""  # whoever runs the tests may have a file of settings
+
 from stoker_worker.models.blas import preload_blas
 
 BLAS = preload_blas()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.models.gguf import header, importer, tokenizer
+from stoker_worker.models.gguf import architectures, header, importer, rope, tokenizer
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,7 @@ def smollm2_folder() -> Path:
     """
     source = smollm2_gguf()
     code = hashlib.sha256()
-    for module in (importer, header, tokenizer):
+    for module in (importer, architectures, header, rope, tokenizer):
         code.update(Path(str(module.__file__)).read_bytes())
     code.update(f"{source.name} {source.stat().st_size}".encode())
     folder = CHECKOUT / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"

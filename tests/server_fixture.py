@@ -15,7 +15,7 @@ from stoker_worker.embedded_redis.server_files import find_program
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     require_server_program()
-    with EmbeddedServer(tmp_path_factory.mktemp("redis")) as server:
+    with EmbeddedServer(tmp_path_factory.mktemp("redis"), has_password=False) as server:
         yield server
 
 

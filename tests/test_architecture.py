@@ -29,9 +29,17 @@ EDGES = (
         "stoker.batch.feeding.",
     ),
     "stoker.batch.collecting.",
+    *("stoker.serve.batch_run.",),
 )
 COMMANDS = (
-    *("stoker.cli.", "stoker.agent_cli.", "stoker.queue_commands.", "stoker.submit_", "stoker.command_parts."),
+    *(
+        "stoker.cli.",
+        "stoker.agent_cli.",
+        "stoker.queue_commands.",
+        "stoker.status_command.",
+        "stoker.submit_",
+        "stoker.command_parts.",
+    ),
     *(
         "stoker.dashboard.command.",
         "stoker.batch.cli.",
@@ -40,44 +48,56 @@ COMMANDS = (
         "stoker.batch.progress.",
         "stoker_shared.help_layout.",
     ),
-    "stoker_worker.cli.",
+    *("stoker.serve.command.", "stoker_worker.cli."),
 )
 
 ALLOWED_IMPORTERS = {
     "rq": ("stoker.", "stoker_worker.queue."),
-    "mlx": ("stoker_worker.engine.", "stoker_worker.models."),
+    "mlx": ("stoker_worker.engine.", "stoker_worker.models.", "stoker_worker.doctor.device."),
     "mlx_lm": ("stoker_worker.engine.", "stoker_worker.models."),
     "transformers": ("stoker_worker.models.",),
     "tokenizers": ("stoker_worker.models.",),
+    "llguidance": ("stoker_worker.models.",),
     "numpy": ("stoker_worker.",),
     "redis": (
         *("stoker.", "stoker_worker.queue.", "stoker_worker.pipeline.", "stoker_worker.cli."),
-        "stoker_worker.embedded_redis.",
+        *("stoker_worker.embedded_redis.", "stoker_worker.doctor.redis_server."),
     ),
     "stoker": ("stoker.", "stoker_worker.cli.demo."),
     "stoker_worker": ("stoker_worker.",),
     "stoker.driver": EDGES,
     "stoker.async_driver": EDGES,
-    "stoker.batch": ("stoker.batch.", "stoker.cli."),
+    "stoker.batch": ("stoker.batch.", "stoker.cli.", "stoker.serve."),
+    "stoker.serve": ("stoker.serve.", "stoker.cli."),
+    "starlette": ("stoker.serve.",),
+    "uvicorn": ("stoker.serve.server.",),
     "click": COMMANDS,
+    "prometheus_client": ("stoker_worker.metrics.",),
     "pickle": (),
 }
 """Module imported: prefixes of the modules that may import it."""
 
-BASE = {"periodic", "process_identity"}
+BASE = {"job_log", "periodic", "process_identity"}
 VALUES = {"ports", *BASE}
 CONFIGURED = {"settings", *VALUES}
 LAYERS = {
     "__main__": {"cli"},
-    "cli": {"pipeline", "engine", "queue", "memory", "models", "embedded_redis", *CONFIGURED},
+    "cli": {
+        *("pipeline", "engine", "queue", "memory", "metrics", "models", "embedded_redis", "service", "doctor"),
+        *CONFIGURED,
+    },
+    "doctor": {"engine", "queue", "memory", "models", "embedded_redis", *CONFIGURED},
     "pipeline": CONFIGURED,
     "engine": {"models", *CONFIGURED},
     "queue": {"embedded_redis", *CONFIGURED},
     "memory": CONFIGURED,
+    "metrics": VALUES,
+    "service": set(),
     "models": CONFIGURED,
     "embedded_redis": CONFIGURED,
     "settings": VALUES,
     "ports": set(),
+    "job_log": set(),
     "periodic": set(),
     "process_identity": set(),
 }

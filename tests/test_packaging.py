@@ -24,6 +24,7 @@ HEAVY = {
     "torch",
     "safetensors",
     "rich",
+    "prometheus-client",
     "flask",
     "rq-dashboard",
 }

@@ -1,5 +1,6 @@
-"""A worker as its operator starts it: a process of its own; its log is shown when something goes wrong."""
+"""A worker in a process of its own; its log is shown when something goes wrong."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -7,10 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+
+from tests.forked_worker import ForkedWorker, ForkServer
 
 
 class WorkerProcess:
+    """A worker as its operator starts it."""
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -67,16 +73,29 @@ class WorkerProcess:
         return self._process.wait(timeout_s)
 
 
+AnyWorker = ForkedWorker | WorkerProcess
+
+
+@cache
+def fork_server() -> ForkServer:
+    """One for all tests of this process; ends with it."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
 @contextmanager
 def running_worker(
     redis_url: str, store: Path, *arguments: str, log_name: str = "worker.log", env: dict[str, str] | None = None
-) -> Iterator[WorkerProcess]:
-    """A worker on `redis_url`, ended with the context in any case."""
+) -> Iterator[AnyWorker]:
+    """A worker on `redis_url`, ended with the context in any case. A new process with a model, else a fork."""
     base = ["--redis", redis_url, "--store", str(store)]
-    if "--model" not in arguments:
-        base += ["--engine", "scripted"]
     log_path = store.parent / f"{store.name}-{log_name}"
-    worker = WorkerProcess([*base, *arguments], log_path, env)
+    worker: AnyWorker
+    if "--model" in arguments:  # MLX does not survive a fork
+        worker = WorkerProcess([*base, *arguments], log_path, env)
+    else:
+        worker = fork_server().run(["run", *base, "--engine", "scripted", *arguments], log_path, env=env)
     try:
         yield worker
     finally:
@@ -84,5 +103,5 @@ def running_worker(
             worker.signal(signal.SIGTERM)
             try:
                 worker.wait(20)
-            except subprocess.TimeoutExpired:
+            except (AssertionError, subprocess.TimeoutExpired):
                 worker.kill()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.forked_worker import ForkedWorker, wait_for
 from tests.chaos.plan import QUEUES
 from tests.chaos.redis_view import RedisView
 from tests.chaos.traffic import AWAY
-from tests.worker_process import WorkerProcess
+from tests.forked_worker import wait_for
+from tests.worker_process import AnyWorker
 
 from stoker_shared.wire import MAX_ATTEMPTS
 
@@ -27,8 +27,6 @@ SHORT = {
     "STOKER_KEEP_VERSIONS": "100000",  # the rules are for whole histories
 }
 RECOVERED_S = 5.0
-
-AnyWorker = ForkedWorker | WorkerProcess
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.forked_worker import environment
+from tests.forked_worker import environment
 from tests.worker_process import WorkerProcess
 
 

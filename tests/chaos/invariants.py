@@ -148,6 +148,6 @@ class FollowUp:
             if job.state == "finished":
                 worker_losses, attempt = self._storm.crew.worker_losses[job.job_id], job.result["attempt"]
                 assert attempt <= 1 + worker_losses + uncounted, (job, worker_losses)
-                answered = f"job {job.job_id} answered from the agent's history" in self._log
+                answered = f"replayed job={job.job_id} " in self._log
                 begins_anew = job.plan.options.get("retry") is not None or not job.came_once or len(job.current.met) > 1
                 assert attempt >= 1 + worker_losses or answered or begins_anew, (job, worker_losses)

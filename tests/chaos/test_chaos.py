@@ -9,9 +9,9 @@ import os
 import pytest
 from tests.chaos.crew import SHORT, Breed
 from tests.chaos.drawing import SCRIPTED, draw_jobs
-from tests.chaos.forked_worker import ForkServer
 from tests.chaos.oracle import ScriptedOracle
 from tests.chaos.play import Course, play
+from tests.forked_worker import ForkServer
 from tests.server_fixture import require_server_program
 
 pytestmark = pytest.mark.server

@@ -14,8 +14,8 @@ from rq.command import send_stop_job_command
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.chaos.arrows import ARROWS, CALLED_BACK, QUEUED, RQ, STARTED
-from tests.chaos.forked_worker import ForkServer
 from tests.chaos.hooks import generations
+from tests.forked_worker import ForkServer
 from tests.store_reader import StoreReader, is_made
 from tests.worker.queue.looking import places
 

@@ -131,6 +131,7 @@ def test_jobs_of_both_kinds_of_producer_end_in_every_way_without_one_refusal(adm
         worker.wait_for(runs(running))
         assert next(running.stream(timeout_s=30)).text
         worker.wait_for(lambda: running.status().tokens)
+        assert [job.job_id for job in producer.overview().slowest or ()] == [running.job_id]
         assert running.cancel()
         ended_as(JobCanceled, running)
         worker.signal(signal.SIGTERM)
@@ -257,6 +258,7 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
         assert "1 executing" in rq("info")
         with Producer(address) as looking:
             assert [queue.workers for queue in looking.queues()] == [tuple(seen.name for seen in looking.workers())]
+            assert [seen.leases for seen in looking.overview().workers] == [{"generate": 1}]
         rq("suspend")
         rq("requeue", "--queue", "generate", "--all", "--serializer", "json")
         assert failed.status().state == "queued"

@@ -64,7 +64,7 @@ def test_a_saved_job_that_rq_failed_and_an_operator_requeued_is_not_generated_ag
     requeue = [sys.executable, "-m", "rq.cli", "requeue", "-u", redis_url, "-S", "json", "--queue", "generate", "--all"]
     subprocess.run(requeue, check=True, capture_output=True)
     log = burst(redis_url, store, log_name="second.log")
-    assert "answered from the agent's history" in log
+    assert "replayed job=" in log
     assert without_total(ticket.result(timeout_s=1)) == without_total(first)
     assert version_of(store, "a") == 1
 
@@ -74,7 +74,7 @@ def test_rqs_repeat_is_a_new_delivery_each_time(redis_url, connection, store):
     request = {"agent_id": "a", "prompt": "x", "context": "append", "max_tokens": 4}
     job = queue.enqueue(TASK_PATH, request=request, repeat=Repeat(times=2), result_ttl=600)
     log = burst(redis_url, store)
-    assert "answered from the agent's history" not in log
+    assert "replayed job=" not in log
     assert version_of(store, "a") == 3
     versions = [result.return_value["cache"]["agent_version"] for result in job.results()]
     assert sorted(versions) == [1, 2, 3]

@@ -77,7 +77,7 @@ def stop_execution(connection, job):
 def test_one_job_of_many_in_flight_ends_and_the_others_go_on(scene, connection, verb, state, place):
     victim, *others = scene.tickets
     verb(connection, Job.fetch(victim.job_id, connection, JSONSerializer))
-    scene.worker.wait_for(lambda: f"job {victim.job_id} withdrawn" in scene.worker.log)
+    scene.worker.wait_for(lambda: f"cancelled job={victim.job_id}" in scene.worker.log)
     assert connection.hget(f"rq:job:{victim.job_id}", "status") == (state.encode() if state else None)
     assert scene.places(victim) == place
     assert not connection.keys(f"rq:execution*{victim.job_id}*")

@@ -1,6 +1,7 @@
 """Redis goes away for longer than every lease and comes back with its file: no job is lost, none runs twice."""
 
 import os
+import re
 import signal
 import time
 
@@ -51,10 +52,14 @@ def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_wh
             results = [ticket.result(timeout_s=40) for ticket in tickets]
             connection = Redis.from_url(server.url)
             assert [connection.xlen(f"rq:results:{ticket.job_id}") for ticket in tickets] == [1] * 6
+            worker.wait_for(lambda: "outage over: Redis works again" in worker.log)
         finally:
             worker.signal(signal.SIGTERM)
             worker.wait()
             again.stop()
+    warnings = [line for line in worker.log.splitlines() if " W " in line]
+    assert len(warnings) == 2, "one line for the outage, one for its end"
+    assert "outage begins: Redis is away" in warnings[0]
     assert [result.cache.agent_version for result in results] == [1] * 6
     assert {result.attempt for result in results} == {1}
 
@@ -114,7 +119,7 @@ def test_a_stop_while_redis_is_away_ends_soon_and_loses_no_finished_turn(server,
         env = {"STOKER_GRACE_S": "0"}
         with running_worker(server.url, tmp_path / "store", log_name="next.log", env=env) as successor:
             results = [ticket.result(timeout_s=40) for ticket in tickets]
-            assert successor.log.count("answered from the agent's history, version 1") == 3
+            successor.wait_for(lambda: len(re.findall(r"replayed job=.* version=1$", successor.log, re.MULTILINE)) == 3)
             assert long.status().state != "failed"
     finally:
         again.stop()

@@ -4,14 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.experiments.experiments_process import EXPERIMENTS, ExperimentsProcess
 from tests.server_fixture import require_server_program
-
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 
 SCRIPTS = {
     "exp_003_cache_injection.py": {
@@ -137,6 +136,11 @@ TIMED_AGAINST_THE_CLOCK = {  # their quick runs would only repeat tests of the w
         "no_stored_token_is_prefilled_again_but_the_last",
         "no_step_takes_twice_its_time_while_a_memory_is_read",
     },
+    "exp_023_guides.py": {
+        "every_whole_answer_is_valid",
+        "at_most_5_percent_of_the_speed_lost",
+        "rows_beside_a_guided_one_are_as_alone",
+    },
     "exp_015_long_prompt.py": {"rows_keep_half_their_speed", "a_cancel_takes_effect_within_2_s"},
 }
 HOLDS_ON_ANY_MACHINE = {
@@ -166,10 +170,11 @@ ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS | STORE_AT
 IN_FULL = sorted(ALL.keys() - AWAITED)
 
 
-def run(script: str, *options: str) -> None:
-    command = [sys.executable, str(EXPERIMENTS / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExperimentsProcess]:
+    process = ExperimentsProcess(tmp_path_factory.mktemp("experiments") / "log")
+    yield process
+    process.close()
 
 
 def results_file(folder: Path, script: str) -> Path:
@@ -184,8 +189,10 @@ def report_file(folder: Path, script: str) -> Path:
 @pytest.mark.model
 @pytest.mark.fast_blas
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_quick_run_passes_and_writes_results_report_and_plot(script: str, smollm2: Path, tmp_path: Path) -> None:
-    run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
+def test_a_quick_run_passes_and_writes_results_report_and_plot(
+    experiments: ExperimentsProcess, script: str, smollm2: Path, tmp_path: Path
+) -> None:
+    experiments.run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
     content = json.loads(results_file(tmp_path, script).read_text())
     assert content["verdict"] == {"passed": True} | dict.fromkeys(SCRIPTS[script], True)
     assert content["quick"] is True
@@ -197,9 +204,9 @@ def test_a_quick_run_passes_and_writes_results_report_and_plot(script: str, smol
 @pytest.mark.fast_blas
 @pytest.mark.parametrize("script", BENCHMARKS)
 def test_a_quick_benchmark_restores_exactly_and_writes_results_report_and_plot(
-    script: str, smollm2: Path, tmp_path: Path
+    experiments: ExperimentsProcess, script: str, smollm2: Path, tmp_path: Path
 ) -> None:
-    run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
+    experiments.run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
     content = json.loads(results_file(tmp_path, script).read_text())
     assert set(content["verdict"]) == BENCHMARKS[script] | {"passed"}
     assert content["verdict"]["every_restored_byte_is_the_saved_one"]
@@ -211,9 +218,11 @@ def test_a_quick_benchmark_restores_exactly_and_writes_results_report_and_plot(
 
 @pytest.mark.server
 @pytest.mark.parametrize("script", QUEUE_COSTS)
-def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
+def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(
+    experiments: ExperimentsProcess, script: str, tmp_path: Path
+) -> None:
     require_server_program()
-    run(script, "--quick", "--out", str(tmp_path))
+    experiments.run(script, "--quick", "--out", str(tmp_path))
     content = json.loads(results_file(tmp_path, script).read_text())
     assert set(content["verdict"]) == QUEUE_COSTS[script] | {"passed"}
     assert content["verdict"]["the_queues_length_stays_true"]
@@ -225,9 +234,11 @@ def test_a_quick_run_beside_rqs_worker_writes_results_report_and_plot(script: st
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize("script", STORE_AT_SCALE)
-def test_a_quick_run_on_a_store_is_right_and_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
+def test_a_quick_run_on_a_store_is_right_and_writes_results_report_and_plot(
+    experiments: ExperimentsProcess, script: str, tmp_path: Path
+) -> None:
     require_server_program()
-    run(script, "--quick", "--out", str(tmp_path))
+    experiments.run(script, "--quick", "--out", str(tmp_path))
     content = json.loads(results_file(tmp_path, script).read_text())
     assert set(content["verdict"]) == STORE_AT_SCALE[script] | {"passed"}
     assert content["verdict"]["memory_grows_by_at_most_50_mb"]
@@ -247,8 +258,10 @@ def check_quick_run(script: str, criteria: set[str], folder: Path) -> None:
 
 @pytest.mark.mlx
 @pytest.mark.parametrize("script", WITHOUT_MODEL)
-def test_a_quick_run_without_a_model_is_right_and_writes_results_report_and_plot(script: str, tmp_path: Path) -> None:
-    run(script, "--quick", "--out", str(tmp_path))
+def test_a_quick_run_without_a_model_is_right_and_writes_results_report_and_plot(
+    experiments: ExperimentsProcess, script: str, tmp_path: Path
+) -> None:
+    experiments.run(script, "--quick", "--out", str(tmp_path))
     check_quick_run(script, WITHOUT_MODEL[script], tmp_path)
 
 
@@ -257,20 +270,20 @@ def test_a_quick_run_without_a_model_is_right_and_writes_results_report_and_plot
 @pytest.mark.server
 @pytest.mark.parametrize("script", WITH_MODEL)
 def test_a_quick_run_with_the_model_is_right_and_writes_results_report_and_plot(
-    script: str, smollm2: Path, tmp_path: Path
+    experiments: ExperimentsProcess, script: str, smollm2: Path, tmp_path: Path
 ) -> None:
     require_server_program()
-    run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
+    experiments.run(script, "--quick", "--out", str(tmp_path), "--model", str(smollm2))
     check_quick_run(script, WITH_MODEL[script], tmp_path)
 
 
 @pytest.mark.parametrize("script", IN_FULL)
-def test_the_reports_figures_match_the_results(script: str, tmp_path: Path) -> None:
+def test_the_reports_figures_match_the_results(experiments: ExperimentsProcess, script: str, tmp_path: Path) -> None:
     kept = results_file(EXPERIMENTS, script)
     made = results_file(tmp_path, script)
     made.parent.mkdir()
     shutil.copy(kept, made)
-    run(script, "--render", "--out", str(tmp_path))
+    experiments.run(script, "--render", "--out", str(tmp_path))
     assert report_file(tmp_path, script).read_text() == report_file(EXPERIMENTS, script).read_text()
 
 
@@ -362,6 +375,13 @@ def test_the_index_has_every_report() -> None:
             lambda content: (
                 f"{content['loads'][0]['ratio']['median']} times the speed where an answer quotes its context; "
                 f"{content['loads'][1]['ratio']['median']} elsewhere"
+            ),
+        ),
+        (
+            "exp_023_guides.py",
+            lambda content: (
+                f"{sum(one['whole'] for one in content['validity'])} whole answers, all valid; "
+                f"{min(one['speed']['median'] for one in content['costs'])} of the speed"
             ),
         ),
         ("exp_015_long_prompt.py", lambda content: f"{content['found']['speed']['median']} of their speed"),

@@ -1,4 +1,4 @@
-"""Workers with hooks, in processes of their own. The test's side of `fork_server`."""
+"""Workers and producers' commands in processes of their own, which start fast. The test's side of `fork_server`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str]:
@@ -38,6 +38,9 @@ class ForkServer:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -57,7 +60,7 @@ class ForkServer:
             "program": program,
             "arguments": list(arguments),
             "log": str(log),
-            "env": dict(env or {}),
+            "env": {**environment(), **(env or {})},
             "hooks": dict(hooks or {}),
         }
         return ForkedWorker(self, int(self.ask({"run": order})), log)
@@ -93,6 +96,7 @@ class ForkedWorker:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
+        """Like a kill by the kernel: nothing is flushed, released or unregistered."""
         self.signal(signal.SIGKILL)
         self.wait()
 
@@ -101,7 +105,11 @@ class ForkedWorker:
         assert self.returncode is not None
         return self.returncode
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    def wait_until_ready(self) -> "ForkedWorker":
+        self.wait_for(lambda: "ready: model" in self.log)
+        return self
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         def happened() -> bool:
             assert self.returncode is None or condition(), f"it left with {self.returncode}:\n{self.log}"
             return condition()

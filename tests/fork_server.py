@@ -30,23 +30,17 @@ def serve() -> None:
 
 
 def _become(order: dict[str, Any]) -> NoReturn:
+    """Ends as a new process does: threads and exit handlers have their turn."""
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number, descriptor in enumerate((nowhere, nowhere, log)):
         os.dup2(descriptor, number)
+    os.environ.clear()
     os.environ.update(order["env"])
-    code = 1
-    try:
-        install(order["hooks"])
-        main = producer_main if order["program"] == "stoker" else worker_main
-        main(order["arguments"])
-    except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    install(order["hooks"])
+    main = producer_main if order["program"] == "stoker" else worker_main
+    main(order["arguments"])
+    sys.exit()
 
 
 if __name__ == "__main__":
