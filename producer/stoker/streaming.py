@@ -4,7 +4,9 @@ The stream is only a faster way to a text that the result has as well: the job's
 chunks since the last `Restarted` are together exactly the result's text.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from rq.job import Job
@@ -13,6 +15,7 @@ from stoker.job_record import ENDED, JobRecord
 from stoker.operations import Command, Entries, Operation, Watched, ask, stream_entries, undisturbed
 from stoker.waiting import Patience, timed_out
 from stoker_shared.errors import JobNotFound
+from stoker_shared.markers import Markers
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
 _MOST_ENTRIES: Final = 1000
@@ -20,9 +23,14 @@ _MOST_ENTRIES: Final = 1000
 
 @dataclass(frozen=True)
 class TextChunk:
-    """The next piece of the text."""
+    """The next piece of the text.
+
+    Attributes:
+        markers: those of the answer; ``None`` if they are not known, and for what was read from the job's result.
+    """
 
     text: str
+    markers: Markers | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class StreamReader:
         self._may_be_over = False
         self._last_id = "0-0"
         self._shown = ""
+        self._markers: Markers | None = None
 
     def read(self) -> Operation[list[StreamEvent]]:
         """Waits for the next events; may return none.
@@ -74,7 +83,7 @@ class StreamReader:
         self._may_be_over = False
         if record.has_ended:
             self.is_over = True
-            return self._whole(record.outcome().text)
+            return self._whole(record.outcome().text, None)
         if self._patience.left_s <= 0:
             raise (yield from timed_out(record, self._patience.timeout_s or 0.0))
         return []
@@ -112,22 +121,32 @@ class StreamReader:
         events: list[StreamEvent] = []
         for entry_id, fields in entries:
             self._last_id = entry_id.decode()
-            events += self._event(fields.get(b"kind"), fields.get(b"text", b"").decode(errors="replace"))
+            events += self._event(fields)
         return _joined(events)
 
-    def _event(self, kind: bytes | None, text: str) -> list[StreamEvent]:
+    def _event(self, fields: Mapping[bytes, bytes]) -> list[StreamEvent]:
+        kind, text = fields.get(b"kind"), fields.get(b"text", b"").decode(errors="replace")
         if kind == b"end":
             self._may_be_over = True
             return []
-        return self._whole(text if kind == b"whole" else self._shown + text)
+        if kind == b"whole":
+            self._markers = _markers(fields.get(b"markers", b""))
+        return self._whole(text if kind == b"whole" else self._shown + text, self._markers)
 
-    def _whole(self, text: str) -> list[StreamEvent]:
+    def _whole(self, text: str, markers: Markers | None) -> list[StreamEvent]:
         """The events that bring a reader from the text shown so far to this one."""
         goes_on = text.startswith(self._shown)
         new = text[len(self._shown) :] if goes_on else text
         self._shown = text
-        chunk: list[StreamEvent] = [TextChunk(new)] if new else []
+        chunk: list[StreamEvent] = [TextChunk(new, markers)] if new else []
         return chunk if goes_on else [Restarted(), *chunk]
+
+
+def _markers(value: bytes) -> Markers | None:
+    """``None`` from a worker that writes none, or that writes what this code does not know."""
+    with suppress(ValueError):
+        return Markers.model_validate_json(value)
+    return None
 
 
 def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
@@ -135,7 +154,7 @@ def _joined(events: list[StreamEvent]) -> list[StreamEvent]:
     joined: list[StreamEvent] = []
     for event in events:
         if joined and isinstance(event, TextChunk) and isinstance(joined[-1], TextChunk):
-            joined[-1] = TextChunk(joined[-1].text + event.text)
+            joined[-1] = TextChunk(joined[-1].text + event.text, event.markers)
         else:
             joined.append(event)
     return joined

@@ -1,4 +1,6 @@
-"""Every error stoker raises or writes into a failed job, as one tree.
+"""The errors that a failed job has, or that cross from one room into another, as one tree.
+
+An error of one room alone (`BatchGone`, `BatchHeld`, `ServiceRefused`) is defined there, as a `StokerError`.
 
 ::
 

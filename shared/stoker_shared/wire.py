@@ -58,15 +58,15 @@ FIELD_STREAM: Final = "stoker_stream"
 STREAM_KEY: Final = "stoker:stream:{job_id}"
 """Stream: the text of a job as it is generated. Each entry has `run` (the run of the job that wrote it), `kind` and
 `text`: ``whole`` has all text of the run so far and replaces the entries before it; ``more`` continues the entry
-before; ``end`` has no text: the run is over, and the job's hash has the outcome. Expires."""
+before; ``end`` has no text: the run is over, and the job's hash has the outcome. Entries of kind ``whole`` also have
+`markers`, the JSON of :class:`~stoker_shared.markers.Markers`, for the run's entries up to the next one. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
-"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, thinks, host, pid,
-started_at, now; those from `model` to `thinks` are null while the model loads). Expires with the worker's heartbeat.
-RQ's set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time),
-`tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`,
-`hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start).
-It may be empty."""
+"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid, started_at,
+now; those from `model` to `max_batch_why` are null while the model loads). Expires with the worker's heartbeat. RQ's
+set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time), `tokens_per_s`
+(over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`, `hit_share` (of the
+prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""

@@ -16,7 +16,7 @@ from tests.in_memory.queue_entry import Entry, State
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
-from stoker_worker.ports import Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving
+from stoker_worker.ports import Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.passed_over import PassedOver
 
@@ -170,10 +170,11 @@ class InMemoryQueue(QueuePort):
     def listened_to(self) -> frozenset[int]:
         return frozenset(job.claim_number for job in self._in_flight.snapshot() if job.entry.is_listened_to)
 
-    def tell(self, texts: Mapping[int, str]) -> None:
+    def tell(self, texts: Mapping[int, TextSoFar]) -> None:
         self.ask()
         for job in self._in_flight.snapshot():
-            job.entry.text = texts.get(job.claim_number, job.entry.text)
+            if so_far := texts.get(job.claim_number):
+                job.entry.text = so_far.text
 
     def recover(self) -> int:
         self.ask()

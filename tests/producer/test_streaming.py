@@ -3,6 +3,7 @@
 import pytest
 
 from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
+from stoker_shared.markers import Edge, Markers
 
 pytestmark = pytest.mark.server
 
@@ -14,8 +15,8 @@ def ticket(producer):
 
 @pytest.fixture
 def say(connection, ticket):
-    def say(run, kind, text=""):
-        connection.xadd(f"stoker:stream:{ticket.job_id}", {"run": run, "kind": kind, "text": text})
+    def say(run, kind, text="", **fields):
+        connection.xadd(f"stoker:stream:{ticket.job_id}", {"run": run, "kind": kind, "text": text, **fields})
 
     return say
 
@@ -71,6 +72,23 @@ def test_a_result_with_another_text_is_read_whole_after_a_restart(worker, ticket
     assert next(reading) == TextChunk("one")
     worker.finish(ticket.job_id, text="two")
     assert list(reading) == [Restarted(), TextChunk("two")]
+
+
+def test_text_has_the_markers_of_its_run_as_far_as_they_are_known(worker, ticket, say):
+    markers = Markers(first="reasoning", edges=(Edge("reasoning", "</think>", "normal"),))
+    reading = ticket.stream(timeout_s=30)
+    for kind, text, told in (
+        ("whole", "a", markers.model_dump_json()),
+        ("more", "b", None),
+        ("whole", "abc", '{"first": "normal", "edges": [["normal", "", "normal"]]}'),
+        ("whole", "abcd", '{"first": "dreaming"}'),
+        ("whole", "abcde", markers.model_dump_json()),
+    ):
+        say("1", kind, text, **({"markers": told} if told else {}))
+        chunk = next(reading)
+        assert (chunk.text, chunk.markers) == (text[-1], None if chunk.text in "cd" else markers)
+    worker.finish(ticket.job_id, text="abcdef")
+    assert list(reading) == [TextChunk("f")]
 
 
 def test_a_job_that_has_ended_is_read_from_its_result(connection, worker, ticket):

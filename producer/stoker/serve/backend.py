@@ -21,8 +21,6 @@ _RETRY_S: Final = 5
 _MOST_LIVE: Final = 64
 _GRACE_S: Final = 60
 """Seconds beyond the longest call after which a place is free again."""
-_THINKS_S: Final = 2.0
-"""For so many seconds it is remembered whether the model thinks."""
 
 
 class Backend:
@@ -40,7 +38,6 @@ class Backend:
         """
         self.settings = settings
         self.live = asyncio.Semaphore(_MOST_LIVE)
-        self._thinks, self._thinks_until = False, float("-inf")
         self._connection = open_async_connection(redis_url)
         self._shared = SharedConnection(self._connection)
         self.producer = AsyncProducer(self._connection, queue=settings.queue)
@@ -67,15 +64,6 @@ class Backend:
                     503, warning, kind="server_error", code="no_worker", retryable=True, retry_after_s=_RETRY_S
                 )
             await asyncio.sleep(_LOOK_S)
-
-    async def model_thinks(self) -> bool:
-        """Whether a live worker of the queue has a model that thinks before it answers."""
-        now = time.monotonic()
-        if now > self._thinks_until:
-            workers = await self.producer.workers()
-            self._thinks = any(worker.thinks for worker in workers if self.settings.queue in worker.queues)
-            self._thinks_until = now + _THINKS_S
-        return self._thinks
 
     async def take_place(self, owner: str) -> str:
         """A place among the calls in flight of this name; `leave_place` gives it back.

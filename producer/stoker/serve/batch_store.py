@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
-from stoker.serve.owned import newest_first, require_owned
-from stoker_shared.durable_file import draft_of, replace_file
+from stoker.serve.owned_folders import OwnedFolders
+from stoker_shared.durable_file import replace_file
 
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
-ID_FORM: Final = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
-_ABOUT: Final = "batch.json"
+_ID: Final = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
 _STATE: Final = "state.json"
 _CANCEL: Final = "cancel"
 
@@ -32,14 +31,14 @@ class StoredBatch:
         created_at: Unix seconds.
     """
 
-    id: str
     owner: str
     endpoint: str
     input_file_id: str
     completion_window: str
     window_s: int
-    created_at: int
     metadata: dict[str, str] | None = None
+    id: str = field(default_factory=lambda: f"batch_{uuid4().hex[:24]}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def expires_at(self) -> int:
@@ -69,7 +68,7 @@ class BatchState:
         return self.status in ENDED
 
 
-class BatchStore:
+class BatchStore(OwnedFolders[StoredBatch]):
     """Any thread, any number of processes."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,45 +76,20 @@ class BatchStore:
         Raises:
             OSError: the folder cannot be made.
         """
-        self._folder = folder / "batches"
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        super().__init__(folder / "batches", "batch", StoredBatch, _ID)
 
-    def add(self, **fields: Any) -> StoredBatch:
+    def add(self, batch: StoredBatch) -> None:
         """
         Raises:
             OSError: it could not be written; there is no such batch then.
         """
-        batch = StoredBatch(id=f"batch_{uuid4().hex[:24]}", created_at=int(time.time()), **fields)
-        with draft_of(self._folder / batch.id) as draft:
-            draft.mkdir(mode=0o700)
-            replace_file(draft / _ABOUT, json.dumps(asdict(batch)).encode())
-        return batch
-
-    def get(self, owner: str, batch_id: str) -> StoredBatch:
-        """
-        Raises:
-            Failure: this owner has no such batch.
-        """
-        found = self.read(batch_id) if ID_FORM.fullmatch(batch_id) else None
-        return require_owned(found, owner, "batch", batch_id)
-
-    def all_of(self, owner: str) -> list[StoredBatch]:
-        """The newest first."""
-        return newest_first((self.read(batch_id) for batch_id in self.ids()), owner)
-
-    def ids(self) -> list[str]:
-        return [path.name for path in self._folder.iterdir() if ID_FORM.fullmatch(path.name)]
-
-    def read(self, batch_id: str) -> StoredBatch | None:
-        try:
-            return StoredBatch(**json.loads((self._folder / batch_id / _ABOUT).read_bytes()))
-        except FileNotFoundError:
-            return None
+        with self.new(batch.id) as draft:
+            self.write_page(draft, batch)
 
     def state(self, batch_id: str) -> BatchState:
         """The last state that was written; ``cancelling`` if the batch is to be canceled and runs on meanwhile."""
         try:
-            state = BatchState(**json.loads((self._folder / batch_id / _STATE).read_bytes()))
+            state = BatchState(**json.loads((self.folder / batch_id / _STATE).read_bytes()))
         except FileNotFoundError:
             state = BatchState()
         canceled_at = self.canceled_at(batch_id)
@@ -125,23 +99,23 @@ class BatchStore:
 
     def set_state(self, batch_id: str, state: BatchState) -> None:
         """For the process that runs the batch. Raises `OSError`: the state is as it was."""
-        replace_file(self._folder / batch_id / _STATE, json.dumps(asdict(state)).encode())
+        replace_file(self.folder / batch_id / _STATE, json.dumps(asdict(state)).encode())
 
     def cancel(self, batch_id: str) -> None:
         """Ask the process that runs the batch to cancel it."""
         if self.canceled_at(batch_id) is None:
-            replace_file(self._folder / batch_id / _CANCEL, str(int(time.time())).encode())
+            replace_file(self.folder / batch_id / _CANCEL, str(int(time.time())).encode())
 
     def canceled_at(self, batch_id: str) -> int | None:
         """When the batch was to be canceled, in Unix seconds."""
         try:
-            return int((self._folder / batch_id / _CANCEL).read_bytes())
+            return int((self.folder / batch_id / _CANCEL).read_bytes())
         except FileNotFoundError:
             return None
 
     def answers(self, batch_id: str) -> Path:
         """The file of all answers so far, by which a run continues."""
-        return self._folder / batch_id / "answers.jsonl"
+        return self.folder / batch_id / "answers.jsonl"
 
     def reads(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""

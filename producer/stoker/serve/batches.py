@@ -36,22 +36,14 @@ async def create(request: Request) -> Response:
         raise _bad("input_file_id", "must be the id of a file")
     if body.get("output_expires_after") is not None:
         raise _bad("output_expires_after", "is not served: files stay until they are deleted", "unsupported_parameter")
-    window, metadata = body.get("completion_window"), body.get("metadata")
+    window, metadata = str(body.get("completion_window", "")), body.get("metadata")
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise _bad("metadata", "must be an object of strings")
     window_s = _seconds(window)
     file = await asyncio.to_thread(request.app.state.files.get, owner, file_id)
     batches: BatchStore = request.app.state.batches
-    batch = await asyncio.to_thread(
-        lambda: batches.add(
-            owner=owner,
-            endpoint=endpoint,
-            input_file_id=file.id,
-            completion_window=window,
-            window_s=window_s,
-            metadata=metadata,
-        )
-    )
+    batch = StoredBatch(owner, endpoint, file.id, window, window_s, metadata)
+    await asyncio.to_thread(batches.add, batch)
     request.app.state.runner.look()
     return Json(_as_object(batch, BatchState()))
 
@@ -119,9 +111,9 @@ def _as_object(
     }
 
 
-def _seconds(window: Any) -> int:
+def _seconds(window: str) -> int:
     try:
-        return seconds_of(window if isinstance(window, str) else "", needs_unit=True)
+        return seconds_of(window, needs_unit=True)
     except ValueError as error:
         raise _bad("completion_window", f"is invalid: {error}") from None
 

@@ -1,7 +1,7 @@
 """The endpoints /v1/chat/completions and /v1/completions: a call's answer, whole or as a stream.
 
-The text is streamed as it is generated only where it is the whole answer. With tools, thinking, several choices, or
-log-probabilities, the parts of the answer are known at its end, and are sent then.
+Thinking and text are streamed as they are generated; calls of tools, several choices, and answers with
+log-probabilities at the end.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from stoker.openai.answers import answer_body
 from stoker.openai.fields import TEXT_URL
 from stoker.serve.backend import Backend
 from stoker.serve.call import KEY_HEADER, Call, StreamWish, fields_of
-from stoker.serve.chunks import Chunks, SentText
+from stoker.serve.chunks import Chunks
+from stoker.serve.deltas import Deltas
 from stoker.serve.event_stream import EventStream
 from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, json_body, until_hung_up
 
@@ -55,40 +56,12 @@ async def _answer(request: Request, call: Call, url: str, headers: dict[str, str
 
 
 async def _events(backend: Backend, call: Call, chunks: Chunks) -> AsyncGenerator[bytes]:
-    if not await _is_its_text(backend, call, chunks) or backend.live.locked():  # no await before the place is taken
-        result = await call.result()
-        for event in chunks.whole(result):
-            yield event
-    else:
-        async with backend.live, aclosing(_live(backend, call, chunks)) as texts:
-            async for event in texts:
-                yield event
-        result = await call.result()
-    for event in chunks.end(result):
+    deltas = Deltas(is_text=chunks.is_text)
+    is_one = call.fields.get("n", 1) == 1 and not call.fields.get("logprobs")
+    if is_one and not backend.live.locked():  # no await before the place is taken
+        async with backend.live, aclosing(call.ticket.stream(backend.settings.timeout_s)) as parts:
+            async for part in parts:
+                for delta in deltas.add(part):
+                    yield chunks.more(delta)
+    for event in chunks.rest(await call.result(), deltas):
         yield event
-
-
-async def _live(backend: Backend, call: Call, chunks: Chunks) -> AsyncGenerator[bytes]:
-    """The text as it is generated."""
-    sent = SentText()
-    has_begun = False
-    async for part in call.ticket.stream(backend.settings.timeout_s):
-        if new := sent.add(part):
-            if not has_begun and not chunks.is_text:
-                yield chunks.begin()
-            has_begun = True
-            yield chunks.more(new)
-    sent.require_all()
-    if not has_begun:
-        yield chunks.begin()
-
-
-async def _is_its_text(backend: Backend, call: Call, chunks: Chunks) -> bool:
-    """Whether the answer is exactly the text that the model generates."""
-    fields = call.fields
-    if fields.get("n", 1) != 1 or fields.get("logprobs"):
-        return False
-    if chunks.is_text:
-        return True
-    calls_tools = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
-    return not calls_tools and not await backend.model_thinks()

@@ -20,8 +20,11 @@ from stoker.openai.rule import BodyOptions
 from stoker.serve.app import build_app
 from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings
+from stoker_shared.markers import Markers
 from stoker_shared.wire import LEASE_KEY
 from stoker_worker.embedded_redis.server import EmbeddedServer
+
+PLAIN = Markers()
 
 
 class Hand(PlayedWorker):
@@ -62,13 +65,12 @@ class Hand(PlayedWorker):
         self._connection.sadd("rq:workers", "rq:worker:hand")
         self._connection.set("stoker:worker:hand", json.dumps(record))
 
-    def leave(self) -> None:
-        """Be among the live workers no longer."""
-        self._connection.delete("stoker:worker:hand")
-
-    def say(self, job_id: str, run: str, kind: str, text: str = "") -> None:
-        """An entry of the job's stream."""
-        self._connection.xadd(f"stoker:stream:{job_id}", {"run": run, "kind": kind, "text": text})
+    def say(self, job_id: str, run: str, kind: str, text: str = "", markers: Markers | None = PLAIN) -> None:
+        """An entry of the job's stream; with `markers` ``None`` as an older worker writes it."""
+        fields: dict[Any, Any] = {"run": run, "kind": kind, "text": text}
+        if markers is not None and kind == "whole":
+            fields["markers"] = markers.model_dump_json()
+        self._connection.xadd(f"stoker:stream:{job_id}", fields)
 
     def finish(self, job_id: str, value: object = None, text: str = "hello") -> None:
         super().finish(job_id, value, text)

@@ -8,7 +8,7 @@ import openai
 import pytest
 from tests.producer.serve.conftest import serving_at
 
-from stoker.serve.batch_store import BatchStore
+from stoker.serve.batch_store import BatchStore, StoredBatch
 from stoker.serve.tokens import Tokens
 
 pytestmark = pytest.mark.server
@@ -118,8 +118,8 @@ def test_two_servers_on_one_store_run_each_batch_once(serve, store):
 
 def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, serve, hand):
     file = upload(client, lines("say a", "wait"))
-    fields = {"endpoint": CHAT, "input_file_id": file.id, "completion_window": "1s", "window_s": 1}
-    batch = BatchStore(store).add(owner="anybody", **fields)
+    batch = StoredBatch("anybody", CHAT, file.id, completion_window="1s", window_s=1)
+    BatchStore(store).add(batch)
     ended = until(client, batch, "expired")
     assert set(answers(client, ended.error_file_id)) >= {"c1"}
     assert ended.expired_at is not None

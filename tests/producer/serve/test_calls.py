@@ -4,13 +4,16 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from rq.job import JobStatus
+from tests.producer.played_worker import result_fields
 
 from stoker.serve.tokens import Tokens
+from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server
 
@@ -76,65 +79,92 @@ def test_a_stream_says_the_role_then_the_text_then_the_end_and_the_counts(client
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 2)
 
 
-def begin_stream(client, hand, **fields):
-    """A stream whose first text has come; returns the job's id and the list that a thread fills with text."""
-    got: list[str] = []
-    errors: list[Exception] = []
+class Reading:
+    """A stream that a thread reads.
 
-    def read():
+    Attributes:
+        deltas: what has come.
+        errors: the one that ended it.
+    """
+
+    def __init__(self, client, hand, **fields):
+        self.deltas: list[Any] = []
+        self.errors: list[openai.APIError] = []
+        self._thread = threading.Thread(target=self._read, args=(client, fields))
+        self._thread.start()
+        self.job_id = hand.wait_for_one()
+
+    def _read(self, client, fields):
         try:
             for chunk in ask(client, "wait", stream=True, **fields):
-                got.append(chunk.choices[0].delta.content or "")
+                self.deltas.append(chunk.choices[0].delta)
         except openai.APIError as error:
-            errors.append(error)
+            self.errors.append(error)
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    job_id = hand.wait_for_one()
-    hand.say(job_id, "1", "whole", "one t")
-    end = time.monotonic() + 20
-    while "one t" not in got:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return job_id, got, errors, thread
+    def joined(self, name):
+        return "".join(getattr(delta, name, None) or "" for delta in self.deltas)
+
+    def wait_for(self, **parts):
+        end = time.monotonic() + 20
+        while (found := {name: self.joined(name) for name in parts}) != parts:
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+
+    def to_its_end(self):
+        self._thread.join()
 
 
 def test_a_stream_goes_on_when_another_worker_begins_the_same_text_again(client, hand):
-    job_id, got, errors, thread = begin_stream(client, hand)
-    hand.say(job_id, "2", "whole", "on")
-    hand.say(job_id, "2", "more", "e two")
-    hand.finish(job_id, text="one two!")
-    thread.join()
-    assert ("".join(got), errors) == ("one two!", [])
+    reading = Reading(client, hand)
+    hand.say(reading.job_id, "1", "whole", "one t")
+    reading.wait_for(content="one t")
+    hand.say(reading.job_id, "2", "whole", "on")
+    hand.say(reading.job_id, "2", "more", "e two")
+    hand.finish(reading.job_id, text="one two!")
+    reading.to_its_end()
+    assert (reading.joined("content"), reading.errors) == ("one two!", [])
 
 
 def test_a_stream_ends_with_an_error_when_the_text_that_comes_again_is_another(client, hand):
-    job_id, got, errors, thread = begin_stream(client, hand)
-    hand.say(job_id, "2", "whole", "tw")
-    thread.join()
-    assert "".join(got) == "one t"
-    assert errors[0].body["code"] == "text_changed"
-    ended(hand, job_id, JobStatus.CANCELED)
+    reading = Reading(client, hand)
+    hand.say(reading.job_id, "1", "whole", "one t")
+    reading.wait_for(content="one t")
+    hand.say(reading.job_id, "2", "whole", "tw")
+    reading.to_its_end()
+    assert reading.joined("content") == "one t"
+    assert reading.errors[0].body["code"] == "text_changed"
+    ended(hand, reading.job_id, JobStatus.CANCELED)
 
 
-def test_parts_that_are_known_at_the_end_are_streamed_then(client):
-    fields = {"text": "raw", "answer": "It is", "reasoning": "hm", "tool_calls": [CALL, CALL]}
+def test_thinking_and_text_are_streamed_as_they_come_and_calls_at_the_end(client, hand):
+    reading = Reading(client, hand, tools=[TOOL])
+    markers = SCRIPTED_ANSWERS.markers("reasoning", with_calls=True)
+    for kind, text, parts in (
+        ("whole", "\nWhere i", {"reasoning_content": "Where i"}),
+        ("more", "s it?</thi", {"reasoning_content": "Where is it?"}),
+        ("more", "nk>I look", {"reasoning_content": "Where is it?", "content": "I look"}),
+        ("more", ". <tool_call>{", {"reasoning_content": "Where is it?", "content": "I look."}),
+    ):
+        hand.say(reading.job_id, "1", kind, text, markers)
+        reading.wait_for(**parts)
+    said = {"text": "raw", "answer": "I look.", "reasoning": "Where is it?"}
+    result = {**result_fields(reading.job_id), **said, "tool_calls": [CALL, CALL], "finish_reason": "tool_calls"}
+    hand.finish(reading.job_id, result)
+    reading.to_its_end()
+    assert (reading.joined("reasoning_content"), reading.joined("content")) == ("Where is it?", "I look.")
+    assert reading.deltas[0].role == "assistant"
+    calls = [call for delta in reading.deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.arguments) for call in calls] == [(n, '{"city": "Rome"}') for n in (0, 1)]
+
+
+def test_an_answer_of_which_no_text_was_seen_is_streamed_in_its_parts(client):
+    fields = {"text": "raw", "answer": "It is", "reasoning": "hm", "tool_calls": [CALL]}
     chunks = list(ask(client, give(**fields, finish_reason="tool_calls"), stream=True, tools=[TOOL]))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)] == ["hm"]
     assert "".join(d.content or "" for d in deltas) == "It is"
-    calls = [call for d in deltas for call in d.tool_calls or ()]
-    assert [(call.index, call.function.arguments) for call in calls] == [(n, '{"city": "Rome"}') for n in (0, 1)]
+    assert [call.index for d in deltas for call in d.tool_calls or ()] == [0]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_the_answer_of_a_model_that_thinks_is_streamed_in_its_parts(serve, hand):
-    record = {"queues": ["generate"], "model": "m", "context_tokens": 4096, "mode": "rows", "thinks": True}
-    hand.register({**record, "host": "h", "pid": 1, "started_at": 5.0})
-    text = "<think>hm</think>Yes"
-    chunks = list(ask(serve().client(), give(text=text, answer="Yes", reasoning="hm"), stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Yes"
-    hand.leave()
 
 
 def test_a_line_separator_in_a_text_ends_no_line_of_the_stream(served):

@@ -11,17 +11,11 @@ from stoker.serve.generation import _events
 from stoker_shared.result import GenerationResult
 
 
-def test_a_stream_that_finds_no_place_is_sent_at_its_end_also_if_another_took_the_last_one_just_before():
+def test_a_stream_that_finds_no_place_is_sent_at_its_end():
     asyncio.run(two_streams_and_one_place())
 
 
 async def two_streams_and_one_place():
-    both_are_here = asyncio.Barrier(2)
-
-    async def model_thinks():
-        await both_are_here.wait()
-        return False
-
     async def endless():
         await asyncio.Event().wait()
         yield
@@ -30,7 +24,7 @@ async def two_streams_and_one_place():
         return GenerationResult.model_validate(result_fields("j"))
 
     settings = SimpleNamespace(timeout_s=60)
-    backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), model_thinks=model_thinks, settings=settings)
+    backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), settings=settings)
     call: Any = SimpleNamespace(fields={}, result=result, ticket=SimpleNamespace(stream=lambda timeout_s: endless()))
     chunks = Chunks("j", "m", 0, is_text=False, with_usage=False)
 

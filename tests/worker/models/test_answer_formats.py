@@ -8,9 +8,9 @@ import pytest
 from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, call_text, format_of, wrapper
 from tests.worker.pipeline.answers import answer_to
 
+from stoker_shared.answer_parts import cut
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.tool_parsers import with_time_limit
-from stoker_worker.pipeline.answer_parts import cut
 from stoker_worker.ports import AnswerFormat
 
 pytestmark = pytest.mark.mlx
@@ -52,7 +52,7 @@ def test_cut_off_after_any_character_nothing_raises_and_nothing_is_lost(form: An
             taken.append(inside)
             return "odd" if len(taken) % 2 else None
 
-        parts = cut(text, form, form.first_state, take)
+        parts = cut(text, form.markers(form.first_state, with_calls=True), take, form.tool_end)
         assert "".join(part.text for part in parts.found) == text
         answer = answer_to(text, form, ended_by=ended_by, tools=[TOOL])
         for call in answer.tool_calls:
@@ -78,7 +78,8 @@ def test_text_is_split_as_mlx_lms_state_machine_splits_it(form: AnswerFormat) ->
     for name, said in [*segments, (last, rest)]:
         theirs[name] = theirs.get(name, "") + said
     ours: dict[str, str] = {}
-    for kind, said in cut(text, form, form.first_state, lambda _, __: None).found:
+    markers = form.markers(form.first_state, with_calls=True)
+    for kind, said in cut(text, markers, lambda _, __: None, form.tool_end).found:
         ours[kind] = ours.get(kind, "") + said
     assert ours.get("text", "") == theirs.get("normal", "")
     assert ours.get("reasoning", "") == theirs.get("reasoning", "")

@@ -85,10 +85,10 @@ class BlockPoolBatchEngine(GenerationEnginePort):
 
     def submit(self, work: GenerationWork) -> int:
         n_tokens = len(work.prompt_ids) + work.request.max_tokens
-        if self._kv_cost.sequence_blocks(n_tokens) > self._pool.total:
+        if (n_blocks := self._kv_cost.sequence_blocks(n_tokens)) > self._pool.total:
             raise BlockPoolTooSmall(
-                f"prompt + max_tokens is {n_tokens} tokens; this worker's KV memory holds "
-                f"{self._kv_cost.longest_sequence(self._pool.total)} (--kv-max-bytes)"
+                f"Cannot allocate {n_blocks} blocks: prompt + max_tokens is {n_tokens} tokens; this worker's KV memory "
+                f"holds {self._kv_cost.longest_sequence(self._pool.total)} (--kv-max-bytes)"
             )
         sequence = self._sequences.make(self._next_uid, work)  # a fault in its prefix must end no other sequence
         self._next_uid += 1

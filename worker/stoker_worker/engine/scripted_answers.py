@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from stoker_shared.markers import Edge
 from stoker_worker.ports import AnswerFormat
-from stoker_worker.ports.answer_format import Edge
 
 _THINK: Final = "<think>", "</think>"
 _CALL: Final = "<tool_call>", "</tool_call>"

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from stoker_shared.answer_parts import cut
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import FinishReason, ToolCall
 from stoker_worker.pipeline.answer_calls import Calls
-from stoker_worker.pipeline.answer_parts import Parts, cut
 from stoker_worker.pipeline.parsed import parsed_answer
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import CompletedGeneration, LoadedModel
@@ -20,7 +20,8 @@ class Answer:
     """
     Attributes:
         text: as generated.
-        content: without thinking and without calls. White space around it goes with them.
+        content: without thinking and without calls. White space at its end goes with them, and what they leave at its
+            beginning.
         reasoning, tool_calls, tool_error, parsed: as in `stoker_shared.result.Choice`.
         reasoning_tokens: how many of the generated tokens are thinking, the markers not counted.
         opened: see `OwnMessage`.
@@ -78,16 +79,14 @@ def read_answer(
     form = model.answer_format
     assert completion.ended_by is not None
     length = completion.ended_by == "length"
-    state = "reasoning" if prompt.opened else form.first_state
     calls = Calls(request.offered_tools, form, _used_ids(prompt), id_seed, is_cut_off=length)
-    parts = cut(completion.text, form, state, calls.take if calls.are_wanted else None)
-    said = _joined(parts, "text")
-    thoughts = [part.text.strip() for part in parts.found if part.kind == "reasoning"]
+    parts = cut(completion.text, prompt.markers, calls.take, form.tool_end)
+    said = parts.said
     return Answer(
         text=completion.text,
-        content=said if said == completion.text else said.strip(),
+        content=said if said == completion.text else parts.content,
         finish_reason="length" if length else "tool_calls" if calls.found else "stop",
-        reasoning="\n".join(filter(None, thoughts)) or None,
+        reasoning=parts.reasoning or None,
         tool_calls=tuple(calls.found),
         tool_error=parts.error,
         reasoning_tokens=_reasoning_tokens(completion, form, is_open=bool(prompt.opened), has_calls=bool(calls.found)),
@@ -98,10 +97,6 @@ def read_answer(
 
 def _used_ids(prompt: Prompt) -> set[str]:
     return {str(call.get("id")) for message in prompt.messages or () for call in message.tool_calls or ()}
-
-
-def _joined(parts: Parts, kind: str) -> str:
-    return "".join(part.text for part in parts.found if part.kind == kind)
 
 
 def _reasoning_tokens(completion: CompletedGeneration, form: AnswerFormat, *, is_open: bool, has_calls: bool) -> int:

@@ -43,17 +43,12 @@ class Calls:
             is_cut_off: whether `max_tokens` ended the answer.
         """
         self._tools = _as_parsers_take(tools)
-        self._are_offered = bool(tools)
         self._names = {tool["function"]["name"] for tool in self._tools}
         self._parse = form.parse_call
         self._ids = set(used_ids)
         self._seed = seed
         self._is_cut_off = is_cut_off
         self.found: list[ToolCall] = []
-
-    @property
-    def are_wanted(self) -> bool:
-        return self._are_offered and self._parse is not None
 
     def take(self, text: str, is_closed: bool) -> str | None:
         """Read the text between a call's markers; returns why it is no call. `is_closed`: it has the last marker."""

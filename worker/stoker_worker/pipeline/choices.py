@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from stoker_worker.pipeline.job import Job, Outcome, cut_short, outcome_of
-from stoker_worker.ports import CompletedGeneration, GenerationEnginePort, GenerationWork, SequenceProgress, Stage
+from stoker_worker.ports import (
+    CompletedGeneration,
+    GenerationEnginePort,
+    GenerationWork,
+    SequenceProgress,
+    Stage,
+    TextSoFar,
+)
 
 _FURTHEST_FIRST: Final[tuple[Stage, ...]] = ("decode", "prefill", "waiting")
 
@@ -68,10 +75,11 @@ class Choices:
             return cut_short(self.job, completions[0] if completions else None)
         return outcome_of(self.job, completions[0])
 
-    def text(self, engine: GenerationEnginePort) -> str:
+    def text_so_far(self, engine: GenerationEnginePort) -> TextSoFar:
         """The first choice's, as `GenerationEnginePort.text`."""
         first = self._uids[0]
-        return self._ended[first].text if first in self._ended else engine.text(first)
+        text = self._ended[first].text if first in self._ended else engine.text(first)
+        return TextSoFar(text, self.job.prompt.markers)
 
     def progress(self, of_sequences: Mapping[int, SequenceProgress]) -> SequenceProgress:
         """Of all choices together: the furthest stage, and the sums."""

@@ -22,6 +22,7 @@ from stoker_worker.ports import (
     MetricsPort,
     ModelProviderPort,
     SequenceProgress,
+    TextSoFar,
 )
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class EngineThread(threading.Thread):
         self._turned_at = 0.0
         self._texts_lock = threading.Lock()
         self._texts_wanted: frozenset[int] = frozenset()
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, TextSoFar] = {}
         self.error: BaseException | None = None
 
     def put(self, job: Job) -> None:
@@ -85,7 +86,7 @@ class EngineThread(threading.Thread):
         """How far each job in the engine is, by job id: a snapshot for any thread."""
         return self._progress
 
-    def texts(self, claim_numbers: frozenset[int]) -> dict[int, str]:
+    def texts(self, claim_numbers: frozenset[int]) -> dict[int, TextSoFar]:
         """Ask for the texts of some jobs, by their `claim_number`: an id may run again. Fetcher thread.
 
         Returns:
@@ -212,7 +213,7 @@ class EngineThread(threading.Thread):
             wanted, self._texts_wanted = self._texts_wanted, frozenset()
         if wanted:
             numbers = ((choices, choices.job.claimed.claim_number) for choices in self._jobs())
-            self._texts = {number: choices.text(engine) for choices, number in numbers if number in wanted}
+            self._texts = {number: choices.text_so_far(engine) for choices, number in numbers if number in wanted}
 
     def _jobs(self) -> list[Choices]:
         """The jobs in the engine, each once."""

@@ -4,7 +4,7 @@
 encoded again, because encode(decode(ids)) is often not ids.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stoker_shared.errors import (
     AgentNotFound,
@@ -14,6 +14,7 @@ from stoker_shared.errors import (
     RequestTooLarge,
     TranscriptMismatch,
 )
+from stoker_shared.markers import Markers
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_worker.pipeline.rendering import Rendering
@@ -31,6 +32,7 @@ class Prompt:
         text: the text that `ids` encode, when it is made of raw prompts.
         rendered_anew: why the history was rendered and encoded again; ``None`` when it was continued.
         opened: the text at the end of `ids` with which the template opens the model's thinking; else empty.
+        markers: those of the answer.
     """
 
     ids: tuple[int, ...]
@@ -38,6 +40,7 @@ class Prompt:
     text: str | None
     rendered_anew: str | None = None
     opened: str = ""
+    markers: Markers = field(default=Markers(), repr=False)
 
 
 def build_prompt(
@@ -70,8 +73,10 @@ def build_prompt(
         raise InvalidRequest(
             f"'prompt_logprobs_start' is {request.prompt_logprobs_start}; the prompt has {len(prompt.ids)} tokens"
         )
-    opening = model.answer_format.opening(prompt.ids)
-    return replace(prompt, opened=tokenizer.decode(opening)) if opening else prompt
+    form = model.answer_format
+    opening = form.opening(prompt.ids)
+    markers = form.markers(form.state_after(prompt.ids), with_calls=bool(request.offered_tools))
+    return replace(prompt, opened=tokenizer.decode(opening) if opening else "", markers=markers)
 
 
 def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:

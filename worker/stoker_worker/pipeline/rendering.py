@@ -14,7 +14,7 @@ class Rendering:
     """For one job: with its tools and its template's arguments. Texts are in the tokenizer's escaped form."""
 
     def __init__(self, request: GenerationRequest, tokenizer: TokenizerPort) -> None:
-        self._tools = None if request.tool_choice == "none" else request.tools
+        self._tools = request.offered_tools or None
         self._template_kwargs = request.chat_template_kwargs
         self._tokenizer = tokenizer
 

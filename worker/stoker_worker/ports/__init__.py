@@ -40,4 +40,4 @@ from stoker_worker.ports.memory import (
 )
 from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
-from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving
+from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving, TextSoFar

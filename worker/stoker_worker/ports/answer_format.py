@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
-State = Literal["normal", "reasoning", "tool", "header"]
-"""Of a place in an answer: text, thinking, inside a tool call, or a message's header, which is no text."""
+from stoker_shared.markers import Edge, Markers, State
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]] | None], Any]
 """From the text between a call's markers, and the request's tools, to a dict with `name` and `arguments`, or a list of
@@ -13,14 +12,6 @@ them. It may raise anything, and return anything. Any thread."""
 
 _MOST_AFTER_THINK_START: Final = 4
 """Tokens that a template writes at most after the marker: a line break, perhaps a word. A turn has more."""
-
-
-class Edge(NamedTuple):
-    """In `state`, the text `marker` leads to the state `to`."""
-
-    state: State
-    marker: str
-    to: State
 
 
 @dataclass(frozen=True)
@@ -53,10 +44,11 @@ class AnswerFormat:
     edges: tuple[Edge, ...] = ()
     first_state: State = "normal"
 
-    @property
-    def has_thinking(self) -> bool:
-        """Whether an answer may have thinking, or other parts that are neither text nor tool calls."""
-        return any("tool" not in (edge.state, edge.to) for edge in self.edges)
+    def markers(self, first: State, *, with_calls: bool) -> Markers:
+        """Those of an answer that begins in the state `first`. `with_calls`: tools are offered."""
+        takes_calls = with_calls and self.parse_call is not None
+        edges = (edge for edge in self.edges if edge.state != "tool" and (takes_calls or edge.to != "tool"))
+        return Markers(first=first, edges=tuple(edges))
 
     def opening(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The end of the prompt, from the marker on with which the template opens the thinking; empty if it does not.

@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from stoker_shared.agent_request import AgentRequest
+from stoker_shared.markers import Markers
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports.agents import Busy, Delivery, MemoryUse
 from stoker_worker.ports.engine import SequenceProgress
@@ -122,7 +123,6 @@ class Serving:
         mode: how its sequences run.
         max_batch: most jobs in flight at once.
         max_batch_why: what decided that number.
-        thinks: whether answers may have thinking, so that a job's text is not yet its answer.
     """
 
     model: str
@@ -130,11 +130,17 @@ class Serving:
     mode: str
     max_batch: int
     max_batch_why: str
-    thinks: bool = False
 
     def __str__(self) -> str:
         width = f"at most {self.max_batch} jobs in flight ({self.max_batch_why})"
         return f"model {self.model}, context {self.context_tokens} tokens, rows {self.mode}, {width}"
+
+
+class TextSoFar(NamedTuple):
+    """The text that a job in flight has generated, and the markers of its answer."""
+
+    text: str
+    markers: Markers
 
 
 class QueuePort(Protocol):
@@ -199,7 +205,7 @@ class QueuePort(Protocol):
         """Jobs in flight whose text is read as it is generated, by `claim_number`; no round trip."""
         ...
 
-    def tell(self, texts: Mapping[int, str]) -> None:
+    def tell(self, texts: Mapping[int, TextSoFar]) -> None:
         """Publish the texts of such jobs as far as they go, by `claim_number`."""
         ...
 

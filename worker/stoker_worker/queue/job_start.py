@@ -19,7 +19,7 @@ from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
-from stoker_worker.job_log import log_failure
+from stoker_worker.events.job_log import log_failure
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.foreign_ids import ForeignIds, is_rqs, raw

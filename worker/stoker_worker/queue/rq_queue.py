@@ -14,7 +14,7 @@ from rq.suspension import is_suspended
 
 from stoker_shared.wire import FIELD_STREAM
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving
+from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claim_order import ClaimOrder
@@ -167,9 +167,9 @@ class RqQueue(QueuePort):
         return self._streams.claim_numbers
 
     @as_redis_unavailable()
-    def tell(self, texts: Mapping[int, str]) -> None:
-        for claim_number, text in texts.items():
-            self._streams.tell(claim_number, text)
+    def tell(self, texts: Mapping[int, TextSoFar]) -> None:
+        for claim_number, so_far in texts.items():
+            self._streams.tell(claim_number, so_far)
 
     @as_redis_unavailable()
     def recover(self) -> int:

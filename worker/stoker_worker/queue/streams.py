@@ -13,6 +13,7 @@ from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from stoker_shared.wire import STREAM_KEY
+from stoker_worker.ports import TextSoFar
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.transient_errors import may_pass
 
@@ -33,7 +34,8 @@ _LEAST_WHOLE_BYTES: Final = 4096
 _TELL: Final = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 if ARGV[3] == 'whole' then
-  redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4])
+  redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4],
+    'markers', ARGV[5])
 else
   if redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
   redis.call('XADD', KEYS[2], '*', 'run', ARGV[2], 'kind', ARGV[3], 'text', ARGV[4])
@@ -99,12 +101,12 @@ class JobStreams:
         """Stream this run's text from now on; may be called again."""
         self._open.setdefault(claim_number, _Stream(run))
 
-    def tell(self, claim_number: int, text: str) -> None:
+    def tell(self, claim_number: int, so_far: TextSoFar) -> None:
         """
         Raises:
             redis.exceptions.RedisError: Redis is away; whether it was written is unknown.
         """
-        stream = self._open.get(claim_number)
+        stream, text = self._open.get(claim_number), so_far.text
         if stream is None or stream.is_refused or len(text.encode()) > MAX_TEXT_BYTES:
             return
         if (entry := stream.next_entry(text)) is None:
@@ -113,7 +115,7 @@ class JobStreams:
         job, execution = stream.run.job, stream.run.execution
         keys = [execution.key, STREAM_KEY.format(job_id=job.id)]
         try:
-            written = self._tell(keys=keys, args=[TTL_S, execution.id, *entry])
+            written = self._tell(keys=keys, args=[TTL_S, execution.id, *entry, so_far.markers.model_dump_json()])
         except ResponseError as error:
             if may_pass(error):
                 raise

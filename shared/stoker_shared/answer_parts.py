@@ -1,0 +1,174 @@
+"""Cuts the text of an answer into thinking, tool calls and text. Pure; the worker's finisher threads, and readers.
+
+Follows the markers as mlx-lm's state machine does, but keeps every character: the parts, put together, are the text.
+Two differences, where a model only mentions a marker: thinking that the model closes has no calls in it, and what does
+not parse stays where it is.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Final, Literal, NamedTuple
+
+from stoker_shared.markers import Edge, Markers, State
+
+Kind = Literal["text", "reasoning", "call", "markup"]
+"""`markup` are the markers themselves, and headers; a `call` has its markers."""
+
+ReadCalls = Callable[[str, bool], str | None]
+"""Takes the text between a call's markers, and whether the closing one is there. Returns why it is no call, if it is
+none."""
+
+
+class Part(NamedTuple):
+    kind: Kind
+    text: str
+
+
+@dataclass
+class Parts:
+    """The parts of one answer so far.
+
+    Attributes:
+        error: why the first text that looks like a call is none.
+    """
+
+    found: list[Part] = field(default_factory=list)
+    error: str | None = None
+
+    def add(self, kind: Kind, text: str) -> None:
+        if text:
+            self.found.append(Part(kind, text))
+
+    @property
+    def said(self) -> str:
+        """The text, with all its white space."""
+        return "".join(part.text for part in self.found if part.kind == "text")
+
+    @property
+    def content(self) -> str:
+        """The text without white space at its end, and, unless the answer begins with text, at its beginning."""
+        opening = takewhile(lambda part: part.kind == "text", self.found)
+        begins_with_text = any(part.text.strip() for part in opening)
+        return self.said.rstrip() if begins_with_text else self.said.strip()
+
+    @property
+    def reasoning(self) -> str:
+        """The thinking, without white space around each piece."""
+        thoughts = (part.text.strip() for part in self.found if part.kind == "reasoning")
+        return "\n".join(filter(None, thoughts))
+
+
+def cut(text: str, markers: Markers, read_calls: ReadCalls, tool_end: str | None) -> Parts:
+    """The parts of a whole answer.
+
+    Args:
+        read_calls: takes each call.
+        tool_end: the marker after a call; empty: calls last to the end of the answer.
+    """
+    parts, next_place = Parts(), _Places(text)
+    edges: Sequence[Edge] = markers.edges
+    at, state = 0, markers.first
+    while at < len(text):
+        found = _next_edge(next_place, at, [edge for edge in edges if edge.state == state])
+        if found is None:
+            parts.add("reasoning" if state == "reasoning" else "text", text[at:])
+            break
+        place, edge = found
+        parts.add(_kind(state), text[at:place])
+        inside = place + len(edge.marker)
+        if edge.to != "tool":
+            parts.add("markup", edge.marker)
+            at, state = inside, edge.to
+            continue
+        close = text.find(tool_end, inside) if tool_end else -1
+        stop, at = (close, close + len(tool_end or "")) if close >= 0 else (len(text), len(text))
+        error = read_calls(text[inside:stop], close >= 0 or not tool_end)
+        if error is None:
+            parts.add("call", text[place:at])
+            state = "normal"
+            continue
+        parts.error = parts.error or error
+        if close < 0:  # no call after it can be whole; thinking may still end
+            edges, at = [edge for edge in edges if edge.to != "tool"], inside
+        parts.add(_kind(state) if state == "reasoning" else "text", text[place:at])
+        state = "reasoning" if state == "reasoning" else "normal"
+    return parts
+
+
+class Cutter:
+    """Cuts an answer that grows. It reads only what follows the last certain marker, so that a long answer with many
+    markers is not cut anew at each piece.
+    """
+
+    def __init__(self, markers: Markers) -> None:
+        self.markers: Final = markers
+        self._at, self._state = 0, markers.first
+        self._certain = Parts()
+
+    def cut_so_far(self, text: str) -> Parts:
+        """The parts that an answer has for certain if its text begins with `text`.
+
+        Their `content` and `reasoning` are beginnings of the whole answer's. They end where a marker may have begun,
+        and before the first call: only the whole answer shows whether it is one.
+
+        Args:
+            text: goes on from that of the last time.
+        """
+        next_place = _Places(text)
+        while True:
+            edges = [edge for edge in self.markers.edges if edge.state == self._state]
+            found = _next_edge(next_place, self._at, edges)
+            stop = _begun_marker(text, self._at, edges)
+            if found is None or found[0] >= stop or found[1].to == "tool":
+                break
+            place, edge = found
+            self._certain.add(_kind(self._state), text[self._at : place])
+            self._certain.add("markup", edge.marker)
+            self._at, self._state = place + len(edge.marker), edge.to
+        parts = Parts([*self._certain.found])
+        parts.add(_kind(self._state), text[self._at : stop if found is None else min(found[0], stop)])
+        return parts
+
+
+def _kind(state: State) -> Kind:
+    return "reasoning" if state == "reasoning" else "markup" if state == "header" else "text"
+
+
+class _Places:
+    """Finds markers from left to right. It reads the text once for each marker, however often it is asked.
+
+    Attributes:
+        end: the text's length.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.end = len(text)
+        self._found: dict[str, int] = {}
+
+    def __call__(self, marker: str, at: int) -> int:
+        """The first place of `marker` from `at` on, which never goes back; `end` if there is none."""
+        if self._found.get(marker, -1) < at:
+            place = self._text.find(marker, at)
+            self._found[marker] = place if place >= 0 else self.end
+        return self._found[marker]
+
+
+def _next_edge(next_place: _Places, at: int, edges: list[Edge]) -> tuple[int, Edge] | None:
+    """The first marker from `at` on, and its place. In thinking, a call comes after every other marker."""
+    places = [(place, edge) for edge in edges if (place := next_place(edge.marker, at)) < next_place.end]
+    return min(
+        places, key=lambda found: (found[1].to == "tool" and found[1].state == "reasoning", found[0]), default=None
+    )
+
+
+def _begun_marker(text: str, at: int, edges: Collection[Edge]) -> int:
+    """The first place from `at` on where the text ends in an unfinished marker; the text's length if there is none."""
+    markers, end = [edge.marker for edge in edges], len(text)
+    longest = max(map(len, markers), default=0)
+    for place in range(max(at, end - longest + 1), end):
+        begun = text[place:]
+        if any(len(marker) > len(begun) and marker.startswith(begun) for marker in markers):
+            return place
+    return end

@@ -1,0 +1,74 @@
+"""What is certain of an answer while it is generated, with random markers that overlap one another."""
+
+import random
+from typing import Any, get_args
+
+from stoker_shared.answer_parts import Cutter, cut
+from stoker_shared.markers import Edge, Markers, State
+
+THINK = Markers(
+    edges=(
+        Edge("normal", "<think>", "reasoning"),
+        Edge("reasoning", "</think>", "normal"),
+        Edge("normal", "<call>", "tool"),
+        Edge("reasoning", "<call>", "tool"),
+    )
+)
+
+
+def drawn(draw: random.Random, states: Any, longest: int) -> Edge:
+    marker = "".join(draw.choices("ab", k=draw.randint(1, longest)))
+    return Edge(draw.choice([state for state in states if state != "tool"]), marker, draw.choice(states))
+
+
+def test_what_is_certain_of_a_text_is_the_beginning_of_every_answer_that_goes_on_from_it() -> None:
+    states, found = get_args(State), 0
+    for seed in range(3000):
+        draw = random.Random(seed)
+        edges = tuple(drawn(draw, states, longest=4) for _ in range(draw.randint(0, 6)))
+        markers = Markers(first=draw.choice([state for state in states if state != "tool"]), edges=edges)
+        text = "".join(draw.choices("ab \n", weights=[4, 4, 1, 1], k=draw.randint(0, 25)))
+        tool_end = draw.choice(["", "b", "aba"])
+        whole = cut(text, markers, lambda said, _: "odd" if len(said) % 2 else None, tool_end)
+        content = text if whole.said == text else whole.content
+        cutter = Cutter(markers)
+        for end in range(len(text) + 1):
+            certain = cutter.cut_so_far(text[:end])
+            assert certain == Cutter(markers).cut_so_far(text[:end]), (seed, end)
+            assert content.startswith(certain.content), (seed, end)
+            assert whole.reasoning.startswith(certain.reasoning), (seed, end)
+            found += bool(certain.content) + bool(certain.reasoning)
+    assert found > 10_000
+
+
+def test_only_what_may_be_a_marker_and_space_that_may_go_are_held_back() -> None:
+    for text, reasoning, content in (
+        ("Yes <", "", "Yes"),
+        ("Yes <thin ", "", "Yes <thin"),
+        ("  Yes", "", "  Yes"),
+        ("  <think>Hm", "Hm", ""),
+        ("<think>\nHm </thin", "Hm", ""),
+        ("<think>\nHm </think>", "Hm", ""),
+        ("<think>\nHm </think>\n\nYes", "Hm", "Yes"),
+        ("<think>Hm. Per <call>haps ", "Hm. Per", ""),
+        ("<think>Hm. Per <call>haps</think>", "Hm. Per <call>haps", ""),
+        ("I look. <call>{}</call> Ok", "", "I look."),
+    ):
+        certain = Cutter(THINK).cut_so_far(text)
+        assert (certain.reasoning, certain.content) == (reasoning, content), text
+
+
+def test_what_is_certain_is_not_read_again() -> None:
+    places: list[int] = []
+
+    class Read(str):
+        """Notes from where it is searched."""
+
+        def find(self, *args: Any) -> int:
+            places.append(args[1])
+            return super().find(*args)
+
+    cutter, text = Cutter(THINK), "<think>Hm.</think>So. " * 50
+    cutter.cut_so_far(text)
+    cutter.cut_so_far(Read(text + "<thi"))
+    assert min(places) >= len(text) - len("So. ")
