@@ -1,6 +1,6 @@
 """A ticket for asyncio, as `Ticket` but on redis.asyncio. Owns the id; shares its producer's connection."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from stoker.any_ticket import AnyTicket
 from stoker.async_driver import run
@@ -37,7 +37,7 @@ class AsyncTicket(AnyTicket):
         ended = self._ended or await self._shared.end_of(self._job_id, timeout_s, self._queue_if_new)
         return ended.outcome()
 
-    async def stream(self, timeout_s: float | None = None) -> AsyncIterator[StreamEvent]:
+    async def stream(self, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent]:
         """As `Ticket.stream`."""
         connection = self._shared.connection
         reader = StreamReader(self._job_id, timeout_s, blocking_slice_s(connection))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from rq.job import Job, JobStatus
 from rq.results import Result
 
@@ -180,8 +181,8 @@ class Ended:
 def fields_of(meta: bytes) -> dict[str, Any]:
     """A job's `meta`; empty if it is not a JSON object."""
     try:
-        fields = json.loads(meta)
-    except (ValueError, RecursionError):  # empty, or a pickle
+        fields = from_json(meta)
+    except ValueError:  # empty, or a pickle
         return {}
     return fields if isinstance(fields, dict) else {}
 
@@ -191,7 +192,7 @@ def progress_in(fields: dict[str, Any]) -> JobProgress | None:
     try:
         shown = fields[META_PROGRESS]
         return JobProgress(str(shown["stage"]), int(shown["tokens"]), float(shown["tokens_per_s"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

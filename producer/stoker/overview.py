@@ -1,12 +1,12 @@
 """The whole at one moment: queues with the time that is left, workers, dead ones too, the slowest jobs. Reads only."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
+from pydantic_core import from_json
 from redis.exceptions import NoPermissionError
 from rq.job import Job
 from rq.registry import StartedJobRegistry
@@ -14,14 +14,13 @@ from rq.utils import utcparse
 
 from stoker.job_record import JobProgress, fields_of, progress_in
 from stoker.operations import Commands, Operation, ask
-from stoker.presence import LiveWorker, known_workers
+from stoker.presence import LiveWorker, is_ours, known_workers
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.rq_keys import registry_key
 from stoker_shared.wire import LEASE_KEY
 
 SLOWEST: Final = 10
 _MOST_IN_FLIGHT: Final = 1000
-_OURS: Final = "stoker-"
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,16 @@ class JobInFlight:
 
 @dataclass(frozen=True)
 class Overview:
-    """`slowest`: the jobs that have run the longest, at most ten; ``None`` if this user may not read them."""
+    """
+    Attributes:
+        slowest: the jobs that have run the longest, at most ten; ``None`` if this user may not read them.
+        trouble: why the server may refuse to write; a living worker may then be shown as dead.
+    """
 
     queues: list[QueueOutlook]
     workers: list[WorkerOutlook]
     slowest: list[JobInFlight] | None
+    trouble: str | None = None
 
 
 def overview() -> Operation[Overview]:
@@ -91,14 +95,16 @@ def overview() -> Operation[Overview]:
     except NoPermissionError:  # ACLs made for earlier releases do not allow these reads
         jobs = None
     leases = yield from _leases([queue.name for queue in queues])
-    names = {name for name in known if name.startswith(_OURS)} | {job.worker for job in jobs or () if job.worker}
+    # RQ's own tools remove a dead worker from its set when they look; then only its jobs name it.
+    names = {name for name in known if is_ours(name)} | {job.worker for job in jobs or () if job.worker} - known.keys()
     workers = [
         WorkerOutlook(name, live is not None, live, leases.get(name, {}))
         for name, live in ((name, known.get(name)) for name in sorted(names))
     ]
     living = [worker for worker in known.values() if worker is not None]
     slowest = None if jobs is None else sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
-    return Overview([_outlook(queue, queues, living) for queue in queues], workers, slowest)
+    trouble = yield from _trouble()
+    return Overview([_outlook(queue, queues, living) for queue in queues], workers, slowest, trouble)
 
 
 def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> QueueOutlook:
@@ -141,7 +147,20 @@ def _leases(queues: Sequence[str]) -> Operation[dict[str, dict[str, int]]]:
     except NoPermissionError:  # an operator's ACL made for earlier releases
         return found
     for queue, value in zip(queues, values, strict=True):
-        with suppress(ValueError, TypeError, KeyError):  # there is none, or it is not stoker's
-            lease = json.loads(value or b"null")
+        with suppress(ValueError, TypeError, KeyError, OverflowError):  # there is none, or it is not stoker's
+            lease = from_json(value or b"null")
             found.setdefault(str(lease["worker"]), {})[queue] = int(lease["fence"])
     return found
+
+
+def _trouble() -> Operation[str | None]:
+    replies = yield Commands([("INFO", "persistence"), ("INFO", "memory")], errors_as_replies=True)
+    found = {name: value for reply in replies if isinstance(reply, dict) for name, value in reply.items()}
+    if found.get("aof_last_write_status") == "err":
+        return "Redis cannot write its append-only file (a full disk?), and refuses jobs and results"
+    if found.get("rdb_last_bgsave_status") == "err":
+        return "Redis could not save its last snapshot (a full disk?), and may refuse jobs and results"
+    most = found.get("maxmemory", 0)
+    if most and found.get("used_memory", 0) >= most and found.get("maxmemory_policy") == "noeviction":
+        return "Redis is full (maxmemory), and refuses jobs and results"
+    return None

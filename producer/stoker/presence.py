@@ -3,14 +3,15 @@
 A job is as durable without a worker as with one, so a missing worker is no error: it is only reported.
 """
 
-import json
 import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+from pydantic_core import from_json
 from redis.exceptions import NoPermissionError, RedisError
 from rq.worker_registration import REDIS_WORKER_KEYS
 
@@ -20,9 +21,6 @@ from stoker_shared.wire import LEASE_KEY, WORKER_KEY
 log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 5.0
-_FIELDS: Final = ("model", "context_tokens", "mode", "host", "pid", "started_at")
-_LATER: Final = ("max_batch", "max_batch_why", "thinks")
-"""Fields that workers of earlier releases do not publish."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,12 @@ class LiveWorker:
 
     Attributes:
         queues: the queues it serves, in its order of priority.
-        model: the loaded model; like `context_tokens`, `mode` and the last three, ``None`` while it loads.
+        model: the loaded model; like `context_tokens`, `mode` and the last two, ``None`` while it loads.
         context_tokens: how many tokens a prompt and its answer may have together.
         mode: how its sequences run, as in docs/models.md.
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
-        max_batch_why: what decided that number.
-        thinks: whether answers may have thinking, so that a job's text is not yet its answer.
+        max_batch_why: what decided that number; like the one before, not published by workers of earlier releases.
         now: ``None`` in its first moments. Workers of earlier releases publish none.
     """
 
@@ -74,7 +71,6 @@ class LiveWorker:
     started_at: float
     max_batch: int | None = None
     max_batch_why: str | None = None
-    thinks: bool | None = None
     now: WorkerFigures | None = field(default=None, compare=False)
 
 
@@ -92,6 +88,11 @@ def known_workers() -> Operation[dict[str, LiveWorker | None]]:
         return {}
     values = yield from ask("MGET", *(WORKER_KEY.format(name=name) for name in names))
     return {name: _worker(name, value) for name, value in zip(names, values, strict=True)}
+
+
+def is_ours(name: str) -> bool:
+    """Whether a worker of this name is stoker's, not one of RQ's own."""
+    return name.startswith("stoker-")
 
 
 def unattended(queue: str) -> Operation[str | None]:
@@ -132,15 +133,18 @@ def _warning(queue: str, queues: Iterable[str]) -> str:
 
 def _worker(name: str, value: bytes | None) -> LiveWorker | None:
     try:
-        found: dict[str, Any] = json.loads(value or b"null")
-        values = {field: found[field] for field in _FIELDS} | {field: found.get(field) for field in _LATER}
-        return LiveWorker(name, tuple(found["queues"]), **values, now=_figures(found.get("now")))
-    except (ValueError, TypeError, KeyError):  # not written by a worker of stoker's
+        found = from_json(value or b"null")
+        return _LIVE_WORKER.validate_python({**found, "name": name, "now": _figures(found.get("now"))})
+    except (ValueError, TypeError):  # not written by a worker of stoker's
         return None
 
 
 def _figures(found: Any) -> WorkerFigures | None:
     try:
-        return WorkerFigures(**{figure.name: found[figure.name] for figure in fields(WorkerFigures)})
-    except (TypeError, KeyError):  # none yet, or none at all
+        return _FIGURES.validate_python(found)
+    except ValueError:  # none yet, or none at all
         return None
+
+
+_LIVE_WORKER: Final = TypeAdapter(LiveWorker)
+_FIGURES: Final = TypeAdapter(WorkerFigures)

@@ -1,12 +1,12 @@
 """`stoker ls` and `stoker workers`: the queues and the workers, as tables. Only command-line texts."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 
 from stoker.command_parts import json_option, open_producer, redis_option, show
+from stoker.tables import Table, duration
 from stoker_shared.help_layout import LaidOutCommand, examples
 
 _COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
@@ -32,7 +32,7 @@ def ls(redis_url: str, as_json: bool) -> None:
         ]
         for queue in queues
     ]
-    text = table(["queue", *_COUNTS, "oldest", "workers"], rows, numbers=range(1, 8))
+    text = Table(["queue", *_COUNTS, "oldest", "workers"], rows, range(1, 8)).text()
     show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues and no workers")
 
 
@@ -63,28 +63,5 @@ def workers(redis_url: str, as_json: bool) -> None:
         for worker in living
     ]
     heading = ["worker", "host", "pid", "up", "context", "jobs", "queues", "model", "mode"]
-    text = table(heading, rows, numbers=range(2, 6)) if rows else "no workers"
+    text = Table(heading, rows, range(2, 6)).text() if rows else "no workers"
     show(as_json, {"workers": [asdict(worker) for worker in living]}, text)
-
-
-def duration(seconds: float | None) -> str:
-    """A short text: ``42 s``, ``3 min``, ``5 h`` or ``12 d``; ``-`` for ``None``."""
-    if seconds is None:
-        return "-"
-    for unit, size, until in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 48 * 3600)):
-        if seconds < until:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
-
-
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]], numbers: range) -> str:
-    """A table with columns two spaces apart; the columns in `numbers` are aligned on the right."""
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = []
-    for row in ([name.upper() for name in heading], *rows):
-        cells = [
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

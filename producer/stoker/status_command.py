@@ -10,9 +10,9 @@ from typing import Final
 import click
 
 from stoker.command_parts import json_option, open_producer, redis_option, show, ticket_of
-from stoker.overview import JobInFlight, Overview, WorkerOutlook
+from stoker.overview import Overview
+from stoker.overview_tables import JOBS_HIDDEN, job_table, queue_table, trouble_text, worker_table
 from stoker.producer import Producer
-from stoker.queue_commands import duration, table
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.help_layout import LaidOutCommand, examples
@@ -81,58 +81,14 @@ def _screen() -> Iterator[Callable[[str], None]]:
 
 
 def overview_text(now: Overview) -> str:
-    parts = [_queues(now), _workers(now)]
+    queues, workers = queue_table(now.queues), worker_table(now.workers)
+    parts = [trouble_text(now)] if now.trouble else []
+    parts += [queues.text() if queues.rows else "no queues", workers.text() if workers.rows else "no workers"]
     if now.slowest is None:
-        parts.append("this user may not read the jobs in flight (ZRANGE of rq:wip:*)")
+        parts.append(JOBS_HIDDEN)
     elif now.slowest:
-        parts.append(f"running the longest:\n{_jobs(now.slowest)}")
+        parts.append(f"running the longest:\n{job_table(now.slowest).text()}")
     return "\n\n".join(parts)
-
-
-def _queues(now: Overview) -> str:
-    rows = [
-        [
-            queue.name,
-            str(queue.waiting),
-            str(queue.running),
-            duration(queue.oldest_wait_s),
-            duration(queue.left_s),
-            ", ".join(queue.workers) or "none",
-        ]
-        for queue in now.queues
-    ]
-    return (
-        table(["queue", "waiting", "running", "oldest", "left", "workers"], rows, range(1, 5)) if rows else "no queues"
-    )
-
-
-def _workers(now: Overview) -> str:
-    heading = ["worker", "state", "host", "lease", "model", "tokens/s", "jobs/min", "batch", "hits", "done", "failed"]
-    rows = [_worker_row(worker) for worker in now.workers]
-    return table(heading, rows, numbers=range(5, 11)) if rows else "no workers"
-
-
-def _worker_row(worker: WorkerOutlook) -> list[str]:
-    live = worker.live
-    lease = ", ".join(f"{queue} #{fence}" for queue, fence in worker.leases.items()) or "-"
-    if live is None:
-        return [worker.name, "DEAD", "-", lease, *["-"] * 7]
-    row = [worker.name, "serving" if live.model else "loading", live.host, lease, live.model or "-"]
-    if (figures := live.now) is None:
-        return [*row, *["-"] * 6]
-    hits = "-" if figures.hit_share is None else f"{figures.hit_share:.0%}"
-    batch = f"{figures.in_batch}/{live.max_batch or '-'}"
-    rates = [f"{rate:.0f}" if rate >= 100 else f"{rate:g}" for rate in (figures.tokens_per_s, figures.jobs_per_min)]
-    return [*row, *rates, batch, hits, str(figures.done), str(figures.failed)]
-
-
-def _jobs(jobs: list[JobInFlight]) -> str:
-    rows = []
-    for job in jobs:
-        progress = job.progress
-        shown = [progress.stage, str(progress.tokens), f"{progress.tokens_per_s:g}"] if progress else ["-"] * 3
-        rows.append([job.job_id, job.queue, job.worker or "-", duration(job.running_s), *shown])
-    return table(["job", "queue", "worker", "for", "stage", "tokens", "tokens/s"], rows, numbers=range(5, 7))
 
 
 def _status_line(now: TicketStatus) -> str:

@@ -263,7 +263,9 @@ def test_rqs_own_tools_and_the_dashboard_run_as_the_operator(admin, url, produce
         rq("requeue", "--queue", "generate", "--all", "--serializer", "json")
         assert failed.status().state == "queued"
         with running_dashboard(address, tmp_path / "dashboard.log") as page:
-            for path in ("/", "/0/data/queues.json", "/0/data/workers.json", f"/0/data/job/{running.job_id}.json"):
+            views = ("jobs", "workers", "stoker", f"job/{running.job_id}")
+            data = ("queues", "workers", f"job/{running.job_id}")
+            for path in ("/", *(f"/0/view/{view}" for view in views), *(f"/0/data/{name}.json" for name in data)):
                 with urlopen(page + path, timeout=20) as answer:
                     assert answer.status == 200
             for path in (f"/job/{running.job_id}/delete", "/queue/generate/queued/empty"):

@@ -108,27 +108,32 @@ def test_a_finished_jobs_page_shows_its_result_as_it_is(scene, browser):  # noqa
 def test_the_workers_page_shows_the_worker_its_state_and_all_its_jobs_but_no_prompt(scene, browser):  # noqa: F811
     text = browser.text(f"{scene.page}/0/view/workers")
     [worker] = scene.data("workers")["workers"]
-    assert f"{worker['name']} busy, {SLOTS} jobs: generate for agent" in text
+    assert re.search(
+        rf"{worker['name']} process {worker['pid']} on \S+ queues generate busy \d s ago generate #1", text
+    )
+    assert re.search(rf"scripted [\d.]+ 1 1 {SLOTS} running generate for agent", text)
     assert worker["name"].startswith("stoker-")
-    assert sorted(worker["current_job_ids"]) == sorted(ticket.job_id for ticket in scene.running)
+    assert sorted(job["job_id"] for job in worker["jobs"]) == sorted(ticket.job_id for ticket in scene.running)
     assert PROMPT not in text + json.dumps(worker)
 
 
-def test_the_progress_of_jobs_is_on_the_workers_page_and_on_their_own(scene):
+def test_the_progress_of_jobs_is_on_the_workers_page_and_on_their_own(scene, browser):  # noqa: F811
     ticket = scene.running[0]
     while not ticket.status().tokens:
         pass
-    shown = json.loads(scene.data(f"job/{ticket.job_id}")["metadata"])["progress"]
-    assert shown["stage"] == "decode"
-    assert shown["tokens"] > 0
     [worker] = scene.data("workers")["workers"]
-    assert re.search(r"\(decode, \d+ tokens, [\d.]+/s\)", worker["current_job"]["call_string"])
+    text = html.unescape(browser.text(f"{scene.page}/0/view/job/{ticket.job_id}"))
+    assert re.search(
+        rf"State started Agent <img.*>\d Worker {worker['name']} Stage decode Tokens \d+ Rate [\d.]+ tokens/s", text
+    )
+    assert any(re.search(r"\(decode, \d+ tokens, [\d.]+/s\)", job["text"]) for job in worker["jobs"])
 
 
-@pytest.mark.parametrize("registry", ["started", "finished", "failed"])
-def test_markup_in_jobs_is_shown_as_text(scene, browser, registry):  # noqa: F811
-    ticket = {"started": scene.running[0], "finished": scene.finished, "failed": scene.failed}[registry]
-    for path in (f"jobs/generate/{registry}/8/asc/1", f"job/{ticket.job_id}", "workers"):
+@pytest.mark.parametrize("kind", ["started", "finished", "failed", "workers", "stoker"])
+def test_markup_in_jobs_is_shown_as_text(scene, browser, kind):  # noqa: F811
+    jobs = {"started": scene.running[0], "finished": scene.finished, "failed": scene.failed}
+    paths = (f"jobs/generate/{kind}/8/asc/1", f"job/{jobs[kind].job_id}") if kind in jobs else (kind,)
+    for path in paths:
         page = re.sub(r"(?s)<script.*?</script>", "", browser.dom(f"{scene.page}/0/view/{path}"))
         assert "<img" not in page
         assert "&amp;lt;" not in page  # not escaped twice
@@ -200,7 +205,7 @@ def test_the_page_of_a_deleted_job_is_not_found(scene):
 
 
 def test_pages_contain_no_password_and_allow_only_their_own_scripts(scene):
-    for path in ("/", "/0/view/jobs", "/0/view/workers", f"/0/view/job/{scene.finished.job_id}"):
+    for path in ("/", "/0/view/jobs", "/0/view/workers", "/0/view/stoker", f"/0/view/job/{scene.finished.job_id}"):
         status, body, headers = scene.get(path)
         assert status == 200
         assert PASSWORD not in body

@@ -12,7 +12,7 @@ from rq.utils import utcformat
 from tests.producer.played_worker import PlayedWorker
 
 from stoker import AsyncProducer, QueueStatus
-from stoker.queue_commands import duration
+from stoker.tables import duration
 from stoker_shared.wire import TASK_PATH, WORKER_KEY
 
 pytestmark = pytest.mark.server

@@ -11,6 +11,7 @@ from rq.utils import utcformat
 from tests.producer.played_worker import WORKER, PlayedWorker
 
 from stoker import AsyncProducer, status_command
+from stoker.driver import carry_out
 from stoker.operations import Commands
 from stoker.overview import overview
 from stoker_shared.errors import RedisUnavailable
@@ -19,14 +20,14 @@ from stoker_shared.wire import LEASE_KEY, WORKER_KEY
 pytestmark = pytest.mark.server
 
 
-def publish(connection, name, *queues, jobs_per_min=30.0, **more):
+def publish(connection, name, *served, jobs_per_min=30.0, **more):
     now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": jobs_per_min, "in_flight": 3, "in_batch": 2}
     now |= {"hit_share": 0.456, "done": 7, "failed": 1, "of a later release": 1}
-    said = {"queues": queues, "model": "m", "context_tokens": 9, "mode": "in rows", "host": "mac", "pid": 7}
+    said = {"queues": served, "model": "m", "context_tokens": 9, "mode": "in rows", "host": "mac", "pid": 7}
     said |= {"started_at": 1.0, "max_batch": 4, "now": now, **more}
     connection.sadd("rq:workers", f"rq:worker:{name}")
     connection.set(WORKER_KEY.format(name=name), json.dumps(said))
-    for fence, queue in enumerate(queues, start=5):
+    for fence, queue in enumerate(served, start=5):
         connection.set(LEASE_KEY.format(queue=queue), json.dumps({"worker": name, "fence": fence}))
 
 
@@ -51,8 +52,47 @@ def test_the_time_left_counts_what_the_workers_prefer(producer, connection):
     assert {queue.name: queue.left_s for queue in producer.overview().queues}["generate"] == 15
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"queues": [{}]},
+        {"queues": [1]},
+        {"queues": ["\ud800"]},
+        {"model": ["m"]},
+        {"host": None},
+        {"pid": "x"},
+        {"now": {"at": 1, "tokens_per_s": "x"}},
+    ],
+)
+def test_a_workers_record_that_is_garbage_breaks_neither_status_nor_submit(record, producer, connection, stoker):
+    publish(connection, "stoker-mac", "generate", **record)
+    connection.delete(LEASE_KEY.format(queue="generate"))
+    producer.submit(prompt="x")
+    code, out, _ = stoker("status")
+    assert (code, "stoker-mac" in out) == (0, True)
+
+
+def test_garbage_that_is_no_number_or_no_json_breaks_no_status(producer, connection, stoker):
+    job_id = start(connection, producer, ago_s=9, tokens=3)
+    connection.set(WORKER_KEY.format(name="stoker-mac"), "[" * 100_000)
+    connection.sadd("rq:workers", "rq:worker:stoker-mac")
+    for worthless in ('{"worker": "w", "fence": 1e999}', "[" * 100_000):
+        connection.set(LEASE_KEY.format(queue="generate"), worthless)
+        for progress in ('{"tokens": 1e999, "stage": "x", "tokens_per_s": 1}', "[" * 100_000):
+            connection.hset(f"rq:job:{job_id}", "meta", f'{{"progress": {progress}}}')
+            assert stoker("status")[0] == stoker("status", job_id)[0] == 0
+
+
+def test_a_name_cannot_give_the_terminal_orders(producer, connection, stoker):
+    publish(connection, "stoker-\x1b[2J\nx", "generate")
+    _, out, _ = stoker("status")
+    assert "\x1b" not in out
+    assert r"stoker-\x1b[2J\nx" in out
+
+
 def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connection, stoker):
     job_id = start(connection, producer, ago_s=90, tokens=3)
+    connection.hset(f"rq:job:{start(connection, producer, ago_s=9, tokens=3)}", "worker_name", "another of RQ's")
     publish(connection, "stoker-mac-1", "generate")
     connection.sadd("rq:workers", "rq:worker:stoker-mac-2", "rq:worker:another of RQ's")
     workers = {worker.name: worker.is_alive for worker in producer.overview().workers}
@@ -63,6 +103,30 @@ def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connecti
     assert lines["stoker-mac-2"][1] == "DEAD"
     assert " ".join(lines["stoker-mac-1"][1:]) == "serving mac generate #5 m 12.5 30 2/4 46% 7 1"
     assert lines[job_id][1:] == ["generate", WORKER, "90", "s", "decode", "3", "8.5"]
+
+
+@pytest.mark.parametrize(
+    ("section", "found", "why"),
+    [
+        ("persistence", {"aof_last_write_status": "err"}, "Redis cannot write its append-only file"),
+        ("persistence", {"rdb_last_bgsave_status": "err"}, "Redis could not save its last snapshot"),
+        ("memory", {"maxmemory": 9, "used_memory": 9, "maxmemory_policy": "noeviction"}, "Redis is full"),
+    ],
+)
+def test_a_server_that_refuses_to_write_is_the_first_line(producer, connection, section, found, why):
+    assert producer.overview().trouble is None
+    looks = overview()
+    step = next(looks)
+    while True:
+        replies = carry_out(connection, step)
+        for number, command in enumerate(step.commands):
+            replies[number] = replies[number] | found if command == ("INFO", section) else replies[number]
+        try:
+            step = looks.send(replies)
+        except StopIteration as done:
+            seen = done.value
+            break
+    assert why in status_command.overview_text(seen).splitlines()[0]
 
 
 def test_the_jobs_shown_are_those_that_have_run_the_longest(producer, connection, stoker):

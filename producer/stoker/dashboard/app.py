@@ -12,10 +12,21 @@ from rq.exceptions import NoSuchJobError
 from rq_dashboard import web
 
 from stoker.connection import address, described
-from stoker.dashboard.page_safety import confine_scripts, escape_job_texts, refuse_other_names, refuse_other_sites
+from stoker.dashboard.job_page import show_progress_of_jobs
+from stoker.dashboard.jobs_page import open_a_queue_with_jobs
+from stoker.dashboard.page_safety import (
+    confine_scripts,
+    escape_job_texts,
+    escape_names_in_scripts,
+    refuse_other_names,
+    refuse_other_sites,
+)
+from stoker.dashboard.pages import find_names_with_slashes, find_own_templates
 from stoker.dashboard.readable_jobs import encode_unreadable_meta, read_jobs_of_any_client
+from stoker.dashboard.stoker_page import add_stoker_page
 from stoker.dashboard.unpickling import never_unpickle
-from stoker.dashboard.workers_page import show_workers_without_prompts
+from stoker.dashboard.workers_page import show_workers
+from stoker_shared.errors import JobNotFound, RedisUnavailable
 
 
 def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
@@ -30,9 +41,15 @@ def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
     share_connection(app, connection)
     read_jobs_of_any_client()
     encode_unreadable_meta(app)
+    find_names_with_slashes(app)
     app.register_blueprint(web.blueprint)
     web.setup_rq_connection(app)
-    show_workers_without_prompts(app, connection)
+    find_own_templates(app)
+    escape_names_in_scripts(app)
+    open_a_queue_with_jobs(app, connection)
+    show_progress_of_jobs(app, connection)
+    show_workers(app, connection)
+    add_stoker_page(app, connection)
     refuse_other_names(app, names)
     refuse_other_sites(app)
     confine_scripts(app)
@@ -57,7 +74,9 @@ def answer_errors_in_one_line(app: Flask, connection: Redis) -> None:
     rq-dashboard answers both with 500 and a traceback in its log, as of 0.9.0.
     """
     app.register_error_handler(RedisError, lambda error: _plain(described(connection, error), 503))
-    app.register_error_handler(NoSuchJobError, lambda error: _plain("no such job (any more)", 404))
+    app.register_error_handler(RedisUnavailable, lambda error: _plain(str(error), 503))
+    for gone in (NoSuchJobError, JobNotFound):
+        app.register_error_handler(gone, lambda error: _plain("no such job (any more)", 404))
 
 
 def _plain(text: str, status: int) -> Response:

@@ -9,6 +9,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from flask import Flask, Response, abort, request
+from jinja2 import ChoiceLoader, DictLoader
+from rq_dashboard import web
 
 _WRITING_GETS: Final = {"rq_dashboard.requeue_all"}
 
@@ -45,6 +47,22 @@ def refuse_other_sites(app: Flask) -> None:
                 abort(403)
 
     app.before_request(guard)
+
+
+def escape_names_in_scripts(app: Flask) -> None:
+    """Escape what templates print into scripts: Flask escapes only in templates named ``*.html``.
+
+    rq-dashboard's script of the jobs page, as of 0.9.0, prints the queue's name between quotes as it is. The name
+    comes from the address, so a link on another site could run code in the page.
+    """
+    app.jinja_env.autoescape = True
+    script = "rq_dashboard/scripts/jobs.js"
+    loader = web.blueprint.jinja_loader
+    assert loader is not None
+    assert app.jinja_loader is not None
+    source, *_ = loader.get_source(app.jinja_env, script)
+    as_json = source.replace("'{{ queue.name }}'", "{{ queue.name | tojson }}")  # also for a name with a backslash
+    app.jinja_loader = ChoiceLoader([DictLoader({script: as_json}), app.jinja_loader])
 
 
 _UNDERSCORE: Final = 'underscore-umd-min.js" type="text/javascript"></script>'

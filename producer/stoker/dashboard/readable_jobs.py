@@ -1,14 +1,18 @@
 """Jobs as the dashboard's pages read them: one job that cannot be read must not take down the page that lists it."""
 
 import json
+import zlib
+from contextlib import suppress
 from typing import Any
 
 from flask import Flask
 from redis import Redis
 from rq import Queue
-from rq.job import Job
+from rq.exceptions import NoSuchJobError
+from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.utils import as_text
 from rq_dashboard import web
 
 from stoker.job_record import without_packing
@@ -40,6 +44,24 @@ class _ReadableJob(Job):
         job.refresh()  # type: ignore[no-untyped-call]
         return job
 
+    def restore(self, raw_data: Any) -> None:
+        """Read what can be read, with a remark in place of the description if a field cannot.
+
+        RQ, as of 3.0.0, refuses texts that are not UTF-8, and times in any form but its own; rq-dashboard 0.9.0 lets
+        that end the page that lists the job.
+        """
+        try:
+            super().restore(raw_data)
+        except NoSuchJobError:
+            raise
+        except Exception as error:  # RQ even asserts
+            self.origin = raw_data.get(b"origin", b"").decode(errors="replace")  # a page lists only its queue's jobs
+            self.description = f"<a job that RQ cannot read: {error}>"
+
+    def get_status(self, refresh: bool = True) -> JobStatus:
+        """As it was just read. RQ raises if it is asked again and the state is none that it knows."""
+        return self._status or JobStatus.CREATED
+
     def get_meta(self, refresh: bool = True) -> dict[str, Any]:
         """The `meta` that was just read.
 
@@ -53,15 +75,31 @@ class _ReadableJob(Job):
         return [_DecodableText(key) for key in super().dependency_ids]
 
     def latest_result(self, timeout: int = 0) -> Result | None:
-        """The newest result, with a remark in place of a value that is not JSON.
+        """The newest result, with a remark in place of a value that is not JSON; ``None`` if all of it is garbage.
 
         rq-dashboard, since 0.8.1, lets one result that cannot be read end the page.
         """
-        return Result.fetch_latest(self, serializer=_RemarkSerializer, timeout=timeout)
+        try:
+            return Result.fetch_latest(self, serializer=_RemarkSerializer, timeout=timeout)
+        except (ValueError, KeyError, zlib.error):
+            return None
 
 
 class _ReadableQueue(Queue):
     job_class = _ReadableJob
+
+    @classmethod
+    def all(cls, connection: Redis, *args: Any, **others: Any) -> list[Queue]:
+        """The queues whose keys are names.
+
+        RQ, as of 3.0.0, raises for a key in its set that is not UTF-8 or not that of a queue, and no page that lists
+        queues opens any more.
+        """
+        queues = []
+        for key in connection.smembers(cls.redis_queues_keys):
+            with suppress(ValueError):
+                queues.append(cls.from_queue_key(as_text(key), connection, *args, **others))
+        return queues
 
 
 class _DecodableText(str):

@@ -1,0 +1,66 @@
+"""The figures of an overview as ready texts: `stoker status` and the dashboard's page show the same. No I/O."""
+
+from collections.abc import Sequence
+
+from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
+from stoker.tables import Table, duration
+
+DEAD = "DEAD"
+"""The state of a worker without a heartbeat."""
+JOBS_HIDDEN = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
+
+
+def queue_table(queues: Sequence[QueueOutlook]) -> Table:
+    rows = [
+        [
+            queue.name,
+            str(queue.waiting),
+            str(queue.running),
+            duration(queue.oldest_wait_s),
+            duration(queue.left_s),
+            ", ".join(queue.workers) or "none",
+        ]
+        for queue in queues
+    ]
+    return Table(["queue", "waiting", "running", "oldest", "left", "workers"], rows, range(1, 5))
+
+
+def worker_table(workers: Sequence[WorkerOutlook]) -> Table:
+    heading = ["worker", "state", "host", "lease", "model", "tokens/s", "jobs/min", "batch", "hits", "done", "failed"]
+    return Table(heading, [_worker_row(worker) for worker in workers], range(5, 11))
+
+
+def job_table(jobs: Sequence[JobInFlight]) -> Table:
+    rows = []
+    for job in jobs:
+        progress = job.progress
+        shown = [progress.stage, str(progress.tokens), f"{progress.tokens_per_s:g}"] if progress else ["-"] * 3
+        rows.append([job.job_id, job.queue, job.worker or "-", duration(job.running_s), *shown])
+    return Table(["job", "queue", "worker", "for", "stage", "tokens", "tokens/s"], rows, range(5, 7))
+
+
+def trouble_text(now: Overview) -> str:
+    """Why the server may refuse to write, and what follows; empty if nothing is known against it."""
+    return f"{now.trouble}. A worker shown as {DEAD} may be alive." if now.trouble else ""
+
+
+def leases_text(worker: WorkerOutlook) -> str:
+    """The queues that it holds, each with its fencing number; ``-`` for none."""
+    return ", ".join(f"{queue} #{fence}" for queue, fence in worker.leases.items()) or "-"
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:g}"
+
+
+def _worker_row(worker: WorkerOutlook) -> list[str]:
+    live, lease = worker.live, leases_text(worker)
+    if live is None:
+        return [worker.name, DEAD, "-", lease, *["-"] * 7]
+    row = [worker.name, "serving" if live.model else "loading", live.host, lease, live.model or "-"]
+    if (figures := live.now) is None:
+        return [*row, *["-"] * 6]
+    hits = "-" if figures.hit_share is None else f"{figures.hit_share:.0%}"
+    batch = f"{figures.in_batch}/{live.max_batch or '-'}"
+    rates = [rate_text(figures.tokens_per_s), rate_text(figures.jobs_per_min)]
+    return [*row, *rates, batch, hits, str(figures.done), str(figures.failed)]
