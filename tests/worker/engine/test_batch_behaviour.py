@@ -7,11 +7,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.worker.engine.layouts import Layout, cache_bytes, prefix_of, random_ids, run, work
+from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
-from stoker_shared.errors import BlockPoolTooSmall, EngineFailed
+from stoker_shared.errors import EngineFailed
 from stoker_worker.engine import batch_engine, sampling
 from stoker_worker.engine.cache_transfer import cache_to_save
 
@@ -52,31 +52,6 @@ def test_a_waiting_sequence_joins_in_the_step_that_frees_a_slot():
 # --- memory ---
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_sequences_that_outgrow_the_pool_give_the_same_answers_as_with_room_for_all(name):
-    layout = Layout(name, eos=False)
-    works = works_of(random.Random(1), (240, 70), (230, 60), (30, 90), (250, 40))
-    plenty = run(layout.engine(), works)
-    kv_cost = layout.kv_cost()
-    engine = layout.engine(blocks=kv_cost.sequence_blocks(250) + kv_cost.sequence_blocks(320))
-    most, preempt = 0, 0
-    uids = [engine.submit(one) for one in works]
-    done = {}
-    while engine.in_flight:
-        before = {sequence.uid for sequence in engine._scheduler.in_batch()}
-        done |= {completion.uid: completion for completion in engine.step()}
-        now = {sequence.uid for sequence in engine._scheduler.in_batch()}
-        preempt += len(before - now - set(done))
-        most = max(most, len(now))
-        assert cache_bytes(engine) <= engine._pool.used * engine._kv_cost.block_bytes
-        assert engine._pool.used <= engine._pool.total
-    assert [done[uid].generated_ids for uid in uids] == [one.generated_ids for one in plenty]
-    assert most > 1
-    assert preempt or name == "mamba2"  # its sequences never grow
-    assert engine.kv is not None
-    assert (engine.kv.used, engine.kv.preemptions) == (0, preempt)
-
-
 @pytest.mark.parametrize("stop", [[], ["<1"]])
 def test_texts_can_be_read_while_memory_is_short_and_after_a_failed_step(monkeypatch, stop):
     layout = Layout("llama", eos=False)
@@ -99,29 +74,6 @@ def test_texts_can_be_read_while_memory_is_short_and_after_a_failed_step(monkeyp
     if not stop:
         assert all(len(texts) > 30 for texts in read)
         assert all(done[n].text.startswith(max(read[n])) and len(max(read[n])) > 20 for n in range(4))
-
-
-def test_three_sequences_of_different_length_end_in_the_order_of_their_lengths():
-    layout = Layout("llama", eos=False)
-    works = works_of(random.Random(2), (20, 100), (20, 800), (20, 300))
-    engine = layout.engine(max_batch=3)
-    uids = [engine.submit(one) for one in works]
-    ended = []
-    while engine.in_flight:
-        ended += engine.step()
-    assert [completion.uid for completion in ended] == [uids[0], uids[2], uids[1]]
-    for completion in ended:
-        one = works[uids.index(completion.uid)]
-        assert list(completion.generated_ids) == layout.alone(one.prompt_ids, one.request.max_tokens)
-
-
-def test_a_job_that_can_never_fit_is_refused_with_the_number_of_tokens_that_can(llama):
-    engine = llama.engine(blocks=4)
-    fits = engine._kv_cost.longest_sequence(4)
-    with pytest.raises(BlockPoolTooSmall, match=rf"is {fits + 1} tokens.*holds {fits} .*--kv-max-bytes"):
-        engine.submit(work([1] * (fits - 9), 10))
-    engine.submit(work([1] * (fits - 10), 10))
-    engine.close()
 
 
 def test_a_large_sequence_neither_blocks_small_ones_nor_waits_forever(llama):

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 from tests.worker.engine.reading import read_along
 
-from stoker_shared import build_request
-from stoker_shared.errors import BlockPoolTooSmall
-from stoker_worker.ports import GenerationWork, RestoredPrefix
+from stoker_worker.ports import RestoredPrefix
 
 pytestmark = pytest.mark.model
 
@@ -22,62 +20,18 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def network_and_model(smollm2):
-    from stoker_worker.models.loading import load_model
-
-    return load_model(str(smollm2), "float32")
+def loaded(real_model):
+    return real_model.loaded
 
 
 @pytest.fixture(scope="module")
-def loaded(network_and_model):
-    return network_and_model[1]
-
-
-@pytest.fixture
-def make_engine(network_and_model):
-    from stoker_worker.engine.assembly import assemble
-
-    network, loaded = network_and_model
-    engines = []
-
-    def make(blocks=64, max_batch=8, prefill_tokens=64):
-        max_bytes = blocks * loaded.spec.bytes_per_block
-        engines.append(
-            assemble(
-                network,
-                loaded,
-                max_bytes=max_bytes,
-                max_batch=max_batch,
-                prefill_tokens=prefill_tokens,
-                max_step_s=10.0,
-            )
-        )
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+def alone(real_model):
+    return real_model.alone
 
 
 @pytest.fixture(scope="module")
-def alone(network_and_model, smollm2):
-    """The reference: mlx-lm itself, one sequence, no cache."""
-    from mlx_lm import stream_generate
-    from mlx_lm.utils import load_tokenizer
-
-    network, _ = network_and_model
-    tokenizer = load_tokenizer(smollm2)
-
-    def generate(ids, max_tokens):
-        return [r.token for r in stream_generate(network, tokenizer, list(ids), max_tokens=max_tokens)]
-
-    return generate
-
-
-def work(loaded, prompt, prefix=None, save_from=0, **fields):
-    ids = prompt if isinstance(prompt, tuple) else tuple(loaded.tokenizer.encode(prompt, special_start=True))
-    request = build_request({"agent_id": "a", "prompt": "x", "max_tokens": 16, **fields})
-    return GenerationWork(request, ids, prefix, save_from)
+def work(real_model):
+    return real_model.work
 
 
 def drain(engine):
@@ -88,9 +42,9 @@ def drain(engine):
 
 
 @pytest.mark.fast_blas
-def test_a_batch_of_unequal_sequences_gives_each_the_answer_it_gets_alone(make_engine, loaded, alone):
+def test_a_batch_of_unequal_sequences_gives_each_the_answer_it_gets_alone(make_engine, work, loaded, alone):
     engine = make_engine(max_batch=4)
-    works = [work(loaded, prompt, max_tokens=4 + 2 * n) for n, prompt in enumerate(PROMPTS)]
+    works = [work(prompt, max_tokens=4 + 2 * n) for n, prompt in enumerate(PROMPTS)]
     uids = [engine.submit(w) for w in works]
     done = drain(engine)
     for uid, w in zip(uids, works, strict=True):
@@ -98,15 +52,15 @@ def test_a_batch_of_unequal_sequences_gives_each_the_answer_it_gets_alone(make_e
         assert done[uid].text == loaded.tokenizer.decode(done[uid].generated_ids)
 
 
-def test_a_sequence_continued_from_a_saved_cache_answers_as_uncached(make_engine, loaded, alone):
+def test_a_sequence_continued_from_a_saved_cache_answers_as_uncached(make_engine, work, loaded, alone):
     engine, length = make_engine(), 257
     text = " ".join(f"word{n} and" for n in range(length))
     ids = tuple(loaded.tokenizer.encode(text, special_start=True))[: length - 4]
-    first = drain_one(engine, work(loaded, ids, max_tokens=4))
+    first = drain_one(engine, work(ids, max_tokens=4))
     assert (first.cache.start, first.cache.stop) == (0, length)
     prefix = RestoredPrefix(length, first.cache.layers)
     longer = (*ids, *first.generated_ids, *loaded.tokenizer.encode(" So then", special_start=False))
-    second = drain_one(engine, work(loaded, longer, prefix=prefix, save_from=256, max_tokens=8))
+    second = drain_one(engine, work(longer, prefix=prefix, save_from=256, max_tokens=8))
     assert list(second.generated_ids) == alone(longer, 8)
     assert second.cache.start == 256
     assert second.cache.stop == len(longer) + len(second.generated_ids)
@@ -117,10 +71,10 @@ def drain_one(engine, one):
     return drain(engine)[uid]
 
 
-def test_an_end_of_sequence_token_ends_the_sequence_and_is_in_the_cache_but_not_in_the_text(make_engine, loaded):
+def test_an_end_of_sequence_token_ends_the_sequence_and_is_in_the_cache_but_not_in_the_text(make_engine, work, loaded):
     engine = make_engine()
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    done = drain_one(engine, work(loaded, prompt, max_tokens=40))
+    done = drain_one(engine, work(prompt, max_tokens=40))
     assert done.ended_by == "eos"
     assert done.generated_ids[-1] in loaded.tokenizer.eos_ids
     assert done.text == "The capital of France is Paris."
@@ -128,13 +82,15 @@ def test_an_end_of_sequence_token_ends_the_sequence_and_is_in_the_cache_but_not_
 
 
 @pytest.mark.fast_blas
-def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_sequences_alone(make_engine, loaded, alone):
+def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_sequences_alone(
+    make_engine, work, loaded, alone
+):
     engine = make_engine()
-    beside = work(loaded, PROMPTS[0], max_tokens=12)
+    beside = work(PROMPTS[0], max_tokens=12)
     uid = engine.submit(beside)
-    plain = drain_one(make_engine(), work(loaded, PROMPTS[1], max_tokens=12))
+    plain = drain_one(make_engine(), work(PROMPTS[1], max_tokens=12))
     stop = plain.text[9:14]
-    stopped = engine.submit(work(loaded, PROMPTS[1], max_tokens=12, stop=[stop]))
+    stopped = engine.submit(work(PROMPTS[1], max_tokens=12, stop=[stop]))
     done = drain(engine)
     assert done[stopped].ended_by == "stop"
     assert done[stopped].text == plain.text[: plain.text.index(stop)]
@@ -146,7 +102,7 @@ def test_a_stop_string_cuts_text_and_cache_before_it_and_leaves_the_other_sequen
 
 
 @pytest.mark.fast_blas
-def test_rows_with_features_of_sampling_change_no_row_beside_them(make_engine, loaded, alone):
+def test_rows_with_features_of_sampling_change_no_row_beside_them(make_engine, work, loaded, alone):
     stop = loaded.tokenizer.encode(" the", special_start=False)[-1]
     features: tuple[dict[str, Any], ...] = (
         {"presence_penalty": 2.0},
@@ -155,8 +111,8 @@ def test_rows_with_features_of_sampling_change_no_row_beside_them(make_engine, l
         {"min_tokens": 16},
         {"stop_token_ids": [stop], "ignore_eos": True},
     )
-    changed = [work(loaded, PROMPTS[n], **fields) for n, fields in enumerate(features)]
-    plain = [work(loaded, prompt) for prompt in PROMPTS[:3]]
+    changed = [work(PROMPTS[n], **fields) for n, fields in enumerate(features)]
+    plain = [work(prompt) for prompt in PROMPTS[:3]]
     engine = make_engine()
     uids = [engine.submit(one) for pair in zip(changed, plain, strict=False) for one in pair]
     uids += [engine.submit(one) for one in changed[3:]]
@@ -168,16 +124,15 @@ def test_rows_with_features_of_sampling_change_no_row_beside_them(make_engine, l
 
 
 @pytest.mark.fast_blas
-def test_the_texts_of_all_sequences_can_be_read_as_they_grow(make_engine, loaded):
-    works = [work(loaded, prompt, max_tokens=12) for prompt in PROMPTS[:3]]
+def test_the_texts_of_all_sequences_can_be_read_as_they_grow(make_engine, work):
+    works = [work(prompt, max_tokens=12) for prompt in PROMPTS[:3]]
     engine = make_engine()
     uids = [engine.submit(one) for one in works]
     plain = drain(engine)
     stop = plain[uids[1]].text[9:14]
-    works[1] = work(loaded, PROMPTS[1], max_tokens=12, stop=[stop])
+    works[1] = work(PROMPTS[1], max_tokens=12, stop=[stop])
     works.append(
         work(
-            loaded,
             "Repeat: \U0001f469\u200d\U0001f4bb \u4e2d\u6587 \U0001f469\u200d\U0001f4bb \u4e2d\u6587",
             max_tokens=12,
         )
@@ -190,19 +145,12 @@ def test_the_texts_of_all_sequences_can_be_read_as_they_grow(make_engine, loaded
     assert not any(text.endswith("\ufffd") for text in read[-1])
 
 
-def test_a_job_that_can_never_fit_is_refused_at_once(make_engine, loaded):
-    engine = make_engine(blocks=2)
-    with pytest.raises(BlockPoolTooSmall, match="--kv-max-bytes"):
-        engine.submit(work(loaded, PROMPTS[0], max_tokens=300))
-    assert engine.in_flight == 0
-
-
 @pytest.mark.fast_blas
-def test_sampling_follows_the_models_distribution(make_engine, loaded):
+def test_sampling_follows_the_models_distribution(make_engine, work):
     """Temperature near zero is greedy; a top_k of one is greedy at any temperature."""
     engine = make_engine()
     greedy, cold, narrow, wide = (
-        engine.submit(work(loaded, PROMPTS[1], max_tokens=6, **fields))
+        engine.submit(work(PROMPTS[1], max_tokens=6, **fields))
         for fields in (
             {},
             {"temperature": 0.001},

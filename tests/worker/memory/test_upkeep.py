@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tests.worker.memory.agents import (
     make_turn,
     problems_of,
 )
+from tests.worker.memory.faulty_files import FullFiles
 
+from stoker_worker.events import outage
 from stoker_worker.memory import cache_index, upkeep
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
@@ -80,6 +83,37 @@ def test_uses_and_ends_of_jobs_are_written_although_no_turn_comes(store: AgentCa
     store.start_upkeep()
     wait_until(lambda: rows(store, "SELECT count(*) FROM deliveries") == [(0,)])
     assert last_used(store, "agent") > before
+
+
+def test_a_disk_that_refuses_is_one_line_in_the_log_and_one_when_it_takes_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "_QUIET_S", 0.1)
+    files = FullFiles()
+    with closing(AgentCacheStore(tmp_path, files=files, connector=files.connector, max_bytes=1 << 30)) as store:
+        agents = [Agent(store, name) for name in "abc"]
+        for agent in agents:
+            agent.say(LONG[:300])
+        caplog.clear()
+        files.arm(1, 10**9)
+        store.start_upkeep()
+        for agent in agents:
+            with pytest.raises(OSError, match=r"No space|is full"):
+                agent.say(LONG[:700])
+            store.ended(agent.name, Delivery("job-1", ""), remember_s=HOUR_S)  # to be noted
+            store.mark_unsaved(agent.name)
+        tries = count()
+        monkeypatch.setattr(store._upkeep, "tidy", partial(_counted, tries, store._upkeep.tidy))
+        wait_until(lambda: next(tries) > 50)
+        files.arm(1, 0)
+        wait_until(lambda: "outage over" in caplog.text)
+    lines = [record.message for record in caplog.records if "cache missed" not in record.message]
+    assert [line.partition(":")[0] for line in lines] == ["outage begins", "outage over"]
+
+
+def _counted(tries: "count[int]", tidy: Callable[[], Iterator[None]]) -> Iterator[None]:
+    next(tries)
+    return tidy()
 
 
 def test_uses_and_ends_of_jobs_are_written_when_the_store_is_closed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 
-from tests.worker.test_job_log import RESULT
+from tests.worker.events.test_job_log import RESULT
 
 from stoker_worker.metrics.counting import Metrics
 from stoker_worker.metrics.looking import Looking

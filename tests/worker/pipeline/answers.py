@@ -28,4 +28,6 @@ def answer_to(
     generated = (*text.encode(), *([END] if ended_by == "eos" else [])) if ids is None else ids
     done = CompletedGeneration(0, "finished", generated, text, ended_by, len(generated))
     model = dataclasses.replace(SCRIPTED, answer_format=form)
-    return read_answer(request, prompt or Prompt((), None, None, opened=opened), done, model, id_seed)
+    markers = form.markers("reasoning" if opened else form.first_state, with_calls=bool(request.offered_tools))
+    asked = dataclasses.replace(prompt or Prompt((), None, None, opened=opened), markers=markers)
+    return read_answer(request, asked, done, model, id_seed)

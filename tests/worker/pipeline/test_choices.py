@@ -114,10 +114,10 @@ def test_progress_is_that_of_all_choices_and_the_text_that_of_the_first():
     engine = SimpleNamespace(text=lambda uid: f"running {uid}")
     of = {0: SequenceProgress("decode", 4, 2.0), 1: SequenceProgress("prefill"), 2: SequenceProgress("waiting")}
     assert choices.progress(of) == SequenceProgress("decode", 4, 2.0)
-    assert choices.text(engine) == "running 0"
+    assert choices.text_so_far(engine).text == "running 0"
     choices.end(end(0, n_tokens=7))
     assert choices.progress({1: SequenceProgress("decode", 3, 1.0)}) == SequenceProgress("decode", 10, 1.0)
-    assert choices.text(engine) == "text 0"
+    assert choices.text_so_far(engine).text == "text 0"
 
 
 @pytest.mark.mlx

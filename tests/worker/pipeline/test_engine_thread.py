@@ -11,10 +11,11 @@ import pytest
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedFinisher, loaded_job
 
+from stoker_shared.markers import Markers
 from stoker_worker.pipeline import engine_thread
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Cancelled, GivenBack
-from stoker_worker.ports import CompletedGeneration
+from stoker_worker.ports import CompletedGeneration, TextSoFar
 
 
 class Engine:
@@ -93,8 +94,8 @@ def test_a_text_is_decoded_once_for_each_request(running):
     thread.put(job)
     for asked, calls, texts in (
         ({number}, 0, {}),
-        (set(), 1, {number: "text of long"}),
-        ({-1}, 1, {number: "text of long"}),
+        (set(), 1, {number: TextSoFar("text of long", Markers())}),
+        ({-1}, 1, {number: TextSoFar("text of long", Markers())}),
     ):
         engine.steps.get(timeout=30)
         assert thread.texts(frozenset(asked)) == texts

@@ -10,10 +10,11 @@ from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
+from stoker_shared.markers import Markers
 from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.leaving import Leaving
-from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch
+from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoFar
 
 
 def fetcher_of(
@@ -153,7 +154,7 @@ def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published()
     queue.listen("fine")
     fetcher = fetcher_of(queue, loader, max_in_flight=4, poll_s=0.01)
     jobs = {job.job_id: job for job in (loader.jobs.get(timeout=TIMEOUT_S) for _ in range(4))}
-    loader.engine._texts = {jobs["fine"].claimed.claim_number: "so far"}
+    loader.engine._texts = {jobs["fine"].claimed.claim_number: TextSoFar("so far", Markers())}
     queue.cancel("canceled")
     queue.ask_to_stop("stopped")
     end_at = time.monotonic() + TIMEOUT_S

@@ -205,7 +205,7 @@ def test_shared_blocks_that_cannot_be_written_fail_no_job(
     job = Job(claimed(scene.queue, job_id="job"), None, Prompt(tuple(range(700)), None, "p"))
     job.restored = Restored(None, "none", saved_blocks=1, shared_blocks=2)
     job.salt = "tenant"
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         scene.finisher.put(job, generated(cache=CacheSlice(256, 701, ())))
         scene.wait_for_release()
     assert saved == [(512, 256, 701, "tenant")]

@@ -189,7 +189,8 @@ CALL = '<tool_call>{"name":"look","arguments":{}}</tool_call>'
 def called(prompt, text, **fields):
     """The transcript after an answer with calls."""
     done = CompletedGeneration(0, "finished", (*text.encode(), END), text, "eos", len(text) + 1)
-    answer = read_answer(request(messages=[user("?")], tools=TOOLS), prompt, done, MODEL, "seed")
+    asked = dataclasses.replace(prompt, markers=MODEL.answer_format.markers("normal", with_calls=True))
+    answer = read_answer(request(messages=[user("?")], tools=TOOLS), asked, done, MODEL, "seed")
     return next_transcript(prompt, done, answer.message(), MODEL)
 
 
@@ -257,5 +258,6 @@ def test_a_template_that_opens_the_thinking_is_noticed():
             return super().render(messages, **options) + "<think>\n"
 
     prompt = build_prompt(request(messages=[user("?")]), None, MODEL, Opening())
-    assert prompt.opened == "<think>\n"
-    assert first_turn(messages=[user("?")]).opened == ""
+    assert (prompt.opened, prompt.markers.first) == ("<think>\n", "reasoning")
+    other = first_turn(messages=[user("?")])
+    assert (other.opened, other.markers.first) == ("", "normal")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.server
 def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_them(connection, queue):
     (key,) = connection.keys("stoker:worker:*")
     assert json.loads(connection.get(key))["model"] is None
-    queue.announce(Serving("m", 4096, "batched", 32, "the default", thinks=True))
+    queue.announce(Serving("m", 4096, "batched", 32, "the default"))
     for _ in range(2):
         assert queue.beat()
         shown = json.loads(connection.get(key))
@@ -30,7 +30,6 @@ def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_the
             "mode": "batched",
             "max_batch": 32,
             "max_batch_why": "the default",
-            "thinks": True,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "now": {},

@@ -15,8 +15,9 @@ from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import taken_over
 
 from stoker_shared.errors import EngineFailed, InvalidRequest, OwnershipLost
+from stoker_shared.markers import Markers
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY, TASK_PATH
-from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving
+from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.passed_over import MOST_PASSED
 from stoker_worker.settings import read_settings
@@ -312,7 +313,7 @@ def test_texts_are_published_only_for_jobs_with_a_reader(outside: Outside) -> No
     jobs = {job.job_id: job for job in claim(outside)}
     outside.queue.withdrawn({})
     assert outside.queue.listened_to() == {jobs["read"].claim_number}
-    outside.queue.tell({jobs["read"].claim_number: "so far"})
+    outside.queue.tell({jobs["read"].claim_number: TextSoFar("so far", Markers())})
     assert outside.text("read") == "so far"
     finish(jobs["read"], RESULT)
     assert outside.queue.listened_to() == frozenset()

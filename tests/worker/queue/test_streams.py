@@ -6,7 +6,8 @@ from tests.worker.queue.ends import drop, finish, give_back
 from tests.worker.queue.looking import taken_over
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.ports import Busy
+from stoker_shared.markers import Edge, Markers
+from stoker_worker.ports import Busy, TextSoFar
 from stoker_worker.queue import streams
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
@@ -14,6 +15,7 @@ from stoker_worker.settings import read_settings
 pytestmark = pytest.mark.server
 
 RESULT = {"text": "done"}
+MARKERS = Markers(first="reasoning", edges=(Edge("reasoning", "</think>", "normal"),))
 TELLS = 800  # past the bound in bytes, then past that in entries
 
 
@@ -27,12 +29,15 @@ def claim(queue):
 
 
 def tell(queue, job, text):
-    queue.tell({job.claim_number: text})
+    queue.tell({job.claim_number: TextSoFar(text, MARKERS)})
 
 
 def entries(connection, job):
     found = connection.xrange(f"stoker:stream:{job.job_id}")
     assert all(fields[b"run"].decode() == job.run.execution.id for _, fields in found)
+    for _, fields in found:
+        told = {Markers.model_validate_json(fields[b"markers"])} if b"markers" in fields else set()
+        assert told == ({MARKERS} if fields[b"kind"] == b"whole" else set())
     return [(fields[b"kind"].decode(), fields[b"text"].decode()) for _, fields in found]
 
 
@@ -134,7 +139,7 @@ def test_a_key_that_is_no_stream_affects_only_its_own_reader(connection, produce
     connection.set(f"stoker:stream:{bad}", "text")
     jobs = {job.job_id: job for job in queue.claim(8, Busy())}
     for _ in range(2):
-        queue.tell({jobs[bad].claim_number: "one", jobs[good].claim_number: "one"})
+        queue.tell({jobs[name].claim_number: TextSoFar("one", MARKERS) for name in (bad, good)})
         assert queue.withdrawn({}) == []
     assert entries(connection, jobs[good]) == [("whole", "one")]
     assert caplog.text.count("cannot be read along") == 1

@@ -30,7 +30,7 @@ _output = options_under("Output")
         "stoker-worker doctor --model mlx-community/Qwen3-4B-4bit --redis embedded",
     ),
 )
-@_looking("--model", help="Load it and measure it as well: about a minute.")
+@_looking("--model", help="Load it and measure it as well: a minute or two more.")
 @_looking("--redis", "redis_url", metavar="URL", help="As for `run`.  [redis://127.0.0.1:6379]")
 @_looking("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]")
 @_output("--json", "as_json", is_flag=True, help="Print the file's content instead of lines.")
@@ -38,7 +38,7 @@ _output = options_under("Output")
 def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
     """Check this machine, Redis, the store and a model; exit code 1 if a check fails.
 
-    The worker's other settings are read from its variables (STOKER_MAX_BATCH, ...), as `run` reads them.
+    The worker's other settings are read from its variables (STOKER_MAX_BATCH, ...) and its file, as `run` does.
     """
     with errors_in_one_line(), cleaned_up_when_terminated():
         logging.basicConfig(level=logging.CRITICAL)  # what the checks find is what the reader should see

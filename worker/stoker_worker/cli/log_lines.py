@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 
-from stoker_worker.job_log import FIELDS
+from stoker_worker.events.job_log import FIELDS
 from stoker_worker.settings import WorkerSettings
 
 CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")

@@ -17,7 +17,7 @@ from typing import Final
 
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.connection import Connection, DatabaseFailed
 from stoker_worker.memory.eviction import (
     Plan,
     idle_rows,
@@ -189,6 +189,8 @@ class DiskBudget:
                     if plan.agents:
                         n_blocks, n_agents = len(plan.blocks), len(plan.agents)
                         _log.info("evicted %d blocks, and the rest of the cache of %d agents", n_blocks, n_agents)
+        except DatabaseFailed as error:
+            self._database.outage.met(error)
         except (OSError, Damaged) as error:
             _log.warning("could not evict everything that should go: %s", error)
         except Exception:  # whatever a damaged row does, it does to no turn

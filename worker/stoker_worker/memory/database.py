@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+from stoker_worker.events.outage import Outage
 from stoker_worker.memory.connection import BUSY_S, Connection, DatabaseFailed, connect, translated
 from stoker_worker.memory.witness import Witness
 
@@ -55,6 +56,9 @@ class _Change(Generic[T]):
 class Database:
     """An open database.
 
+    Attributes:
+        outage: of the store: told of each transaction that the disk refuses, and of each that succeeds.
+
     Raises:
         DatabaseFailed: it cannot be opened now.
         Damaged: it is no database.
@@ -63,6 +67,7 @@ class Database:
     def __init__(self, folder: Path, connector: Callable[[Path], Connection] = connect) -> None:
         self.path = folder / NAME
         self.witness = Witness(folder)
+        self.outage = Outage("the store")
         self._connector = connector
         self._lock = threading.Lock()
         self._leading = threading.Lock()
@@ -94,7 +99,7 @@ class Database:
                 again, so it changes nothing but the database.
 
         Raises:
-            DatabaseFailed: it could not be written; nothing has changed.
+            DatabaseFailed: it could not be written; nothing has changed. `outage` has logged it.
             Damaged: the same, because a page is damaged.
             Exception: what `run` raised; nothing has changed.
         """
@@ -104,8 +109,11 @@ class Database:
         with self._leading:
             if not change.is_done:
                 self._lead()
+        if isinstance(change.error, DatabaseFailed):
+            self.outage.met(change.error)
         if change.error is not None:
             raise change.error
+        self.outage.answered()
         result: Any = change.result
         return result  # type: ignore[no-any-return]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.connection import Connection, DatabaseFailed
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.store_parts import StoreParts
 
@@ -74,6 +74,8 @@ class Notes:
                 some = dict(itertools.islice(self._notes.items(), _MOST))
             try:
                 self._database.commit(partial(_write, notes=some.values()))
+            except DatabaseFailed:  # logged as an outage of the store
+                return
             except OSError as error:
                 _log.warning("uses of agents and ends of jobs are noted later: %s", error)
                 return

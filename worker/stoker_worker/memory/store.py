@@ -169,6 +169,8 @@ class AgentCacheStore(CacheStorePort):
             if isinstance(error, Damaged):
                 _log_way_on(turn.agent_id, error)
                 raise DatabaseFailed(str(error)) from error
+            if isinstance(error, OSError):
+                self._database.outage.met(f"the store: {error}")
             raise
         self._unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
@@ -181,9 +183,7 @@ class AgentCacheStore(CacheStorePort):
         try:
             with self.budget.holds.lending(chain.addresses):
                 sizes = self._blocks.save(chain, cache, model.spec)
-                self._database.commit(
-                    lambda connection: cache_index.add_blocks(connection, chain, sizes, now=time.time())
-                )
+                self._database.commit(partial(cache_index.add_blocks, chain=chain, sizes=sizes, now=time.time()))
         except (OSError, Damaged) as error:
             self.budget.not_saved(None, chain.paths(self._blocks.path_of))
             raise DatabaseFailed(str(error)) from error
@@ -238,7 +238,9 @@ class AgentCacheStore(CacheStorePort):
                 self.budget.free(LOG_BYTES)
                 self._database.commit(change)
             self._unsaved.discard(agent_id)
-        except (OSError, Damaged) as error:
+        except OSError as error:
+            self._database.outage.met(error)
+        except Damaged as error:
             _log.error("agent %r: could not note whether its last turn is saved: %s", agent_id, error)
 
 

@@ -19,6 +19,7 @@ from stoker_shared.errors import AgentBusy, StokerError
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged, key_of
+from stoker_worker.memory.connection import DatabaseFailed
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.in_flight import working_on
 from stoker_worker.memory.notes import Notes
@@ -101,6 +102,8 @@ class Upkeep:
                 self._take(self.tidy())
                 if walks.is_due():
                     self._take(self.walk())
+            except DatabaseFailed as error:
+                self._database.outage.met(error)
             except (OSError, Damaged, StokerError) as error:
                 _log.warning("the store's upkeep goes on later: %s", error)
             except Exception:  # the worker can do without it for now

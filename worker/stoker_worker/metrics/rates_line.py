@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from stoker_worker.job_log import FIELDS
+from stoker_worker.events.job_log import FIELDS
 from stoker_worker.metrics import declared as of
 from stoker_worker.metrics.counting import Metrics
 from stoker_worker.metrics.looking import Looking

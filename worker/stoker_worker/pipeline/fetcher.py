@@ -11,13 +11,13 @@ from collections.abc import Collection
 from concurrent.futures import Future
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.job_log import log_job
+from stoker_worker.events.job_log import log_job
+from stoker_worker.events.outage import Outage
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.pipeline.outage import Outage
 from stoker_worker.pipeline.wakefulness import Wakefulness, keep_awake_command
 from stoker_worker.ports import (
     NOT_COUNTED,
@@ -77,7 +77,7 @@ class Fetcher(threading.Thread):
         self._tidy = Periodic(1.0)
         self._leaving = leaving
         self._metrics = metrics
-        self._outage = outage or Outage()
+        self._outage = outage or Outage("Redis")
         self._wakefulness = Wakefulness(keep_awake_command())
         self._pinned: tuple[frozenset[str], frozenset[str], bool] | None = None
         self._look_again = False

@@ -21,7 +21,8 @@ from stoker_shared.errors import (
     RedisUnavailable,
     WorkerLostTooOften,
 )
-from stoker_worker.job_log import log_answer, log_failure, log_job
+from stoker_worker.events.job_log import log_answer, log_failure, log_job
+from stoker_worker.events.outage import Outage
 from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.pipeline.job import (
     AgentChange,
@@ -34,7 +35,6 @@ from stoker_worker.pipeline.job import (
     Replayed,
     cut_short,
 )
-from stoker_worker.pipeline.outage import Outage
 from stoker_worker.pipeline.patience import Patience
 from stoker_worker.pipeline.results import save_turn, with_total_until_now
 from stoker_worker.ports import NOT_COUNTED, CacheStorePort, CompletedGeneration, LoadedModel, MetricsPort
@@ -71,7 +71,7 @@ class Finisher:
         self._store = store
         self._loaded = loaded
         self._metrics = metrics
-        self._redis = Patience(outage or Outage(), retry_s)
+        self._redis = Patience(outage or Outage("Redis"), retry_s)
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.pipeline.outage import Outage
+from stoker_worker.events.outage import Outage
 from stoker_worker.ports import QueuePort
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._queue = queue
         self._period_s = period_s
-        self._outage = outage or Outage()
+        self._outage = outage or Outage("Redis")
         self._stop_asked = threading.Event()
         self._away = _Away()
         self.deposed = threading.Event()

@@ -136,7 +136,6 @@ def save_turn(
         store.save(turn)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        log.error("agent version of job %s not saved: %s", job.job_id, reason)
         if request.context == "append":
             raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
         if not isinstance(error, AgentVersionConflict):  # after a conflict, a newer version is there, and sound
@@ -157,4 +156,4 @@ def _save_shared(job: Job, completion: CompletedGeneration, store: CacheStorePor
     try:
         store.save_blocks(job.prompt.ids[:n_shared], cache, model=model, salt=job.salt)
     except Exception as error:
-        log.warning("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)
+        log.info("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from stoker_shared.errors import EngineFailed, QueueHeld
+from stoker_worker.events.outage import Outage
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.draining import Draining
 from stoker_worker.pipeline.engine_thread import EngineThread
@@ -20,7 +21,6 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.heartbeat import Heartbeat
 from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.pipeline.outage import Outage
 from stoker_worker.ports import (
     NOT_COUNTED,
     CacheStorePort,
@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self._queue = queue
         self._loaded = loaded = Future[LoadedModel]()
-        outage = Outage()
+        outage = Outage("Redis")
         self._heartbeat = Heartbeat(queue, period_s=settings.heartbeat_s, outage=outage)
         self._store = store
         self._metrics = metrics
@@ -176,9 +176,8 @@ class Worker:
         self._loader.start()
         self._fetcher.start()
         width = model.max_batch
-        thinks = model.answer_format.has_thinking
         mode = str(model.mode)
-        self._serving = serving = Serving(model.name, model.context_tokens, mode, width.jobs, width.why, thinks)
+        self._serving = serving = Serving(model.name, model.context_tokens, mode, width.jobs, width.why)
         self._queue.announce(serving)
         log.info("ready: %s", serving)
         self._draining.wait()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from stoker_shared.durable_file import replace_file
 from stoker_shared.errors import StokerError
 from stoker_worker.service.unit import ServiceUnit
 
@@ -72,7 +73,5 @@ def write_if_other(path: Path, text: str) -> bool:
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, text.encode())
     return True

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.pipeline.outage import Outage
+from stoker_worker.events.outage import Outage
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def clock(monkeypatch):
 
 
 def test_an_outage_is_one_line_at_its_beginning_and_one_at_its_end(clock, caplog):
-    outage = Outage()
+    outage = Outage("Redis")
     outage.answered()
     for _ in range(20):
         outage.met(RedisUnavailable("Redis is away (MISCONF: No space left on device)"))

@@ -8,7 +8,7 @@ import pytest
 
 from stoker_shared.errors import AgentVersionNotSaved, TemplateError
 from stoker_worker.cli.log_lines import CHATTY, configure_logging
-from stoker_worker.job_log import log_answer, log_failure
+from stoker_worker.events.job_log import log_answer, log_failure
 from stoker_worker.settings import read_settings
 
 RESULT = {

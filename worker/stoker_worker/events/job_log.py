@@ -32,17 +32,20 @@ def log_answer(event: JobEvent, job_id: str, result: Mapping[str, Any], **fields
     Args:
         result: as JSON, perhaps of an earlier version.
     """
-    usage = result.get("usage", {})
+    usage, cache = result.get("usage", {}), result.get("cache", {})
+    save_error = cache.get("save_error")
     log_job(
         event,
         job_id,
+        logging.INFO if save_error is None else logging.WARNING,
         **fields,
         prompt=usage.get("prompt_tokens"),
         cached=usage.get("cached_tokens"),
         generated=usage.get("completion_tokens"),
         seconds=result.get("timing", {}).get("total_s"),
         ended_by=result.get("finish_reason"),
-        version=result.get("cache", {}).get("agent_version"),
+        version=cache.get("agent_version"),
+        save_error=save_error,
     )
 
 
