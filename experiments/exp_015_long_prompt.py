@@ -16,7 +16,6 @@ from exp_015_report import render
 from prompts import text_of
 
 from stoker_shared import build_request
-from stoker_worker.engine.assembly import assemble
 from stoker_worker.ports import GenerationWork
 
 REPORT = "EXP-015-long-prompt.md"
@@ -26,6 +25,8 @@ MOST_CANCEL_S = 2.0
 
 
 def one_run(bench: Bench, *, rows: int, n_tokens: int, quiet_s: float) -> Json:
+    from stoker_worker.engine.assembly import assemble
+
     engine = assemble(bench.network, replace(bench.model, tokenizer=Endless(bench.model.tokenizer)), max_bytes=6 << 30,
                       max_batch=16, prefill_tokens=1024 if bench.on_gpu else 256, max_step_s=MAX_STEP_S)  # fmt: skip
     decoding = [engine.submit(_work(bench.encode(f"Tell me about the number {n}."), 3000)) for n in range(rows)]

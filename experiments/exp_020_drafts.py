@@ -1,7 +1,7 @@
 """EXP-020, drafts: what do drafts looked up in a row's own context gain where answers quote it, and cost elsewhere?
 
-The same answers are decoded with and without drafts (`--draft-ngram`), through the product's engine, in turn; the order
-changes every round. Run: ``python experiments/exp_020_drafts.py``.
+The same answers are decoded with and without drafts (`--draft-ngram`), through the product's engine, by turns of twelve
+steps; the order changes every round. Run: ``python experiments/exp_020_drafts.py``.
 """
 
 import os
@@ -25,6 +25,7 @@ KINDS = {"quoting": QUOTING, "other": OTHER}
 WIDTHS = (1, 2, 4)
 LEAST_QUOTING, LEAST_OTHER = 1.2, 0.97
 CONTEXT_TOKENS = 240
+TURN_STEPS = 12
 
 
 # --- answers ---
@@ -43,7 +44,7 @@ def works(bench: Bench, texts: Sequence[str], *, max_tokens: int, temperature: f
 
 
 class Answers:
-    """All answers of a load, `width` of them at a time.
+    """All answers of a load, `width` of them at a time, a few steps at each call.
 
     Attributes:
         decode_s: seconds of the steps without prefill.
@@ -51,39 +52,57 @@ class Answers:
     """
 
     def __init__(self, bench: Bench, load: list[GenerationWork], width: int, *, draft_ngram: bool) -> None:
-        from stoker_worker.engine.assembly import assemble
-
         self.decode_s, self.steps, self.tokens, self.drafted, self.accepted = 0.0, 0, 0, 0, 0
         self.ids: list[tuple[int, ...]] = []
-        for first in range(0, len(load), width):
-            engine = assemble(bench.network, bench.model, max_bytes=4 << 30, max_batch=width,
-                              prefill_tokens=worker_chunk(bench), max_step_s=60.0, draft_ngram=draft_ngram)  # fmt: skip
-            uids = [engine.submit(work) for work in load[first : first + width]]
-            done = self._run(engine)
-            self.ids += [done[uid].generated_ids for uid in uids]
-            drafts = engine._generator._decode.drafts
-            if drafts is not None:
-                self.drafted += drafts.n_drafted
-                self.accepted += drafts.n_accepted
-            engine.close()
+        self._bench, self._width, self._draft_ngram = bench, width, draft_ngram
+        self._groups = [load[first : first + width] for first in range(0, len(load), width)]
+        self._engine: Any = None
+        self._uids: list[int] = []
+        self._done: dict[int, CompletedGeneration] = {}
 
-    def _run(self, engine: Any) -> dict[int, CompletedGeneration]:
-        done: dict[int, CompletedGeneration] = {}
-        while engine.in_flight:
-            in_prefill = any(progress.stage != "decode" for progress in engine.progress().values())
-            before = _generated(engine, done)
+    def go_on(self, n_steps: int) -> bool:
+        """Decode for `n_steps` steps; whether answers are left."""
+        import mlx.core as mx
+
+        n_last = self.steps + n_steps
+        while (self._engine or self._begin()) and self.steps < n_last:
+            in_prefill = any(progress.stage != "decode" for progress in self._engine.progress().values())
+            before = self._generated()
             begin = time.perf_counter()
-            done |= {completion.uid: completion for completion in engine.step()}
+            self._done |= {completion.uid: completion for completion in self._engine.step()}
+            if self.steps == n_last - 1:
+                mx.synchronize()  # the pass that was begun ahead must not run in the other side's time
             if not in_prefill:
                 self.decode_s += time.perf_counter() - begin
                 self.steps += 1
-                self.tokens += _generated(engine, done) - before
-        return done
+                self.tokens += self._generated() - before
+            if not self._engine.in_flight:
+                self._end()
+        return self._engine is not None or bool(self._groups)
 
+    def _begin(self) -> bool:
+        from stoker_worker.engine.assembly import assemble
 
-def _generated(engine: Any, done: dict[int, CompletedGeneration]) -> int:
-    running = sum(progress.tokens for progress in engine.progress().values())
-    return running + sum(len(completion.generated_ids) for completion in done.values())
+        if not self._groups:
+            return False
+        self._engine = assemble(self._bench.network, self._bench.model, max_bytes=4 << 30, max_batch=self._width,
+                                prefill_tokens=worker_chunk(self._bench), max_step_s=60.0,
+                                draft_ngram=self._draft_ngram)  # fmt: skip
+        self._uids = [self._engine.submit(work) for work in self._groups.pop(0)]
+        return True
+
+    def _end(self) -> None:
+        self.ids += [self._done[uid].generated_ids for uid in self._uids]
+        drafts = self._engine._generator._decode.drafts
+        if drafts is not None:
+            self.drafted += drafts.n_drafted
+            self.accepted += drafts.n_accepted
+        self._engine.close()
+        self._engine, self._done = None, {}
+
+    def _generated(self) -> int:
+        running = sum(progress.tokens for progress in self._engine.progress().values())
+        return running + sum(len(completion.generated_ids) for completion in self._done.values())
 
 
 def measured(
@@ -92,8 +111,11 @@ def measured(
     load = works(bench, KINDS[kind][:prompts], max_tokens=max_tokens, temperature=temperature)
     runs: dict[bool, list[Answers]] = {False: [], True: []}
     for number in range(rounds):
-        for draft_ngram in (False, True)[:: 1 if number % 2 == 0 else -1]:
-            done = Answers(bench, load, width, draft_ngram=draft_ngram)
+        order = (False, True)[:: 1 if number % 2 == 0 else -1]
+        sides = {draft_ngram: Answers(bench, load, width, draft_ngram=draft_ngram) for draft_ngram in order}
+        while any([side.go_on(TURN_STEPS) for side in sides.values()]):
+            pass
+        for draft_ngram, done in sides.items():
             runs[draft_ngram].append(done)
             note(f"{kind}, {width} rows, temperature {temperature}, round {number + 1}: drafts {draft_ngram}, "
                  f"{done.tokens} tokens, {done.steps} steps, {done.decode_s:.1f} s")  # fmt: skip

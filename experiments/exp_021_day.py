@@ -214,13 +214,14 @@ def slices(served: Served, samples: Sequence[Json], size: Size) -> list[Json]:
     for number, members in enumerate(cut):
         ended = served.ends[members[-1]]
         usages = [served.results[n].usage for n in members]
+        cpu_s = _nearest(samples, ended)["cpu"] - _nearest(samples, began)["cpu"]
         inside = [one for one in samples if began < one["at"] <= ended] or [_nearest(samples, ended)]
         found.append({
             "jobs": min((number + 1) * step, size.jobs),
             "s": round(ended - began, 3),
-            "cpu_s": round(_nearest(samples, ended)["cpu"] - _nearest(samples, began)["cpu"], 2),
+            "cpu_s": round(cpu_s, 2),
             "life": 1 if ended < served.killed_at else 2,
-            "has_restart": began < served.ready_at and ended > served.killed_at,
+            "has_restart": (began < served.ready_at and ended > served.killed_at) or cpu_s < 0,
             "prefilled": sum(usage.prompt_tokens - usage.cached_tokens for usage in usages),
             "generated": sum(usage.completion_tokens for usage in usages),
             "attended": sum(usage.completion_tokens * usage.prompt_tokens for usage in usages),
@@ -233,12 +234,17 @@ def slices(served: Served, samples: Sequence[Json], size: Size) -> list[Json]:
             "sources": dict(Counter(served.results[n].cache.source for n in members)),
         })  # fmt: skip
         began = ended
+    add_predictions(found)
+    return found
+
+
+def add_predictions(found: list[Json]) -> None:
+    """The time that the work of each slice should have taken, and how the real one compares."""
     for name, ratio in (("s", "of_predicted"), ("cpu_s", "cpu_of_predicted")):
         prices = _prices([one for one in found if not one["has_restart"]], name)
         for one in found:
             one[f"predicted_{name}"] = predicted = round(max(0.01, float(np.dot(_work(one), prices))), 3)
             one[ratio] = round(one[name] / predicted, 3)
-    return found
 
 
 def _nearest(samples: Sequence[Json], at: float) -> Json:

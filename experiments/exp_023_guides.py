@@ -25,7 +25,7 @@ from stoker_shared.errors import GuideRefused
 from stoker_worker.ports import CompletedGeneration, GenerationWork
 
 REPORT = "EXP-023-guides.md"
-SCHEMAS, ANSWER_TOKENS, COST_TOKENS, ROWS = 100, 64, 64, 8
+SCHEMAS, ANSWER_TOKENS, MASK_TOKENS, ROWS, TURN_STEPS = 100, 128, 64, 8, 8
 MOST_LOST = 0.05
 RECORDS: Final[Json] = {
     "type": "array",
@@ -135,47 +135,63 @@ def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
 # --- cost ---
 
 
-def decode_s(bench: Bench, works: Sequence[GenerationWork]) -> list[float]:
-    """Seconds of each step in which all rows decode."""
-    from stoker_worker.engine.assembly import assemble
+class Decoding:
+    """Rows that decode together and do not end before `max_tokens`."""
 
-    model = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
-    engine = assemble(bench.network, model, max_bytes=4 << 30, max_batch=len(works),
-                      prefill_tokens=worker_chunk(bench), max_step_s=60.0)  # fmt: skip
-    for one in works:
-        engine.submit(one)
-    seconds = []
-    while engine.in_flight:
-        decoding = all(progress.tokens > 1 for progress in engine.progress().values())
+    def __init__(self, bench: Bench, works: Sequence[GenerationWork]) -> None:
+        from stoker_worker.engine.assembly import assemble
+
+        model = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
+        self._engine = assemble(bench.network, model, max_bytes=4 << 30, max_batch=len(works),
+                                prefill_tokens=worker_chunk(bench), max_step_s=60.0)  # fmt: skip
+        for one in works:
+            self._engine.submit(one)
+        while any(progress.tokens < 2 for progress in self._engine.progress().values()):
+            self._engine.step()
+        self.step_s(1)
+
+    def step_s(self, n_steps: int) -> float:
+        """Seconds of a step, over `n_steps` of them."""
+        import mlx.core as mx
+
         begin = time.perf_counter()
-        ended = engine.step()
-        if decoding and not ended:
-            seconds.append(time.perf_counter() - begin)
-    engine.close()
-    return seconds
+        for _ in range(n_steps):
+            assert not self._engine.step()
+        mx.synchronize()  # the pass that was begun ahead must not run in the other side's time
+        return (time.perf_counter() - begin) / n_steps
+
+    def close(self) -> None:
+        self._engine.close()
 
 
-def cost(bench: Bench, guided_rows: int, temperature: float, rounds: int, max_tokens: int) -> Json:
-    runs: dict[bool, list[float]] = {False: [], True: []}
+def cost(bench: Bench, temperature: float, rounds: int, turns: int) -> Json:
+    """Both sides decode at once and take turns of a few steps, so that a slow second of the machine falls on both."""
+    steps: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds):
-        for with_guides in (False, True)[:: 1 if number % 2 == 0 else -1]:
-            works = [work(bench, RECORDS, max_tokens=max_tokens, temperature=temperature, seed=n) for n in range(ROWS)]
-            kept = guided_rows if with_guides else 0
-            works = [one if n < kept else replace(one, guide=None) for n, one in enumerate(works)]
-            step_ms = 1000 * statistics.median(decode_s(bench, works))
-            runs[with_guides].append(step_ms)
-            note(
-                f"temperature {temperature}, round {number + 1}: {kept} of {ROWS} rows guided, {step_ms:.1f} ms a step"
-            )
-    speed = [plain / guided for plain, guided in zip(runs[False], runs[True], strict=True)]
+        order = (False, True)[:: 1 if number % 2 == 0 else -1]
+        sides = {with_guides: _decoding(bench, with_guides, temperature, turns) for with_guides in order}
+        for _ in range(turns):
+            for with_guides, side in sides.items():
+                steps[with_guides].append(1000 * side.step_s(TURN_STEPS))
+        for side in sides.values():
+            side.close()
+        plain, guided = (statistics.median(steps[side][-turns:]) for side in (False, True))
+        note(f"temperature {temperature}, round {number + 1}: {plain:.1f} ms a step plain, {guided:.1f} ms guided")
+    speed = [plain / guided for plain, guided in zip(steps[False], steps[True], strict=True)]
     return {
         "rows": ROWS,
-        "guided_rows": guided_rows,
         "temperature": temperature,
-        "speed": spread(speed),
-        "plain_step_ms": spread(runs[False], digits=1),
-        "guided_step_ms": spread(runs[True], digits=1),
+        "turns": len(speed),
+        "speed": spread(speed) | {"middle_half": [round(value, 3) for value in statistics.quantiles(speed)[::2]]},
+        "plain_step_ms": spread(steps[False], digits=1),
+        "guided_step_ms": spread(steps[True], digits=1),
     }
+
+
+def _decoding(bench: Bench, with_guides: bool, temperature: float, turns: int) -> Decoding:
+    most = 8 + TURN_STEPS * turns
+    works = [work(bench, RECORDS, max_tokens=most, temperature=temperature, seed=n) for n in range(ROWS)]
+    return Decoding(bench, works if with_guides else [replace(one, guide=None) for one in works])
 
 
 def mask_us(bench: Bench, tokens: int) -> Json:
@@ -211,9 +227,8 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     facts = machine(bench.facts)
     taken, refused = supported(bench, suite_schemas(quick=quick), 2 if quick else SCHEMAS)
     valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
-    rounds, max_tokens = (1, 8) if quick else (5, COST_TOKENS)
-    costs = [cost(bench, rows, temperature, rounds, max_tokens)
-             for rows, temperature in ((ROWS, 0.0), (ROWS, 1.0))]  # fmt: skip
+    rounds, turns = (1, 2) if quick else (6, 8)
+    costs = [cost(bench, temperature, rounds, turns) for temperature in (0.0, 1.0)]
     same = beside(bench, 8 if quick else 24)
     criteria = {
         "every_whole_answer_is_valid": all(not one["wrong"] and not one["failed"] for one in valid),
@@ -226,7 +241,7 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "schemas": {"taken": len(taken), "refused": len(refused), "reasons": refused},
         "validity": valid,
         "costs": costs,
-        "mask_us": mask_us(bench, max_tokens),
+        "mask_us": mask_us(bench, 8 if quick else MASK_TOKENS),
         "beside": same,
     }
 

@@ -27,8 +27,8 @@ def _summary(content: Json) -> str:
     return "\n".join(
         (
             f"Of {whole} answers that ended by themselves, {whole - wrong} are valid for their schema.",
-            f"With {worst['guided_rows']} of {worst['rows']} rows guided, a step takes {longer:.3f} times as long as "
-            "without guides, in the slower of the two loads.",
+            f"With {worst['rows']} guided rows, a step takes {longer:.3f} times as long as with {worst['rows']} plain "
+            "ones, in the slower of the two loads.",
             f"{beside['same']} of {beside['plain_rows']} rows beside a guided one have the tokens they have alone.",
         )
     )
@@ -48,10 +48,10 @@ def _refused(schemas: Json) -> str:
 
 
 def _costs(content: Json) -> str:
-    head = ("guided rows", "temperature", "ms a step: plain", "guided", "in speed")
+    head = ("temperature", "turns", "ms a step: plain", "guided", "speed of the guided rows", "the middle half of it")
     lines = [
-        (f"{one['guided_rows']} of {one['rows']}", one["temperature"], span(one["plain_step_ms"]),
-         span(one["guided_step_ms"]), span(one["speed"]))
+        (one["temperature"], one["turns"], span(one["plain_step_ms"]), span(one["guided_step_ms"]), span(one["speed"]),
+         "{} to {}".format(*one["speed"]["middle_half"]))
         for one in content["costs"]
     ]  # fmt: skip
     masks = content["mask_us"]
@@ -72,9 +72,9 @@ def plot(content: Json, path: Path) -> None:
     for place, name in enumerate(("plain_step_ms", "guided_step_ms")):
         values = [one[name]["median"] for one in costs]
         shown.bar([n + 0.4 * place for n in range(len(costs))], values, 0.4, label=name.partition("_")[0])
-    labels = [f"{one['guided_rows']} of {one['rows']}, t={one['temperature']}" for one in costs]
+    labels = [f"temperature {one['temperature']}" for one in costs]
     shown.set_xticks([n + 0.2 for n in range(len(costs))], labels)
-    shown.set(ylabel="ms a step", xlabel="guided rows, temperature")
+    shown.set(ylabel=f"ms a step of {costs[0]['rows']} rows")
     shown.legend()
     figure.suptitle(f"EXP-023 on {content['machine']['device']}: {content['machine']['model']}")
     figure.tight_layout()

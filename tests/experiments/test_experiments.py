@@ -163,11 +163,7 @@ HOLDS_ON_ANY_MACHINE = {
     "each_agents_turns_are_in_order",
 }
 
-AWAITED = {"exp_021_day.py"}
-"""Experiments that have not been run in full yet: they have no results."""
-
 ALL = SCRIPTS | BENCHMARKS | WITHOUT_MODEL | WITH_MODEL | QUEUE_COSTS | STORE_AT_SCALE | TIMED_AGAINST_THE_CLOCK
-IN_FULL = sorted(ALL.keys() - AWAITED)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +273,7 @@ def test_a_quick_run_with_the_model_is_right_and_writes_results_report_and_plot(
     check_quick_run(script, WITH_MODEL[script], tmp_path)
 
 
-@pytest.mark.parametrize("script", IN_FULL)
+@pytest.mark.parametrize("script", sorted(ALL))
 def test_the_reports_figures_match_the_results(experiments: ExperimentsProcess, script: str, tmp_path: Path) -> None:
     kept = results_file(EXPERIMENTS, script)
     made = results_file(tmp_path, script)
@@ -287,7 +283,7 @@ def test_the_reports_figures_match_the_results(experiments: ExperimentsProcess, 
     assert report_file(tmp_path, script).read_text() == report_file(EXPERIMENTS, script).read_text()
 
 
-@pytest.mark.parametrize("script", IN_FULL)
+@pytest.mark.parametrize("script", sorted(ALL))
 def test_the_results_come_from_a_full_run_with_every_criterion(script: str) -> None:
     content = json.loads(results_file(EXPERIMENTS, script).read_text())
     assert content["quick"] is False
@@ -295,9 +291,12 @@ def test_the_results_come_from_a_full_run_with_every_criterion(script: str) -> N
     assert content["verdict"]["passed"] == all(content["verdict"].values())
 
 
-@pytest.mark.parametrize("script", sorted(AWAITED))
-def test_what_has_results_is_awaited_no_longer(script: str) -> None:
-    assert not results_file(EXPERIMENTS, script).exists()
+def test_no_script_imports_mlx_before_its_blas_library_is_loaded() -> None:
+    """A script that does ends at once when it runs by itself; the tests' own process has the library already."""
+    names = sorted(path.stem for path in EXPERIMENTS.glob("exp_*.py"))
+    one = "importlib.import_module(name); assert 'mlx' not in sys.modules, name"
+    code = f"import importlib, sys\nfor name in {names}: {one}"
+    subprocess.run([sys.executable, "-c", code], cwd=EXPERIMENTS, check=True)
 
 
 def test_the_index_has_every_report() -> None:
@@ -335,6 +334,13 @@ def test_the_index_has_every_report() -> None:
             lambda content: (
                 f"{100 * content['sizes']['modes']['q8']['block_bytes_per_token_ratio']:.1f} % of the bytes at "
                 f"{100 * (content['perplexity_ratios']['q8'] - 1):+.2f} % perplexity"
+            ),
+        ),
+        (
+            "exp_021_day.py",
+            lambda content: (
+                f"{content['growth_mb_per_1000_jobs']['rss']:+.1f} MB of memory and "
+                f"{100 * content['slower_per_1000_jobs']:+.1f} % of time per 1,000 jobs"
             ),
         ),
         (
