@@ -20,6 +20,7 @@ HAS_FAST_BLAS = BLAS is not None or sys.platform != "linux"
 
 from tests.model_fixture import smollm2  # noqa: E402, F401
 from tests.node_fixture import node_folder  # noqa: E402, F401
+from tests.real_model import make_engine, real_model  # noqa: E402, F401
 from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
 from tests.small_disk import small_disk  # noqa: E402, F401
 

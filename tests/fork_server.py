@@ -1,21 +1,31 @@
 """A process that has imported the worker and forks one for each order on its stdin, so that a start is fast.
 
-It has no threads, so a fork of it is like a new process. Orders and answers are JSON lines: ``{"run": …}``
-answers the pid; ``{"poll": pid}`` answers the exit status as `subprocess` gives it, or null.
+It has no threads, so a fork of it is like a new process: numpy's OpenBLAS gets none, and MLX is not imported. Orders
+and answers are JSON lines: ``{"run": …}`` answers the pid; ``{"poll": pid}`` answers the exit status as `subprocess`
+gives it, or null.
 """
 
 import json
 import os
 import sys
+from importlib import import_module
 from typing import Any, NoReturn
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from tests.chaos.hooks import install
 
 from stoker.cli import main as producer_main
 from stoker_worker.cli.main import main as worker_main
 
+USED_BY_RUN = ("cli.log_lines", "engine.provider", "engine.scripted", "memory.store", "metrics.watch",
+               "pipeline.worker", "queue.connect", "settings")  # fmt: skip
+"""`run` imports these when it needs them, which takes half a second."""
+
 
 def serve() -> None:
+    for name in USED_BY_RUN:
+        import_module(f"stoker_worker.{name}")
     for line in sys.stdin:
         order = json.loads(line)
         if "run" in order:

@@ -29,7 +29,7 @@ EDGES = (
         "stoker.batch.feeding.",
     ),
     "stoker.batch.collecting.",
-    *("stoker.serve.batch_run.",),
+    *("stoker.serve.batch_run.", "stoker.dashboard."),
 )
 COMMANDS = (
     *(
@@ -77,7 +77,7 @@ ALLOWED_IMPORTERS = {
 }
 """Module imported: prefixes of the modules that may import it."""
 
-BASE = {"job_log", "periodic", "process_identity"}
+BASE = {"events", "periodic", "process_identity"}
 VALUES = {"ports", *BASE}
 CONFIGURED = {"settings", *VALUES}
 LAYERS = {
@@ -97,7 +97,7 @@ LAYERS = {
     "embedded_redis": CONFIGURED,
     "settings": VALUES,
     "ports": set(),
-    "job_log": set(),
+    "events": set(),
     "periodic": set(),
     "process_identity": set(),
 }

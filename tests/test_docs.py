@@ -32,6 +32,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_site_has_every_page():
+    nav = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert nav == {page.relative_to(ROOT).as_posix() for page in PAGES}
+
+
 OUR_PAGES = [page for page in PAGES if page.name != "upstream.md"]  # it names files of mlx-lm and RQ
 
 
@@ -72,8 +77,9 @@ def private_names(tree: ast.AST) -> set[str]:
     return imported | attributes
 
 
-def test_every_option_of_the_worker_is_a_variable_too_as_the_readme_promises():
-    assert "Every option of the worker is also a variable" in (ROOT / "README.md").read_text()
+def test_every_option_of_the_worker_is_a_setting_too_as_the_page_promises():
+    promise = "Each setting is an option of `stoker-worker run`, a variable, and a name in a TOML file"
+    assert promise in (ROOT / "docs" / "running.md").read_text()
     assert {option.name for option in run.params} <= set(WorkerSettings.model_fields)
 
 

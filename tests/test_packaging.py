@@ -94,11 +94,13 @@ def modules_of_the_checkout(folder: str, package: str) -> set[str]:
     return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder / package).rglob("*.py")}
 
 
-def test_the_wheel_has_the_modules_and_nothing_else(built: Path):
+def test_the_wheel_has_the_modules_the_templates_and_nothing_else(built: Path):
     (wheel,) = built.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = set().union(*(modules_of_the_checkout(*source) for source in SOURCES.items()))
-    assert names == modules | {f"{package}/py.typed" for package in SOURCES.values()}
+    templates = ROOT / "producer" / "stoker" / "dashboard" / "templates"
+    shown = {path.relative_to(ROOT / "producer").as_posix() for path in templates.rglob("*.*")}
+    assert names == modules | shown | {f"{package}/py.typed" for package in SOURCES.values()}
 
 
 def test_the_sdist_has_the_sources_the_pages_and_no_tests(packed: set[str]):

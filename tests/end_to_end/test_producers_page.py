@@ -18,6 +18,7 @@ pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "producers.md"
 README = ROOT / "README.md"
+MEMORY_PAGE = ROOT / "docs" / "agent-memory.md"
 PLAYED_REDIS_CLI = Path(__file__).with_name("played_redis_cli.py")
 SHOWN_URL = "redis://127.0.0.1:6379"
 
@@ -82,21 +83,17 @@ def test_a_job_made_with_redis_commands_has_its_true_age(run, tmp_path):
     assert result["timing"]["queued_s"] <= (datetime.now(UTC) - began).total_seconds() + 1
 
 
-def test_the_readmes_client_commands_run_one_after_the_other(run, worker, tmp_path):
+def test_the_client_commands_of_the_readme_and_the_memory_page_run(run, worker, tmp_path):
     put_program(tmp_path, "git", "echo the diff")
-    body = {"model": "m", "prompt": "x"}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    (tmp_path / "IN.jsonl").write_text(json.dumps(line))
     run([sys.executable, "-W", "error"], "\n".join(blocks(README, "python")))  # makes the agent
-    shown = [block for block in blocks(README, "sh") if "stoker-worker service" not in block]  # that starts a worker
-    commands = [block for name in ("submit", "batch run", "agent") for block in shown if f"stoker {name} " in block]
-    assert len(commands) == 3
-    run(["bash", "-eu", "-o", "pipefail"], f"export STOKER_REDIS_URL={SHOWN_URL}\n" + "\n".join(commands))
-    assert (tmp_path / "OUT.jsonl").read_text()
-    [memory] = [block for block in shown if block.startswith("stoker-worker memory")]
+    [submit] = [block for block in blocks(README, "sh") if block.startswith("export STOKER_REDIS_URL")]
+    as_jobs, on_the_machine = blocks(MEMORY_PAGE, "sh")
+    assert "stoker submit" in submit
+    assert "stoker agent" in as_jobs
+    run(["bash", "-eu", "-o", "pipefail"], submit + as_jobs)
     worker.signal(signal.SIGTERM)
-    assert worker.wait() == 0  # `gc` needs the store for itself
-    assert "reviewer" in run(["bash", "-eu", "-o", "pipefail"], memory)
+    assert worker.wait() == 0
+    assert "reviewer" in run(["bash", "-eu", "-o", "pipefail"], on_the_machine)
 
 
 def test_the_javascript_runs(run, node_folder):

@@ -46,16 +46,6 @@ def test_many_agents_jobs_finish_and_the_worker_leaves_when_the_queue_is_empty(p
     assert found["queued"] == found["started"] == found["failed"] == []
 
 
-def test_an_agents_jobs_run_one_after_the_other_in_the_order_they_were_enqueued(producer, redis_url, store):
-    tickets = [producer.submit(agent_id="one", prompt=f" {n}", context="append", max_tokens=2) for n in range(6)]
-    with running_worker(redis_url, store, "--burst") as worker:
-        worker.wait()
-    versions = [ticket.result(timeout_s=1).cache.agent_version for ticket in tickets]
-    prompts = [ticket.result(timeout_s=1).usage.prompt_tokens for ticket in tickets]
-    assert versions == [1, 2, 3, 4, 5, 6]
-    assert prompts == [2 + 4 * n for n in range(6)]
-
-
 def test_an_agent_with_many_jobs_does_not_delay_another_agents_first_job(producer, redis_url, store):
     greedy = [producer.submit(agent_id="greedy", prompt="x", max_tokens=40) for _ in range(20)]
     other = producer.submit(agent_id="other", prompt="x", max_tokens=4)

@@ -7,6 +7,7 @@ import pytest
 from tests.worker_process import running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Restarted, ResultTimeout, TextChunk
+from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server
 
@@ -33,6 +34,7 @@ def test_a_reader_sees_the_text_grow_and_ends_with_exactly_the_results_text(prod
     assert len(events) > 5
     assert all(isinstance(event, TextChunk) and event.text for event in events)
     assert text_of(events) == result.text
+    assert events[0].markers == SCRIPTED_ANSWERS.markers("normal", with_calls=False)
     assert 0 < connection.ttl(f"stoker:stream:{ticket.job_id}") <= 60
 
 

@@ -1,0 +1,3 @@
+"""A producer on the session's server."""
+
+from tests.server_fixture import producer  # noqa: F401
