@@ -1,13 +1,14 @@
 """The figures of an overview as ready texts: `stoker status` and the dashboard's page show the same. No I/O."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
 from stoker.tables import Table, duration
 
-DEAD = "DEAD"
+DEAD: Final = "DEAD"
 """The state of a worker without a heartbeat."""
-JOBS_HIDDEN = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
+JOBS_HIDDEN: Final = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
 
 
 def queue_table(queues: Sequence[QueueOutlook]) -> Table:

@@ -1,4 +1,4 @@
-"""What the dashboard's page of one job says about its state. Reads only."""
+"""The dashboard's page of one job: its state, agent, worker and progress, above rq-dashboard's own. Reads only."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""Where the dashboard finds its own templates, and what all of its own pages need.
+"""The dashboard's own templates, and the values that all of its own pages need.
 
-What such a page shows is in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's scripts
-fetch their data, and replaces that element.
+The figures of such a page are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's
+scripts fetch their data, and replaces that element.
 """
 
 from pathlib import Path

@@ -3,12 +3,16 @@
 import os
 import re
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from stoker_shared.help_layout import LaidOutGroup, examples
 from stoker_worker.cli.ending import errors_in_one_line
 from stoker_worker.cli.run_settings import settings_from
+
+if TYPE_CHECKING:
+    from stoker_worker.service.manager import ServiceManager
 
 
 def _checked_name(context: click.Context, parameter: click.Parameter, name: str) -> str:
@@ -68,8 +72,10 @@ def uninstall(name: str) -> None:
     """Stop the service, its running jobs first, and remove it. The store stays."""
     from stoker_worker.service.here import manager_here
 
+    manager = manager_here()
     with errors_in_one_line():
-        manager_here().uninstall(name, click.echo)
+        if _is_installed(manager, name):
+            manager.uninstall(name, click.echo)
 
 
 @service.command()
@@ -77,9 +83,11 @@ def uninstall(name: str) -> None:
 def status(name: str) -> None:
     """Whether it runs: exit code 0; 3 if it does not, 4 if it is not installed."""
     from stoker_worker.service.here import manager_here
+    from stoker_worker.service.manager import NOT_INSTALLED
 
+    manager = manager_here()
     with errors_in_one_line():
-        code = manager_here().status(name, click.echo)
+        code = manager.status(name, click.echo) if _is_installed(manager, name) else NOT_INSTALLED
     sys.exit(code)
 
 
@@ -94,3 +102,10 @@ def logs(name: str, lines: int, follow: bool) -> None:
     with errors_in_one_line():
         command = manager_here().logs_command(name, lines=lines, follow=follow)
     os.execvp(command[0], command)
+
+
+def _is_installed(manager: "ServiceManager", name: str) -> bool:
+    if manager.path(name).exists():
+        return True
+    click.echo(f"{name} is not installed")
+    return False

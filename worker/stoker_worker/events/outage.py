@@ -1,4 +1,4 @@
-"""What the log says while Redis or the store fails: one line when it begins, and one when it is over. Any thread."""
+"""The log lines of an outage of Redis or of the store: one when it begins, and one when it is over. Any thread."""
 
 import logging
 import threading

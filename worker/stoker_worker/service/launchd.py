@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.service.manager import (
-    NOT_INSTALLED,
     NOT_RUNNING,
     RUNNING,
     Say,
@@ -55,7 +54,7 @@ class Launchd:
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
         self._require()
-        path, is_loaded = self._path(unit.name), self._is_loaded(unit.name)
+        path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
         stop_timeout_s = self._stop_timeout_s(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # launchd would make it as root
         changed = write_if_other(path, self.text(unit))
@@ -70,10 +69,7 @@ class Launchd:
         say(f"{unit.name} is started, and will be at each login")
 
     def uninstall(self, name: str, say: Say) -> None:
-        path = self._path(name)
-        if not path.exists():
-            say(f"{name} is not installed")
-            return
+        path = self.path(name)
         self._require()
         if self._is_loaded(name):
             say(f"stopping {name}: its running jobs may end first")
@@ -82,9 +78,6 @@ class Launchd:
         say(f"removed {path}; the store and {self._log(name)} stay")
 
     def status(self, name: str, say: Say) -> int:
-        if not self._path(name).exists():
-            say(f"{name} is not installed")
-            return NOT_INSTALLED
         self._require()
         done = called("launchctl", "print", self._target(name))
         fields = dict(_FIELDS.findall(done.stdout)) if done.returncode == 0 else {"state": "not loaded"}
@@ -110,7 +103,7 @@ class Launchd:
     def _stop_timeout_s(self, name: str) -> float:
         """Of the installed agent, which may have another one than the next."""
         try:
-            return float(plistlib.loads(self._path(name).read_bytes())["ExitTimeOut"])
+            return float(plistlib.loads(self.path(name).read_bytes())["ExitTimeOut"])
         except (OSError, ValueError, KeyError, plistlib.InvalidFileException):
             return 0.0
 
@@ -120,7 +113,7 @@ class Launchd:
     def _target(self, name: str) -> str:
         return f"{self._session}/{name}"
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         return self._agents / f"{name}.plist"
 
     def _log(self, name: str) -> Path:

@@ -29,14 +29,18 @@ class ServiceManager(Protocol):
     def text(self, unit: ServiceUnit) -> str:
         """The file that `install` writes."""
 
+    def path(self, name: str) -> Path:
+        """Where `install` writes it: the service is installed if it is there."""
+
     def install(self, unit: ServiceUnit, say: Say) -> None:
         """Write the file and start the service; start it anew if it runs with another file."""
 
     def uninstall(self, name: str, say: Say) -> None:
-        """Stop the service, once its running jobs have ended or their grace is over, and remove its file."""
+        """Of an installed service: stop it, once its running jobs have ended or their grace is over; remove its
+        file."""
 
     def status(self, name: str, say: Say) -> int:
-        """Says how it is; the exit code."""
+        """Of an installed service: says how it is; the exit code."""
 
     def logs_command(self, name: str, *, lines: int, follow: bool) -> list[str]:
         """The command that prints the end of the log."""

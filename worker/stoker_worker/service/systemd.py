@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.service.manager import (
-    NOT_INSTALLED,
     Say,
     ServiceRefused,
     called,
@@ -61,7 +60,7 @@ class Systemd:
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
         self._require()
-        path = self._path(unit.name)
+        path = self.path(unit.name)
         changed = write_if_other(path, self.text(unit))
         say(f"{'wrote' if changed else 'unchanged:'} {path}")
         service = path.name
@@ -75,10 +74,7 @@ class Systemd:
             say("to start it at boot, and keep it after you log out: loginctl enable-linger")
 
     def uninstall(self, name: str, say: Say) -> None:
-        path = self._path(name)
-        if not path.exists():
-            say(f"{name} is not installed")
-            return
+        path = self.path(name)
         self._require()
         say(f"stopping {name}: its running jobs may end first")
         called_well("systemctl", "--user", "--quiet", "disable", "--now", path.name)
@@ -87,22 +83,19 @@ class Systemd:
         say(f"removed {path}; the store stays")
 
     def status(self, name: str, say: Say) -> int:
-        if not self._path(name).exists():
-            say(f"{name} is not installed")
-            return NOT_INSTALLED
         self._require()
-        done = called("systemctl", "--user", "--no-pager", "status", self._path(name).name)
+        done = called("systemctl", "--user", "--no-pager", "status", self.path(name).name)
         say((done.stdout or done.stderr).rstrip())
         return done.returncode
 
     def logs_command(self, name: str, *, lines: int, follow: bool) -> list[str]:
-        if not self._path(name).exists():
+        if not self.path(name).exists():
             raise ServiceRefused(f"{name} is not installed")
         require_program("journalctl", "systemd's journal")
         follows = ["--follow"] if follow else []
-        return ["journalctl", "--no-pager", "--user-unit", self._path(name).name, "--lines", str(lines), *follows]
+        return ["journalctl", "--no-pager", "--user-unit", self.path(name).name, "--lines", str(lines), *follows]
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         return self._units / f"{name}.service"
 
     def _require(self) -> None:
