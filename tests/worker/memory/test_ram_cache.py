@@ -23,6 +23,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.cache_file import CachePiece
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.ram_cache_entry import RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
@@ -199,6 +200,18 @@ def test_a_prefix_is_restored_into_the_engines_memory_from_disk_and_from_ram(tmp
             assert restored.prefix is not None
             assert isinstance(restored.prefix.room, ArrayRoom)
         agent.store.ram_cache.drop("agent")
+
+
+def test_a_block_that_the_prompt_ends_in_is_read_straight_into_the_engines_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, because there is a place for it: nothing is read beside that memory and copied."""
+    agent = Agent(open_store(tmp_path, 0), model=with_rooms(MODEL))
+    agent.say(LONG[:600])
+    monkeypatch.setattr(CachePiece, "unpack", None)
+    prefix = agent.restore(LONG[:512]).prefix  # compares every byte
+    assert prefix is not None
+    assert prefix.n_tokens == 511
 
 
 def test_a_damaged_block_ends_a_prefix_in_the_engines_memory_before_it(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from stoker_worker.ports import Array, LayerKV, PrefixRoom, as_uint16_if_bfloat1
 from stoker_worker.ports.cache_spec import LayerSpec, ModelCacheSpec
 
 _PAUSE_S: Final = 1e-5
-"""MLX holds the interpreter's lock while it makes an array. Before each, a thread that waits for the lock gets it."""
+_PAUSE_BYTES: Final = 4 << 20
+"""MLX holds the interpreter's lock while it makes an array. After so many bytes, a thread that waits for the lock gets
+it; a pause for each small array would take longer than to make it."""
 
 
 class MlxRoom(PrefixRoom):
@@ -26,11 +28,17 @@ class MlxRoom(PrefixRoom):
         """Room for a prompt of `n_tokens` and some of the `n_left` tokens of its answer."""
         self._views: list[weakref.ref[Array]] = []
         room, dtype = room_for(n_tokens, n_left, is_shared=False), as_uint16_if_bfloat16(spec.dtype)
+        n_bytes = 0
 
         def empty(layer: LayerSpec, dim: int) -> mx.array:
-            time.sleep(_PAUSE_S)
-            # The source has no memory of its own: the system shows one page of zeros in all its places.
-            return mx.array(np.empty((1, layer.n_kv_heads, room, dim), dtype))
+            nonlocal n_bytes
+            # It has no memory of its own: the system shows one page of zeros in all its places.
+            source = np.empty((1, layer.n_kv_heads, room, dim), dtype)
+            n_bytes += source.nbytes
+            if n_bytes >= _PAUSE_BYTES:
+                time.sleep(_PAUSE_S)
+                n_bytes = 0
+            return mx.array(source)
 
         self._arrays = [
             (empty(layer, layer.key_dim), empty(layer, layer.value_dim), mlx_dtype(layer, spec))

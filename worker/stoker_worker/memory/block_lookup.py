@@ -193,16 +193,20 @@ class _Target:
 
     def __init__(self, layers: tuple[LayerKV, ...], before_each: Callable[[], None]) -> None:
         self._layers = layers
+        self._n_tokens = layers[0][0].shape[1]
         self._before_each = before_each
         self._heads = [
             (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
         ]
 
     def load(self, step: _Step, start: int) -> Fault | None:
-        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there."""
+        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there.
+
+        Where there is a place for the rest, that is read too: it costs less than another copy of the used part.
+        """
         self._before_each()
-        piece, stop = step.piece, start + step.use_tokens
-        if step.use_tokens == len(piece.token_ids) and not piece.is_quantised:
+        piece, stop = step.piece, start + len(step.piece.token_ids)
+        if stop <= self._n_tokens and not piece.is_quantised:
             return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])
         data = np.empty(piece.layout.n_bytes, np.uint8)
         fault = piece.load(step.path, [bytes_of(data)])

@@ -1,7 +1,8 @@
 """The rows that decode: each pass over them feeds every row's next token and draws the one after it. Engine thread.
 
 Owns the order of the rows, their next tokens and their ends. A pass is dispatched before the tokens of the pass before
-it are read, so the model does not wait for Python; one with drafts is not.
+it are read, so the model does not wait for Python. There are two exceptions: a pass with drafts, and the pass after the
+first tokens of a batch, because on a CPU dispatching a pass takes nearly as long as the pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,7 @@ class DecodeBatch:
         self._step_caches = [StepCache(self._step, layer) for layer in range(sum(self._is_full))]
         self._next_tokens: Any = None  # (rows,)
         self._logprobs: Any = None  # (rows, vocabulary), from which the next tokens were drawn; zeros for a new row
+        self._undispatched: list[mx.array] = []  # of the pass before, if the first tokens went before it
 
     def __len__(self) -> int:
         return len(self._groups.order())
@@ -74,6 +76,7 @@ class DecodeBatch:
 
     def step(self) -> list[TokenOutput]:
         """Feed each row's next token, and drafts of those after it; returns those that are in the rows' caches now."""
+        mx.async_eval(*self._undispatched)  # type: ignore[no-untyped-call]
         self._groups.dissolve_outgrown()
         before = self._groups.order()
         drafts = self.drafts.of_step(before, self._next_tokens) if self.drafts else {}
@@ -95,7 +98,10 @@ class DecodeBatch:
             logits = guided(logits, _places(of_inputs, order, fed))
         self._logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         self._next_tokens = drawn(of_inputs, self._logprobs)
-        mx.async_eval(self._next_tokens, self._logprobs, *contexts)  # type: ignore[no-untyped-call]
+        of_pass = [self._next_tokens, self._logprobs, *contexts]
+        self._undispatched = of_pass if _are_first_tokens(order) else []
+        if not self._undispatched:
+            mx.async_eval(*of_pass)  # type: ignore[no-untyped-call]
         accepted = self._accept(order, drafts) if drafts else {}
         outputs, ended = [], []
         for index, (row, token) in enumerate(zip(order, fed.tolist(), strict=True)):
@@ -191,7 +197,7 @@ class DecodeBatch:
         """Bring next tokens, log-probabilities and the other layers from the order `known` into that of the groups."""
         order = self._groups.order()
         if not order:
-            self._next_tokens, self._logprobs, self._others = None, None, []
+            self._next_tokens, self._logprobs, self._others, self._undispatched = None, None, [], []
         elif order != known:
             where = {row.uid: index for index, row in enumerate(known)}
             indices = [where[row.uid] for row in order]
@@ -210,6 +216,12 @@ class DecodeBatch:
         """The opposite of `_split`."""
         full, others = iter(full), iter(others)
         return nested(self._nesting, (next(full) if is_full else next(others) for is_full in self._is_full))
+
+
+def _are_first_tokens(order: Sequence[Row]) -> bool:
+    """Whether the tokens that are read now are the first that any of the rows gets: beside others that decode, the step
+    after would take the time of two passes."""
+    return any(row.has_generated for row in order) and not any(row.n_generated for row in order)
 
 
 def _places(of_inputs: Sequence[Row], order: Sequence[Row], fed: Any) -> list[Place]:
