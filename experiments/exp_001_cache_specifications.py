@@ -6,12 +6,12 @@ is closed and opened in between, and are compared with mlx-lm's uncached run. Ru
 """
 
 import random
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from common import Json, arguments, difference, finish, machine, note
+from command import main
+from common import Json, difference, machine, note
 from exp_001_report import render
 from random_models import CONFIGS, RandomModel, random_ids
 
@@ -19,7 +19,6 @@ from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, ModelCacheSpec
 
-REPORT = "EXP-001-cache-specifications.md"
 TRUE = {
     "Gemma 3 12B": {"full": 8, "window": 40, "kv_heads": 8, "head_dim": 256, "window_tokens": 1024},
     "Llama 3.1 8B": {"full": 32, "window": 0, "kv_heads": 8, "head_dim": 128, "window_tokens": 0},
@@ -74,16 +73,11 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
         problems = list(verify_store(store.parts))
         store.close()
         wanted = model.uncached(ids, tokens)
-        turns.append(
-            {
-                "prompt": len(ids),
-                "cached": cached,
-                "generated": len(completion.generated_ids),
-                "different_tokens": len(set(completion.generated_ids)),
-                "differs_at": difference(completion.generated_ids, wanted),
-                "verify": problems,
-            }
-        )
+        turns.append({
+            "prompt": len(ids), "cached": cached, "generated": len(completion.generated_ids),
+            "different_tokens": len(set(completion.generated_ids)),
+            "differs_at": difference(completion.generated_ids, wanted), "verify": problems,
+        })  # fmt: skip
         if number == 0:
             ids += [*completion.generated_ids, *random_ids(dice, 40)]
     found = facts(spec)
@@ -100,27 +94,17 @@ def one_model(name: str, folder: Path, *, quick: bool) -> Json:
 
 
 def run(folder: Path, *, quick: bool) -> Json:
-    device = machine()
+    device = machine()  # loads the BLAS library
     names = ("Gemma 3 12B", "Qwen 2.5 7B") if quick else TRUE
     models = [one_model(name, folder, quick=quick) for name in names]
-    criteria = {
+    verdict = {
         "every_specification_is_read_right": all(model["read_right"] for model in models),
         "every_turn_equals_the_uncached_run": all(t["differs_at"] is None for model in models for t in model["turns"]),
         "everything_saved_was_restored": all(model["all_cached"] for model in models),
         "stores_verify_clean": not any(t["verify"] for model in models for t in model["turns"]),
     }
-    return {"machine": device, "verdict": {"passed": all(criteria.values()), **criteria}, "models": models}
-
-
-def main() -> None:
-    args = arguments(__doc__ or "", model=False)
-
-    def measure() -> Json:
-        with tempfile.TemporaryDirectory() as folder:
-            return run(Path(folder), quick=args.quick)
-
-    finish(args, "001", REPORT, measure, render)
+    return {"machine": device, "verdict": verdict, "models": models}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "001", run, render)

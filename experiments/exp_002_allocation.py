@@ -7,7 +7,6 @@ and of 10,000 blocks in turn. Then 1,000 jobs of random length go through the en
 """
 
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from common import Json, arguments, finish, machine, note, spread
+from command import main
+from common import Json, in_turn, machine, note, ratios
 from exp_002_report import render
-from random_models import RandomModel, random_ids, work
+from random_models import RandomModel, random_ids
+from works import work
 
 from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
-REPORT = "EXP-002-allocation.md"
 SIZES = (100, 10_000)
 TARGET_MS, RATIO = 1.0, 2.0
 CYCLES, ROUNDS = 1000, 5
@@ -108,23 +108,17 @@ def step_cycle(total: int) -> Callable[[int], None]:
 def one_kind(make: Callable[[int], Callable[[int], None]], rounds: int) -> Json:
     """Time `rounds` x `CYCLES` cycles of each size, in turn, each by itself; ratios are of a round's medians."""
     taken: dict[int, list[list[float]]] = {size: [] for size in SIZES}
-    for number in range(rounds + 1):
-        for size in SIZES if number % 2 else SIZES[::-1]:
-            cycle, samples = make(size), []
-            for index in range(CYCLES):
-                begin = time.perf_counter_ns()
-                cycle(index)
-                samples.append((time.perf_counter_ns() - begin) / 1e6)
-            if number:
-                taken[size].append(samples)
-    ratios = [
-        float(np.median(large) / np.median(small)) for small, large in zip(taken[100], taken[10_000], strict=True)
-    ]
-    return {
-        "cycles": CYCLES * rounds,
-        "sizes": {str(size): _percentiles(np.concatenate(taken[size])) for size in SIZES},
-        "ratio": spread(ratios),
-    }
+    for number, size in in_turn(SIZES, rounds, warm_up=1):
+        cycle, samples = make(size), []
+        for index in range(CYCLES):
+            begin = time.perf_counter_ns()
+            cycle(index)
+            samples.append((time.perf_counter_ns() - begin) / 1e6)
+        if number >= 0:
+            taken[size].append(samples)
+    small, large = ([float(np.median(samples)) for samples in taken[size]] for size in SIZES)
+    sizes = {str(size): _percentiles(np.concatenate(taken[size])) for size in SIZES}
+    return {"cycles": CYCLES * rounds, "sizes": sizes, "ratio": ratios(large, small)}
 
 
 def _percentiles(samples: Any) -> Json:
@@ -156,32 +150,21 @@ def leaks(jobs: int) -> Json:
 
 
 def run(folder: Path, *, quick: bool) -> Json:
-    facts = machine()
-    kinds = {}
+    kinds, facts = {}, machine()  # loads the BLAS library
     for name, make in (("pool", pool_cycle), ("join", join_cycle), ("step", step_cycle)):
         note(name)
         kinds[name] = one_kind(make, 1 if quick else ROUNDS)
     leak = leaks(40 if quick else 1000)
     measured = [size for kind in kinds.values() for size in kind["sizes"].values()]
-    criteria = {
+    verdict = {
         "mean_p50_and_p99_under_1_ms": all(size[k] < TARGET_MS for size in measured for k in ("mean", "p50", "p99")),
         "at_most_twice_as_long_at_10000_blocks": all(kind["ratio"]["median"] <= RATIO for kind in kinds.values()),
         "nothing_leaked": leak["ended"] == leak["jobs"]
         and not (leak["used_at_the_end"] or leak["cache_bytes_at_the_end"] or leak["rows_at_the_end"])
         and leak["free_at_the_end"] == leak["total"],
     }
-    return {"machine": facts, "verdict": {"passed": all(criteria.values()), **criteria}, "kinds": kinds, "leak": leak}
-
-
-def main() -> None:
-    args = arguments(__doc__ or "", model=False)
-
-    def measure() -> Json:
-        with tempfile.TemporaryDirectory() as folder:
-            return run(Path(folder), quick=args.quick)
-
-    finish(args, "002", REPORT, measure, render)
+    return {"machine": facts, "verdict": verdict, "kinds": kinds, "leak": leak}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "002", run, render)

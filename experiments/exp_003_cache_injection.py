@@ -5,23 +5,19 @@ and the conversation is continued, both from the restored cache in one continuou
 outputs is compared, token for token, with mlx-lm's own single, uncached run. Run: ``python experiments/exp_003_*.py``.
 """
 
-import os
 import time
 from collections.abc import Sequence
-from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 from bench import Bench, main
-from common import LOADING_LIMIT_MS, Json, difference, machine, note, spread
-from exp_003_report import render
+from common import Json, difference, drop_from_memory, in_turn, note, spread
+from exp_003_report import LOADING_LIMIT_MS, render
 from prompts import DELTAS, NamedPrompt, other_prompts, seed_prompts, text_of
+from works import finished
 
 from stoker_worker.memory.store import AgentCacheStore
 
-REPORT = "EXP-003-cache-injection.md"
 LITERAL_UP_TO_TOKENS = 130
-_ORDERS = tuple(permutations(("cold", "warm", "evicted")))
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
@@ -29,18 +25,17 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     if quick:
         prompts = [p for p in prompts if p.name in {"seed 1", "Python 243"}]
     rows = exactness(bench, folder / "exactness", prompts, max_tokens=4 if quick else 12)
-    timing = loading_times(bench, folder / "timing", lengths=(16, 64) if quick else (16, 64, 128, 256, 512, 1024),
-                           repeats=1 if quick else len(_ORDERS))  # fmt: skip
+    lengths = (16, 64) if quick else (16, 64, 128, 256, 512, 1024)
+    timing = loading_times(bench, folder / "timing", lengths, rounds=1 if quick else 6)
     literal = the_seed_taken_literally(bench, [p for p in prompts if len(bench.encode(p.text)) <= LITERAL_UP_TO_TOKENS])
-    criteria = {
+    verdict = {
         "first_run_equals_reference": all(row["first_differs_at"] is None for row in rows),
         "same_prompt_from_cache_equals_reference": all(row["again_differs_at"] is None for row in rows),
         "continued_from_cache_equals_reference": all(row["continued_differs_at"] is None for row in rows),
         "everything_saved_was_restored": all(row["again_ok"] and row["continued_ok"] for row in rows),
         "loading_under_500_ms": all(row["loading_ms"]["max"] < LOADING_LIMIT_MS for row in timing),
     }
-    verdict = {"passed": all(criteria.values()), **criteria}
-    return {"machine": machine(bench.facts), "verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
+    return {"verdict": verdict, "rows": rows, "timing": timing, "seed_method": literal}
 
 
 def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_tokens: int) -> list[Json]:
@@ -75,46 +70,39 @@ def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_to
     return rows
 
 
-def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], repeats: int) -> list[Json]:
+def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int) -> list[Json]:
     """Time to the first token of one prompt: cold, from the store, and from the store with its files not in memory."""
     from stoker_worker.engine.cache_transfer import prefix_to_caches
 
-    store, engine = AgentCacheStore(folder), bench.engine()
-    asked = [
-        {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1, "cache": "read"}
-        for n in lengths
-    ]
-    bench.serve(store, [{**fields, "cache": "readwrite"} for fields in asked])
-    samples: list[dict[str, list[float]]] = [{} for _ in lengths]
-    for repetition in range(repeats):
-        note(f"loading times, round {repetition + 1} of {repeats}")
-        for fields, sample in zip(asked, samples, strict=True):
-            tokens = set()
-            for how in _ORDERS[repetition % len(_ORDERS)]:
-                if how == "evicted":
-                    _drop_from_memory(folder)
-                start = time.perf_counter()
-                turn = bench.prepare(store, {**fields, "cache": "off" if how == "cold" else "read"})
-                restored = time.perf_counter()
-                if turn.work.prefix is not None:
-                    prefix_to_caches(bench.network, turn.work.prefix, bench.model.spec)
-                    injected = time.perf_counter()
-                    key = "loading_ms" if how == "warm" else "loading_evicted_ms"
-                    sample.setdefault(key, []).append(1000 * (injected - start))
-                engine.submit(turn.work)
-                (completion,) = _drain(engine)
-                tokens.add(completion.generated_ids)
-                seconds = completion.timing.prefill_s + (restored - start)
-                sample.setdefault(f"{how}_first_token_s", []).append(seconds)
-            assert len(tokens) == 1, f"first tokens differ: {tokens}"
+    store, engine, rows = AgentCacheStore(folder), bench.engine(), []
+    for n in lengths:
+        note(f"loading times of {n} tokens")
+        fields = {"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1}
+        bench.serve(store, [fields])
+        samples: dict[str, list[float]] = {}
+        tokens = set()
+        for _, how in in_turn(("cold", "warm", "evicted"), rounds):
+            if how == "evicted":
+                drop_from_memory(folder)
+            start = time.perf_counter()
+            turn = bench.prepare(store, {**fields, "cache": "off" if how == "cold" else "read"})
+            restored = time.perf_counter()
+            if turn.work.prefix is not None:
+                prefix_to_caches(bench.network, turn.work.prefix, bench.model.spec)
+                key = "loading_ms" if how == "warm" else "loading_evicted_ms"
+                samples.setdefault(key, []).append(1000 * (time.perf_counter() - start))
+            engine.submit(turn.work)
+            (completion,) = finished(engine)
+            tokens.add(completion.generated_ids)
+            samples.setdefault(f"{how}_first_token_s", []).append(completion.timing.prefill_s + restored - start)
+        assert len(tokens) == 1, f"first tokens differ: {tokens}"
+        row: Json = {name: spread(values) for name, values in samples.items()}
+        row |= {"prompt_tokens": n, "mb": round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)}
+        row["speedup"] = round(row["cold_first_token_s"]["median"] / row["warm_first_token_s"]["median"], 1)
+        rows.append(row)
     engine.close()
     store.close()
-    spreads: list[Json] = [{name: spread(values) for name, values in sample.items()} for sample in samples]
-    for row, n in zip(spreads, lengths, strict=True):
-        row["prompt_tokens"] = n
-        row["mb"] = round((n - 1) * bench.model.spec.bytes_per_token / 1e6, 1)
-        row["speedup"] = round(row["cold_first_token_s"]["median"] / row["warm_first_token_s"]["median"], 1)
-    return spreads
+    return rows
 
 
 def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Json:
@@ -139,23 +127,5 @@ def the_seed_taken_literally(bench: Bench, prompts: Sequence[NamedPrompt]) -> Js
     return {"prompts": len(equal), "equal": sum(row["equal"] for row in equal), "rows": equal}
 
 
-def _drain(engine: Any) -> list[Any]:
-    done = []
-    while engine.in_flight:
-        done += engine.step()
-    return done
-
-
-def _drop_from_memory(folder: Path) -> None:
-    """Ask the system to drop the files' pages from memory. On macOS, which has no such call, nothing happens."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 if __name__ == "__main__":
-    main(__doc__ or "", "003", REPORT, run, render)
+    main(__doc__ or "", "003", run, render)

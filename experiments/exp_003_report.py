@@ -3,48 +3,30 @@
 import json
 from pathlib import Path
 
-from common import LOADING_LIMIT_MS, Json, machine_lines, table, verdict_title
+from common import Json
+from report import Report, band, columns, figure, table
 
+LOADING_LIMIT_MS = 500.0
+"""The plan's limit for loading a cache; a criterion."""
 LITERAL_ROWS_SHOWN = 4
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_003_loading.png")
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
     rows, timing, literal = content["rows"], content["timing"], content["seed_method"]
-    yes = {True: "equal", False: "DIFFERS"}
-    exact = [
-        (r["name"], r["first_prompt"], r["first_generated"], r["ended_by"], yes[r["first_differs_at"] is None],
-         r["again_cached"], yes[r["again_differs_at"] is None], f"{r['continued_cached']} of {r['continued_prompt']}",
-         yes[r["continued_differs_at"] is None])
-        for r in rows
-    ]  # fmt: skip
-    head = (
-        "prompt",
-        "tokens",
-        "generated",
-        "ended by",
-        "first run",
-        "cached",
-        "same prompt again",
-        "cached",
-        "continued",
+    longest = timing[-1]
+    number = (
+        f"first token of {longest['prompt_tokens']} known tokens: {longest['speedup']} times as fast as without cache"
     )
-    times = [
-        (r["prompt_tokens"], r["mb"], *(_span(r[k]) for k in ("loading_ms", "loading_evicted_ms", "cold_first_token_s",
-         "warm_first_token_s")), f"{r['speedup']}x")
-        for r in timing
-    ]  # fmt: skip
-    times_head = (
-        "tokens",
-        "MB",
-        "loading, ms",
-        "loading, files not in memory, ms",
-        "cold, s",
-        "from cache, s",
-        "ratio",
-    )
+    return Report("cache injection", number, {
+        "summary": _summary(rows, timing, literal), "exactness": _exactness(rows), "loading": columns(timing, LOADING),
+        "literal": _literal(literal["rows"]),
+    })  # fmt: skip
+
+
+def _summary(rows: list[Json], timing: list[Json], literal: Json) -> str:
     lengths = [r["first_prompt"] for r in rows]
-    summary = [
+    return "\n".join((
         f"{len(rows)} prompts of {min(lengths)} to {max(lengths)} tokens; "
         f"{sum(r['first_differs_at'] is None for r in rows)} first runs, "
         f"{sum(r['again_differs_at'] is None for r in rows)} repeats from the restored cache and "
@@ -53,43 +35,42 @@ def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
         f"The longest loading was {max(r['loading_ms']['max'] for r in timing):.0f} ms, with the files out of memory "
         f"{max(r['loading_evicted_ms']['max'] for r in timing):.0f} ms (limit: {LOADING_LIMIT_MS:.0f} ms).",
         f"The seed's own call, taken literally: {literal['equal']} of {literal['prompts']} outputs were the same.",
-    ]
-    parts = {"summary": "\n".join(summary), "machine": machine_lines(content), "exactness": table(head, exact),
-             "loading": table(times_head, times), "literal": _literal(literal)}  # fmt: skip
-    return verdict_title(content, "cache injection"), parts
+    ))  # fmt: skip
 
 
-def _literal(literal: Json) -> str:
-    rows = [
-        (row["name"], *(f"`{json.dumps(text, ensure_ascii=False)}`" for text in row["texts"]))
-        for row in literal["rows"]
-    ]
-    return table(("prompt", "without cache", "with the whole cache and the whole prompt"), rows[:LITERAL_ROWS_SHOWN])
+def _exactness(rows: list[Json]) -> str:
+    runs = ("first", "again", "continued")
+    lines = [{**r, **{run: "equal" if r[f"{run}_differs_at"] is None else "DIFFERS" for run in runs}} for r in rows]
+    return columns(lines, {
+        "prompt": "{name}", "tokens": "{first_prompt}", "generated": "{first_generated}", "ended by": "{ended_by}",
+        "first run": "{first}", "cached": "{again_cached}", "same prompt again": "{again}",
+        "cached, continued": "{continued_cached} of {continued_prompt}", "continued": "{continued}",
+    })  # fmt: skip
 
 
-def plot(content: Json, path: Path) -> None:
-    import matplotlib as mpl
+LOADING = {
+    "tokens": "{prompt_tokens}", "MB": "{mb}", "loading, ms": "{loading_ms:.3g}",
+    "loading, files not in memory, ms": "{loading_evicted_ms:.3g}", "cold, s": "{cold_first_token_s:.3g}",
+    "from cache, s": "{warm_first_token_s:.3g}", "ratio": "{speedup}x",
+}  # fmt: skip
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
 
+def _literal(rows: list[Json]) -> str:
+    head = ("prompt", "without cache", "with the whole cache and the whole prompt")
+    shown = rows[:LITERAL_ROWS_SHOWN]
+    return table(
+        head, [(row["name"], *(f"`{json.dumps(text, ensure_ascii=False)}`" for text in row["texts"])) for row in shown]
+    )
+
+
+def plot(content: Json, results: Path) -> None:
     timing = content["timing"]
     tokens = [row["prompt_tokens"] for row in timing]
-    figure, axes = plt.subplots(figsize=(7, 4))
     lines = (("cold_first_token_s", 1.0, "first token, cold"), ("warm_first_token_s", 1.0, "first token, from disk"),
              ("loading_ms", 1e-3, "of which loading"))  # fmt: skip
-    for key, scale, label in lines:
-        low, middle, high = ([row[key][part] * scale for row in timing] for part in ("min", "median", "max"))
-        (line,) = axes.plot(tokens, middle, marker="o", label=label)
-        axes.fill_between(tokens, low, high, alpha=0.2, color=line.get_color())
-    axes.axhline(LOADING_LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
-    axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
-    axes.set_title(f"EXP-003 on {content['machine']['device']}: {content['machine']['model']}")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def _span(value: Json) -> str:
-    return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+    with figure(content, results, "loading", (7, 4)) as axes:
+        for key, scale, label in lines:
+            band(axes, tokens, [row[key] for row in timing], scale, label=label)
+        axes.axhline(LOADING_LIMIT_MS / 1000, linestyle=":", color="grey", label="limit of the plan for loading")
+        axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="seconds")
+        axes.legend()

@@ -7,23 +7,19 @@ experiments/exp_004_*.py``.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import seed_claims
-from bench import MAX_BATCH, Bench, Prepared, main
-from common import Json, difference, machine, note, spread
+from bench import Bench, Prepared, main
+from common import Json, difference, note
 from exp_004_report import render
+from hand_over_bench import busy_batch, hand_over_costs
 from prompts import DELTAS, text_of
 
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, CompletedGeneration
 
-REPORT = "EXP-004-cache-extraction.md"
 CHAT = "chat, ended by EOS"
 
 
@@ -113,115 +109,6 @@ def _continued(fields: Json, n: int) -> Json:
     return {**asked, "prompt": DELTAS[n % len(DELTAS)]}
 
 
-def hand_over_costs(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int, rows: int) -> list[Json]:
-    """`rows` sequences of one length, all from cache; each ends at a different step. Lengths and kinds alternate.
-
-    The model's forward pass of the next step is running when a sequence is handed over. The next step would spend the
-    measured `wait` anyway; `copy` is the cost of the hand-over: mlx-lm's lazy copy of the sequence, and the cut.
-    """
-    from stoker_worker.engine import cache_transfer
-
-    times: list[tuple[float, float]] = []
-    timed = timing(times)
-    store = AgentCacheStore(folder)
-    bench.serve(
-        store, [{"agent_id": f"{n}", "prompt": text_of(bench.encode, "English", n), "max_tokens": 1} for n in lengths]
-    )
-    kinds = [(n, kind) for n in lengths for kind in ("whole", "new part")]
-    samples: dict[tuple[int, str], dict[str, list[float]]] = {key: {} for key in kinds}
-    with patch.object(cache_transfer, "slice_caches", timed):
-        for repetition in range(rounds):
-            note(f"cost of handing over, round {repetition + 1} of {rounds}")
-            for n, kind in kinds:
-                sample, engine = samples[n, kind], bench.engine()
-                text = text_of(bench.encode, "English", n)
-                turns = {}
-                for row in range(rows):
-                    turn = bench.prepare(store, {"agent_id": f"{n}", "prompt": text, "max_tokens": 3 + 2 * row})
-                    work = replace(turn.work, save_from=0) if kind == "whole" else turn.work
-                    turns[engine.submit(work)] = replace(turn, work=work)
-                quiet = 0.0
-                while engine.in_flight:
-                    begin = time.perf_counter()
-                    completions = engine.step()
-                    seconds = time.perf_counter() - begin
-                    for completion in completions:
-                        wait, copy = times.pop()
-                        sample.setdefault("copy_ms", []).append(1000 * copy)
-                        sample.setdefault("wait_ms", []).append(1000 * wait)
-                        sample.setdefault("quiet_step_ms", []).append(1000 * quiet)
-                        sample.setdefault("share_of_step", []).append(copy / quiet)
-                        sample.setdefault("mb", []).append(_bytes(completion.cache) / 1e6)
-                        if completion.uid % 3 == 0 and kind == "whole":
-                            # A new agent with its own salt: none of its blocks is in the store, so all are written.
-                            name = f"{n} {repetition} {completion.uid}"
-                            fields = {"agent_id": name, "prompt": text, "cache_salt": name}
-                            fresh = bench.prepare(store, fields)
-                            sample.setdefault("save_ms", []).append(1000 * bench.save(store, fresh, completion))
-                    quiet = seconds
-                engine.close()
-    store.close()
-    return [{"tokens": n, "kind": kind, **{k: spread(v) for k, v in s.items()}} for (n, kind), s in samples.items()]
-
-
-def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
-    """`slice_caches`, recording the seconds it waited for the model's stream, and the seconds it then took."""
-    import mlx.core as mx
-    from mlx_lm.generate import generation_stream
-
-    from stoker_worker.engine.cache_transfer import slice_caches  # before it is replaced
-
-    def timed(*piece_of: Any) -> CacheSlice:
-        begin = time.perf_counter()
-        mx.synchronize(generation_stream)
-        waited = time.perf_counter()
-        piece = slice_caches(*piece_of)
-        times.append((waited - begin, time.perf_counter() - waited))
-        return piece
-
-    return timed
-
-
-def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int) -> Json:
-    """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: the share of the
-    hand-over in the time in which all sequences decode."""
-    from stoker_worker.engine import cache_transfer
-
-    note(f"a busy batch: {turns} turns")
-    store, engine = AgentCacheStore(folder), bench.engine()
-    fields = {"agent_id": "a", "prompt": text_of(bench.encode, "English", history)}
-    bench.serve(store, [{**fields, "max_tokens": 1}])
-    waiting = [
-        bench.prepare(store, {**fields, "max_tokens": answer * 3 // 4 + turn * answer // 2 // turns})
-        for turn in range(turns)
-    ]
-    times: list[tuple[float, float]] = []
-    decoding, tokens, in_flight = 0.0, 0, 0
-    with patch.object(cache_transfer, "slice_caches", timing(times)):
-        while waiting or engine.in_flight:
-            while waiting and engine.in_flight < MAX_BATCH:
-                engine.submit(waiting.pop(0).work)
-            ready = set(engine.progress())
-            begin, n_handed = time.perf_counter(), len(times)
-            completions = engine.step()
-            seconds = time.perf_counter() - begin
-            tokens += sum(len(completion.generated_ids) for completion in completions)
-            started = {uid for uid, row in engine.progress().items() if row.tokens} | {x.uid for x in completions}
-            if ready <= started:  # every sequence had its token: none was joining
-                decoding += seconds - sum(copy for _, copy in times[n_handed:])
-                in_flight = max(in_flight, len(ready))
-    engine.close()
-    store.close()
-    copied, waited = (1000 * sum(part) for part in zip(*((copy, wait) for wait, copy in times), strict=True))
-    return {"history": history, "turns": turns, "in_the_batch": in_flight, "tokens": tokens,
-            "decode_ms": round(1000 * decoding), "copy_ms": round(copied, 1), "wait_ms": round(waited, 1),
-            "share": round(copied / (1000 * decoding), 4)}  # fmt: skip
-
-
-def _bytes(cache: CacheSlice | None) -> int:
-    return sum(array.nbytes for pair in cache.layers for array in pair) if cache else 0
-
-
 def _digest(cache: CacheSlice | None) -> str:
     digest = hashlib.blake2b()
     for pair in cache.layers if cache else ():
@@ -233,12 +120,11 @@ def _digest(cache: CacheSlice | None) -> str:
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     chosen = {name: asked for name, asked in batches(bench).items() if not quick or name == "seed report"}
     found = {name: one_batch(bench, folder / name, asked) for name, asked in chosen.items()}
-    costs = hand_over_costs(
-        bench, folder / "costs", (32,) if quick else (100, 300, 600, 1100), 1 if quick else 2, 3 if quick else 8
-    )
+    of_costs: tuple[Sequence[int], int, int] = ((32,), 1, 3) if quick else ((100, 300, 600, 1100), 2, 8)
+    costs = hand_over_costs(bench, folder / "costs", *of_costs)
     busy = busy_batch(bench, folder / "busy", *((32, 6, 8) if quick else (1000, 24, 64)))
     rows = [row for batch in found.values() for row in batch]
-    criteria = {
+    verdict = {
         "every_row_equals_its_solo_run": all(row["differs_at"] is None for row in rows),
         "cache_handed_over_in_the_step_the_row_ends": all(
             r["a_token_in_every_step"] and r["cache_tokens_right"] for r in rows
@@ -250,10 +136,9 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         "continued_equals_uncached": all(row["continued_differs_at"] is None for row in rows),
         "handing_over_under_5_percent_of_decode_time": busy["share"] < 0.05,
     }
-    facts = machine(bench.facts)
-    return {"machine": facts, "verdict": {"passed": all(criteria.values()), **criteria}, "batches": found,
-            "costs": costs, "busy": busy, "seed_claims": seed_claims.check(bench)}  # fmt: skip
+    claims = seed_claims.check(bench)
+    return {"verdict": verdict, "batches": found, "costs": costs, "busy": busy, "seed_claims": claims}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "004", REPORT, run, render)
+    main(__doc__ or "", "004", run, render)

@@ -6,46 +6,30 @@ one; both are compared with the cache that was never on disk. Run: ``python expe
 """
 
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from bench import Bench, Prepared, main
-from common import Json, difference, machine, note, spread
+from common import Json, difference, in_turn, note, ratios, spread
 from exp_012_report import render
 from prompts import text_of
+from quality import Plan, change_of, log_likelihoods, mean_ratio
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import RestoredPrefix
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, StoreDtype
 
-REPORT = "EXP-012-store-dtype.md"
 MODES: tuple[StoreDtype, ...] = ("native", "q8", "q4")
 Q8_PERPLEXITY, Q4_PERPLEXITY = 0.01, 0.1
 """How much perplexity may change, either way; set before anything was measured."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The experiment's size. `scored` agents have `long` tokens and a continuation, `greedy` ones `short`."""
-
-    scored: tuple[str, ...]
-    long: int
-    continuation: int
-    greedy: int
-    short: int
-    answer: int
-    rounds: int
-
-
 FULL = Plan(("English", "Python", "German", "JSON"), 1600, 320, 12, 560, 32, 9)
 QUICK = Plan(("English",), 280, 12, 2, 262, 4, 2)
-_GREEDY_KINDS = ("English", "French", "Python", "German", "Spanish", "Portuguese")
 
 
 @dataclass
@@ -76,15 +60,10 @@ def save_everywhere(modes: Sequence[Mode], texts: dict[str, str]) -> dict[str, A
         note(f"prefill of {agent}")
         fields = {"agent_id": agent, "prompt": text, "max_tokens": 1}
         turns = [(mode, mode.bench.prepare(mode.store, fields)) for mode in modes]
-        engine = bench.engine()
-        engine.submit(turns[0][1].work)
-        done: list[Any] = []
-        while engine.in_flight:
-            done += engine.step()
-        engine.close()
-        caches[agent] = done[0].cache
+        (done,) = bench.answers([turns[0][1].work])
+        caches[agent] = done.cache
         for mode, turn in turns:
-            mode.bench.save(mode.store, turn, done[0])
+            mode.bench.save(mode.store, turn, done)
     return caches
 
 
@@ -107,49 +86,30 @@ def disk_bytes(modes: Sequence[Mode], agents: int, tokens: int) -> Json:
 
 
 def restore_times(modes: Sequence[Mode], agent: str, text: str, rounds: int) -> Json:
-    """`store.restore` alone, and until evaluated caches are there; modes in an order that changes every round."""
+    """`store.restore` alone, and until evaluated caches are there; the modes take turns."""
     from stoker_worker.engine.cache_transfer import prefix_to_caches
 
     note("restore times")
     ids = modes[0].bench.encode(text)
     samples: dict[str, dict[str, list[float]]] = {mode.name: {"store_ms": [], "caches_ms": []} for mode in modes}
-    for number in range(rounds + 1):
-        for at in range(len(modes)):
-            mode = modes[(number + at) % len(modes)]
-            version = mode.store.open_agent(agent)
-            begin = time.perf_counter()
-            restored = mode.store.restore(ids, agent=version, model=mode.bench.model, salt=None)
-            read = time.perf_counter()
-            assert restored.prefix is not None
-            caches = prefix_to_caches(mode.bench.network, restored.prefix, mode.bench.model.spec)
-            end = time.perf_counter()
-            if number:
-                samples[mode.name]["store_ms"].append(1000 * (read - begin))
-                samples[mode.name]["caches_ms"].append(1000 * (end - begin))
-            del caches, restored
-    found: Json = {"tokens": len(ids) - 1, "modes": {}}
-    for name, taken in samples.items():
-        row: Json = {key: spread(values, digits=1) for key, values in taken.items()}
-        for key, values in taken.items():
-            pairs = zip(values, samples["native"][key], strict=True)
-            row[f"{key}_ratio"] = spread([one / native for one, native in pairs], digits=2)
-        found["modes"][name] = row
-    return found
-
-
-def log_likelihoods(bench: Bench, prefix: RestoredPrefix, ids: Sequence[int]) -> Any:
-    """Natural log-likelihood of each of `ids` except the first, after `prefix`, teacher-forced in one pass."""
-    import mlx.core as mx
-
-    from stoker_worker.engine.cache_transfer import prefix_to_caches
-
-    caches = prefix_to_caches(bench.network, prefix, bench.model.spec)
-    rest = list(ids[prefix.n_tokens :])
-    logits = bench.network(mx.array([rest[:-1]]), cache=caches)[0].astype(mx.float32)
-    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    picked = mx.take_along_axis(scores, mx.array(rest[1:])[:, None], axis=-1)[:, 0]
-    mx.eval(picked)
-    return np.asarray(picked, dtype=np.float64)
+    for number, mode in in_turn(modes, rounds, warm_up=1):
+        version = mode.store.open_agent(agent)
+        begin = time.perf_counter()
+        restored = mode.store.restore(ids, agent=version, model=mode.bench.model, salt=None)
+        read = time.perf_counter()
+        assert restored.prefix is not None
+        caches = prefix_to_caches(mode.bench.network, restored.prefix, mode.bench.model.spec)
+        end = time.perf_counter()
+        if number >= 0:
+            samples[mode.name]["store_ms"].append(1000 * (read - begin))
+            samples[mode.name]["caches_ms"].append(1000 * (end - begin))
+        del caches, restored
+    rows = {
+        name: {key: spread(values, digits=1) for key, values in taken.items()}
+        | {f"{key}_ratio": ratios(values, samples["native"][key], digits=2) for key, values in taken.items()}
+        for name, taken in samples.items()
+    }
+    return {"tokens": len(ids) - 1, "modes": rows}
 
 
 def quality(modes: Sequence[Mode], agent: str, text: str, cache: Any, continuation: int) -> Json:
@@ -173,14 +133,7 @@ def quality(modes: Sequence[Mode], agent: str, text: str, cache: Any, continuati
     }
     for mode in modes:
         scores = log_likelihoods(mode.bench, mode.prefix(agent, text), whole)
-        change = scores - reference
-        row["modes"][mode.name] = {
-            "mean_change": round(float(change.mean()), 6),
-            "rms_change": round(float(np.sqrt((change**2).mean())), 6),
-            "most_change": round(float(np.abs(change).max()), 5),
-            "perplexity_ratio": round(math.exp(-change.mean()), 6),
-            "identical": bool((change == 0).all()),
-        }
+        row["modes"][mode.name] = {**change_of(scores, reference), "identical": bool((scores == reference).all())}
     return row
 
 
@@ -211,18 +164,13 @@ def greedy(modes: Sequence[Mode], texts: dict[str, str], answer: int) -> Json:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts, plan = machine(bench.facts), QUICK if quick else FULL
+    plan = QUICK if quick else FULL
     modes = [
         Mode(name, bench if name == "native" else bench.storing(name), AgentCacheStore(folder / name), folder / name)
         for name in MODES
     ]
     long = {kind: text_of(bench.encode, kind, plan.long) for kind in plan.scored}
-    short = {
-        f"{_GREEDY_KINDS[n % len(_GREEDY_KINDS)]} {plan.short + 7 * n}": text_of(
-            bench.encode, _GREEDY_KINDS[n % len(_GREEDY_KINDS)], plan.short + 7 * n
-        )
-        for n in range(plan.greedy)
-    }
+    short = plan.greedy_texts(bench.encode)
     caches = save_everywhere(modes, long)
     scored = [quality(modes, kind, text, caches[kind], plan.continuation) for kind, text in long.items()]
     del caches
@@ -235,27 +183,17 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
     problems = [problem for mode in modes for problem in verify_store(mode.store.parts)]
     for mode in modes:
         mode.store.close()
-    ratios = {
-        name: math.exp(statistics.fmean(math.log(row["modes"][name]["perplexity_ratio"]) for row in scored))
-        for name in MODES
-    }
-    criteria = {
+    perplexity = {name: mean_ratio(row["modes"][name] for row in scored) for name in MODES}
+    verdict = {
         "native_changes_nothing": all(row["modes"]["native"]["identical"] for row in scored)
         and answers["modes"]["native"]["identical"] == answers["continuations"],
-        "q8_changes_perplexity_by_under_1_percent": abs(ratios["q8"] - 1) < Q8_PERPLEXITY,
-        "q4_changes_perplexity_by_under_10_percent": abs(ratios["q4"] - 1) < Q4_PERPLEXITY,
+        "q8_changes_perplexity_by_under_1_percent": abs(perplexity["q8"] - 1) < Q8_PERPLEXITY,
+        "q4_changes_perplexity_by_under_10_percent": abs(perplexity["q4"] - 1) < Q4_PERPLEXITY,
         "stores_verify_clean": not problems,
     }
-    return {
-        "machine": facts,
-        "verdict": {"passed": all(criteria.values()), **criteria},
-        "sizes": sizes,
-        "times": times,
-        "quality": scored,
-        "perplexity_ratios": {name: round(ratio, 5) for name, ratio in ratios.items()},
-        "greedy": answers,
-    }
+    return {"verdict": verdict, "sizes": sizes, "times": times, "quality": scored,
+            "perplexity_ratios": perplexity, "greedy": answers}  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "012", REPORT, run, render)
+    main(__doc__ or "", "012", run, render)

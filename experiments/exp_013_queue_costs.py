@@ -2,17 +2,13 @@
 finished jobs delay the engine's steps. Scripted engine, real server; no model and no MLX."""
 
 import logging
-import os
-import platform
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from common import Json, arguments, cpu_name, finish, note, os_name, spread
+from command import main
+from common import Json, note, percentiles, ratios, server_machine, spread, take_turns, timed
 from exp_013_report import render
 from queue_bench import Feeder, TimedProvider, our_worker, ours, stock
 from redis import Redis
@@ -23,7 +19,6 @@ from stoker_worker.ports import Busy
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
 
-REPORT = "EXP-013-queue-costs.md"
 STEPS_PER_S = 1000
 JOBS_PER_S = 100
 BUSY = Busy(writing=frozenset({"busy"}))
@@ -66,18 +61,13 @@ def with_an_agent_each(url: str, waiting: int, rounds: int) -> Json:
 
 def rates(url: str, folder: Path, jobs: int, rounds: int) -> Json:
     """The rate of jobs that do nothing, in turn under RQ's SimpleWorker and under ours."""
-    pairs: list[tuple[float, float]] = []
+    note(f"{jobs} jobs under each worker, {rounds} rounds")
     with Redis.from_url(url) as connection:
         connection.flushdb()
-    for n in range(rounds + 1):
-        note(f"round {n} of {rounds}: {jobs} jobs under each worker")
-        runs: list[Callable[[], float]] = [lambda: ours(url, folder, jobs), lambda: stock(url, jobs)]
-        found = [run() for run in (runs if n % 2 else runs[::-1])]
-        pairs.append((found[0], found[1]) if n % 2 else (found[1], found[0]))
-    kept = pairs[1:]  # the first round warms up
-    return {"jobs": jobs, "ours_per_s": spread([a for a, _ in kept], digits=0),
-            "stock_per_s": spread([b for _, b in kept], digits=0),
-            "ratio": spread([a / b for a, b in kept], digits=2)}  # fmt: skip
+    both = {"ours": partial(ours, url, folder, jobs), "stock": partial(stock, url, jobs)}
+    taken = take_turns(both, rounds, warm_up=1)
+    return {"jobs": jobs, **{f"{name}_per_s": spread(found, digits=0) for name, found in taken.items()},
+            "ratio": ratios(taken["ours"], taken["stock"], digits=2)}  # fmt: skip
 
 
 def steps(url: str, folder: Path, seconds: float, rounds: int) -> Json:
@@ -111,54 +101,31 @@ def steps(url: str, folder: Path, seconds: float, rounds: int) -> Json:
             "p99_delay_ms": round(busy["p99"] - idle["p99"], 2)}  # fmt: skip
 
 
-def timed(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - begin)
-
-
-def percentiles(samples: Sequence[float]) -> Json:
-    ordered = sorted(samples)
-    at = {name: ordered[min(len(ordered) - 1, int(q * len(ordered)))] for name, q in (("p50", 0.5), ("p95", 0.95))}
-    at |= {"p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], "max": ordered[-1]}
-    return {name: round(value, 2) for name, value in at.items()} | {"n": len(ordered)}
-
-
 def run(folder: Path, *, quick: bool) -> Json:
     logging.disable(logging.WARNING)
     waiting, rounds = (2000, 20) if quick else (20_000, 200)
-    with EmbeddedServer(folder / "redis") as server:
-        with Redis.from_url(server.url) as connection:
-            facts = connection.info("server")
-            program = f"{facts.get('server_name', 'redis')} {facts['redis_version']}"
-        load = os.getloadavg()[0]
+    with EmbeddedServer(folder / "redis") as server, Redis.from_url(server.url) as connection:
+        machine = server_machine(connection)
         claims = {"one busy agent's": behind_a_busy_agent(server.url, waiting, rounds)}
         claims["an agent each"] = with_an_agent_each(server.url, waiting, rounds)
         rate = rates(server.url, folder / "store", *((100, 1) if quick else (1000, 5)))
         step = steps(server.url, folder / "steps", *((1.0, 1) if quick else (4.0, 5)))
-    checks = {
+    verdict = {
         "a_claim_takes_under_5_ms": all(case["claim_ms"]["p95"] < 5 for case in claims.values()),
         "the_queues_length_stays_true": all(case["length_true"] for case in claims.values()),
         "half_as_many_jobs_again_as_simple_worker": rate["ratio"]["median"] >= 1.5,
         "steps_delayed_at_most_5_ms_at_p99": step["p99_delay_ms"] <= 5 and step["jobs_per_s"] >= 0.9 * JOBS_PER_S,
     }
-    machine = {
-        "cpu": cpu_name(), "cores": os.cpu_count(), "os": os_name(), "python": platform.python_version(),
-        "rq": version("rq"), "redis_py": version("redis"), "server": program, "load_average_at_start": round(load, 1),
-    }  # fmt: skip
-    return {"machine": machine, "claims": claims, "rates": rate, "steps": step,
-            "verdict": {"passed": all(checks.values()), **checks}}  # fmt: skip
+    return {"machine": machine, "verdict": verdict, "claims": claims, "rates": rate, "steps": step}
 
 
-def main() -> None:
-    args = arguments(__doc__ or "")
-
-    def measure() -> Json:
-        with tempfile.TemporaryDirectory() as folder:
-            return run(Path(folder), quick=args.quick)
-
-    finish(args, "013", REPORT, measure, render)
+def short(bench: object, folder: Path) -> list[Json]:
+    """The rate beside RQ's own worker."""
+    logging.disable(logging.WARNING)
+    with EmbeddedServer(folder / "redis") as server:
+        rate = rates(server.url, folder / "store", 500, 5)
+    return [{"what": "jobs per second / RQ's SimpleWorker", "ratio": rate["ratio"], "asked": "at least 1.5"}]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", "013", run, render)

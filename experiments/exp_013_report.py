@@ -1,79 +1,56 @@
-"""The tables and the plot of EXP-013, made from its results alone."""
+"""EXP-013's tables and plot, made from its results alone."""
 
 from pathlib import Path
 
-from common import Json, server_lines, table
+from common import Json
+from report import Report, columns, figure, say
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_013_steps.png")
-    rate, step = content["rates"], content["steps"]
-    word = "PASSED" if content["verdict"]["passed"] else "FAILED"
-    p50, p95 = (max(case["claim_ms"][q] for case in content["claims"].values()) for q in ("p50", "p95"))
-    title = (
-        f"# {content['experiment']}: queue costs: {word}: a claim {p50:.1f} ms at p50 and {p95:.1f} ms at p95, "
-        f"{rate['ratio']['median']} times the jobs of RQ's SimpleWorker, steps {step['p99_delay_ms']:+.1f} ms at p99"
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    claims, rate, step = content["claims"], content["rates"], content["steps"]
+    p50, p95 = (max(case["claim_ms"][q] for case in claims.values()) for q in ("p50", "p95"))
+    summary = (
+        f"A claim takes {p50:.1f} ms at p50 and {p95:.1f} ms at p95. Jobs run at {rate['ratio']['median']} times the "
+        f"rate of RQ's SimpleWorker. Beside jobs that come and go, a step is {step['p99_delay_ms']:.1f} ms later at "
+        "p99."
     )
-    parts = {"machine": server_lines(content), "claims": _claims(content), "rates": _rates(rate), "steps": _steps(step)}
-    return title, parts
+    number = say(
+        {**rate, **claims["one busy agent's"]},
+        "{claim_ms[p50]} ms; {ratio[median]} times the jobs per second of RQ's SimpleWorker (asked: 1.5)",
+    )
+    parts = {"summary": summary, "claims": _claims(claims), "rates": columns([rate], RATES), "steps": _steps(step)}
+    return Report("queue costs", number, parts)
 
 
-def _claims(content: Json) -> str:
-    rows = []
-    for name, row in content["claims"].items():
-        claim, idle, first = row["claim_ms"], row["idle_ms"], row["first"]
-        rows.append([
-            name, row["waiting"], claim["p50"], claim["p95"], claim["max"], claim["n"],
-            f"{idle['p50']} / {idle['p95']}" if idle else "-",
-            f"{first['looks']}, worst {first['worst_ms']} ms", "yes" if row["length_true"] else "NO",
-        ])  # fmt: skip
-    head = [
-        "jobs of",
-        "waiting",
-        "claim p50 ms",
-        "p95",
-        "max",
-        "n",
-        "idle look p50 / p95 ms",
-        "first looks",
-        "length true",
-    ]
-    return table(head, rows)
+def _claims(claims: Json) -> str:
+    rows = [{**row, "name": name, "idle": "{p50} / {p95}".format(**row["idle_ms"]) if row["idle_ms"] else "-"}
+            for name, row in claims.items()]  # fmt: skip
+    return columns(rows, {
+        "jobs of": "{name}", "waiting": "{waiting}", "claim p50 ms": "{claim_ms[p50]}", "p95": "{claim_ms[p95]}",
+        "max": "{claim_ms[max]}", "n": "{claim_ms[n]}", "idle look p50 / p95 ms": "{idle}",
+        "first looks": "{first[looks]}, worst {first[worst_ms]} ms", "length true": "{length_true}",
+    })  # fmt: skip
 
 
-def _rates(rate: Json) -> str:
-    def cell(spread: Json) -> str:
-        return f"{spread['median']:g} ({spread['min']:g} to {spread['max']:g})"
-
-    rows = [
-        [rate["jobs"], cell(rate["ours_per_s"]), cell(rate["stock_per_s"]), cell(rate["ratio"]), rate["ratio"]["n"]]
-    ]
-    return table(["jobs", "stoker, jobs/s", "SimpleWorker, jobs/s", "ratio", "rounds"], rows)
+RATES = {"jobs": "{jobs}", "stoker, jobs/s": "{ours_per_s:g}", "SimpleWorker, jobs/s": "{stock_per_s:g}",
+         "ratio": "{ratio:g}", "rounds": "{ratio[n]}"}  # fmt: skip
 
 
 def _steps(step: Json) -> str:
-    rows = [
-        [name, *(values[q] for q in ("p50", "p95", "p99", "max")), values["n"]]
-        for name, values in (("idle", step["idle_ms"]), (f"{step['jobs_per_s']} jobs/s", step["busy_ms"]))
-    ]
-    return table(["", "p50 ms", "p95", "p99", "max", "steps"], rows)
+    rows = [{"name": "idle", **step["idle_ms"]}, {"name": f"{step['jobs_per_s']} jobs/s", **step["busy_ms"]}]
+    return columns(
+        rows, {"": "{name}", "p50 ms": "{p50}", "p95": "{p95}", "p99": "{p99}", "max": "{max}", "steps": "{n}"}
+    )
 
 
-def plot(content: Json, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+def plot(content: Json, results: Path) -> None:
     names = ["p50", "p95", "p99"]
-    for offset, (label, key) in enumerate((("idle", "idle_ms"), ("100 jobs/s", "busy_ms"))):
-        heights = [content["steps"][key][name] for name in names]
-        axes.bar([n + 0.4 * offset for n in range(3)], heights, width=0.38, label=label)
-    axes.set_xticks([n + 0.2 for n in range(3)], names)
-    axes.set_ylabel("ms from step to step")
-    axes.set_title("Steps of 1 ms, without and with jobs that come and go")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    title = "steps of 1 ms, without and with jobs that come and go"
+    with figure(content, results, "steps", (6, 3.2), title=title) as axes:
+        for offset, (label, key) in enumerate((("idle", "idle_ms"), ("100 jobs/s", "busy_ms"))):
+            heights = [content["steps"][key][name] for name in names]
+            axes.bar([n + 0.4 * offset for n in range(3)], heights, width=0.38, label=label)
+        axes.set_xticks([n + 0.2 for n in range(3)], names)
+        axes.set_ylabel("ms from step to step")
+        axes.legend()

@@ -8,30 +8,28 @@ B: sequences decode while another agent's 32 blocks are read and verified, for a
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from bench import Bench, main
-from common import Json, machine, note, spread
+from common import Json, in_turn, note, ratios, spread, timed
 from exp_014_report import render
 from prompts import text_of
+from synthetic_cache import Contents, random_tokens, save_turn
 from worker_process import WorkerProcess
+from works import work
 
 from stoker import Producer
-from stoker_shared import GenerationRequest, build_request
 from stoker_worker.embedded_redis.server import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, GenerationWork, Restored, Transcript, Turn
+from stoker_worker.ports import CacheSlice, Restored
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
-REPORT = "EXP-014-restart.md"
 AGENTS = 8
 MOST_RATIO = 1.15
 MOST_STEP = 2.0
@@ -47,43 +45,38 @@ def rounds(bench: Bench, folder: Path, *, n_tokens: int, max_tokens: int, cycles
     prompts = {f"agent {n}": text_of(bench.encode, "English", n_tokens - n) for n in range(AGENTS)}
     stored = dict.fromkeys(prompts, 0)  # tokens of each agent's transcript
     taken: dict[str, list[Json]] = {STAYS: [], **{name: [] for name in RESTARTS}}
-    order = list(taken)
-    starts: list[float] = []
-    loads: list[float] = []
-    with EmbeddedServer(folder / "redis") as server, Producer(server.url) as producer:
-        options = [*_OPTIONS, "--redis", server.url, "--store", str(folder / "store"), "--model", bench.source]
-        worker = WorkerProcess([sys.executable, "-m", "stoker_worker", "run", *options], folder)
+    starts, loads = [], []
+    options = ("--max-batch", str(AGENTS), "--dtype", bench.dtype, "--model", bench.source)
+    with (
+        EmbeddedServer(folder / "redis") as server,
+        Producer(server.url) as producer,
+        WorkerProcess(server.url, folder / "store", *options) as worker,
+    ):
         note(f"{AGENTS} agents of {n_tokens} tokens, the first turn")
-        _turn(producer, prompts, max_tokens, stored)
-        for n in range(cycles + 1):  # the first of each is a warm-up
-            for kind in order if n % 2 else reversed(order):
-                note(f"round {n + 1} of {cycles + 1}: before it {kind}")
-                if kind != STAYS:
-                    starts.append(worker.restart(RESTARTS[kind]))
-                taken[kind].append(_turn(producer, dict.fromkeys(prompts, f" And then, {n}:"), max_tokens, stored))
-                loads.append(os.getloadavg()[0])
-        worker.stop(signal.SIGTERM)
-    kept = {kind: ones[1:] for kind, ones in taken.items()}
-    seconds = {kind: [one["s"] for one in ones] for kind, ones in kept.items()}
-    sources = {kind: Counter(source for one in ones for source in one["sources"]) for kind, ones in kept.items()}
+        again = [_turn(producer, prompts, max_tokens, stored)["again"]]
+        for number, kind in in_turn(list(taken), cycles, warm_up=1):
+            note(f"round {number + 1} of {cycles}: before it {kind}")
+            if kind != STAYS:
+                starts.append(worker.restart(RESTARTS[kind]))
+            found = _turn(producer, dict.fromkeys(prompts, f" And then, {number}:"), max_tokens, stored)
+            again.append(found["again"])
+            loads.append(os.getloadavg()[0])
+            if number >= 0:
+                taken[kind].append(found)
+    seconds = {kind: [one["s"] for one in ones] for kind, ones in taken.items()}
+    sources = {kind: Counter(source for one in ones for source in one["sources"]) for kind, ones in taken.items()}
     return {
         "agents": AGENTS,
         "tokens_at_first": n_tokens,
         "tokens_at_last": max(stored.values()),
         "max_tokens": max_tokens,
         "round_s": {kind: spread(found) for kind, found in seconds.items()},
-        "ratio": {  # of each round to the one of the same cycle whose worker stayed
-            kind: spread([a / b for a, b in zip(seconds[kind], seconds[STAYS], strict=True)], digits=2)
-            for kind in RESTARTS
-        },
+        "ratio": {kind: ratios(seconds[kind], seconds[STAYS], digits=2) for kind in RESTARTS},
         "start_s": spread(starts),
         "load_average": spread(loads, digits=1),
         "sources": {kind: dict(found) for kind, found in sources.items()},
-        "stored_tokens_prefilled_again": max(one["again"] for ones in taken.values() for one in ones),
+        "stored_tokens_prefilled_again": max(again),
     }
-
-
-_OPTIONS = ["--max-batch", str(AGENTS), "--dtype", "float32"]
 
 
 def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: dict[str, int]) -> Json:
@@ -105,63 +98,57 @@ def _turn(producer: Producer, prompts: dict[str, str], max_tokens: int, stored: 
 
 
 def steps(bench: Bench, folder: Path, *, blocks: int, rows: int, repeats: int) -> Json:
-    """Seconds from step to step, by the work beside them."""
-    from stoker_worker.engine.assembly import assemble  # imports MLX
-    from stoker_worker.engine.prefix_room import MlxRoom
-
-    model = replace(bench.model, make_room=partial(MlxRoom, bench.model.spec))
+    """Milliseconds from step to step, by the work beside them."""
     taken: dict[str, list[float]] = {"quiet": [], "reading": [], "reading ahead": [], "joining": []}
     reads: list[float] = []
+    ids, n_tokens = random_tokens(BLOCK_TOKENS * blocks), BLOCK_TOKENS * blocks
+    cache = CacheSlice(0, n_tokens, Contents.random(bench.model.spec, n_tokens, 1).layers)
     with closing(AgentCacheStore(folder, memory_max_bytes=2 << 30)) as store:
-        prompt, agent = _save_long_agent(bench, store, blocks)
-        tokens = 1024 if bench.on_gpu else 256
-        engine = assemble(
-            bench.network, bench.model, max_bytes=8 << 30, max_batch=16, prefill_tokens=tokens, max_step_s=0.5
-        )
+        agent = save_turn(store, bench.model, "long", ids, cache)
+        engine, restoring = bench.worker_engine(16, max_step_s=0.5), bench.with_room()
         for n in range(rows):
-            engine.submit(_work(tuple(bench.encode(f"Count on from {n}:")), 4000, save=False))
+            engine.submit(work(bench.encode(f"Count on from {n}:"), 4000))
         for _ in range(30):
             engine.step()
         for n in range(repeats):
             note(f"restore {n + 1} of {repeats}")
-            taken["quiet"] += [_timed(engine.step) for _ in range(12)]
+            taken["quiet"] += [timed(engine.step) for _ in range(12)]
             store.ram_cache.drop("long")
             reader = _Reader(
-                lambda: store.restore(prompt, agent=agent, model=model, salt=None, max_tokens=4, beside_others=True)
+                lambda: store.restore(
+                    (*ids, 5), agent=agent, model=restoring.model, salt=None, max_tokens=4, beside_others=True
+                )
             )
             while reader.is_alive():
-                taken["reading"].append(_timed(engine.step))
+                taken["reading"].append(timed(engine.step))
             assert reader.restored is not None
             assert reader.restored.prefix is not None
             reads.append(reader.seconds)
-            work = GenerationWork(_request(4), prompt, reader.restored.prefix, None)
+            asked = work((*ids, 5), 4, reader.restored.prefix)
             reader.restored = None
-            uid = engine.submit(work)
-            del work
-            while True:
-                taken["joining"].append(_timed(engine.step))
-                if engine.progress()[uid].tokens > 0:
-                    break
+            uid = engine.submit(asked)
+            del asked
+            while engine.progress()[uid].tokens == 0:
+                taken["joining"].append(timed(engine.step))
             engine.cancel(uid)
             for _ in range(3):
                 engine.step()
             store.ram_cache.drop("long")
             store.read_ahead(["long"])
             while "long" not in store.ram_cache:
-                taken["reading ahead"].append(_timed(engine.step))
+                taken["reading ahead"].append(timed(engine.step))
             store.read_ahead([])
         engine.close()
     quiet = float(np.median(taken["quiet"]))
+    seen = {name: found for name, found in taken.items() if found}
     return {
         "blocks": blocks,
-        "mb": round(256 * blocks * bench.model.spec.bytes_per_token / 1e6),
+        "mb": round(n_tokens * bench.model.spec.bytes_per_token / 1e6),
         "rows": rows,
         "read_s": spread(reads),
-        "step_ms": {name: spread([1000 * s for s in found], digits=1) for name, found in taken.items() if found},
-        "longest_over_quiet": {name: round(max(found) / quiet, 2) for name, found in taken.items() if found},
-        "p95_over_quiet": {
-            name: round(float(np.quantile(found, 0.95)) / quiet, 2) for name, found in taken.items() if found
-        },
+        "step_ms": {name: spread(found, digits=1) for name, found in seen.items()},
+        "longest_over_quiet": {name: round(max(found) / quiet, 2) for name, found in seen.items()},
+        "p95_over_quiet": {name: round(float(np.quantile(found, 0.95)) / quiet, 2) for name, found in seen.items()},
     }
 
 
@@ -181,53 +168,19 @@ class _Reader(threading.Thread):
         self.seconds = time.perf_counter() - begin
 
 
-def _save_long_agent(bench: Bench, store: AgentCacheStore, blocks: int) -> tuple[tuple[int, ...], AgentVersion]:
-    """An agent with `blocks` full blocks of random cache: its contents make no difference here."""
-    rng, n_tokens = np.random.default_rng(1), 256 * blocks
-    ids = tuple(int(x) for x in rng.integers(1000, 9000, n_tokens))
-    layers = tuple(
-        (rng.standard_normal((x.n_kv_heads, n_tokens, x.key_dim), np.float32),
-         rng.standard_normal((x.n_kv_heads, n_tokens, x.value_dim), np.float32))
-        for x in bench.model.spec.full_layers
-    )  # fmt: skip
-    transcript = Transcript(ids, bench.model.tokenizer_fingerprint, None, "", "length")
-    cache = CacheSlice(0, n_tokens, layers)
-    store.save(Turn(store.open_agent("long"), Delivery("j", "0"), transcript, bench.model, None, cache, {"version": 1}))
-    return (*ids, 5), store.open_agent("long")
-
-
-def _work(ids: tuple[int, ...], max_tokens: int, *, save: bool) -> GenerationWork:
-    return GenerationWork(_request(max_tokens), ids, None, 0 if save else None)
-
-
-def _request(max_tokens: int) -> GenerationRequest:
-    return build_request({"agent_id": "x", "prompt": "x", "max_tokens": max_tokens})
-
-
-def _timed(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    if quick:
-        step = steps(bench, folder / "steps", blocks=2, rows=2, repeats=1)
-        found = rounds(bench, folder, n_tokens=120, max_tokens=4, cycles=1)
-    else:
-        step = steps(bench, folder / "steps", blocks=32, rows=7, repeats=8)
-        found = rounds(bench, folder, n_tokens=1000, max_tokens=32, cycles=6)
-    checks = {
-        "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram": max(
-            x["median"] for x in found["ratio"].values()
-        )
-        <= MOST_RATIO,
+    of_steps = {"blocks": 2, "rows": 2, "repeats": 1} if quick else {"blocks": 32, "rows": 7, "repeats": 8}
+    n_tokens, max_tokens, cycles = (120, 4, 1) if quick else (1000, 32, 6)
+    step = steps(bench, folder / "steps", **of_steps)
+    found = rounds(bench, folder, n_tokens=n_tokens, max_tokens=max_tokens, cycles=cycles)
+    slowest = max(ratio["median"] for ratio in found["ratio"].values())
+    verdict = {
+        "a_round_after_a_restart_takes_at_most_1.15_times_one_from_ram": slowest <= MOST_RATIO,
         "no_stored_token_is_prefilled_again_but_the_last": found["stored_tokens_prefilled_again"] <= 1,
         "no_step_takes_twice_its_time_while_a_memory_is_read": step["longest_over_quiet"]["reading"] <= MOST_STEP,
     }
-    verdict = {"passed": all(checks.values()), **checks}
-    return {"machine": machine(bench.facts), "verdict": verdict, "rounds": found, "steps": step}
+    return {"verdict": verdict, "rounds": found, "steps": step}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "014", REPORT, run, render)
+    main(__doc__ or "", "014", run, render)

@@ -7,24 +7,20 @@ turn. Run: ``python experiments/exp_018_kv_bits.py``.
 
 import json
 import math
-import statistics
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from bench import MAX_BATCH, Bench, Endless, main
-from common import HERE, Json, difference, machine, note, spread
-from exp_012_store_dtype import log_likelihoods
+from bench import MAX_BATCH, Bench, main
+from common import HERE, Json, difference, note, ratios, spread, take_turns, timed
 from exp_018_report import render
 from prompts import text_of
+from quality import Plan, change_of, log_likelihoods, mean_ratio
+from works import work
 
-from stoker_shared import build_request
-from stoker_worker.ports import CompletedGeneration, GenerationWork, RestoredPrefix
+from stoker_worker.ports import RestoredPrefix
 
-REPORT = "EXP-018-kv-bits.md"
 MOST_PERPLEXITY = 0.01
 """How much perplexity may change, either way: the limit of q8 in EXP-012."""
 
@@ -34,39 +30,13 @@ LEAST_SEQUENCES = 1.8
 _WARM_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The experiment's size. `scored` texts have `long` tokens and a continuation, `greedy` ones `short`."""
-
-    scored: tuple[str, ...]
-    long: int
-    continuation: int
-    greedy: int
-    short: int
-    answer: int
-    steps: int
-
-
 FULL = Plan(("English", "Python", "German", "JSON"), 400, 160, 6, 120, 24, 20)
 QUICK = Plan(("English",), 140, 100, 2, 60, 4, 8)
-_GREEDY_KINDS = ("English", "French", "Python", "German", "Spanish", "Portuguese")
-
-
-def answers(bench: Bench, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[CompletedGeneration]:
-    """Each prompt's greedy answer, all in one batch, without memory."""
-    request = build_request({"agent_id": "a", "prompt": "given as tokens", "max_tokens": max_tokens})
-    engine = bench.engine()
-    uids = [engine.submit(GenerationWork(request, tuple(ids))) for ids in prompts]
-    done: dict[int, CompletedGeneration] = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
-    engine.close()
-    return [done[uid] for uid in uids]
 
 
 def prefix(bench: Bench, ids: Sequence[int]) -> RestoredPrefix:
     """The engine's own cache of all tokens but the last."""
-    (done,) = answers(bench, [ids], 1)
+    (done,) = bench.answers([work(ids, 1, save_from=0)])
     assert done.cache is not None
     n = len(ids) - 1
     return RestoredPrefix(n, tuple((keys[:, :n], values[:, :n]) for keys, values in done.cache.layers))
@@ -78,32 +48,22 @@ def likelihoods(benches: Mapping[str, Bench], kind: str, plan: Plan) -> Json:
     encode = benches["native"].encode
     ids = encode(text_of(encode, kind, plan.long + plan.continuation, seed=plan.long))
     scores = {name: log_likelihoods(bench, prefix(bench, ids[: plan.long]), ids) for name, bench in benches.items()}
-    change = scores["8 bits"] - scores["native"]
     return {
-        "text": kind,
-        "prompt_tokens": plan.long,
-        "scored_tokens": len(change),
-        "perplexity": round(math.exp(-scores["native"].mean()), 4),
-        "mean_change": round(float(change.mean()), 6),
-        "rms_change": round(float(np.sqrt((change**2).mean())), 6),
-        "most_change": round(float(np.abs(change).max()), 5),
-        "perplexity_ratio": round(math.exp(-change.mean()), 6),
-    }
+        "text": kind, "prompt_tokens": plan.long, "scored_tokens": len(scores["native"]),
+        "perplexity": round(math.exp(-scores["native"].mean()), 4), **change_of(scores["8 bits"], scores["native"]),
+    }  # fmt: skip
 
 
 def greedy(benches: Mapping[str, Bench], plan: Plan) -> Json:
     """Answers of both, and whether each 8-bit answer in a batch is the one that the sequence gives alone."""
     note("greedy answers")
     encode = benches["native"].encode
-    kinds = [_GREEDY_KINDS[n % len(_GREEDY_KINDS)] for n in range(plan.greedy)]
-    prompts = [encode(text_of(encode, kind, plan.short + 7 * n)) for n, kind in enumerate(kinds)]
-    said = {
-        name: [one.generated_ids for one in answers(bench, prompts, plan.answer)] for name, bench in benches.items()
-    }
-    alone = [answers(benches["8 bits"], [prompt], plan.answer)[0].generated_ids for prompt in prompts]
+    works = [work(encode(text), plan.answer) for text in plan.greedy_texts(encode).values()]
+    said = {name: [one.generated_ids for one in bench.answers(works)] for name, bench in benches.items()}
+    alone = [benches["8 bits"].answers([one])[0].generated_ids for one in works]
     ends = [difference(*pair) for pair in zip(said["8 bits"], said["native"], strict=True)]
     return {
-        "answers": len(prompts),
+        "answers": len(works),
         "tokens": plan.answer,
         "as_native": sum(end is None for end in ends),
         "first_differences": sorted(end for end in ends if end is not None),
@@ -116,21 +76,13 @@ def decoding(benches: Mapping[str, Bench], plan: Plan) -> Json:
     note("decode steps")
     encode, rows = benches["native"].encode, MAX_BATCH // 2
     ids = encode(text_of(encode, "English", plan.long))
-    request = build_request({"agent_id": "a", "prompt": "given as tokens", "max_tokens": 2 * plan.steps})
-    engines: dict[str, Any] = {}
+    engines = {name: bench.endless().engine() for name, bench in benches.items()}
     for name, bench in benches.items():
         restored = prefix(bench, ids)
-        endless = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
-        engines[name] = replace(bench, model=endless).engine()
         for _ in range(rows):
-            engines[name].submit(GenerationWork(request, tuple(ids), restored, save_from=None))
-    taken: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(plan.steps):
-        for name, engine in engines.items():
-            begin = time.perf_counter()
-            engine.step()
-            if number >= _WARM_STEPS:
-                taken[name].append(1000 * (time.perf_counter() - begin))
+            engines[name].submit(work(ids, 2 * plan.rounds, restored))
+    steps = {name: partial(timed, engine.step) for name, engine in engines.items()}
+    taken = take_turns(steps, plan.rounds - _WARM_STEPS, warm_up=_WARM_STEPS)
     cache_bytes = {name: int(engine._generator.nbytes) for name, engine in engines.items()}
     for engine in engines.values():
         engine.close()
@@ -140,7 +92,7 @@ def decoding(benches: Mapping[str, Bench], plan: Plan) -> Json:
         "cache_bytes": cache_bytes,
         "bytes_ratio": round(cache_bytes["8 bits"] / cache_bytes["native"], 4),
         "step_ms": {name: spread(values, digits=1) for name, values in taken.items()},
-        "step_ratio": spread([a / b for a, b in zip(taken["8 bits"], taken["native"], strict=True)], digits=2),
+        "step_ratio": ratios(taken["8 bits"], taken["native"], digits=2),
     }
 
 
@@ -172,22 +124,21 @@ def capacity(benches: Mapping[str, Bench]) -> list[Json]:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts, plan = machine(bench.facts), QUICK if quick else FULL
+    plan = QUICK if quick else FULL
     benches = {"native": bench, "8 bits": bench.in_8_bits()}
     scored = [likelihoods(benches, kind, plan) for kind in plan.scored]
     said, steps, sizes = greedy(benches, plan), decoding(benches, plan), capacity(benches)
-    ratio = math.exp(statistics.fmean(math.log(row["perplexity_ratio"]) for row in scored))
+    ratio = mean_ratio(scored)
     at_rest = json.loads((HERE / "results" / "exp_012_results.json").read_text(encoding="utf-8"))
-    criteria = {
+    verdict = {
         "perplexity_changes_by_under_1_percent": abs(ratio - 1) < MOST_PERPLEXITY,
         "1_8_times_the_sequences_of_a_16_bit_cache": sizes[-1]["ratio"] >= LEAST_SEQUENCES,
         "every_answer_in_a_batch_is_the_one_alone": said["as_alone"] == said["answers"],
     }
     return {
-        "machine": facts,
-        "verdict": {"passed": all(criteria.values()), **criteria},
+        "verdict": verdict,
         "likelihoods": scored,
-        "perplexity_ratio": round(ratio, 5),
+        "perplexity_ratio": ratio,
         "at_rest_perplexity_ratio": at_rest["perplexity_ratios"]["q8"],
         "at_rest_most_change": max(row["modes"]["q8"]["most_change"] for row in at_rest["quality"]),
         "greedy": said,
@@ -197,4 +148,4 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "018", REPORT, run, render)
+    main(__doc__ or "", "018", run, render)

@@ -2,89 +2,70 @@
 
 from pathlib import Path
 
-from common import Json, machine_lines, table, verdict_title
+from common import Json
+from report import Report, columns, figure, percent, say
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_018_kv_bits.png")
-    sixteen, steps = content["capacity"][-1], content["decoding"]["step_ratio"]
-    said = (
-        f"{sixteen['ratio']} times the sequences of a 16-bit cache at "
-        f"{100 * (content['perplexity_ratio'] - 1):+.2f} % perplexity; a decode step {steps['median']} times as long"
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    ratio, change = content["capacity"][-1]["ratio"], percent(content["perplexity_ratio"])
+    summary = (
+        f"{ratio} times the sequences of a 16-bit cache at {change} perplexity; a decode step takes "
+        f"{content['decoding']['step_ratio']['median']} times as long."
     )
-    return f"{verdict_title(content, 'keys and values in 8 bits')}: {said}", {
-        "machine": machine_lines(content),
-        "capacity": _capacity(content["capacity"]),
-        "likelihoods": _likelihoods(content),
-        "greedy": _greedy(content["greedy"]),
-        "decoding": _decoding(content["decoding"]),
-    }
+    ends = ", ".join(map(str, content["greedy"]["first_differences"])) or "none"
+    return Report(
+        "keys and values in 8 bits",
+        f"beside a 16-bit cache {ratio} times the sequences at {change} perplexity",
+        {
+            "summary": summary,
+            "capacity": columns(content["capacity"], CAPACITY),
+            "likelihoods": _likelihoods(content),
+            "greedy": say({**content["greedy"], "ends": ends}, GREEDY),
+            "decoding": _decoding(content["decoding"]),
+        },
+    )
 
 
-def _capacity(rows: list[Json]) -> str:
-    head = ("cache", "bytes per token", "with 8 bits", "sequences in 8 GiB", "with 8 bits", "ratio")
-    return table(
-        head,
-        [
-            (row["dtype"], row["native"]["bytes_per_token"], row["8 bits"]["bytes_per_token"],
-             row["native"]["sequences"], row["8 bits"]["sequences"], row["ratio"])
-            for row in rows
-        ],
-    )  # fmt: skip
+CAPACITY = {
+    "cache": "{dtype}", "bytes per token": "{native[bytes_per_token]}", "in 8 bits": "{8 bits[bytes_per_token]}",
+    "sequences in 8 GiB": "{native[sequences]}", "with 8 bits": "{8 bits[sequences]}", "ratio": "{ratio}",
+}  # fmt: skip
+LIKELIHOODS = {
+    "text": "{text}", "prompt": "{prompt_tokens}", "scored": "{scored_tokens}", "perplexity": "{perplexity}",
+    "change per token (mean)": "{mean_change:+.5f}", "(root mean square)": "{rms_change:.5f}",
+    "(largest)": "{most_change:.4f}", "perplexity in 8 bits": "{change}",
+}  # fmt: skip
+MEANS = (
+    "\n\nGeometric mean over the texts: {change}. EXP-012's q8, which quantises a finished cache: {at_rest}, a token "
+    "by up to {at_rest_most_change:.4f}."
+)
+GREEDY = (
+    "{answers} answers of {tokens} tokens: {as_alone} are the ones that the sequence gives alone with 8 bits; "
+    "{as_native} are those of the model's own precision (first differences at token: {ends})."
+)
 
 
 def _likelihoods(content: Json) -> str:
-    head = ("text", "prompt", "scored", "perplexity", "change per token (mean)", "(root mean square)", "(largest)",
-            "perplexity in 8 bits")  # fmt: skip
-    rows = [
-        (row["text"], row["prompt_tokens"], row["scored_tokens"], row["perplexity"], f"{row['mean_change']:+.5f}",
-         f"{row['rms_change']:.5f}", f"{row['most_change']:.4f}", f"{100 * (row['perplexity_ratio'] - 1):+.3f} %")
-        for row in content["likelihoods"]
-    ]  # fmt: skip
-    return (
-        f"{table(head, rows)}\n\nGeometric mean over the texts: {100 * (content['perplexity_ratio'] - 1):+.3f} %. "
-        f"EXP-012's q8, which quantises a finished cache: {100 * (content['at_rest_perplexity_ratio'] - 1):+.3f} %, a "
-        f"token by up to {content['at_rest_most_change']:.4f}."
-    )
-
-
-def _greedy(said: Json) -> str:
-    ends = ", ".join(map(str, said["first_differences"])) or "none"
-    return (
-        f"{said['answers']} answers of {said['tokens']} tokens: {said['as_alone']} are the ones that the sequence "
-        f"gives alone with 8 bits; {said['as_native']} are those of the model's own precision (first differences at "
-        f"token: {ends})."
-    )
+    rows = [{**row, "change": percent(row["perplexity_ratio"], 3)} for row in content["likelihoods"]]
+    change, at_rest = (percent(content[name], 3) for name in ("perplexity_ratio", "at_rest_perplexity_ratio"))
+    return columns(rows, LIKELIHOODS) + say({**content, "change": change, "at_rest": at_rest}, MEANS)
 
 
 def _decoding(steps: Json) -> str:
-    head = ("cache", "bytes of the batch's caches", "a step, ms")
-    rows = [
-        (name, steps["cache_bytes"][name], f"{ms['median']:.3g} ({ms['min']:.3g} to {ms['max']:.3g})")
-        for name, ms in steps["step_ms"].items()
-    ]
-    ratio, span = steps["step_ratio"], f"{steps['step_ratio']['min']} to {steps['step_ratio']['max']}"
-    return (
-        f"{steps['rows']} sequences of {steps['tokens']} tokens.\n\n{table(head, rows)}\n\nRatio of bytes "
-        f"{steps['bytes_ratio']}; of a step's time {ratio['median']} ({span}, n {ratio['n']})."
-    )
+    rows = [{"name": name, "bytes": steps["cache_bytes"][name], "ms": ms} for name, ms in steps["step_ms"].items()]
+    shown = columns(rows, {"cache": "{name}", "bytes of the batch's caches": "{bytes}", "a step, ms": "{ms:.3g}"})
+    return say({**steps, "shown": shown}, (
+        "{rows} sequences of {tokens} tokens.\n\n{shown}\n\nRatio of bytes {bytes_ratio}; of a step's time "
+        "{step_ratio[median]} ({step_ratio[min]} to {step_ratio[max]}, n {step_ratio[n]})."
+    ))  # fmt: skip
 
 
-def plot(content: Json, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
-    rows = content["likelihoods"]
-    panels[0].bar([row["text"] for row in rows], [row["rms_change"] for row in rows])
-    panels[0].set_title("change of log-likelihood per token, r.m.s.", fontsize=10)
-    sizes = content["capacity"]
-    panels[1].bar([row["dtype"] for row in sizes], [row["ratio"] for row in sizes], color="C1")
-    panels[1].set_title("sequences in the same KV memory, of native", fontsize=10)
-    panels[1].axhline(1, color="black", lw=0.5)
-    figure.suptitle(f"EXP-018 on {content['machine']['device']}: {content['machine']['model']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+def plot(content: Json, results: Path) -> None:
+    texts, sizes = content["likelihoods"], content["capacity"]
+    with figure(content, results, "kv_bits", (9, 3.6), panels=(1, 2)) as (left, right):
+        left.bar([row["text"] for row in texts], [row["rms_change"] for row in texts])
+        left.set_title("change of log-likelihood per token, r.m.s.", fontsize=10)
+        right.bar([row["dtype"] for row in sizes], [row["ratio"] for row in sizes], color="C1")
+        right.set_title("sequences in the same KV memory, of native", fontsize=10)
+        right.axhline(1, color="black", lw=0.5)

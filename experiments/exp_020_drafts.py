@@ -4,23 +4,22 @@ The same answers are decoded with and without drafts (`--draft-ngram`), through 
 steps; the order changes every round. Run: ``python experiments/exp_020_drafts.py``.
 """
 
-import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import Bench, main
-from common import Json, machine, note, spread
+from common import Json, in_turn, note, ratios, spread, timed
 from draft_prompts import OTHER, QUOTING
 from exp_020_report import render
-from rows_bench import worker_chunk
+from works import chat_work
 
-from stoker_shared import build_request
 from stoker_worker.ports import CompletedGeneration, GenerationWork
 
-REPORT = "EXP-020-drafts.md"
 KINDS = {"quoting": QUOTING, "other": OTHER}
 WIDTHS = (1, 2, 4)
 LEAST_QUOTING, LEAST_OTHER = 1.2, 0.97
@@ -29,18 +28,6 @@ TURN_STEPS = 12
 
 
 # --- answers ---
-
-
-def works(bench: Bench, texts: Sequence[str], *, max_tokens: int, temperature: float) -> list[GenerationWork]:
-    found = []
-    for seed, text in enumerate(texts):
-        messages = [{"role": "user", "content": text}]
-        fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        request = build_request({"agent_id": "x", "messages": messages, **fields})
-        tokenizer = bench.model.tokenizer
-        rendered = tokenizer.render(request.messages, add_generation_prompt=True, tools=None, template_kwargs=None)
-        found.append(GenerationWork(request, tuple(tokenizer.encode_rendered(rendered)), None, None))
-    return found
 
 
 class Answers:
@@ -81,13 +68,9 @@ class Answers:
         return self._engine is not None or bool(self._groups)
 
     def _begin(self) -> bool:
-        from stoker_worker.engine.assembly import assemble
-
         if not self._groups:
             return False
-        self._engine = assemble(self._bench.network, self._bench.model, max_bytes=4 << 30, max_batch=self._width,
-                                prefill_tokens=worker_chunk(self._bench), max_step_s=60.0,
-                                draft_ngram=self._draft_ngram)  # fmt: skip
+        self._engine = self._bench.worker_engine(self._width, max_step_s=60.0, draft_ngram=self._draft_ngram)
         self._uids = [self._engine.submit(work) for work in self._groups.pop(0)]
         return True
 
@@ -108,23 +91,22 @@ class Answers:
 def measured(
     bench: Bench, kind: str, width: int, temperature: float, *, rounds: int, prompts: int, max_tokens: int
 ) -> Json:
-    load = works(bench, KINDS[kind][:prompts], max_tokens=max_tokens, temperature=temperature)
+    fields = {"max_tokens": max_tokens, "temperature": temperature}
+    load = [chat_work(bench.model, text, seed=n, **fields) for n, text in enumerate(KINDS[kind][:prompts])]
     runs: dict[bool, list[Answers]] = {False: [], True: []}
     for number in range(rounds):
-        order = (False, True)[:: 1 if number % 2 == 0 else -1]
-        sides = {draft_ngram: Answers(bench, load, width, draft_ngram=draft_ngram) for draft_ngram in order}
+        note(f"{kind}, {width} rows, temperature {temperature}, round {number + 1} of {rounds}")
+        sides = {side: Answers(bench, load, width, draft_ngram=side) for side in (False, True)[:: (-1) ** number]}
         while any([side.go_on(TURN_STEPS) for side in sides.values()]):
             pass
-        for draft_ngram, done in sides.items():
-            runs[draft_ngram].append(done)
-            note(f"{kind}, {width} rows, temperature {temperature}, round {number + 1}: drafts {draft_ngram}, "
-                 f"{done.tokens} tokens, {done.steps} steps, {done.decode_s:.1f} s")  # fmt: skip
+        for drafts, done in sides.items():
+            runs[drafts].append(done)
     without, drafted = runs[False], runs[True]
     return {
         "kind": kind,
         "width": width,
         "temperature": temperature,
-        "ratio": spread([a.decode_s / b.decode_s for a, b in zip(without, drafted, strict=True)]),
+        "ratio": ratios([run.decode_s for run in without], [run.decode_s for run in drafted]),
         "tokens": without[0].tokens,
         "answers": len(load),
         "same_answers": sum(a == b for a, b in zip(without[0].ids, drafted[0].ids, strict=True)),
@@ -146,7 +128,7 @@ def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
     from stoker_worker.engine.generator import SequenceStart
     from stoker_worker.engine.rows.rows_generator import RowsGenerator
 
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = defaultdict(list)
     generator = RowsGenerator(bench.network, bench.model.spec, draft_ngram=True)
     for n in range(rows):
         ids = [(7919 * (n + 1) + 31 * i) % 40_000 + 100 for i in range(CONTEXT_TOKENS)]
@@ -154,11 +136,6 @@ def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
     while generator._prefill.rows:
         generator.next(CONTEXT_TOKENS)
     decode = generator._decode
-
-    def timed(name: str, call: Any) -> None:
-        begin = time.perf_counter()
-        call()
-        found.setdefault(name, []).append(1000 * (time.perf_counter() - begin))
 
     def step(size: int) -> None:
         order = decode._groups.order()
@@ -172,14 +149,11 @@ def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
 
     for _ in range(repeats):
         step(1)
-        for _ in range(3):
-            timed("a step ahead", lambda: step(1))
+        found["a step ahead"] += [timed(partial(step, 1)) for _ in range(3)]
         mx.eval(decode._next_tokens, decode._logprobs)
-        for _ in range(3):
-            timed("waited for", lambda: waited(1))
-    for _ in range(repeats):
-        for size in sizes:
-            timed(str(size), lambda size=size: waited(size))
+        found["waited for"] += [timed(partial(waited, 1)) for _ in range(3)]
+    for _, size in in_turn(sizes, repeats):
+        found[str(size)].append(timed(partial(waited, size)))
     generator.close()
     return {"rows": rows, **{name: spread(samples, digits=1) for name, samples in found.items()}}
 
@@ -188,31 +162,19 @@ def passes(bench: Bench, rows: int, sizes: Sequence[int], repeats: int) -> Json:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts = machine(bench.facts)
     sizes = {"rounds": 1, "prompts": 2, "max_tokens": 24} if quick else {"rounds": 3, "prompts": 4, "max_tokens": 96}
-    loads = [("quoting", 1, 0.0), ("other", 1, 0.0)] if quick else [
-        *((kind, width, 0.0) for width in WIDTHS for kind in KINDS), ("quoting", 4, 0.7)
-    ]  # fmt: skip
+    widths = WIDTHS[:1] if quick else WIDTHS
+    loads = [(kind, width, 0.0) for width in widths for kind in KINDS] + [("quoting", 4, 0.7)] * (not quick)
     of_passes = [passes(bench, rows, (2, 3, 5, 1), 1 if quick else 5) for rows in ((1,) if quick else (1, 2, 4, 8))]
     found = [measured(bench, *load, **sizes) for load in loads]
-    return {
-        "machine": facts,
-        "verdict": verdict(found),
-        "loads": found,
-        "passes": of_passes,
-        "load_average_at_end": round(os.getloadavg()[0], 1),
-    }
-
-
-def verdict(found: list[Json]) -> Json:
-    ratios = {kind: [load["ratio"]["median"] for load in found if load["kind"] == kind] for kind in KINDS}
-    criteria = {
-        "quoting_answers_1_2_times_as_fast": statistics.median(ratios["quoting"]) >= LEAST_QUOTING,
-        "others_lose_under_3_percent": min(ratios["other"]) > LEAST_OTHER,
+    of_kind = {kind: [load["ratio"]["median"] for load in found if load["kind"] == kind] for kind in KINDS}
+    verdict = {
+        "quoting_answers_1_2_times_as_fast": statistics.median(of_kind["quoting"]) >= LEAST_QUOTING,
+        "others_lose_under_3_percent": min(of_kind["other"]) > LEAST_OTHER,
         "all_tokens_equal": all(load["same_answers"] == load["answers"] for load in found),
     }
-    return {"passed": all(criteria.values()), **criteria}
+    return {"verdict": verdict, "loads": found, "passes": of_passes}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "020", REPORT, run, render)
+    main(__doc__ or "", "020", run, render)

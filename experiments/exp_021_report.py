@@ -3,36 +3,45 @@
 from collections import Counter
 from pathlib import Path
 
-from common import Json, machine_lines, table, verdict_title
+from common import Json
+from report import Report, criteria, figure, listed, say, table
 
 _ROWS = 10
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_021_day.png")
-    parts = {
-        "summary": _summary(content), "machine": _machine(content), "time": _over_time(content["slices"]),
-        "growth": _growth(content), "sources": _sources(content), "checks": _checks(content["verdict"]),
-        "plot": "![memory, speed, store and sources over the jobs](results/exp_021_day.png)",
-    }  # fmt: skip
-    return verdict_title(content, "a day in small"), parts
+SUMMARY = (
+    "{jobs} jobs of {agents} agents took {took_s} s; prompts had {prompt_tokens[median]:.0f} tokens (median; 95th "
+    "percentile {prompt_tokens[p95]:.0f}, most {prompt_tokens[most]:.0f}). Every job has its answer, and {run_again} "
+    "of them ran again after the kill. From job {steady_jobs[0]} to job {steady_jobs[1]}, per 1,000 jobs: resident "
+    "memory {growth_mb_per_1000_jobs[rss]:+.1f} MB, MLX's active memory {growth_mb_per_1000_jobs[active]:+.1f} MB, "
+    "time by the work done {slower:+.1f} %, CPU time by the work done {more_cpu:+.1f} %."
+)
+NUMBER = "nothing lost; {growth_mb_per_1000_jobs[rss]:+.1f} MB of memory and {slower:+.1f} % of time per 1,000 jobs"
+GROWTH = {
+    "resident memory": "{rss:+.1f}", "MLX's active memory": "{active:+.1f}", "MLX's peak of a slice": "{peak:+.1f}",
+    "memory that MLX keeps for reuse": "{kept:+.1f}",
+}  # fmt: skip
+SOURCES = (
+    "\n\nFrom caches: {cached:.1f} % of all prompt tokens. Stored tokens prefilled again, at most: "
+    "{stored_tokens_prefilled_again}. RAM cache: {ram_cache_mb:.0f} MB. The worker: {width}. It was ready {restart_s} "
+    "s after the kill."
+)
 
 
-def _summary(content: Json) -> str:
-    first, last = content["steady_jobs"]
-    growth, tokens = content["growth_mb_per_1000_jobs"], content["prompt_tokens"]
-    return (
-        f"{content['jobs']} jobs of {content['agents']} agents took {content['took_s']} s; prompts had "
-        f"{tokens['median']:.0f} tokens (median; 95th percentile {tokens['p95']:.0f}, most {tokens['most']:.0f}). "
-        f"Every job has its answer, and {content['run_again']} of them ran again after the kill. From job {first} "
-        f"to job {last}, per 1,000 jobs: resident memory {growth['rss']:+.1f} MB, MLX's active memory "
-        f"{growth['active']:+.1f} MB, time by the work done {100 * content['slower_per_1000_jobs']:+.1f} %, "
-        f"CPU time by the work done {100 * content['more_cpu_per_1000_jobs']:+.1f} %."
-    )
-
-
-def _machine(content: Json) -> str:
-    return f"{machine_lines(content)} Load average at the end {content['load_average_at_end']}."
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    known = content | {"cached": 100 * content["cached_share"], "slower": 100 * content["slower_per_1000_jobs"],
+                       "more_cpu": 100 * content["more_cpu_per_1000_jobs"]}  # fmt: skip
+    found = Counter(content["sources"])
+    sources = [
+        (name, found[name], f"{100 * found[name] / content['jobs']:.1f} %") for name in ("memory", "disk", "none")
+    ]
+    return Report("a day in small", say(known, NUMBER), {
+        "summary": say(known, SUMMARY), "time": _over_time(content["slices"]),
+        "growth": listed(content["growth_mb_per_1000_jobs"], ("", "MB per 1,000 jobs"), GROWTH),
+        "sources": table(("cache from", "jobs", "share"), sources) + say(known, SOURCES),
+        "checks": criteria(content),
+    })  # fmt: skip
 
 
 def _over_time(slices: list[Json]) -> str:
@@ -62,60 +71,22 @@ def _cpu(some: list[Json]) -> str:
     return f"{sum(one['cpu_s'] for one in whole) / sum(one['predicted_cpu_s'] for one in whole):.2f}"
 
 
-def _growth(content: Json) -> str:
-    names = {"rss": "resident memory", "active": "MLX's active memory", "peak": "MLX's peak of a slice",
-             "kept": "memory that MLX keeps for reuse"}  # fmt: skip
-    growth = content["growth_mb_per_1000_jobs"]
-    return table(["", "MB per 1,000 jobs"], [[names[name], f"{growth[name]:+.1f}"] for name in names])
-
-
-def _sources(content: Json) -> str:
-    found = Counter(content["sources"])
-    rows = [[name, found[name], f"{100 * found[name] / content['jobs']:.1f} %"] for name in ("memory", "disk", "none")]
-    return table(["cache from", "jobs", "share"], rows) + (
-        f"\n\nFrom caches: {100 * content['cached_share']:.1f} % of all prompt tokens. Stored tokens prefilled again, "
-        f"at most: {content['stored_tokens_prefilled_again']}. RAM cache: {content['ram_cache_mb']:.0f} MB. The "
-        f"worker: {content['width']}. It was ready {content['restart_s']} s after the kill."
-    )
-
-
-def _checks(verdict: Json) -> str:
-    rows = [
-        [name.replace("_", " "), "yes" if passed else "**no**"] for name, passed in verdict.items() if name != "passed"
-    ]
-    return table(["asked", "held"], rows)
-
-
-def plot(content: Json, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def plot(content: Json, results: Path) -> None:
     slices = content["slices"]
-    jobs = [one["jobs"] for one in slices]
-    figure, (memory, speed, store, sources) = pyplot.subplots(1, 4, figsize=(14, 3.2))
-    for name, label in (("rss", "resident"), ("peak", "MLX peak"), ("active", "MLX active"), ("kept", "kept by MLX")):
-        memory.plot(jobs, [one[f"{name}_mb"] for one in slices], label=label)
-    memory.set_ylabel("MB")
-    memory.legend()
-    whole = [one for one in slices if not one["has_restart"]]
-    speed.plot(
-        [one["jobs"] for one in whole], [one["of_predicted"] for one in whole], marker="o", markersize=3, label="time"
-    )
-    speed.plot([one["jobs"] for one in whole], [one["cpu_of_predicted"] for one in whole], label="CPU time")
-    speed.legend()
-    speed.axhline(1.0, linestyle="--", color="gray")
-    speed.set_ylabel("by the work done")
-    store.plot(jobs, [one["store_mb"] for one in slices])
-    store.set_ylabel("store, MB")
-    names = ("memory", "disk", "none")
-    sources.stackplot(jobs, [[one["sources"].get(name, 0) for one in slices] for name in names], labels=names)
-    sources.set_ylabel("jobs of a slice, by source")
-    sources.legend(loc="lower right")
-    for axis in (memory, speed, store, sources):
-        axis.set_xlabel("jobs ended")
-        axis.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    jobs, whole = [one["jobs"] for one in slices], [one for one in slices if not one["has_restart"]]
+    named = {"rss": "resident", "peak": "MLX peak", "active": "MLX active", "kept": "kept by MLX"}
+    with figure(content, results, "day", (14, 3.4), panels=(1, 4)) as (memory, speed, store, sources):
+        for name, label in named.items():
+            memory.plot(jobs, [one[f"{name}_mb"] for one in slices], label=label)
+        for name, label in (("of_predicted", "time"), ("cpu_of_predicted", "CPU time")):
+            speed.plot([one["jobs"] for one in whole], [one[name] for one in whole], label=label)
+        speed.axhline(1.0, linestyle="--", color="gray")
+        store.plot(jobs, [one["store_mb"] for one in slices])
+        names = ("memory", "disk", "none")
+        sources.stackplot(jobs, [[one["sources"].get(name, 0) for one in slices] for name in names], labels=names)
+        labels = {memory: "MB", speed: "by the work done", store: "store, MB", sources: "jobs of a slice, by source"}
+        for axes, label in labels.items():
+            axes.set(xlabel="jobs ended", ylabel=label, ylim=(0, None))
+        memory.legend()
+        speed.legend()
+        sources.legend(loc="lower right")

@@ -2,80 +2,47 @@
 
 from pathlib import Path
 
-from common import Json, machine_lines, table, verdict_title
+from common import Json
+from report import Report, columns, figure, short
 
 NAMES = ("a copy each", "shared")
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_022_shared_prefix.png")
-    parts = {
-        "summary": _summary(content["cells"]),
-        "machine": machine_lines(content),
-        "cells": _cells(content["cells"]),
-    }
-    return verdict_title(content, "a prefix that several sequences share"), parts
-
-
-def _summary(cells: list[Json]) -> str:
-    last = cells[-1]
-    least = min(cells, key=lambda cell: cell["speed"]["median"])
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    cells = content["cells"]
+    last, least = cells[-1], min(cells, key=lambda cell: cell["speed"]["median"])
+    copies, shared = (f"{last[name]['cache_mb']:.0f}" for name in NAMES)
     same = all(cell["same_rows"] == cell["rows"] for cell in cells)
-    return "\n".join(
-        (
-            f"{last['rows']} sequences with {last['tokens']} common tokens take {last['shared']['cache_mb']:.0f} MB of "
-            f"cache instead of {last['a copy each']['cache_mb']:.0f}, and decode {_span(last['speed'])} times as fast.",
-            f"The least speed is {_span(least['speed'])}, of {least['rows']} sequences with {least['tokens']} tokens.",
-            "Every sequence has the same tokens in all runs." if same else "NOT every sequence has the same tokens.",
-        )
-    )
+    summary = "\n".join((
+        f"{last['rows']} sequences with {last['tokens']} common tokens take {shared} MB of cache instead of {copies}, "
+        f"and decode {short(last['speed'])} times as fast.",
+        f"The least speed is {short(least['speed'])}, of {least['rows']} sequences with {least['tokens']} tokens.",
+        "Every sequence has the same tokens in all runs." if same else "NOT every sequence has the same tokens.",
+    ))  # fmt: skip
+    number = f"{shared} MB of cache instead of {copies}; {last['speed']['median']} times as fast"
+    return Report("a prefix that several sequences share", number, {"summary": summary, "cells": columns(cells, CELLS)})
 
 
-def _cells(cells: list[Json]) -> str:
-    head = ("common tokens", "rows", "ms a step: copies", "shared", "in speed", "cache, MB: copies", "shared",
-            "blocks: copies", "shared", "peak, MB: copies", "shared", "same rows")  # fmt: skip
-    lines = [
-        (
-            cell["tokens"],
-            cell["rows"],
-            *(f"{cell[name]['step_ms']['median']:.0f}" for name in NAMES),
-            _span(cell["speed"]),
-            *(f"{cell[name]['cache_mb']:.0f}" for name in NAMES),
-            *(cell[name]["blocks"] for name in NAMES),
-            *(f"{cell[name]['peak_mb']['median']:.0f}" for name in NAMES),
-            f"{cell['same_rows']} of {cell['rows']}",
-        )
-        for cell in cells
-    ]
-    return table(head, lines)
+CELLS = {
+    "common tokens": "{tokens}", "rows": "{rows}", "ms a step: copies": "{a copy each[step_ms][median]:.0f}",
+    "ms: shared": "{shared[step_ms][median]:.0f}", "in speed": "{speed:.3g}",
+    "cache, MB: copies": "{a copy each[cache_mb]:.0f}", "MB: shared": "{shared[cache_mb]:.0f}",
+    "blocks: copies": "{a copy each[blocks]}", "blocks: shared": "{shared[blocks]}",
+    "peak, MB: copies": "{a copy each[peak_mb][median]:.0f}", "peak: shared": "{shared[peak_mb][median]:.0f}",
+    "same rows": "{same_rows} of {rows}",
+}  # fmt: skip
 
 
-def plot(content: Json, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+def plot(content: Json, results: Path) -> None:
     cells = content["cells"]
     labels = [f"{cell['tokens']} x {cell['rows']}" for cell in cells]
-    for shown, title, value in zip(
-        axes,
-        ("ms a step", "MB of cache"),
-        (lambda one: one["step_ms"]["median"], lambda one: one["cache_mb"]),
-        strict=True,
-    ):
+    with figure(content, results, "shared_prefix", (11, 4), panels=(1, 2)) as (time, memory):
         for number, name in enumerate(NAMES):
             places = [place + 0.4 * number for place in range(len(cells))]
-            shown.bar(places, [value(cell[name]) for cell in cells], 0.4, label=name)
-        shown.set_xticks([place + 0.2 for place in range(len(cells))], labels, fontsize=8)
-        shown.set(title=title, xlabel="common tokens x rows")
-        shown.legend(fontsize=8)
-    figure.suptitle(f"EXP-022 on {content['machine']['device']}: {content['machine']['model']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def _span(value: Json) -> str:
-    return f"{value['median']:.3g} ({value['min']:.3g} to {value['max']:.3g})"
+            time.bar(places, [cell[name]["step_ms"]["median"] for cell in cells], 0.4, label=name)
+            memory.bar(places, [cell[name]["cache_mb"] for cell in cells], 0.4, label=name)
+        for axes, title in ((time, "ms a step"), (memory, "MB of cache")):
+            axes.set_xticks([place + 0.2 for place in range(len(cells))], labels, fontsize=8)
+            axes.set(title=title, xlabel="common tokens x rows")
+            axes.legend(fontsize=8)

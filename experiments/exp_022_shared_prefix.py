@@ -10,20 +10,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
 
-from bench import Bench, Endless, main
-from common import Json, machine, note, spread
-from exp_022_report import render
+from bench import Bench, main
+from common import Json, note, ratios, spread, take_turns
+from exp_022_report import NAMES, render
 from prompts import text_of
-from rows_bench import worker_chunk
+from works import work
 
-from stoker_shared import build_request
 from stoker_worker.ports import GenerationWork, RestoredPrefix
 
-REPORT = "EXP-022-shared-prefix.md"
-CONTESTANTS: Final = ("a copy each", "shared")
 OWN_TOKENS = (16, 64)
 GENERATED = 16
 LEAST_SPEED, MOST_MEMORY = 0.97, 0.5
@@ -51,7 +48,7 @@ def only(contestant: str) -> Iterator[None]:
     from stoker_worker.engine import shared_beginning
 
     least = shared_beginning.LEAST_SHARED
-    if contestant == CONTESTANTS[0]:
+    if contestant == NAMES[0]:
         shared_beginning.LEAST_SHARED = 10**9  # type: ignore[misc]
     try:
         yield
@@ -62,16 +59,12 @@ def only(contestant: str) -> Iterator[None]:
 def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:
     import mlx.core as mx
 
-    from stoker_worker.engine.assembly import assemble
-
-    model = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     with only(contestant):
-        engine = assemble(bench.network, model, max_bytes=8 << 30, max_batch=len(works),
-                          prefill_tokens=worker_chunk(bench), max_step_s=60.0)  # fmt: skip
-        uids = [engine.submit(work) for work in works]
+        engine = bench.endless().worker_engine(len(works), max_step_s=60.0)
+        uids = [engine.submit(one) for one in works]
         done, step_s, cache_bytes, blocks = {}, [], 0, 0
         while engine.in_flight:
             start = time.perf_counter()
@@ -94,47 +87,34 @@ def works_of(bench: Bench, system: list[int], prefix: RestoredPrefix, n_rows: in
     for n in range(n_rows):
         start, n_own = dice.randrange(1000), dice.randint(*OWN_TOKENS)
         ids = (*system, *words[start : start + n_own])
-        request = build_request({"prompt": "x", "max_tokens": GENERATED})
-        works.append(GenerationWork(request, ids, prefix if n == 0 else None, None, shares=("all",)))
+        works.append(replace(work(ids, GENERATED, prefix if n == 0 else None), shares=("all",)))
     return works
 
 
 def prefix_of(bench: Bench, system: list[int]) -> RestoredPrefix:
     """The cache of `system`, as a store would restore it."""
-    engine = bench.engine()
-    engine.submit(GenerationWork(build_request({"prompt": "x", "max_tokens": 1}), tuple(system), None, 0))
-    ended = []
-    while engine.in_flight:
-        ended += engine.step()
-    engine.close()
+    (end,) = bench.answers([work(system, 1, save_from=0)])
+    assert end.cache is not None
     n = len(system)
-    return RestoredPrefix(
-        n, tuple((keys[:, :n].copy(), values[:, :n].copy()) for keys, values in ended[0].cache.layers)
-    )
+    return RestoredPrefix(n, tuple((keys[:, :n].copy(), values[:, :n].copy()) for keys, values in end.cache.layers))
 
 
 def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: int) -> Json:
-    runs: dict[str, list[Run]] = {name: [] for name in CONTESTANTS}
-    for number in range(rounds):
-        for name in CONTESTANTS[:: 1 if number % 2 == 0 else -1]:
-            runs[name].append(run_once(bench, works, name))
-            step_ms = 1000 * statistics.median(runs[name][-1].step_s)
-            note(
-                f"{len(works)} rows, {n_tokens} tokens, round {number + 1} of {rounds}: {name} {step_ms:.0f} ms a step"
-            )
+    note(f"{len(works)} rows, {n_tokens} tokens, {rounds} rounds")
+    runs = take_turns({name: partial(run_once, bench, works, name) for name in NAMES}, rounds)
+    step_s = {name: [statistics.median(run.step_s) for run in each] for name, each in runs.items()}
     copies, shared = runs.values()
-    ratios = [statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in zip(copies, shared, strict=True)]
     return {
         "tokens": n_tokens,
         "rows": len(works),
-        "speed": spread(ratios),
+        "speed": ratios(*step_s.values()),
         "memory": round(shared[0].cache_bytes / copies[0].cache_bytes, 3),
         "same_rows": sum(
             len(set(tokens)) == 1 for tokens in zip(*(run.tokens for run in copies + shared), strict=True)
         ),
         **{
             name: {
-                "step_ms": spread([1000 * statistics.median(run.step_s) for run in each], digits=1),
+                "step_ms": spread([1000 * seconds for seconds in step_s[name]], digits=1),
                 "cache_mb": round(each[0].cache_bytes / 1e6, 1),
                 "blocks": each[0].blocks,
                 "peak_mb": spread([run.peak / 1e6 for run in each], digits=1),
@@ -145,7 +125,6 @@ def measured(bench: Bench, works: list[GenerationWork], n_tokens: int, rounds: i
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts = machine(bench.facts)
     sizes, widths, rounds = ((256,), (3,), 1) if quick else ((256, 1024, 2048), (4, 16), 3)
     found = []
     for n_tokens in sizes:
@@ -154,16 +133,16 @@ def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
         for n_rows in widths:
             works = works_of(bench, system, prefix, n_rows)
             if not found:
-                run_once(bench, works, CONTESTANTS[1])
+                run_once(bench, works, NAMES[1])
             found.append(measured(bench, works, n_tokens, rounds))
     largest = [cell for cell in found if cell["rows"] == max(widths) and cell["tokens"] >= min(1024, max(sizes))]
-    criteria = {
+    verdict = {
         "never_slower_by_more_than_3_percent": min(cell["speed"]["median"] for cell in found) >= LEAST_SPEED,
         "half_the_memory_of_1024_tokens_or_more": max(cell["memory"] for cell in largest) <= MOST_MEMORY,
         "all_tokens_equal": all(cell["same_rows"] == cell["rows"] for cell in found),
     }
-    return {"machine": facts, "verdict": {"passed": all(criteria.values()), **criteria}, "cells": found}
+    return {"verdict": verdict, "cells": found}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "022", REPORT, run, render)
+    main(__doc__ or "", "022", run, render)

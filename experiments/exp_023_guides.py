@@ -12,19 +12,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from bench import Bench, Endless, main
-from common import Json, machine, note, spread
+from bench import Bench, main
+from common import Json, note, spread, take_turns, timed
 from exp_023_report import render
-from rows_bench import worker_chunk
+from works import chat_work, let_decode
 
-from stoker_shared import build_request
 from stoker_shared.errors import GuideRefused
-from stoker_worker.ports import CompletedGeneration, GenerationWork
+from stoker_worker.ports import GenerationWork
 
-REPORT = "EXP-023-guides.md"
 SCHEMAS, ANSWER_TOKENS, MASK_TOKENS, ROWS, TURN_STEPS = 100, 128, 64, 8, 8
 MOST_LOST = 0.05
 RECORDS: Final[Json] = {
@@ -50,12 +49,7 @@ def work(bench: Bench, schema: Mapping[str, Any], *, max_tokens: int, temperatur
     text = f"Write a short JSON value that is valid for this JSON schema: {json.dumps(schema)}"
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": dict(schema)}}
     fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "response_format": form}
-    request = build_request({"messages": [{"role": "user", "content": text}], **fields})
-    tokenizer = bench.model.tokenizer
-    rendered = tokenizer.render(request.messages or (), add_generation_prompt=True, tools=None, template_kwargs=None)
-    assert bench.model.guides is not None
-    ids = tuple(tokenizer.encode_rendered(rendered))
-    return GenerationWork(request, ids, None, None, guide=bench.model.guides.guide_for(request, ids))
+    return chat_work(bench.model, text, **fields)
 
 
 def suite_schemas(*, quick: bool) -> list[Json]:
@@ -97,21 +91,12 @@ def supported(bench: Bench, schemas: Sequence[Json], most: int) -> tuple[list[Js
     return taken, refused
 
 
-def answers(bench: Bench, works: Sequence[GenerationWork]) -> list[CompletedGeneration]:
-    engine = bench.engine()
-    uids, done = [engine.submit(one) for one in works], {}
-    while engine.in_flight:
-        done |= {end.uid: end for end in engine.step()}
-    engine.close()
-    return [done[uid] for uid in uids]
-
-
 def validity(bench: Bench, schemas: Sequence[Json], temperature: float) -> Json:
     from jsonschema import Draft202012Validator
 
     works = [work(bench, schema, max_tokens=ANSWER_TOKENS, temperature=temperature, seed=n)
              for n, schema in enumerate(schemas)]  # fmt: skip
-    ends, wrong = answers(bench, works), []
+    ends, wrong = bench.answers(works), []
     for schema, end in zip(schemas, ends, strict=True):
         if end.ended_by != "eos":
             continue
@@ -139,26 +124,21 @@ class Decoding:
     """Rows that decode together and do not end before `max_tokens`."""
 
     def __init__(self, bench: Bench, works: Sequence[GenerationWork]) -> None:
-        from stoker_worker.engine.assembly import assemble
-
-        model = replace(bench.model, tokenizer=Endless(bench.model.tokenizer))
-        self._engine = assemble(bench.network, model, max_bytes=4 << 30, max_batch=len(works),
-                                prefill_tokens=worker_chunk(bench), max_step_s=60.0)  # fmt: skip
+        self._engine = bench.endless().worker_engine(len(works), max_step_s=60.0)
         for one in works:
             self._engine.submit(one)
-        while any(progress.tokens < 2 for progress in self._engine.progress().values()):
-            self._engine.step()
-        self.step_s(1)
+        let_decode(self._engine, 2)
+        self.step_ms(1)
 
-    def step_s(self, n_steps: int) -> float:
-        """Seconds of a step, over `n_steps` of them."""
+    def step_ms(self, n_steps: int) -> float:
+        """Milliseconds of a step, over `n_steps` of them."""
         import mlx.core as mx
 
         begin = time.perf_counter()
         for _ in range(n_steps):
             assert not self._engine.step()
         mx.synchronize()  # the pass that was begun ahead must not run in the other side's time
-        return (time.perf_counter() - begin) / n_steps
+        return 1000 * (time.perf_counter() - begin) / n_steps
 
     def close(self) -> None:
         self._engine.close()
@@ -166,46 +146,36 @@ class Decoding:
 
 def cost(bench: Bench, temperature: float, rounds: int, turns: int) -> Json:
     """Both sides decode at once and take turns of a few steps, so that a slow second of the machine falls on both."""
-    steps: dict[bool, list[float]] = {False: [], True: []}
+    taken: dict[str, list[float]] = {"plain": [], "guided": []}
     for number in range(rounds):
-        order = (False, True)[:: 1 if number % 2 == 0 else -1]
-        sides = {with_guides: _decoding(bench, with_guides, temperature, turns) for with_guides in order}
-        for _ in range(turns):
-            for with_guides, side in sides.items():
-                steps[with_guides].append(1000 * side.step_s(TURN_STEPS))
-        for side in sides.values():
-            side.close()
-        plain, guided = (statistics.median(steps[side][-turns:]) for side in (False, True))
-        note(f"temperature {temperature}, round {number + 1}: {plain:.1f} ms a step plain, {guided:.1f} ms guided")
-    speed = [plain / guided for plain, guided in zip(steps[False], steps[True], strict=True)]
+        note(f"temperature {temperature}, round {number + 1} of {rounds}")
+        guided = [
+            work(bench, RECORDS, max_tokens=8 + TURN_STEPS * turns, temperature=temperature, seed=n)
+            for n in range(ROWS)
+        ]
+        sides = {"plain": Decoding(bench, [replace(one, guide=None) for one in guided]),
+                 "guided": Decoding(bench, guided)}  # fmt: skip
+        steps = {name: partial(side.step_ms, TURN_STEPS) for name, side in sides.items()}
+        for name, found in take_turns(steps, turns).items():
+            taken[name] += found
+            sides[name].close()
+    speed = [plain / guided for plain, guided in zip(*taken.values(), strict=True)]
     return {
         "rows": ROWS,
         "temperature": temperature,
         "turns": len(speed),
         "speed": spread(speed) | {"middle_half": [round(value, 3) for value in statistics.quantiles(speed)[::2]]},
-        "plain_step_ms": spread(steps[False], digits=1),
-        "guided_step_ms": spread(steps[True], digits=1),
+        **{f"{name}_step_ms": spread(found, digits=1) for name, found in taken.items()},
     }
-
-
-def _decoding(bench: Bench, with_guides: bool, temperature: float, turns: int) -> Decoding:
-    most = 8 + TURN_STEPS * turns
-    works = [work(bench, RECORDS, max_tokens=most, temperature=temperature, seed=n) for n in range(ROWS)]
-    return Decoding(bench, works if with_guides else [replace(one, guide=None) for one in works])
 
 
 def mask_us(bench: Bench, tokens: int) -> Json:
     """Microseconds in which a guide takes a token and makes its mask."""
     one = work(bench, RECORDS, max_tokens=tokens, temperature=1.0, seed=1)
-    (end,) = answers(bench, [one])
+    (end,) = bench.answers([one])
     assert one.guide is not None
     one.guide.start(())
-    seconds = []
-    for token in (None, *end.generated_ids):
-        begin = time.perf_counter()
-        one.guide.after(token)
-        seconds.append(time.perf_counter() - begin)
-    ordered = sorted(1e6 * value for value in seconds)
+    ordered = sorted(1000 * timed(partial(one.guide.after, token)) for token in (None, *end.generated_ids))
     return {"n": len(ordered), "median": round(statistics.median(ordered)), "most": round(ordered[-1])}
 
 
@@ -214,7 +184,7 @@ def beside(bench: Bench, max_tokens: int) -> Json:
     works = [work(bench, {"type": "object"}, max_tokens=max_tokens, temperature=0.0, seed=n) for n in range(ROWS)]
     texts = [tuple(bench.encode(f"Once upon a time, {n} little pigs")) for n in range(ROWS)]
     works = [one if n == 3 else replace(one, prompt_ids=texts[n], guide=None) for n, one in enumerate(works)]
-    ends = answers(bench, works)
+    ends = bench.answers(works)
     same = sum(
         list(end.generated_ids) == bench.uncached(one.prompt_ids, max_tokens)
         for n, (one, end) in enumerate(zip(works, ends, strict=True))
@@ -224,27 +194,20 @@ def beside(bench: Bench, max_tokens: int) -> Json:
 
 
 def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
-    facts = machine(bench.facts)
     taken, refused = supported(bench, suite_schemas(quick=quick), 2 if quick else SCHEMAS)
     valid = [validity(bench, taken, temperature) for temperature in (0.0, 1.5)]
     rounds, turns = (1, 2) if quick else (6, 8)
     costs = [cost(bench, temperature, rounds, turns) for temperature in (0.0, 1.0)]
     same = beside(bench, 8 if quick else 24)
-    criteria = {
+    verdict = {
         "every_whole_answer_is_valid": all(not one["wrong"] and not one["failed"] for one in valid),
         "at_most_5_percent_of_the_speed_lost": min(one["speed"]["median"] for one in costs) >= 1 - MOST_LOST,
         "rows_beside_a_guided_one_are_as_alone": same["same"] == same["plain_rows"],
     }
-    return {
-        "machine": facts,
-        "verdict": {"passed": all(criteria.values()), **criteria},
-        "schemas": {"taken": len(taken), "refused": len(refused), "reasons": refused},
-        "validity": valid,
-        "costs": costs,
-        "mask_us": mask_us(bench, 8 if quick else MASK_TOKENS),
-        "beside": same,
-    }
+    schemas = {"taken": len(taken), "refused": len(refused), "reasons": refused}
+    return {"verdict": verdict, "schemas": schemas, "validity": valid, "costs": costs,
+            "mask_us": mask_us(bench, 8 if quick else MASK_TOKENS), "beside": same}  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", "023", REPORT, run, render)
+    main(__doc__ or "", "023", run, render)

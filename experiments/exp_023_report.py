@@ -3,42 +3,42 @@
 from collections import Counter
 from pathlib import Path
 
-from common import Json, machine_lines, span, table, verdict_title
+from common import Json
+from report import Report, columns, figure, say
 
 
-def render(content: Json, results: Path) -> tuple[str, dict[str, str]]:
-    plot(content, results / "exp_023_guides.png")
-    parts = {
-        "summary": _summary(content),
-        "machine": machine_lines(content),
-        "validity": _validity(content["validity"]),
-        "refused": _refused(content["schemas"]),
-        "costs": _costs(content),
-    }
-    return verdict_title(content, "answers that follow a schema"), parts
-
-
-def _summary(content: Json) -> str:
-    whole, wrong = (
-        sum(f(one) for one in content["validity"]) for f in (lambda x: x["whole"], lambda x: len(x["wrong"]))
-    )
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    found = [{**one, "valid": one["whole"] - len(one["wrong"])} for one in content["validity"]]
+    whole, valid = (sum(one[key] for one in found) for key in ("whole", "valid"))
     worst = min(content["costs"], key=lambda one: one["speed"]["median"])
-    longer, beside = 1 / worst["speed"]["median"], content["beside"]
-    return "\n".join(
-        (
-            f"Of {whole} answers that ended by themselves, {whole - wrong} are valid for their schema.",
-            f"With {worst['rows']} guided rows, a step takes {longer:.3f} times as long as with {worst['rows']} plain "
-            "ones, in the slower of the two loads.",
-            f"{beside['same']} of {beside['plain_rows']} rows beside a guided one have the tokens they have alone.",
-        )
-    )
+    beside = content["beside"]
+    summary = "\n".join((
+        f"Of {whole} answers that ended by themselves, {valid} are valid for their schema.",
+        f"With {worst['rows']} guided rows, a step takes {1 / worst['speed']['median']:.3f} times as long as with "
+        f"{worst['rows']} plain ones, in the slower of the two loads.",
+        f"{beside['same']} of {beside['plain_rows']} rows beside a guided one have the tokens they have alone.",
+    ))  # fmt: skip
+    all_valid = "all valid" if valid == whole else f"{whole - valid} not valid"
+    number = f"{whole} whole answers, {all_valid}; {worst['speed']['median']} of the speed"
+    return Report("answers that follow a schema", number, {
+        "summary": summary, "validity": columns(found, VALIDITY), "refused": _refused(content["schemas"]),
+        "costs": columns(content["costs"], COSTS) + say(content["mask_us"], MASKS),
+    })  # fmt: skip
 
 
-def _validity(found: list[Json]) -> str:
-    head = ("temperature", "answers", "whole", "of these valid", "cut off by max_tokens", "failed")
-    lines = [(one["temperature"], one["answers"], one["whole"], one["whole"] - len(one["wrong"]), one["cut_off"],
-              one["failed"]) for one in found]  # fmt: skip
-    return table(head, lines)
+VALIDITY = {
+    "temperature": "{temperature}", "answers": "{answers}", "whole": "{whole}", "of these valid": "{valid}",
+    "cut off by max_tokens": "{cut_off}", "failed": "{failed}",
+}  # fmt: skip
+COSTS = {
+    "temperature": "{temperature}", "turns": "{turns}", "ms a step: plain": "{plain_step_ms}",
+    "guided": "{guided_step_ms}", "speed of the guided rows": "{speed}",
+    "the middle half of it": "{speed[middle_half][0]} to {speed[middle_half][1]}",
+}  # fmt: skip
+MASKS = (
+    "\n\nTo take a token and make a mask, a guide needs {median} µs in the median, and {most} µs at most ({n} masks)."
+)
 
 
 def _refused(schemas: Json) -> str:
@@ -47,36 +47,12 @@ def _refused(schemas: Json) -> str:
     return f"{schemas['refused']} further schemas were refused by name. The most frequent reasons: {reasons or 'none'}."
 
 
-def _costs(content: Json) -> str:
-    head = ("temperature", "turns", "ms a step: plain", "guided", "speed of the guided rows", "the middle half of it")
-    lines = [
-        (one["temperature"], one["turns"], span(one["plain_step_ms"]), span(one["guided_step_ms"]), span(one["speed"]),
-         "{} to {}".format(*one["speed"]["middle_half"]))
-        for one in content["costs"]
-    ]  # fmt: skip
-    masks = content["mask_us"]
-    return (
-        f"{table(head, lines)}\n\nTo take a token and make a mask, a guide needs {masks['median']} µs in the median, "
-        f"and {masks['most']} µs at most ({masks['n']} masks)."
-    )
-
-
-def plot(content: Json, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, shown = plt.subplots(figsize=(7, 4))
+def plot(content: Json, results: Path) -> None:
     costs = content["costs"]
-    for place, name in enumerate(("plain_step_ms", "guided_step_ms")):
-        values = [one[name]["median"] for one in costs]
-        shown.bar([n + 0.4 * place for n in range(len(costs))], values, 0.4, label=name.partition("_")[0])
-    labels = [f"temperature {one['temperature']}" for one in costs]
-    shown.set_xticks([n + 0.2 for n in range(len(costs))], labels)
-    shown.set(ylabel=f"ms a step of {costs[0]['rows']} rows")
-    shown.legend()
-    figure.suptitle(f"EXP-023 on {content['machine']['device']}: {content['machine']['model']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
+    with figure(content, results, "guides", (7, 4)) as axes:
+        for place, name in enumerate(("plain_step_ms", "guided_step_ms")):
+            values = [one[name]["median"] for one in costs]
+            axes.bar([n + 0.4 * place for n in range(len(costs))], values, 0.4, label=name.partition("_")[0])
+        axes.set_xticks([n + 0.2 for n in range(len(costs))], [f"temperature {one['temperature']}" for one in costs])
+        axes.set(ylabel=f"ms a step of {costs[0]['rows']} rows")
+        axes.legend()

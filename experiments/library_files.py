@@ -3,33 +3,30 @@
 The library's files hold the same tensors and metadata; only the order in their headers is the library's own, so the
 checksum is over the product's header and the tensors. The library reads in two forms: tensor by tensor from a mapped
 file (`safe_open`), or the whole file at once (`load`). It writes from a copy of each tensor (`save_file`), since a
-block's part of the engine's arrays has gaps. Run alone, it replaces this part of EXP-006's results: ``python
-experiments/library_files.py``, then ``python experiments/exp_006_cache_reconstruction.py --render``.
+block's part of the engine's arrays has gaps.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
-from common import HERE, Json, spread
+from common import Json, in_turn, ratios, spread, timed
+from synthetic_cache import Contents, smollm2_layers
 from xxhash import xxh3_128
 
 from stoker_shared.scattered_io import write_all
 from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.cache_file import CachePiece, bytes_of
 from stoker_worker.memory.cache_layout import empty_layers
 from stoker_worker.ports import LayerKV
-from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 
 @dataclass(frozen=True)
@@ -107,17 +104,13 @@ class BlockFiles:
 
 def against_library(folder: Path, *, quick: bool) -> Json:
     """Both ways on random blocks in SmolLM2's shape."""
-    spec = ModelCacheSpec((LayerSpec(LayerKind.FULL, 3, 64, 64),) * 30, "float32")
-    counts = (1, 2) if quick else (1, 8, 32)
+    spec = smollm2_layers(30)
+    counts = (1, 2) if quick else (1, 32)
     random, n_tokens = np.random.default_rng(1), max(counts) * BLOCK_TOKENS
-    layers = empty_layers(spec, n_tokens)
-    for array in chain.from_iterable(layers):
-        random.random(out=array, dtype=np.float32)
+    layers = Contents.random(spec, n_tokens, seed=1).layers
     blocks = BlockChain("ab" * 32, None, tuple(random.integers(2, 40_000, n_tokens).tolist()))
-    found: Json = {"date": date.today().isoformat(), "load_average_at_start": round(os.getloadavg()[0], 1)}
     rounds = 3 if quick else 15
-    found["rows"] = [_measured(blocks, spec, layers, folder / f"{n}", n_blocks=n, rounds=rounds) for n in counts]
-    return found
+    return {"rows": [_measured(blocks, spec, layers, folder / f"{n}", n_blocks=n, rounds=rounds) for n in counts]}
 
 
 def _measured(
@@ -133,36 +126,35 @@ def _measured(
         "write, own": partial(_each, files.own_write, own, 1),
         "write, library": partial(_each, files.library_write, library, 1),
     }
-    for threads in (1, 2):
-        actions |= {f"read by {threads}, {way}": partial(_each, *call, threads) for way, call in reads.items()}
-    samples: dict[str, list[float]] = {name: [] for name in actions}
+    threads = n_readers(False)
+    actions |= {f"read by {threads}, {way}": partial(_each, *call, threads) for way, call in reads.items()}
+    taken: dict[str, list[float]] = {name: [] for name in actions}
+    for way in ("own", "library"):  # a round may begin with a read
+        actions[f"write, {way}"]()
     exact = True
-    for number in range(rounds + 1):  # the first is a warm-up, and compares
-        for name in actions if number % 2 == 0 else reversed(actions):
-            if name.startswith("write"):
-                for path in own if "own" in name else library:
-                    path.unlink(missing_ok=True)
-            begin = perf_counter()
-            actions[name]()
-            samples[name].append(1000 * (perf_counter() - begin))
-            if number == 0 and name.startswith("read"):
-                pairs = zip(chain.from_iterable(files.into), chain.from_iterable(layers), strict=True)
-                exact = exact and all(np.array_equal(got, wanted[:, :n_tokens]) for got, wanted in pairs)
-                for side in chain.from_iterable(files.into):
-                    side[:] = 0
-    taken = {name: values[1:] for name, values in samples.items()}
-    ratios = {}
+    for number, name in in_turn(list(actions), rounds, warm_up=1):
+        if name.startswith("write"):
+            for path in own if "own" in name else library:
+                path.unlink(missing_ok=True)
+        took = timed(actions[name])
+        if number >= 0:
+            taken[name].append(took)
+        elif name.startswith("read"):
+            pairs = zip(chain.from_iterable(files.into), chain.from_iterable(layers), strict=True)
+            exact = exact and all(np.array_equal(got, wanted[:, :n_tokens]) for got, wanted in pairs)
+            for side in chain.from_iterable(files.into):
+                side[:] = 0
+    of_own = {}
     for name, values in taken.items():
         step, way = name.split(", ")
         if way != "own":
-            pairs = zip(values, taken[f"{step}, own"], strict=True)
-            ratios[name] = spread([theirs / ours for theirs, ours in pairs], digits=2)
+            of_own[name] = ratios(values, taken[f"{step}, own"], digits=2)
     return {
         "blocks": n_blocks,
         "mb": round(n_tokens * spec.bytes_per_token / 1e6, 1),
         "exact": exact,
         "ms": {name: spread(values, digits=2) for name, values in taken.items()},
-        "of_own": ratios,
+        "of_own": of_own,
     }
 
 
@@ -179,15 +171,3 @@ def _metadata(content: bytes) -> dict[str, str]:
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found
-
-
-def main() -> None:
-    path = HERE / "results" / "exp_006_results.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory() as folder:
-        content["library"] = against_library(Path(folder), quick=False)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -43,6 +43,10 @@ DELTAS: Final = (
 """What the next turn adds, one after the other; from one token to a sentence."""
 
 
+SIX_KINDS: Final = ("English", "German", "French", "Spanish", "Python", "Portuguese")
+"""Texts of which every experiment with many sequences takes some."""
+
+
 @dataclass(frozen=True)
 class NamedPrompt:
     """A prompt, and the name of the agent that asks it."""

@@ -20,7 +20,7 @@ from stoker import Producer
 from stoker_worker.engine.scripted import ScriptedEngine, ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, SequenceProgress
+from stoker_worker.ports import CompletedGeneration, LoadedModel
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
 
@@ -40,29 +40,13 @@ class TimedEngine:
     ends: list[float] = field(default_factory=list)
     kv: None = None
 
-    @property
-    def in_flight(self) -> int:
-        return self.engine.in_flight
-
-    def progress(self) -> dict[int, SequenceProgress]:
-        return self.engine.progress()
-
-    def text(self, uid: int) -> str:
-        return self.engine.text(uid)
-
-    def submit(self, work: GenerationWork) -> int:
-        return self.engine.submit(work)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
     def step(self) -> list[CompletedGeneration]:
         ended = self.engine.step()
         self.ends.append(time.perf_counter())
         return ended
-
-    def cancel(self, uid: int) -> CompletedGeneration | None:
-        return self.engine.cancel(uid)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 class TimedProvider:

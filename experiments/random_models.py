@@ -1,18 +1,22 @@
 """Models of mlx-lm's own classes with random weights, and turns through the product's engine and store. No tokenizer.
 
-Owns the four configurations of EXP-001 in a narrow form. All that the cache depends on (layers, their pattern, K/V
-heads, head dim, window) is as in the model's config.json; hidden size, vocabulary, experts and feed-forward are not.
+Owns the configurations of EXP-001 and EXP-007 in a narrow form. All that the cache depends on (layers, their pattern,
+K/V heads, head dim, window) is as in the model's config.json; hidden size, vocabulary, experts and feed-forward are
+not.
 """
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from stoker_shared import build_request
+from synthetic_cache import save_turn
+from works import answers, work
+
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CompletedGeneration, Delivery, GenerationWork, LoadedModel, Transcript, Turn
+from stoker_worker.ports import CompletedGeneration, LoadedModel
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 VOCABULARY = 128
@@ -37,6 +41,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 32, "rope_theta": 1e6,
     },
+    "Qwen2-0.5B": {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "rope_theta": 1e6,
+    },
     "tiny": {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8,
@@ -44,8 +52,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_network(name: str) -> Any:
-    """A float32 model of `CONFIGS[name]`, its weights large enough that answers depend on the whole prompt."""
+def random_network(name: str, dtype: str) -> Any:
+    """A model of `CONFIGS[name]`, its weights large enough that answers depend on the whole prompt."""
     import mlx.core as mx
     from mlx.utils import tree_map
 
@@ -54,7 +62,7 @@ def random_network(name: str) -> Any:
     mx.random.seed(7)
     network = module.Model(module.ModelArgs.from_dict(config))
     network.update(tree_map(lambda x: x * 3 if x.ndim > 1 else x, network.parameters()))
-    network.set_dtype(mx.float32)
+    network.set_dtype(getattr(mx, dtype))
     mx.eval(network.parameters())
     network.eval()
     return network
@@ -81,10 +89,10 @@ class RandomModel:
     loaded: LoadedModel
 
     @classmethod
-    def make(cls, name: str) -> "RandomModel":
+    def make(cls, name: str, dtype: str = "float32") -> "RandomModel":
         from stoker_worker.models.cache_probe import read_cache_spec
 
-        network = random_network(name)
+        network = random_network(name, dtype)
         spec = read_cache_spec(network)
         tokenizer: Any = NumberTokenizer()
         fingerprint = f"{name} {spec.describe()}".encode().hex()[:64]
@@ -114,25 +122,11 @@ class RandomModel:
         """One turn of the agent, restored from the store and saved to it, and the number of cached tokens."""
         agent = store.open_agent("agent")
         restored = store.restore(ids, agent=agent, model=self.loaded, salt=None)
-        engine = self.engine(max_batch=2, blocks=64)
-        engine.submit(work(ids, max_tokens, prefix=restored.prefix, save_from=restored.saved_blocks * BLOCK_TOKENS))
-        (completion,) = drain(engine)
-        engine.close()
-        transcript = Transcript((*ids, *completion.generated_ids), "t", None, "synthetic", "length")
-        store.save(Turn(agent, Delivery(f"{agent.number}", "0"), transcript, self.loaded, None, completion.cache, {}))
+        asked = work(ids, max_tokens, restored.prefix, save_from=restored.saved_blocks * BLOCK_TOKENS)
+        with closing(self.engine(max_batch=2, blocks=64)) as engine:
+            (completion,) = answers(engine, [asked])
+        save_turn(store, self.loaded, "agent", (*ids, *completion.generated_ids), completion.cache)
         return completion, restored.prefix.n_tokens if restored.prefix else 0
-
-
-def work(ids: Sequence[int], max_tokens: int, *, prefix: Any = None, save_from: int | None = None) -> GenerationWork:
-    request = build_request({"agent_id": "agent", "prompt": "x", "max_tokens": max_tokens})
-    return GenerationWork(request, tuple(ids), prefix=prefix, save_from=save_from)
-
-
-def drain(engine: Any) -> list[CompletedGeneration]:
-    done: list[CompletedGeneration] = []
-    while engine.in_flight:
-        done += engine.step()
-    return done
 
 
 def random_ids(dice: random.Random, n: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Loads for EXP-017, and two ways to run them: mlx-lm's `BatchGenerator` and the product's rows. Experiments only.
+"""Loads for EXP-011 and EXP-017, and the ways to run them: mlx-lm's `BatchGenerator`, and the product's two generators.
 
-Both get the same rows, whose lists and caches are made anew for each run, because both extend them in place. MLX is
-imported after the BLAS library is loaded.
+Experiments only. All get the same rows, whose lists and caches are made anew for each run, because all extend them in
+place. MLX is imported after the BLAS library is loaded.
 """
 
 import time
@@ -102,16 +102,19 @@ class Rows:
 
     def __init__(self, bench: Bench, load: Load, caches: list[Any], watch: Watch | None) -> None:
         from stoker_worker.engine.batched_generator import MOST_PREFILLING
-        from stoker_worker.engine.rows.rows_generator import RowsGenerator
 
-        model = watch.model(bench.network) if watch else bench.network
-        self._generator = RowsGenerator(model, bench.model.spec)
+        self._generator = self._made(bench, load, watch.model(bench.network) if watch else bench.network)
         self._most_prefilling = MOST_PREFILLING
-        self._chunk_tokens = worker_chunk(bench)
+        self._chunk_tokens = bench.worker_chunk
         self._places = load.places
         self._waiting = list(zip(load.jobs, _given_away(caches), strict=True))[::-1]
         self._prefilling: set[int] = set()
         self._n_left: dict[int, int] = {}
+
+    def _made(self, bench: Bench, load: Load, model: Any) -> Any:
+        from stoker_worker.engine.rows.rows_generator import RowsGenerator
+
+        return RowsGenerator(model, bench.model.spec)
 
     def next(self) -> Iterator[tuple[int, int]]:
         self._let_in()
@@ -140,17 +143,24 @@ class Rows:
         self._generator.close()
 
 
-CONTESTANTS: tuple[type[MlxLm] | type[Rows], ...] = (MlxLm, Rows)
+class Rectangle(Rows):
+    """The product's `BatchedGenerator`, its way for models that do not run in rows, with the same rules."""
+
+    name = "rectangle"
+
+    def _made(self, bench: Bench, load: Load, model: Any) -> Any:
+        from stoker_worker.engine.batched_generator import MOST_PREFILLING, BatchedGenerator
+
+        return BatchedGenerator(
+            model, max_batch=load.places, max_prefilling=MOST_PREFILLING, max_chunk_tokens=bench.worker_chunk
+        )
 
 
-def worker_chunk(bench: Bench) -> int:
-    """Most tokens of a prompt that a worker prefills in a step."""
-    return 1024 if bench.on_gpu else 256
+Contestant = type[MlxLm] | type[Rows]
+CONTESTANTS: tuple[Contestant, ...] = (MlxLm, Rows)
 
 
-def run_once(
-    bench: Bench, contexts: "Contexts", load: Load, contestant: type[MlxLm] | type[Rows], watch: Watch | None = None
-) -> Run:
+def run_once(bench: Bench, contexts: "Contexts", load: Load, contestant: Contestant, watch: Watch | None = None) -> Run:
     """One contestant's run of all rows, timed from their insertion to the last token."""
     import mlx.core as mx
 

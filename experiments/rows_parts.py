@@ -5,43 +5,28 @@ run add up to it, and the run takes longer than one that is not watched.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
+
+from stopwatch import Stopwatch
 
 PARTS = ("model", "attention", "sampling", "prefill", "join", "leave", "python")
 """The model's decode passes without attention; attention, with the writing of keys and values; a prompt's passes; the
 copies of rows that join or leave; the rest."""
 
 
-class Parts:
-    """Seconds of each part of one run; a part within a part counts for itself alone. Implements `rows_bench.Watch`."""
+class Parts(Stopwatch):
+    """All of one run; what is in no other part is Python's. Implements `rows_bench.Watch`."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._stack = ["python"]
-        self._since = time.perf_counter()
+        super().__init__()
+        self._stack.append("python")
 
     @property
     def now(self) -> str:
         return self._stack[-1]
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._tick()
-        self._stack.append(name)
-        try:
-            yield
-        finally:
-            self._tick()
-            self._stack.pop()
-
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self.now] += now - self._since
-        self._since = now
 
     def model(self, model: Any) -> Any:
         return _WatchedModel(model, self)

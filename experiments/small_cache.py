@@ -16,21 +16,21 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import closing
 from datetime import date
 from functools import partial
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
-from common import machine, spread
+from common import Json, in_turn, machine, ratios, spread
+from synthetic_cache import turn_after
 
 from stoker_worker.memory.cache_layout import empty_layers, empty_states
 from stoker_worker.memory.files import Chunk, Disk
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.ports import CacheSlice, Delivery, LoadedModel, Snapshot, Transcript, Turn
+from stoker_worker.ports import CacheSlice, LoadedModel, Snapshot
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 HEADS, HEAD_DIM, WINDOW_TOKENS = 8, 256, 1024
@@ -65,123 +65,95 @@ def cache() -> CacheSlice:
     return CacheSlice(0, N_TOKENS, layers, tuple(snapshots))
 
 
-@dataclass
-class Measured:
-    """A store beside mlx-lm and a plain file, in one folder."""
+class Samples:
+    """Milliseconds by name."""
 
-    folder: Path
-    cache: CacheSlice
-    samples: dict[str, list[float]]
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = {}
 
-    def __post_init__(self) -> None:
-        self._numbers = count()
-        self._stores = {
-            "durable": AgentCacheStore(self.folder / "durable"),
-            "unsynced": AgentCacheStore(self.folder / "unsynced", files=NoSyncs()),
-        }
-        self._arrays = [x for pair in self.cache.layers for x in pair]
-        self._arrays += [x for state in self.cache.snapshots[-1].states for x in state]
+    def timed(self, name: str, action: Callable[[], T]) -> T:
+        begin = perf_counter()
+        result = action()
+        self.taken.setdefault(f"{name}_ms", []).append(1000 * (perf_counter() - begin))
+        return result
 
-    @property
-    def n_bytes(self) -> int:
-        """Of the cache after the turn: 48 layers of 15 tokens."""
-        return sum(array.nbytes for array in self._arrays)
 
-    def one_round(self) -> None:
-        """Each way once, in another order than in the round before."""
-        number = next(self._numbers)
-        ways = [
-            partial(self._turn, "durable", number),
-            partial(self._turn, "unsynced", number),
-            partial(self._mlx_lm, number),
-            partial(self._plain, number),
-        ]
-        for place in range(len(ways)):
-            ways[(number + place) % len(ways)]()
+def through_store(name: str, store: AgentCacheStore, cache: CacheSlice, number: int, samples: Samples) -> None:
+    agent_id, ids = f"agent {number}", (number + 1, *range(1, N_TOKENS))
+    turn = turn_after(store.open_agent(agent_id), MODEL, ids, cache)
+    samples.timed(f"{name}_save", partial(store.save, turn))
+    agent = store.open_agent(agent_id)
+    restore = partial(store.restore, (*ids, 1), agent=agent, model=MODEL, salt=None)
+    restored = samples.timed(f"{name}_reload", restore)
+    assert (restored.source, restored.miss_reason) == ("disk", None)
+    assert restored.prefix is not None
+    found = [x for pair in (*restored.prefix.layers, *restored.prefix.states) for x in pair]
+    assert all(np.array_equal(a, b) for a, b in zip(arrays_of(cache), found, strict=True))
+    if name == "unsynced":
+        os.sync()  # the next file's sync might write these bytes, too
 
-    def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
 
-    def _turn(self, name: str, number: int) -> None:
-        store = self._stores[name]
-        ids = (number, *range(1, N_TOKENS))
-        agent = store.open_agent(f"agent {number}")
-        transcript = Transcript(ids, MODEL.tokenizer_fingerprint, None, "synthetic", "length")
-        turn = Turn(agent, Delivery(f"job {number}", ""), transcript, MODEL, None, self.cache, {})
-        self._timed(f"{name}_save_ms", partial(store.save, turn))
-        agent = store.open_agent(f"agent {number}")
-        restored = self._timed(
-            f"{name}_reload_ms", partial(store.restore, (*ids, 1), agent=agent, model=MODEL, salt=None)
-        )
-        assert (restored.source, restored.miss_reason) == ("disk", None)
-        assert restored.prefix is not None
-        found = [x for pair in (*restored.prefix.layers, *restored.prefix.states) for x in pair]
-        assert all(np.array_equal(a, b) for a, b in zip(self._arrays, found, strict=True))
-        if name == "unsynced":
-            os.sync()  # the next file's sync might write these bytes, too
+def by_mlx_lm(folder: Path, number: int, samples: Samples) -> None:
+    import mlx.core as mx
+    from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
 
-    def _mlx_lm(self, number: int) -> None:
-        import mlx.core as mx
-        from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
+    caches: list[Any] = [KVCache() if layer is FULL else RotatingKVCache(WINDOW_TOKENS) for layer in SPEC.layers]
+    for one in caches:
+        one.update_and_fetch(*(mx.ones((1, HEADS, N_TOKENS, HEAD_DIM), mx.bfloat16) for _ in range(2)))
+    mx.eval([one.state for one in caches])
+    file = str(folder / f"{number}.safetensors")
+    samples.timed("mlx_lm_save", partial(save_prompt_cache, file, caches))
+    samples.timed("mlx_lm_reload", lambda: mx.eval([one.state for one in load_prompt_cache(file)]))
+    os.sync()
 
-        caches: list[Any] = [
-            KVCache() if layer is FULL else RotatingKVCache(max_size=WINDOW_TOKENS) for layer in SPEC.layers
-        ]
-        for one in caches:
-            one.update_and_fetch(*(mx.ones((1, HEADS, N_TOKENS, HEAD_DIM), mx.bfloat16) for _ in range(2)))
-        mx.eval([one.state for one in caches])
-        file = str(self.folder / f"{number}.safetensors")
-        self._timed("mlx_lm_save_ms", partial(save_prompt_cache, file, caches))
-        self._timed("mlx_lm_reload_ms", lambda: mx.eval([one.state for one in load_prompt_cache(file)]))
-        os.sync()
 
-    def _plain(self, number: int) -> None:
-        content = b"".join(array.tobytes() for array in self._arrays)
-        self._timed("plain_save_ms", partial(self._write, f"plain {number}", content))
-        self._timed("plain_reload_ms", (self.folder / f"plain {number}").read_bytes)
-        self._timed("one_sync_ms", partial(self._write, f"small {number}", b"sync"))
-
-    def _write(self, name: str, content: bytes) -> None:
-        with open(self.folder / name, "xb") as file:
+def plainly(folder: Path, cache: CacheSlice, number: int, samples: Samples) -> None:
+    def write(name: str, content: bytes) -> None:
+        with open(folder / name, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
-    def _timed(self, name: str, action: Callable[[], T]) -> T:
-        begin = perf_counter()
-        result = action()
-        self.samples.setdefault(name, []).append(1000 * (perf_counter() - begin))
-        return result
+    content = b"".join(array.tobytes() for array in arrays_of(cache))
+    samples.timed("plain_save", partial(write, f"plain {number}", content))
+    samples.timed("plain_reload", (folder / f"plain {number}").read_bytes)
+    samples.timed("one_sync", partial(write, f"small {number}", b"sync"))
+
+
+def arrays_of(cache: CacheSlice) -> list[Any]:
+    """Of the cache after the turn: 48 layers of 15 tokens."""
+    return [x for pair in (*cache.layers, *cache.snapshots[-1].states) for x in pair]
+
+
+def measured(folder: Path, rounds: int) -> Json:
+    kept, samples = cache(), Samples()
+    with (
+        closing(AgentCacheStore(folder / "durable")) as durable,
+        closing(AgentCacheStore(folder / "unsynced", files=NoSyncs())) as unsynced,
+    ):
+        ways: list[Callable[[int, Samples], None]] = [
+            partial(through_store, "durable", durable, kept),
+            partial(through_store, "unsynced", unsynced, kept),
+            partial(by_mlx_lm, folder),
+            partial(plainly, folder, kept),
+        ]
+        for number, way in in_turn(ways, rounds, warm_up=1):
+            way(number, samples if number >= 0 else Samples())
+    return {
+        "tokens": N_TOKENS,
+        "megabytes": round(sum(array.nbytes for array in arrays_of(kept)) / 1e6, 1),
+        **{name: spread(values) for name, values in samples.taken.items()},
+        "durable_save_of_plain": ratios(samples.taken["durable_save_ms"], samples.taken["plain_save_ms"]),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
-    rounds = parser.parse_args().rounds
-    facts, samples = machine(), {}
+    rounds, facts = parser.parse_args().rounds, machine()
     with tempfile.TemporaryDirectory() as folder:
-        measured = Measured(Path(folder), cache(), samples)
-        for number in range(-1, rounds):
-            if number == 0:
-                samples.clear()  # the round before was to warm up
-            measured.one_round()
-        measured.close()
-    of_plain = [a / b for a, b in zip(samples["durable_save_ms"], samples["plain_save_ms"], strict=True)]
-    found = {name: spread(values) for name, values in samples.items()}
-    print(
-        json.dumps(
-            {
-                "date": date.today().isoformat(),
-                "machine": facts,
-                "tokens": N_TOKENS,
-                "megabytes": round(measured.n_bytes / 1e6, 1),
-                **found,
-                "durable_save_of_plain": spread(of_plain),
-            },
-            indent=1,
-        )
-    )
+        found = measured(Path(folder), rounds)
+    print(json.dumps({"date": date.today().isoformat(), "machine": facts, **found}, indent=1))
 
 
 if __name__ == "__main__":

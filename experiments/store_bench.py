@@ -7,16 +7,14 @@ Run as a script it fills a store in a process of its own, and prints its samples
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common import rss_mib
 from redis import Redis
 
 from stoker import Producer
@@ -25,8 +23,6 @@ from stoker_worker.engine.scripted_cache import cache_of
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LoadedModel, Transcript, Turn
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 ANSWER_TOKENS = 16
 N_THREADS = 4
 """As many as the worker has finishers."""
@@ -73,7 +69,7 @@ def fill(folder: Path, count: int, samples_at: list[int]) -> None:
         rate_s = time.perf_counter() - start
         time.sleep(2.0)
         gc.collect()
-        sample = {"agents": done, "s": round(rate_s, 1), "rss_mb": rss_mb(os.getpid()), **sizes(folder)}
+        sample = {"agents": done, "s": round(rate_s, 1), "rss_mb": round(rss_mib(os.getpid()), 1), **sizes(folder)}
         sample["total_bytes"] = store.budget.total_bytes
         print(json.dumps(sample), flush=True)
         start += time.perf_counter() - start - rate_s
@@ -93,48 +89,28 @@ def _in_threads(store: AgentCacheStore, model: LoadedModel, numbers: range) -> N
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Files, their allocated bytes with the folders', and the bytes of the database."""
+    """Files, their allocated bytes with the folders', the bytes of the database with its log, and those of its log."""
     n_files, n_bytes = 0, 0
     for path, _, names in os.walk(folder):
-        n_bytes += os.lstat(path).st_blocks * 512
-        for name in names:
-            n_files += 1
-            n_bytes += os.lstat(os.path.join(path, name)).st_blocks * 512
-    database = sum(path.stat().st_size for path in folder.glob("agents.db*"))
-    return {"files": n_files, "du_bytes": n_bytes, "database_bytes": database}
+        n_files += len(names)
+        for name in ("", *names):
+            with suppress(FileNotFoundError):  # of a worker that runs
+                n_bytes += os.lstat(os.path.join(path, name)).st_blocks * 512
+    database = {path.name: path.stat().st_size for path in folder.glob("agents.db*")}
+    return {
+        "files": n_files, "du_bytes": n_bytes, "database_bytes": sum(database.values()),
+        "wal_bytes": database.get("agents.db-wal", 0),
+    }  # fmt: skip
 
 
-def rss_mb(pid: int) -> float:
-    seen = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True)
-    return round(int(seen.stdout) / 1024, 1)
-
-
-@contextmanager
-def worker(url: str, folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The worker's own command in a process of its own."""
-    command = [
-        sys.executable, "-c", "from stoker_worker.cli.main import main; main()", "run", "--engine", "scripted",
-        "--scripted-steps-per-s", "100000", "--redis", url, "--store", str(folder), *options,
-    ]  # fmt: skip
-    with open(folder.with_suffix(".log"), "ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT / name) for name in ("shared", "producer", "worker")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-
-
-def submit(producer: Producer, numbers: range, **fields: Any) -> None:
-    request = {"max_tokens": ANSWER_TOKENS, "context": "append", **fields}
+def submit(producer: Producer, numbers: range, **fields: Any) -> list[str]:
+    """A job of each of these agents; the jobs' ids."""
+    request, ids = {"max_tokens": ANSWER_TOKENS, "context": "append", **fields}, []
     for first in range(0, len(numbers), 1000):
         some = numbers[first : first + 1000]
-        producer.submit_many([{"agent_id": f"agent {n}", "prompt": prompt_of(n), **request} for n in some])
+        jobs = [{"agent_id": f"agent {n}", "prompt": prompt_of(n), **request} for n in some]
+        ids += [ticket.job_id for ticket in producer.submit_many(jobs)]
+    return ids
 
 
 def wait_for(connection: "Redis[Any]", count: int) -> None:

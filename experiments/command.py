@@ -1,0 +1,91 @@
+"""The command of every experiment: its options, its results as JSON, and the report, the plot and the index row that
+are made from that JSON. No MLX."""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from common import HERE, Json
+from report import Report, indexed, written
+
+Run = Callable[..., Json]
+"""Called with ``quick``, it returns the results: among them are the ``machine`` and the ``verdict``, which has the
+criteria by name."""
+Render = Callable[[Json, Path], Report]
+"""Called with the results and the plot's folder; it also makes the plot."""
+
+
+def arguments(about: str, *, model: bool, more: Mapping[str, Json] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Args:
+        model: whether to add the options of an experiment that loads a model.
+        more: options of this experiment alone: name, which has underscores, and what `add_argument` takes.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="a few prompts and repetitions, to check that the script still works"
+    )
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the report and its results/")
+    parser.add_argument("--render", action="store_true", help="only rewrite the report from the results that exist")
+    if model:
+        add_model(parser)
+    for name, about_it in (more or {}).items():
+        parser.add_argument("--" + name.replace("_", "-"), **about_it)
+    return parser.parse_args()
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="mlx-lm folder or Hugging Face repo; default: SmolLM2-135M-Instruct")
+    dtypes = ("float32", "auto")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default=dtypes[0], help="exact results are promised for float32 only"
+    )
+
+
+def main(about: str, number: str, run: Run, render: Render) -> None:
+    """The command of an experiment without a model: it calls `run(folder, quick=...)` with a temporary folder."""
+    args = arguments(about, model=False)
+    with tempfile.TemporaryDirectory() as folder:
+        finish(args, number, partial(run, Path(folder)), render)
+
+
+def finish(args: argparse.Namespace, number: str, run: Run, render: Render) -> None:
+    """Run the experiment unless only rendering, and write its results, report, plot and index row."""
+    results = args.out / "results" / f"exp_{number}_results.json"
+    if not args.render:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        content = {"experiment": f"EXP-{number}", **measured(partial(run, quick=args.quick), quick=args.quick)}
+        results.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    content = json.loads(results.read_text(encoding="utf-8"))
+    report = render(content, results.parent)
+    (file,) = HERE.glob(f"EXP-{number}-*.md")
+    for name, change in (
+        (file.name, lambda text: written(text, content, report)),
+        ("README.md", lambda text: indexed(text, content, report.number)),
+    ):
+        (args.out / name).write_text(change((HERE / name).read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"{report.number}\n" + json.dumps(content["verdict"], indent=1))
+
+
+def measured(run: Callable[[], Json], *, quick: bool) -> Json:
+    """The results of a run with the facts about it. It has passed if every criterion of its verdict holds."""
+    load, begin = os.getloadavg()[0], time.perf_counter()
+    found = run()
+    facts = found.pop("machine") | {"load_average_at_start": round(load, 1)}
+    if "verdict" in found:
+        found["verdict"] = {"passed": all(found["verdict"].values()), **found["verdict"]}
+    return {
+        "date": date.today().isoformat(),
+        "quick": quick,
+        "machine": facts,
+        **found,
+        "load_average_at_end": round(os.getloadavg()[0], 1),
+        "wall_s": round(time.perf_counter() - begin),
+    }

@@ -1,0 +1,147 @@
+"""EXP-007, whole answers from a cache: how large is a token's cache, is the answer the same, and how much sooner is it?
+
+The test of October 2025 that this project was given, done anew: bytes per token beside its 12 KB, the same prompts with
+and without cache, greedy and seeded, and the time of a whole answer at 10 to 4,000 tokens of context beside the
+speed-ups that it expects. Run: ``python experiments/exp_007_whole_answer.py``.
+"""
+
+import random
+import statistics
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+from bench import Bench, main
+from common import Json, difference, note, spread
+from exp_007_report import render
+from prompts import text_of
+from random_models import RandomModel, random_ids
+from timed_turns import COLD, DISK, RAM, Turns
+
+from stoker_worker.memory.store import AgentCacheStore
+
+SENTENCE: Final = "The fundamental principle of trust in AI systems is"
+BASELINE: Final = f"{SENTENCE} that it must demonstrate"
+"""The document's prompts."""
+ANSWER_TOKENS = 30
+"""As long as the answer that the document prints."""
+ASKED_BYTES = 12 * 1024
+ASKED = {10: 1.1, 100: 1.5, 1000: 3.0}
+"""The least speed-up that the document expects, by tokens of context. It says nothing about 4,000."""
+SEEDED: Final = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+
+
+# --- bytes ---
+
+
+def bytes_per_token(folder: Path, lengths: Sequence[int]) -> Json:
+    """What Qwen2-0.5B's cache takes: by its layout, in the arrays that a turn hands over, and in the turn's files."""
+    model = RandomModel.make("Qwen2-0.5B", "bfloat16")
+    spec = model.loaded.spec
+    layer = spec.layers[0]
+    found: Json = {"layers": len(spec.layers), "kv_heads": layer.n_kv_heads, "head_dim": layer.key_dim}
+    found |= {"dtype": spec.dtype, "by_layout": spec.bytes_per_token, "turns": []}
+    for n in lengths:
+        of_turn = folder / f"{n}"
+        with closing(AgentCacheStore(of_turn)) as store:
+            completion, _ = model.turn(store, random_ids(random.Random(n), n - 1), 1)
+        assert completion.cache is not None
+        arrays = sum(array.nbytes for pair in completion.cache.layers for array in pair)
+        found["turns"].append({"tokens": n, "arrays": arrays, "files": file_bytes(of_turn)})
+    return found
+
+
+def file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+# --- the same answers ---
+
+
+def answers(bench: Bench, turns: Turns, lengths: Sequence[int], max_tokens: int) -> list[Json]:
+    """Each prompt several times in each way, greedy and seeded; every answer is compared with the first."""
+    texts = {"the document's": SENTENCE, "the document's, continued": BASELINE}
+    texts |= {f"{n} tokens": text_of(bench.encode, "German", n) for n in lengths}
+    found = []
+    for name, text in texts.items():
+        note(f"answers to {name}")
+        row: Json = {"prompt": name, "tokens": len(bench.encode(text))}
+        fields = {"agent_id": name, "prompt": text, "max_tokens": max_tokens}
+        turns.remember(fields)
+        for kind, options in (("greedy", {}), ("seeded", SEEDED)):
+            said = [turns.run(source, {**fields, **options}).completion.generated_ids
+                    for source in (COLD, DISK, RAM, COLD, DISK)]  # fmt: skip
+            row[kind] = {"answers": len(said), "different": len(set(said))}
+            row[kind]["first"] = bench.model.tokenizer.decode(said[0])
+        reference = bench.uncached(bench.encode(text), max_tokens)
+        greedy = turns.run(COLD, fields).completion.generated_ids[: len(reference)]  # mlx-lm ends at the model's token
+        row["differs_from_mlx_lm_at"] = difference(greedy, reference)
+        found.append(row)
+    return found
+
+
+# --- the time of a whole answer ---
+
+
+def speed(bench: Bench, turns: Turns, n_tokens: int, *, rounds: int, cold_rounds: int, max_tokens: int) -> Json:
+    """The ways take turns, in an order that changes every round; ratios are taken within a round.
+
+    Args:
+        cold_rounds: how many of the rounds have a run without cache; the first one's is the agent's first turn.
+    """
+    text = text_of(bench.encode, "English", n_tokens)
+    fields = {"agent_id": f"{n_tokens}", "prompt": text, "max_tokens": max_tokens}
+    runs: dict[str, list[Any]] = {COLD: [], DISK: [], RAM: []}
+    for number in range(rounds):
+        order = [DISK, RAM] if number % 2 else [RAM, DISK]
+        if number < cold_rounds:
+            order = [*order, COLD] if number % 2 else [COLD, *order]
+        for source in order:
+            is_first = not number and source == COLD
+            runs[source].append(turns.remember(fields) if is_first else turns.run(source, fields))
+            note(f"{n_tokens} tokens, round {number + 1} of {rounds}: {source} {runs[source][-1].token_s[-1]:.2f} s")
+    tokens = {run.completion.generated_ids for each in runs.values() for run in each}
+    row: Json = {"tokens": len(bench.encode(text)), "generated": max_tokens, "answers_differ": len(tokens) - 1}
+    for source, each in runs.items():
+        row[source] = {"answer_s": spread([run.token_s[-1] for run in each]),
+                       "restore_ms": spread([1000 * run.restore_s for run in each], digits=1)}  # fmt: skip
+    for source in (DISK, RAM):
+        pairs = list(zip(runs[COLD], runs[source], strict=False))  # the rounds that have both
+        row[source]["speedup"] = {
+            f"{n}": spread([cold.token_s[n - 1] / warm.token_s[n - 1] for cold, warm in pairs])
+            for n in (1, max_tokens // 3, max_tokens)
+        }
+    waited = [run.token_s[-1] - run.token_s[0] for run in runs[DISK]]
+    row["decode_ms"] = round(1000 * statistics.median(waited) / (max_tokens - 1), 1)
+    return row
+
+
+# --- all of it ---
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    note("bytes per token")
+    sizes = bytes_per_token(folder / "bytes", (9,) if quick else (9, 100))
+    plan = {10: (1, 1), 100: (1, 1)} if quick else {10: (5, 5), 100: (5, 5), 1000: (3, 3), 4000: (3, 2)}
+    max_tokens = 6 if quick else ANSWER_TOKENS
+    with closing(Turns(bench, folder)) as turns:
+        same = answers(bench, turns, (20,) if quick else (100, 258), 4 if quick else 16)
+        speeds = [
+            speed(bench, turns, n, rounds=rounds, cold_rounds=cold, max_tokens=max_tokens)
+            for n, (rounds, cold) in plan.items()
+        ]
+    by_length = {n: row[RAM]["speedup"][f"{max_tokens}"]["median"] for n, row in zip(plan, speeds, strict=True)}
+    verdict = {
+        "a_token_of_qwen2_0_5b_takes_12_kb": sizes["by_layout"] == ASKED_BYTES
+        and all(turn["arrays"] == turn["tokens"] * ASKED_BYTES for turn in sizes["turns"]),
+        "the_same_answer_with_and_without_cache": not any(row["answers_differ"] for row in speeds)
+        and all(row[kind]["different"] == 1 for row in same for kind in ("greedy", "seeded")),
+        "greedy_answers_are_mlx_lms": all(row["differs_from_mlx_lm_at"] is None for row in same),
+        **{f"at_{n}_tokens_{least}_times": by_length.get(n, 0) >= least for n, least in ASKED.items()},
+    }
+    return {"verdict": verdict, "bytes": sizes, "answers": same, "speeds": speeds}
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "007", run, render)

@@ -1,0 +1,237 @@
+"""EXP-008, the first token: how soon does it come without a cache, from disk and from RAM?
+
+Each prompt is asked without a cache, and then again and again by ways that take turns: from the store's files, from
+files that are not in memory, from the worker's RAM cache, and from one file of mlx-lm's own `save_prompt_cache`. Beside
+them: one bare pass of the model, and one copy of the bytes. Run: ``python experiments/exp_008_first_token.py``.
+"""
+
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from bench import Bench, main
+from common import Json, drop_from_memory, in_turn, note, ratios, spread, timed
+from exp_008_report import render
+from first_token_parts import parts_of
+from prompts import text_of
+from timed_turns import COLD, DISK, RAM, Turns
+
+DROPPED: Final = "disk, dropped"
+MLX_COLD, MLX_FILE, MLX_DROPPED = "mlx-lm, no cache", "mlx-lm, file", "mlx-lm, file dropped"
+PASS: Final = "one pass"
+MOST_DISK = 1.15
+
+First = tuple[float, int]
+"""Seconds from a prompt's text to the first token, and that token."""
+
+
+class MlxLm:
+    """mlx-lm's own way: a file with a prompt's whole cache, and `stream_generate` for the rest."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        folder.mkdir()
+        self._bench = bench
+        self.folder = folder
+
+    def cold(self, text: str, name: str) -> First:
+        """Saves the cache of all but the prompt's last token afterwards."""
+        from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+        begin = time.perf_counter()
+        ids = self._bench.encode(text)
+        caches = make_prompt_cache(self._bench.network)
+        first = self._first_token(begin, ids, caches)
+        trim_prompt_cache(caches, caches[0].offset - (len(ids) - 1))
+        save_prompt_cache(str(self._file(name)), caches)
+        return first
+
+    def warm(self, text: str, name: str) -> First:
+        from mlx_lm.models.cache import load_prompt_cache
+
+        begin = time.perf_counter()
+        ids = self._bench.encode(text)
+        return self._first_token(begin, ids[-1:], load_prompt_cache(str(self._file(name))))
+
+    def one_pass(self, ids: Sequence[int], name: str) -> Callable[[], First]:
+        """A bare call of the model with a cache in memory: no way can be faster."""
+        import mlx.core as mx
+        from mlx_lm.models.cache import load_prompt_cache, trim_prompt_cache
+
+        caches = load_prompt_cache(str(self._file(name)))
+
+        def once() -> First:
+            begin = time.perf_counter()
+            logits = self._bench.network(mx.array([ids[-1:]]), cache=caches)
+            token: Any = mx.argmax(logits[0, -1]).item()
+            seconds = time.perf_counter() - begin
+            trim_prompt_cache(caches, 1)
+            return seconds, token
+
+        once()  # reads the arrays, and makes room
+        return once
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _first_token(self, begin: float, ids: Sequence[int], caches: list[Any]) -> First:
+        import mlx.core as mx
+        from mlx_lm import stream_generate
+
+        answer = stream_generate(self._bench.network, self._bench.tokenizer, list(ids), max_tokens=2,
+                                 prompt_cache=caches)  # fmt: skip
+        token = next(answer).token
+        seconds = time.perf_counter() - begin
+        answer.close()
+        mx.synchronize()
+        return seconds, int(token)
+
+
+class Length:
+    """One prompt, asked in every way."""
+
+    def __init__(self, bench: Bench, turns: Turns, mlx_lm: MlxLm, n_tokens: int) -> None:
+        self.name = f"{n_tokens}"
+        self.text = text_of(bench.encode, "English", n_tokens)
+        self.ids = bench.encode(self.text)
+        self._fields = {"agent_id": self.name, "prompt": self.text, "max_tokens": 2, "cache_salt": self.name}
+        self._turns, self._mlx_lm = turns, mlx_lm
+        self.seconds: dict[str, list[float]] = {}
+        self.read_mb: dict[str, list[float]] = {DROPPED: [], MLX_DROPPED: []}
+        self.tokens: set[int] = set()
+
+    def ask_cold(self, rounds: int) -> None:
+        for number, name in in_turn((COLD, MLX_COLD), rounds):
+            if name == MLX_COLD:
+                self._note(name, self._mlx_lm.cold(self.text, self.name))
+            elif number:
+                self._note(name, self._of_turn(COLD))
+            else:
+                turn = self._turns.remember(self._fields)
+                self._note(name, (turn.token_s[0], turn.completion.generated_ids[0]))
+            note(f"{self.name} tokens, {name}, {number + 1} of {rounds}: {self.seconds[name][-1]:.2f} s")
+
+    def ask_warm(self, rounds: int) -> None:
+        ways: dict[str, Callable[[], First]] = {
+            DISK: lambda: self._of_turn(DISK),
+            RAM: lambda: self._of_turn(RAM),
+            DROPPED: lambda: self._after_drop(DROPPED, self._turns.folder, lambda: self._of_turn(DISK)),
+            MLX_FILE: lambda: self._mlx_lm.warm(self.text, self.name),
+            MLX_DROPPED: lambda: self._after_drop(
+                MLX_DROPPED, self._mlx_lm.folder, lambda: self._mlx_lm.warm(self.text, self.name)
+            ),
+            PASS: self._mlx_lm.one_pass(self.ids, self.name),
+        }
+        order, dice = list(ways), random.Random(self.name)
+        note(f"{self.name} tokens, {rounds} rounds of all ways with a cache")
+        for _ in range(rounds):
+            dice.shuffle(order)  # the way before determines how much fresh memory a way needs
+            for name in order:
+                self._note(name, ways[name]())
+
+    def found(self, n_bytes: int) -> Json:
+        """
+        Args:
+            n_bytes: of the cache that is restored.
+        """
+        cold = {name: statistics.median(self.seconds[name]) for name in (COLD, MLX_COLD)}
+        speedups = {
+            name: spread([cold[of] / s for s in self.seconds[name]], digits=1)
+            for of, names in ((COLD, (DISK, DROPPED, RAM)), (MLX_COLD, (MLX_FILE, MLX_DROPPED)))
+            for name in names
+        }
+        return {
+            "tokens": len(self.ids),
+            "mb": round(n_bytes / 1e6, 1),
+            "first_token_ms": {
+                name: spread([1000 * s for s in found], digits=1) for name, found in self.seconds.items()
+            },
+            "speedup": speedups,
+            "disk_over_ram": ratios(self.seconds[DISK], self.seconds[RAM]),
+            "copy_ms": spread(copies_ms(n_bytes, 5), digits=1),
+            "read_from_disk_mb": {name: spread(found, digits=1) for name, found in self.read_mb.items()},
+            "parts_ms": {source: parts_of(lambda s=source: self._turn(s), 5) for source in (DISK, RAM)},  # type: ignore[misc]
+            "same_token": len(self.tokens) == 1,
+        }
+
+    def _turn(self, source: str) -> Any:
+        return self._turns.run(source, self._fields, n_tokens=1)
+
+    def _of_turn(self, source: str) -> First:
+        turn = self._turn(source)
+        return turn.token_s[0], turn.completion.generated_ids[0]
+
+    def _after_drop(self, name: str, folder: Path, call: Callable[[], First]) -> First:
+        drop_from_memory(folder)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+        first = call()
+        blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
+        self.read_mb[name].append(512 * blocks / 1e6)  # on Linux; elsewhere a block may be anything
+        return first
+
+    def _note(self, name: str, first: First) -> None:
+        self.seconds.setdefault(name, []).append(first[0])
+        self.tokens.add(first[1])
+
+
+def copies_ms(n_bytes: int, repeats: int) -> list[float]:
+    """Copies of so many bytes into memory that is in use already."""
+    source, target = np.ones(n_bytes, np.uint8), np.ones(n_bytes, np.uint8)
+    return [timed(partial(np.copyto, target, source)) for _ in range(repeats)]
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    plan = {64: 1, 256: 1} if quick else {256: 3, 512: 3, 1024: 3, 2048: 2, 4096: 2}
+    rows = []
+    with closing(Turns(bench, folder)) as turns:
+        mlx_lm = MlxLm(bench, folder / "mlx-lm")
+        warm_up = Length(bench, turns, mlx_lm, 32)
+        warm_up.ask_cold(1)
+        warm_up.ask_warm(1)
+        for n_tokens, cold_rounds in plan.items():
+            length = Length(bench, turns, mlx_lm, n_tokens)
+            length.ask_cold(cold_rounds)
+            length.ask_warm(2 if quick else 9)
+            rows.append(length.found((len(length.ids) - 1) * bench.model.spec.bytes_per_token))
+    verdict = {
+        "a_larger_gain_than_mlx_lms_file_at_every_length": all(
+            row["speedup"][DISK]["median"] > row["speedup"][MLX_FILE]["median"] for row in rows
+        ),
+        "ram_never_slower_than_disk": all(row["disk_over_ram"]["median"] >= 1 for row in rows),
+        "disk_at_most_1_15_times_ram": all(row["disk_over_ram"]["median"] <= MOST_DISK for row in rows),
+        "all_tokens_equal": all(row["same_token"] for row in rows),
+    }
+    return {"verdict": verdict, "lengths": rows}
+
+
+def short(bench: Bench, folder: Path) -> list[Json]:
+    """Two lengths, each asked once without a cache."""
+    rows = []
+    with closing(Turns(bench, folder)) as turns:
+        mlx_lm = MlxLm(bench, folder / "mlx-lm")
+        for n_tokens in (32, 256, 1024):
+            length = Length(bench, turns, mlx_lm, n_tokens)
+            length.ask_cold(1)
+            length.ask_warm(1 if n_tokens == 32 else 5)
+            if n_tokens == 32:  # a warm-up
+                continue
+            found = length.found((len(length.ids) - 1) * bench.model.spec.bytes_per_token)
+            theirs = found["speedup"][MLX_FILE]["median"]
+            rows += [
+                {"what": f"first token: without a cache / from disk, in time: {n_tokens} tokens",
+                 "ratio": found["speedup"][DISK], "asked": f"over {theirs} (mlx-lm's own file)",
+                 "equal": found["same_token"]},
+                {"what": f"first token: from disk / from RAM, in time: {n_tokens} tokens",
+                 "ratio": found["disk_over_ram"], "asked": "1 to 1.15", "equal": found["same_token"]},
+            ]  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "008", run, render)

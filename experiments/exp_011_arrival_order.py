@@ -1,0 +1,228 @@
+"""EXP-011, arrival order: what do padding and the order of arrival cost, in mlx-lm's rectangle and in rows?
+
+The same sequences, long and short, come in three orders; then sequences that come and go one by one, beside as many
+that come and go together. Both go through the product's two generators, which take turns, and whose passes and copies
+are counted. Run: ``python experiments/exp_011_arrival_order.py``.
+"""
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bench import Bench, main
+from common import Json, note, ratios, spread
+from exp_011_report import render
+from prompts import SIX_KINDS, text_of
+from rows_bench import Contexts, Job, Load, Rectangle, Rows, Run, run_once, same_tokens
+from rows_counts import Counts
+
+MODES = (Rectangle, Rows)
+SORTED = "sorted"
+SHORT_BETWEEN = 3
+"""Short sequences after each long one, in the mixed order."""
+MOST_LOST, MOST_PADDED, LEAST_CHURN = 0.1, 0.05, 0.95
+
+
+# --- the sequences ---
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    Attributes:
+        contexts: tokens that are restored for a sequence, and of how many sequences.
+        n_short: sequences without any, of up to `short` prompt tokens.
+        answer: fewest and most generated tokens, of all of them.
+        churn_places: places of the sequences that come and go; each place has `turns` of them, one after the other,
+            whose answers have `together` tokens in all.
+    """
+
+    places: int
+    contexts: tuple[tuple[int, int], ...]
+    n_short: int
+    short: tuple[int, int]
+    answer: tuple[int, int]
+    churn_places: int
+    turns: int
+    together: int
+    rounds: int
+
+
+FULL = Sizes(8, ((1200, 2), (400, 4)), 14, (20, 80), (8, 24), 16, 3, 108, 3)
+QUICK = Sizes(3, ((300, 1),), 4, (10, 30), (2, 4), 3, 2, 8, 1)
+
+
+def orders(bench: Bench, sizes: Sizes) -> dict[str, list[int]]:
+    """The places of the same jobs in each order."""
+    dice = random.Random(11)
+    lengths = [job.n_tokens for job in jobs(bench, sizes)]
+    shuffled = dice.sample(range(len(lengths)), len(lengths))
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    left, mixed = deque(by_length), []
+    while left:
+        mixed.append(left.pop())
+        mixed += [left.popleft() for _ in range(min(SHORT_BETWEEN, len(left)))]
+    return {"as they come": shuffled, SORTED: by_length, "mixed": mixed}
+
+
+def jobs(bench: Bench, sizes: Sizes) -> list[Job]:
+    dice = random.Random(12)
+    made = []
+    for n_tokens, n_jobs in sizes.contexts:
+        context = _ids(bench, n_tokens, seed=n_tokens)
+        made += [Job(context, _ids(bench, 32, seed), dice.randint(*sizes.answer)) for seed in range(n_jobs)]
+    made += [
+        Job((), _ids(bench, dice.randint(*sizes.short), seed), dice.randint(*sizes.answer))
+        for seed in range(sizes.n_short)
+    ]
+    return made
+
+
+def coming_and_going(bench: Bench, sizes: Sizes) -> tuple[list[Job], list[Job]]:
+    """As many jobs with the same prompts: they come and go together, or one by one.
+
+    Each place has `turns` of them, one after the other. Their answers have the same sum in each place, so the last ones
+    end together too, and no place is empty at the end.
+    """
+    dice = random.Random(13)
+    mean = sizes.together // sizes.turns
+    starts = []
+    for _ in range(sizes.churn_places):
+        lengths = [0]
+        while not mean // 4 <= min(lengths) <= max(lengths) <= 2 * mean:
+            cuts = sorted(dice.sample(range(1, sizes.together), sizes.turns - 1))
+            lengths = [b - a for a, b in zip((0, *cuts), (*cuts, sizes.together), strict=True)]
+        starts += [(sum(lengths[:turn]), length) for turn, length in enumerate(lengths)]
+    starts.sort(key=lambda start: start[0])  # places become free in this order
+    prompts = [_ids(bench, dice.randint(12, 32), seed) for seed in range(len(starts))]
+    churn = [Job((), prompt, length) for prompt, (_, length) in zip(prompts, starts, strict=True)]
+    return [replace(job, max_tokens=mean) for job in churn], churn
+
+
+def _ids(bench: Bench, n_tokens: int, seed: int) -> tuple[int, ...]:
+    return tuple(bench.encode(text_of(bench.encode, SIX_KINDS[seed % len(SIX_KINDS)], n_tokens, seed=seed)))
+
+
+# --- the runs ---
+
+
+@dataclass
+class Measured:
+    """A load's rounds in one mode; its tokens are those of the jobs as they were made, not in the load's order."""
+
+    runs: list[Run] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
+
+
+Found = dict[str, dict[str, Measured]]
+"""By load, and by mode."""
+
+
+def measured(bench: Bench, loads: dict[str, tuple[Load, Sequence[int]]], rounds: int) -> Found:
+    """Let all loads take turns in both modes, each round beginning with another one."""
+    contexts = Contexts(bench)
+    found: Found = {name: {mode.name: Measured() for mode in MODES} for name in loads}
+    turns = [(name, mode) for name in loads for mode in MODES]
+    for number in range(rounds):
+        first = number * len(turns) // rounds
+        for name, mode in (turns[first:] + turns[:first])[:: 1 if number % 2 == 0 else -1]:
+            load, order = loads[name]
+            counts = Counts()
+            run = run_once(bench, contexts, load, mode, counts)
+            note(f"{name}, round {number + 1} of {rounds}: {mode.name} {run.seconds:.1f} s")
+            tokens = dict(zip(order, run.tokens, strict=True))
+            found[name][mode.name].runs.append(replace(run, tokens=[tokens[n] for n in sorted(tokens)]))
+            found[name][mode.name].counts.append(counts)
+    return found
+
+
+def shown(load: Load, measured: Measured) -> Json:
+    """A load's figures in one mode."""
+    runs, counts = measured.runs, measured.counts[0]
+    generated = sum(job.max_tokens for job in load.jobs)
+    fed = sum(len(job.prompt) - 1 for job in load.jobs)
+    passes = sum(job.max_tokens + 1 for job in load.jobs)  # the prompt's last token, and every token of the answer
+    attended = sum(job.n_tokens - n for job in load.jobs for n in range(job.max_tokens + 1))
+    held = [statistics.mean(n_bytes for _, n_bytes in run.memory) for run in runs]
+    return {
+        "s": spread([run.seconds for run in runs]),
+        "tokens_per_s": spread([generated / run.seconds for run in runs], digits=1),
+        "held_mb": round(statistics.median(held) / 1e6),
+        "peak_mb": round(statistics.median(run.peak for run in runs) / 1e6),
+        "copied_mb": round(counts.copied_bytes / 1e6),
+        "prefill_passes": counts.prefill_passes,
+        "decode_passes": counts.decode_passes,
+        "places_occupied": round(passes / (counts.decode_passes * load.places), 3),
+        "prefill_padded": round(1 - fed / counts.fed, 3),
+        "attention_padded": round(1 - attended / counts.attended, 3),
+    }
+
+
+def ratio(slower: Measured, faster: Measured) -> Json:
+    """Speed of the second to the first's, round by round."""
+    return ratios([run.seconds for run in slower.runs], [run.seconds for run in faster.runs])
+
+
+def described(loads: dict[str, tuple[Load, Sequence[int]]], found: Found, base: str) -> list[Json]:
+    """Each load in both modes, its speed to that of `base` in the same mode, and of rows to the rectangle."""
+    return [
+        {
+            "key": name,
+            "name": load.name,
+            **{mode.name: shown(load, found[name][mode.name]) for mode in MODES},
+            "to_base": {mode.name: ratio(found[base][mode.name], found[name][mode.name]) for mode in MODES},
+            "rows_to_rectangle": ratio(found[name]["rectangle"], found[name]["rows"]),
+        }
+        for name, (load, _) in loads.items()
+    ]
+
+
+def run(bench: Bench, folder: Path, *, quick: bool) -> Json:
+    sizes = QUICK if quick else FULL
+    made = jobs(bench, sizes)
+    by_order = {
+        name: (Load(name, name, sizes.places, 0.0, [made[n] for n in order]), order)
+        for name, order in orders(bench, sizes).items()
+    }
+    steady, churn = coming_and_going(bench, sizes)
+    places = range(len(churn))
+    least, most = min(job.max_tokens for job in churn), max(job.max_tokens for job in churn)
+    by_coming = {
+        "steady": (Load("steady", f"{steady[0].max_tokens} tokens each", sizes.churn_places, 0.0, steady), places),
+        "churn": (Load("churn", f"{least} to {most} tokens", sizes.churn_places, 0.0, churn), places),
+    }
+    measured(bench, {"warm": (replace(by_coming["steady"][0], jobs=steady[:2]), range(2))}, 1)
+    in_orders, in_coming = measured(bench, by_order, sizes.rounds), measured(bench, by_coming, sizes.rounds)
+    arrival, turnover = described(by_order, in_orders, SORTED), described(by_coming, in_coming, "steady")
+    every_order = [run for modes in in_orders.values() for one in modes.values() for run in one.runs]
+    same = same_tokens(every_order) + sum(
+        same_tokens(run for one in modes.values() for run in one.runs) for modes in in_coming.values()
+    )
+    runs = [one for found in (in_orders, in_coming) for modes in found.values() for one in modes.values()]
+    every = [*arrival, *turnover]
+    verdict = {
+        "no_order_costs_rows_more_than_10_percent": all(
+            load["to_base"]["rows"]["median"] >= 1 - MOST_LOST for load in arrival
+        ),
+        "rows_attend_to_at_most_5_percent_of_padding": all(
+            load["rows"]["attention_padded"] <= MOST_PADDED for load in arrival
+        ),
+        "rows_are_never_slower_than_the_rectangle": all(load["rows_to_rectangle"]["median"] >= 1 for load in every),
+        "churn_at_0_95_of_a_steady_batch": turnover[-1]["to_base"]["rows"]["median"] >= LEAST_CHURN,
+        "the_counts_are_the_same_in_every_round": all(count == one.counts[0] for one in runs for count in one.counts),
+        "all_tokens_equal": same == len(made) + 2 * len(churn),
+    }
+    return {
+        "verdict": verdict,
+        "sizes": {"places": sizes.places, "jobs": len(made), "contexts": sizes.contexts, "short": sizes.short,
+                  "n_short": sizes.n_short, "churn_places": sizes.churn_places, "churn_jobs": len(churn)},
+        "arrival": arrival,
+        "turnover": turnover,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "011", run, render)

@@ -1,0 +1,227 @@
+"""The one form of all reports: title with verdict, machine, tables, plots and the index, all made from an experiment's
+results. A report is prose with parts between marks; only title and parts are written here."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from common import Json
+
+SECTIONS = ("Question", "Source", "Method", "Machine and versions", "Results", "Conclusion",
+            "What it changed in the product", "Limits")  # fmt: skip
+"""The headings of every report, in this order; above them stands the summary."""
+
+_SOFTWARE = {
+    "python": "Python", "mlx": "mlx", "mlx_lm": "mlx-lm", "blas": "BLAS:", "sqlite": "SQLite", "rq": "rq",
+    "redis_py": "redis-py", "server": "server",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an experiment's results say.
+
+    Attributes:
+        name: of the experiment, for the title.
+        number: the figures that the index shows.
+        parts: the text between the marks of each name. `machine` is the line about the machine unless given.
+    """
+
+    name: str
+    number: str
+    parts: Mapping[str, str]
+
+
+# --- texts ---
+
+
+def written(text: str, content: Json, report: Report) -> str:
+    """A report's text with its title and its parts anew."""
+    _, newline, rest = text.partition("\n")
+    parts = {"machine": machine_line(content), **report.parts}
+    return filled(f"{_title(content, report.name)}{newline}{rest}", parts)
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """The text with other parts between its marks.
+
+    Raises:
+        ValueError: the text has not each of these marks once.
+    """
+    for name, part in parts.items():
+        begin, end = f"<!-- from results: {name} -->\n", f"<!-- end: {name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{part}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def indexed(index: str, content: Json, number: str) -> str:
+    """The index with the date, the verdict and the number of this experiment anew.
+
+    Raises:
+        ValueError: it has no row of this experiment.
+    """
+    row = re.compile(rf"^(\| \[{content['experiment']}\]\(.*?\) \|) .*? (\| .*? \|) .*$", re.MULTILINE)
+    text, n = row.subn(lambda old: f"{old[1]} {content['date']} {old[2]} {_verdict(content)} | {number} |", index)
+    if n != 1:
+        raise ValueError(f"the index has {n} rows of {content['experiment']}")
+    return text
+
+
+def _title(content: Json, name: str) -> str:
+    device = content["machine"].get("device")
+    where = {None: "", "CPU": " (on a CPU; not run on Metal)"}.get(device, f" (on {device})")
+    return f"# {content['experiment']}: {name}: {_verdict(content).upper()}{where}"
+
+
+def _verdict(content: Json) -> str:
+    return "passed" if content["verdict"]["passed"] else "failed"
+
+
+def machine_line(content: Json) -> str:
+    facts = content["machine"]
+    device = f"Device: {facts['device']}; " if "device" in facts else ""
+    memory = f", {facts['ram_gb']} GB" if "ram_gb" in facts else ""
+    software = ", ".join(f"{name} {facts[key]}" for key, name in _SOFTWARE.items() if key in facts)
+    line = (
+        f"{content['date']}, {'quick' if content['quick'] else 'full'} run, {content['wall_s']} s. "
+        f"{device}{facts['cpu']}, {facts['cores']} cores{memory}; {facts['os']}; {software}; "
+        f"load average at the start {facts['load_average_at_start']}."
+    )
+    if "model" in facts:
+        cache = f"cache {facts['cache_dtype']}, {facts['cache_bytes_per_token']} bytes per token"
+        line += f" Model: {facts['model']}, {cache}."
+    if "load_average_at_end" in content:
+        line += f" Load average at the end {content['load_average_at_end']}."
+    return line
+
+
+# --- parts ---
+
+
+class _Shown(dict[str, Any]):
+    """Results in a template, where `{speed:.3g}` shows a whole `spread`, and a missing value shows nothing."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.get(name)
+        if isinstance(found, dict):
+            return _Shown(found)
+        if isinstance(found, float):
+            return _Number(found)
+        return _Nothing() if found is None else yes(found) if isinstance(found, bool) else found
+
+    def __format__(self, form: str) -> str:
+        return span(self, form=form)
+
+
+class _Number(float):
+    """A float whose three significant digits have no exponent."""
+
+    def __format__(self, form: str) -> str:
+        return super().__format__(".0f" if form == ".3g" and abs(self) >= 1000 else form)
+
+
+class _Nothing(_Shown):
+    def __getitem__(self, name: str) -> Any:
+        return self
+
+    def __format__(self, form: str) -> str:
+        return ""
+
+
+def say(found: Json, template: str) -> str:
+    """A text with results: `{speed}` is a value by its name (a `spread` as its median, least and most; `NO` for false),
+    `{speed[median]:.2f}` a value in a value, with a format of Python's."""
+    return template.format_map(_Shown(found))
+
+
+def columns(rows: Iterable[Json], texts: Mapping[str, str]) -> str:
+    """A table with a line for each of `rows`: the heads of its columns, and a template (see `say`) for each."""
+    return table(tuple(texts), [tuple(say(row, text) for text in texts.values()) for row in rows])
+
+
+def listed(found: Json, head: tuple[str, str], texts: Mapping[str, str]) -> str:
+    """A table with a line for each of `texts`: what it is and its value, both templates (see `say`)."""
+    return table(head, [(say(found, name), say(found, text)) for name, text in texts.items()])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def span(found: Json, unit: str = "", form: str = "") -> str:
+    """A `spread`: its median, least and most, with a format of Python's for each."""
+    median, least, most = (format(_Number(found[name]) if form else found[name], form)
+                           for name in ("median", "min", "max"))  # fmt: skip
+    return f"{median}{unit} ({least} to {most})"
+
+
+def short(found: Json) -> str:
+    """As `span`, with three significant digits."""
+    return span(found, form=".3g")
+
+
+def percent(ratio: float, digits: int = 2) -> str:
+    """The change that a ratio means."""
+    return f"{100 * (ratio - 1):+.{digits}f} %"
+
+
+def yes(flag: bool, no: str = "NO") -> str:
+    return "yes" if flag else no
+
+
+def criteria(content: Json) -> str:
+    """What was asked for, and whether it held."""
+    asked = [(name.replace("_", " "), held) for name, held in content["verdict"].items() if name != "passed"]
+    return table(("asked", "held"), [(name, yes(held, "**no**")) for name, held in asked])
+
+
+# --- plots ---
+
+
+@contextmanager
+def figure(
+    content: Json, results: Path, name: str, size: tuple[float, float], *, panels: tuple[int, int] = (1, 1),
+    title: str | None = None, **options: Any,
+) -> Iterator[Any]:  # fmt: skip
+    """The axes of a plot (an array of them for several panels), which is saved as `exp_NNN_NAME.png` afterwards.
+
+    Args:
+        size: width and height in inches.
+        panels: rows and columns.
+        title: without one, it is the device and the model.
+        options: others of `pyplot.subplots`.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    drawn, axes = plt.subplots(*panels, figsize=size, **options)
+    yield axes
+    facts = content["machine"]
+    said = title or f"{facts.get('device', facts['cpu'])}" + (f": {facts['model']}" if "model" in facts else "")
+    drawn.suptitle(f"{content['experiment']}: {said}" if title else f"{content['experiment']} on {said}")
+    drawn.tight_layout()
+    drawn.savefig(results / f"exp_{content['experiment'][4:]}_{name}.png", dpi=120, metadata={"Software": None})
+    plt.close(drawn)
+
+
+def bars(axes: Any, found: Mapping[str, Json], **options: Any) -> None:
+    """A bar for each `spread`: its median, with least and most."""
+    medians = [one["median"] for one in found.values()]
+    ends = [[abs(one[end] - one["median"]) for one in found.values()] for end in ("min", "max")]
+    axes.bar(range(len(found)), medians, yerr=ends, capsize=4, **options)
+    axes.set_xticks(range(len(found)), [fill(name, 14) for name in found])
+
+
+def band(axes: Any, places: Sequence[float], found: Sequence[Json], scale: float = 1.0, **options: Any) -> None:
+    """A line through the medians of `spread`s, and the area from least to most."""
+    low, middle, high = ([one[part] * scale for one in found] for part in ("min", "median", "max"))
+    (line,) = axes.plot(places, middle, marker="o", **options)
+    axes.fill_between(places, low, high, alpha=0.2, color=line.get_color())

@@ -1,0 +1,121 @@
+"""The reports have one form, and agree with the results beside them; so does their index."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.experiments.experiments_process import EXPERIMENTS, ExperimentsProcess
+
+REPORTS = sorted(EXPERIMENTS.glob("EXP-*.md"))
+RUN = [report for report in REPORTS if (EXPERIMENTS / "results" / f"exp_{report.name[4:7]}_results.json").exists()]
+NOT_RUN = [report for report in REPORTS if report not in RUN]
+by_name = pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.stem)
+each_that_was_run = pytest.mark.parametrize("report", RUN, ids=lambda report: report.stem)
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExperimentsProcess]:
+    process = ExperimentsProcess(tmp_path_factory.mktemp("experiments") / "log")
+    yield process
+    process.close()
+
+
+def script_of(report: Path) -> Path:
+    scripts = EXPERIMENTS.glob(f"exp_{number(report)}_*.py")
+    (script,) = [path for path in scripts if not path.stem.endswith(("_report", "_plot"))]
+    return script
+
+
+def number(report: Path) -> str:
+    return report.name[4:7]
+
+
+@by_name
+def test_every_report_has_the_same_sections_in_the_same_order(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = report.read_text()
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from report import SECTIONS  # type: ignore[import-not-found]
+
+    assert tuple(re.findall(r"^## (.*)$", text, re.MULTILINE)) == SECTIONS
+    title, _, summary = text.split("\n")[:3]
+    assert re.match(rf"# EXP-{number(report)}: .*: (PASSED|FAILED|NOT RUN YET$)", title)
+    assert summary == "<!-- from results: summary -->"
+    plots = re.findall(rf"^!\[.*\]\(results/exp_{number(report)}_", text, re.MULTILINE)
+    assert bool(plots) == (report in RUN)
+    *_, last = text.strip().split("\n\n")
+    assert last.startswith("To repeat: ")
+    assert f"python experiments/{script_of(report).name}" in last
+
+
+def test_an_experiment_without_results_claims_none() -> None:
+    for report in NOT_RUN:
+        text = report.read_text()
+        assert text.split("\n")[0].endswith(": NOT RUN YET")
+        assert not re.findall(r"<!-- from results: .* -->\n(?!<!-- end)", text)
+        (row,) = re.findall(rf"^\| \[EXP-{number(report)}\].*$", (EXPERIMENTS / "README.md").read_text(), re.MULTILINE)
+        assert row.endswith("| not run yet |  |")
+
+
+@each_that_was_run
+def test_the_figures_and_the_index_match_the_results(
+    experiments: ExperimentsProcess, report: Path, tmp_path: Path
+) -> None:
+    results = Path("results") / f"exp_{number(report)}_results.json"
+    (tmp_path / "results").mkdir()
+    shutil.copy(EXPERIMENTS / results, tmp_path / results)
+    experiments.run(script_of(report).name, "--render", "--out", str(tmp_path))
+    for name in (report.name, "README.md"):
+        assert (tmp_path / name).read_text() == (EXPERIMENTS / name).read_text()
+
+
+@each_that_was_run
+def test_the_results_come_from_a_full_run_and_the_verdict_from_its_criteria(report: Path) -> None:
+    content = json.loads((EXPERIMENTS / "results" / f"exp_{number(report)}_results.json").read_text())
+    assert content["quick"] is False
+    passed = content["verdict"].pop("passed")
+    assert passed == all(content["verdict"].values())
+
+
+def test_the_readme_shows_the_committed_bench_and_two_plots_with_their_json(
+    experiments: ExperimentsProcess, tmp_path: Path
+) -> None:
+    readme = (EXPERIMENTS.parent / "README.md").read_text()
+    if (results := EXPERIMENTS / "results" / "bench_results.json").exists():
+        (tmp_path / "results").mkdir()
+        shutil.copy(results, tmp_path / "results")
+        experiments.run("short_bench.py", "--render", "--out", str(tmp_path))
+        assert (tmp_path / "README.md").read_text() == readme
+    else:
+        assert "<!-- from results: bench -->\n<!-- end: bench -->" in readme, "no table without its numbers"
+    plots = re.findall(r"\(experiments/results/exp_(\d+)_\w+\.png\)", readme)
+    assert len(plots) == 2
+    assert all(f"(experiments/results/exp_{plot}_results.json)" in readme for plot in plots)
+
+
+def test_every_form_of_make_bench_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from short_bench import FORMS, script_of_form  # type: ignore[import-not-found]
+
+    assert all("\ndef short(" in script_of_form(form).read_text() for form in FORMS)
+
+
+LINUX_ONLY = re.compile(r"/proc/|posix_fadvise|sched_|prctl|LD_PRELOAD|VmHWM|MADV_")
+FALLBACKS = {
+    "common.py": "sysctl",
+    "peer_servers.py": "if blas",
+    "restore_cell.py": 'hasattr(mmap, "MADV_HUGEPAGE")',
+    "watched_worker.py": '"ps"',
+}
+"""Scripts with a call that only Linux has, and what they do elsewhere."""
+
+
+def test_scripts_run_on_metal_and_cuda_as_they_are() -> None:
+    """They name no device, and what only Linux has they use where it is there."""
+    with_linux = {path for path in EXPERIMENTS.glob("*.py") if LINUX_ONLY.search(path.read_text())}
+    assert {path.name for path in with_linux} == set(FALLBACKS)
+    assert not [path.name for path in with_linux if FALLBACKS[path.name] not in path.read_text()]
+    fixed = [path.name for path in EXPERIMENTS.glob("exp_*.py") if '"--dtype", "float32"' in path.read_text()]
+    assert not fixed, "the worker's dtype is the one that was asked for"
