@@ -161,14 +161,15 @@ def slices(served: Served, samples: Sequence[Json], n_jobs: int) -> list[Json]:
     for first in range(0, len(order), n_jobs):
         members = order[first : first + n_jobs]
         ended = members[-1][1]
+        seconds = max(0.001, ended - began)  # jobs may end together
         usages = [result.usage for result, _ in members]
         cpu_s = nearest(samples, ended)["cpu"] - nearest(samples, began)["cpu"]
         inside = [one for one in samples if began < one["at"] <= ended] or [nearest(samples, ended)]
         found.append({
             "jobs": first + len(members),
             "ended_s": round(ended - served.began_at, 1),
-            "s": round(ended - began, 3),
-            "jobs_per_s": round(len(members) / (ended - began), 2),
+            "s": round(seconds, 3),
+            "jobs_per_s": round(len(members) / seconds, 2),
             "cpu_s": round(cpu_s, 2),
             "life": 1 + sum(restart.at < ended for restart in served.restarts),
             "has_restart": any(one.at < ended and began < one.ready_at for one in served.restarts) or cpu_s < 0,

@@ -30,17 +30,18 @@ QUICK = {
     "exp_020_drafts.py": MODEL,
     "exp_021_day.py": MODEL,
     "exp_022_shared_prefix.py": MODEL,
-    "exp_024_soak.py": MODEL,
 }
-NOT_RUN = {"exp_009_peers.py", "exp_014_restart.py", "exp_015_long_prompt.py", "exp_023_guides.py"}
-"""Their quick runs would only repeat tests of the worker and the engine."""
+NOT_RUN = {
+    "exp_009_peers.py",
+    "exp_014_restart.py",
+    "exp_015_long_prompt.py",
+    "exp_023_guides.py",
+    "exp_024_soak.py",
+}
+"""Their quick runs would only repeat tests of the worker and the engine, or other experiments."""
 
 HOLDS_ON_ANY_MACHINE = {
     "the_counts_are_the_same_in_every_round",
-    "scripted_every_job_has_one_result",
-    "scripted_each_agents_turns_are_in_order",
-    "real_every_job_has_one_result",
-    "real_each_agents_turns_are_in_order",
     "a_token_of_qwen2_0_5b_takes_12_kb",
     "the_same_answer_with_and_without_cache",
     "greedy_answers_are_mlx_lms",
