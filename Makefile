@@ -49,13 +49,15 @@ models: .venv/dev
 deep: .venv/dev
 	DEEP=250 $(BIN)/pytest --timeout=0 tests/worker/memory/test_budget_machine.py tests/worker/memory/test_flips.py \
 		tests/worker/memory/test_power_cut.py tests/worker/memory/test_killed.py \
-		tests/worker/memory/admin/test_killed*.py tests/end_to_end/test_random_kills.py
+		tests/worker/memory/admin/test_killed*.py tests/worker/memory/shared_store/test_random_moves.py \
+		tests/end_to_end/test_random_kills.py
 
 # 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
-# Then a batch of 5,000 lines through kills, and turns mixed with jobs about agents; the suite has small ones of both.
+# Then a batch of 5,000 lines through kills, turns mixed with jobs about agents, and 5,000 jobs of four workers with a
+# shared store that goes away; the suite has small ones of all three.
 chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
-		tests/end_to_end/test_mixed_agent_jobs.py
+		tests/end_to_end/test_mixed_agent_jobs.py tests/end_to_end/test_four_workers_share.py
 
 # Short forms of the experiments that compare, in under ten minutes: one table of ratios, for the README too.
 bench: .venv/dev fast-blas

@@ -73,6 +73,7 @@ ALLOWED_IMPORTERS = {
     "uvicorn": ("stoker.serve.server.",),
     "click": COMMANDS,
     "prometheus_client": ("stoker_worker.metrics.",),
+    "obstore": ("stoker_worker.memory.shared_store.bucket.",),
     "pickle": (),
 }
 """Module imported: prefixes of the modules that may import it."""

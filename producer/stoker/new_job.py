@@ -5,7 +5,7 @@ RQ's own enqueueing makes several round trips and does not support asyncio, so t
 """
 
 import json
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 from rq.job import Dependency, Job, JobStatus
@@ -17,8 +17,12 @@ from stoker.job_options import JobOptions
 from stoker.operations import Command
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
+from stoker_shared.needs import NOTHING, Needs
+from stoker_shared.request import Access, GenerationRequest
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_NEEDS, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
+
+_CONTINUING: Final[dict[Access, str]] = {"write": "append", "read": "ask", "none": "none"}
+"""The words of `FIELD_AGENT` for a request that continues what is stored."""
 
 
 class WireJson:
@@ -74,10 +78,12 @@ class NewJob:
             connection=NO_CONNECTION,
             serializer=WireJson,
         )
-        hint = [utcformat(self._job.created_at), request.access]
+        hint = [utcformat(self._job.created_at), _CONTINUING[request.access] if request.continues else request.access]
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
         self._fields: dict[str, Any] = {**self._job.to_dict(), FIELD_AGENT: " ".join(hint)}
+        if (needs := Needs.of(self.task, self.payload)) != NOTHING:
+            self._fields[FIELD_NEEDS] = f"{hint[0]} {needs.note}"
         if options.stream:
             self._fields[FIELD_STREAM] = 1
         self.size_bytes = len(self._job.data)

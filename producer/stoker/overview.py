@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -14,10 +14,10 @@ from rq.utils import utcparse
 
 from stoker.job_record import JobProgress, fields_of, progress_in
 from stoker.operations import Commands, Operation, ask
-from stoker.presence import LiveWorker, is_ours, known_workers
+from stoker.presence import LiveWorker, UnservedJobs, is_ours, known_workers
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.rq_keys import registry_key
-from stoker_shared.wire import LEASE_KEY
+from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
 
 SLOWEST: Final = 10
 _MOST_IN_FLIGHT: Final = 1000
@@ -48,7 +48,7 @@ class WorkerOutlook:
         is_alive: ``False`` once its heartbeat has run out, some seconds after its end. Its jobs go back to the queue
             when a worker starts.
         live: ``None`` if it is dead.
-        leases: its fencing number for each queue that it holds.
+        leases: its fencing number for each queue that it serves, while it has its lease.
     """
 
     name: str
@@ -78,12 +78,14 @@ class Overview:
     Attributes:
         slowest: the jobs that have run the longest, at most ten; ``None`` if this user may not read them.
         trouble: why the server may refuse to write; a living worker may then be shown as dead.
+        unserved: waiting jobs that no worker can serve, as far as the workers have looked.
     """
 
     queues: list[QueueOutlook]
     workers: list[WorkerOutlook]
     slowest: list[JobInFlight] | None
     trouble: str | None = None
+    unserved: list[UnservedJobs] = field(default_factory=list)
 
 
 def overview() -> Operation[Overview]:
@@ -94,7 +96,7 @@ def overview() -> Operation[Overview]:
         jobs = yield from _in_flight([queue.name for queue in queues])
     except NoPermissionError:  # ACLs made for earlier releases do not allow these reads
         jobs = None
-    leases = yield from _leases([queue.name for queue in queues])
+    leases = yield from _leases()
     # RQ's own tools remove a dead worker from its set when they look; then only its jobs name it.
     names = {name for name in known if is_ours(name)} | {job.worker for job in jobs or () if job.worker} - known.keys()
     workers = [
@@ -104,7 +106,8 @@ def overview() -> Operation[Overview]:
     living = [worker for worker in known.values() if worker is not None]
     slowest = None if jobs is None else sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
     trouble = yield from _trouble()
-    return Overview([_outlook(queue, queues, living) for queue in queues], workers, slowest, trouble)
+    outlooks = [_outlook(queue, queues, living) for queue in queues]
+    return Overview(outlooks, workers, slowest, trouble, _unserved(living))
 
 
 def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> QueueOutlook:
@@ -116,6 +119,15 @@ def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequenc
     left_s = None if is_empty or rate <= 0 else n_jobs / rate
     names = tuple(worker.name for worker in serving)
     return QueueOutlook(queue.name, queue.waiting, queue.running, queue.oldest_wait_s, left_s, names)
+
+
+def _unserved(workers: Sequence[LiveWorker]) -> list[UnservedJobs]:
+    """Each worker counts the jobs that it has read: the largest number is the nearest."""
+    found: dict[UnservedJobs, int] = {}
+    for jobs in (jobs for worker in workers for jobs in worker.unserved):
+        kind = replace(jobs, jobs=0)
+        found[kind] = max(jobs.jobs, found.get(kind, 0))
+    return [replace(kind, jobs=n_jobs) for kind, n_jobs in found.items()]
 
 
 def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:
@@ -137,19 +149,20 @@ def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:
     return jobs
 
 
-def _leases(queues: Sequence[str]) -> Operation[dict[str, dict[str, int]]]:
+def _leases() -> Operation[dict[str, dict[str, int]]]:
     """By worker and queue."""
     found: dict[str, dict[str, int]] = {}
-    if not queues:
-        return found
     try:
-        values = yield from ask("MGET", *(LEASE_KEY.format(queue=queue) for queue in queues))
+        members = yield from ask("HGETALL", MEMBERS_KEY)
+        names = [name.decode(errors="replace") for name in members]
+        values = (yield from ask("MGET", *(LEASE_KEY.format(member=name) for name in names))) if names else []
     except NoPermissionError:  # an operator's ACL made for earlier releases
         return found
-    for queue, value in zip(queues, values, strict=True):
+    for value in values:
         with suppress(ValueError, TypeError, KeyError, OverflowError):  # there is none, or it is not stoker's
             lease = from_json(value or b"null")
-            found.setdefault(str(lease["worker"]), {})[queue] = int(lease["fence"])
+            if "recovers" not in lease:
+                found[str(lease["worker"])] = {str(queue): int(lease["fence"]) for queue in lease["queues"]}
     return found
 
 

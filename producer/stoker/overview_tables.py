@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
+from stoker.presence import LiveWorker, UnservedJobs
 from stoker.tables import Table, duration
 
 DEAD: Final = "DEAD"
 """The state of a worker without a heartbeat."""
+NOT_SERVED: Final = "No worker can serve"
 JOBS_HIDDEN: Final = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
 
 
@@ -27,8 +29,31 @@ def queue_table(queues: Sequence[QueueOutlook]) -> Table:
 
 
 def worker_table(workers: Sequence[WorkerOutlook]) -> Table:
-    heading = ["worker", "state", "host", "lease", "model", "tokens/s", "jobs/min", "batch", "hits", "done", "failed"]
-    return Table(heading, [_worker_row(worker) for worker in workers], range(5, 11))
+    heading = [
+        "worker",
+        "state",
+        "host",
+        "lease",
+        "model",
+        "tokens/s",
+        "jobs/min",
+        "batch",
+        "hits",
+        "done",
+        "failed",
+        "moved in",
+    ]
+    return Table(heading, [_worker_row(worker) for worker in workers], range(5, 12))
+
+
+def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
+    """A line for each worker that has a shared store."""
+    rows = []
+    for worker in workers:
+        if worker.live and worker.live.now and (shared := worker.live.now.shared_store):
+            state = f"away for {duration(shared.away_s)}" if shared.away_s else "answers"
+            rows.append([worker.name, state, str(shared.waiting_agents)])
+    return Table(["worker", "shared store", "agents not written through"], rows, range(2, 3))
 
 
 def job_table(jobs: Sequence[JobInFlight]) -> Table:
@@ -40,9 +65,30 @@ def job_table(jobs: Sequence[JobInFlight]) -> Table:
     return Table(["job", "queue", "worker", "for", "stage", "tokens", "tokens/s"], rows, range(5, 7))
 
 
+def unserved_table(now: Overview) -> Table:
+    """The jobs that no worker can serve, and what the workers of their queues serve."""
+    living = [worker.live for worker in now.workers if worker.live is not None]
+    rows = []
+    for jobs in now.unserved:
+        offers = [_offer_text(worker, jobs) for worker in living if jobs.queue in worker.queues]
+        rows.append([jobs.queue, str(jobs.jobs), _needs_text(jobs), ", ".join(offers)])
+    return Table(["queue", "jobs", "need", "its workers"], rows, range(1, 2))
+
+
 def trouble_text(now: Overview) -> str:
     """Why the server may refuse to write, and what follows; empty if nothing is known against it."""
     return f"{now.trouble}. A worker shown as {DEAD} may be alive." if now.trouble else ""
+
+
+def _needs_text(jobs: UnservedJobs) -> str:
+    needs = [f"model {jobs.model!r}"] if jobs.model is not None else []
+    needs += [f"request version {jobs.version} ({jobs.task})"] if jobs.version else []
+    return " and ".join(needs) + (f", with memory that only {jobs.only_at} has" if jobs.only_at else "")
+
+
+def _offer_text(worker: LiveWorker, asked: UnservedJobs) -> str:
+    text = f"{worker.member or worker.name}: {worker.model or 'loading'}"
+    return f"{text}, version {worker.reads.get(asked.task, 0)}" if asked.version else text
 
 
 def leases_text(worker: WorkerOutlook) -> str:
@@ -57,11 +103,12 @@ def rate_text(rate: float) -> str:
 def _worker_row(worker: WorkerOutlook) -> list[str]:
     live, lease = worker.live, leases_text(worker)
     if live is None:
-        return [worker.name, DEAD, "-", lease, *["-"] * 7]
-    row = [worker.name, "serving" if live.model else "loading", live.host, lease, live.model or "-"]
+        return [worker.name, DEAD, "-", lease, *["-"] * 8]
+    state = "leaving" if live.leaving else "serving" if live.model else "loading"
+    row = [worker.name, state, live.host, lease, live.model or "-"]
     if (figures := live.now) is None:
-        return [*row, *["-"] * 6]
+        return [*row, *["-"] * 7]
     hits = "-" if figures.hit_share is None else f"{figures.hit_share:.0%}"
     batch = f"{figures.in_batch}/{live.max_batch or '-'}"
     rates = [rate_text(figures.tokens_per_s), rate_text(figures.jobs_per_min)]
-    return [*row, *rates, batch, hits, str(figures.done), str(figures.failed)]
+    return [*row, *rates, batch, hits, str(figures.done), str(figures.failed), str(figures.moved_in)]

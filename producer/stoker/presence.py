@@ -16,11 +16,24 @@ from redis.exceptions import NoPermissionError, RedisError
 from rq.worker_registration import REDIS_WORKER_KEYS
 
 from stoker.operations import Operation, ask
-from stoker_shared.wire import LEASE_KEY, WORKER_KEY
+from stoker_shared.wire import SERVED_KEY, WORKER_KEY
 
 log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class SharedStoreFigures:
+    """A worker's shared store.
+
+    Attributes:
+        away_s: for how long it has not answered; 0: it does.
+        waiting_agents: how many agents have something that is not written through to it yet.
+    """
+
+    away_s: float
+    waiting_agents: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class WorkerFigures:
         in_flight, in_batch: jobs that it has claimed, and those of them that are in the batch.
         hit_share: cached part of all prompt tokens since its start, 0 to 1; ``None`` before the first result.
         done, failed: jobs since its start.
+        moved_in: agents that came to it from another home since its start; 0 for workers of earlier releases.
+        shared_store: ``None``: it has none.
     """
 
     at: float
@@ -44,6 +59,26 @@ class WorkerFigures:
     hit_share: float | None
     done: int
     failed: int
+    moved_in: int = 0
+    shared_store: SharedStoreFigures | None = None
+
+
+@dataclass(frozen=True)
+class UnservedJobs:
+    """Waiting jobs of one queue that none of its workers can serve.
+
+    Attributes:
+        model: the model that they name; ``None``: any.
+        task, version: the kind and the version of their requests; empty and 0 if every worker reads these.
+        only_at: the member with their agents' memory, if others could serve them without it; else ``None``.
+    """
+
+    queue: str
+    jobs: int
+    model: str | None
+    task: str
+    version: int
+    only_at: str | None
 
 
 @dataclass(frozen=True)
@@ -51,13 +86,18 @@ class LiveWorker:
     """A worker that had a heartbeat a moment ago.
 
     Attributes:
-        queues: the queues it serves, in its order of priority.
+        queues: the queues it serves, in its order of priority; others may serve them too.
         model: the loaded model; like `context_tokens`, `mode` and the last two, ``None`` while it loads.
         context_tokens: how many tokens a prompt and its answer may have together.
         mode: how its sequences run, as in docs/models.md.
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
-        max_batch_why: what decided that number; like the one before, not published by workers of earlier releases.
+        max_batch_why: what decided that number.
+        member: its name as agents' home, which stays when it is started again. Workers of earlier releases publish none
+            of this and the two before.
+        leaving: it drains, and its agents go to other workers.
+        reads: the newest request version that it reads, by task; empty for workers of earlier releases.
+        unserved: jobs that neither it nor another worker of their queues can serve, as far as it has looked.
         now: ``None`` in its first moments. Workers of earlier releases publish none.
     """
 
@@ -71,6 +111,10 @@ class LiveWorker:
     started_at: float
     max_batch: int | None = None
     max_batch_why: str | None = None
+    member: str | None = None
+    leaving: bool = False
+    reads: dict[str, int] = field(default_factory=dict, compare=False)
+    unserved: tuple[UnservedJobs, ...] = field(default=(), compare=False)
     now: WorkerFigures | None = field(default=None, compare=False)
 
 
@@ -98,7 +142,7 @@ def is_ours(name: str) -> bool:
 def unattended(queue: str) -> Operation[str | None]:
     """A warning that no worker listens to `queue`; ``None`` if one does, or if this user may not look."""
     try:
-        if (yield from ask("EXISTS", LEASE_KEY.format(queue=queue))):
+        if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
             return None
         workers = yield from live_workers()
     except NoPermissionError:  # ACLs made for earlier releases do not allow these reads

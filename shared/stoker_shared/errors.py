@@ -1,8 +1,6 @@
 """The errors that a failed job has, or that cross from one room into another, as one tree.
 
-An error of one room alone (`BatchGone`, `BatchHeld`, `ServiceRefused`) is defined there, as a `StokerError`.
-
-::
+An error of one room alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`::
 
     StokerError
     ├── RequestError                    the job can never succeed as it is: failed at once, never retried
@@ -19,10 +17,12 @@ An error of one room alone (`BatchGone`, `BatchHeld`, `ServiceRefused`) is defin
     │   └── PayloadRefused              not a job of stoker's: a pickle, an unknown function, callbacks
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
+    │   │   └── SharedStoreAway         its newest turns may be in the shared store, which does not answer
     │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
     │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
     │   ├── AgentNotFound               there is no such agent, or it has no such version
     │   ├── AgentExists                 an agent that was to be made is there already
+    │   ├── AgentElsewhere              the agent's memory is in the store of a worker that is away
     │   ├── AgentBusy                   another process is working on the agent: a worker, or a command of the shell
     │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
     ├── EngineError
@@ -32,8 +32,7 @@ An error of one room alone (`BatchGone`, `BatchHeld`, `ServiceRefused`) is defin
     │   └── EngineFailed                the engine broke while the job was in it
     ├── QueueError
     │   ├── RedisUnavailable            no server at the URL, or it refused this client
-    │   ├── QueueHeld                   another live worker holds this queue
-    │   ├── CallbacksNotLoadable        a module of `--allow-callbacks` cannot be imported
+    │   ├── QueueHeld                   another live worker has this worker's name
     │   └── OwnershipLost               another process has the execution: the result is dropped
     ├── JobError                        raised in a producer that waits for the job
     │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
@@ -106,15 +105,17 @@ class AgentMemoryError(StokerError):
 
 
 class AgentTranscriptUnreadable(AgentMemoryError):
-    """`append` cannot be sure of the conversation it would continue, so it does not continue it.
-
-    Attributes:
-        usable: the agent's version that ``context="full"`` may continue from (the worker's `AgentVersion`).
-    """
+    """`append` cannot be sure of the conversation to continue. `usable`: the `AgentVersion` that `full` may use."""
 
     def __init__(self, message: str, *, usable: Any = None) -> None:
         super().__init__(message)
         self.usable = usable
+
+
+class SharedStoreAway(AgentTranscriptUnreadable):
+    """Other workers may have continued the agent, and the shared store, which knows, does not answer."""
+
+    retryable = True
 
 
 class AgentVersionNotSaved(AgentMemoryError):
@@ -133,6 +134,12 @@ class AgentNotFound(AgentMemoryError):
 
 class AgentExists(AgentMemoryError):
     """There already is an agent with the new agent's id."""
+
+
+class AgentElsewhere(AgentMemoryError):
+    """The job needs what is in another worker's store, and that worker is away or busy; the message names it."""
+
+    retryable = True  # the worker may come back
 
 
 class AgentBusy(AgentMemoryError):
@@ -178,13 +185,9 @@ class RedisUnavailable(QueueError):
 
 
 class QueueHeld(QueueError):
-    """Another live worker holds this queue; the message names its host and pid."""
+    """Another live worker has this one's name on its queues; the message names its host and pid."""
 
     retryable = True
-
-
-class CallbacksNotLoadable(QueueError):
-    """A module of `--allow-callbacks` cannot be imported; the message has its name and the reason."""
 
 
 class OwnershipLost(QueueError):
@@ -196,8 +199,7 @@ class JobError(StokerError):
 
     def __init__(self, job_id: str, message: str) -> None:
         super().__init__(job_id, message)
-        self.job_id = job_id
-        self.message = message
+        self.job_id, self.message = job_id, message
 
     def __str__(self) -> str:
         return f"job {self.job_id}: {self.message}"
@@ -207,8 +209,7 @@ class JobFailed(JobError):
     """The worker failed the job.
 
     Attributes:
-        reason: the worker's line, ``ErrorName: message``.
-        kind: the error's name, one of this module's classes; ``Other`` if the line begins with another name.
+        reason: the worker's line, ``ErrorName: message``; `kind`: that name, ``Other`` if it is none of this module's.
         retryable: `retryable` of the error's class: whether the request may well succeed when it is submitted again.
         partial_text: the text that a job generated before it timed out, else ``None``.
     """
@@ -216,11 +217,9 @@ class JobFailed(JobError):
     def __init__(self, job_id: str, reason: str, partial_text: str | None = None) -> None:
         super().__init__(job_id, f"failed: {reason}")
         self.args = (job_id, reason, partial_text)  # a pickle is made from these
-        self.reason = reason
+        self.reason, self.partial_text = reason, partial_text
         error = class_named(reason.partition(":")[0])
-        self.kind = error.__name__ if error else "Other"
-        self.retryable = error.retryable if error else False
-        self.partial_text = partial_text
+        self.kind, self.retryable = (error.__name__, error.retryable) if error else ("Other", False)
 
 
 class JobCanceled(JobError):

@@ -154,6 +154,11 @@ class GenerationRequest(BaseModel):
             return "none"
         return "read" if self.cache == "read" else "write"
 
+    @property
+    def continues(self) -> bool:
+        """Whether the job needs what is stored of its agent, and cannot do without."""
+        return self.context == "append"
+
     def as_payload(self) -> dict[str, Any]:
         """The JSON object that goes on the wire: the fields that differ from their defaults, those of
         `WORKERS_DEFAULTS` that were set, and the lowest `v` that has all of them.

@@ -48,9 +48,17 @@ FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 """Field of the job hash: how many of these workers were running nothing else."""
 
 FIELD_AGENT: Final = "stoker_agent"
-"""Field of the job hash, so that a worker need not read the request to know the job's place: `created_at`, the
-request's `access` and, unless that is `none`, its agent id, separated by spaces. Optional. If its `created_at` is not
-the job's own, the id was enqueued again since, and the field is ignored."""
+"""Field of the job hash, so that a worker need not read the request to know the job's place: `created_at`, a word for
+how the job uses its agent's memory and, unless that is `none`, the agent id, separated by spaces. The word is the
+request's `access` (``write``, ``read``, ``none``); for a request that continues what is stored, ``append`` instead of
+``write`` and ``ask`` instead of ``read``. Optional. If its `created_at` is not the job's own, the id was enqueued again
+since, and the field is ignored."""
+
+FIELD_NEEDS: Final = "stoker_needs"
+"""Field of the job hash, so that a worker need not read the request to know whether it can serve the job: `created_at`,
+a task and its `v` (``- 0`` if every worker that knows this field reads it), and the model that the request names, if
+any; separated by spaces. Omitted if every worker can serve the job. Ignored for a `created_at` that is not the job's
+own, like `FIELD_AGENT`."""
 
 FIELD_STREAM: Final = "stoker_stream"
 """Field of the job hash, of any value: the worker must publish the text as it is generated."""
@@ -62,24 +70,65 @@ before; ``end`` has no text: the run is over, and the job's hash has the outcome
 `markers`, the JSON of :class:`~stoker_shared.markers.Markers`, for the run's entries up to the next one. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
-"""String: a live worker (JSON: queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid, started_at,
-now; those from `model` to `max_batch_why` are null while the model loads). Expires with the worker's heartbeat. RQ's
-set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time), `tokens_per_s`
-(over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`, `hit_share` (of the
-prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start). It may be empty."""
+"""String: a live worker (JSON: member, queues, model, context_tokens, mode, max_batch, max_batch_why, reads, host, pid,
+started_at, leaving, unserved, now; those from `model` to `max_batch_why` are null while the model loads). Expires with
+the worker's heartbeat. `reads` has the newest request version by task; `unserved` the waiting jobs that no worker can
+serve: queue, jobs, model, task, version, and `only_at`, the member with their agents' memory if others could serve them
+without it. RQ's set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time),
+`tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`,
+`hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start),
+`moved_in` (agents that came from another home since the start), `shared_store` (null, or `away_s`, for how long it has
+not answered, 0 if it does, and `waiting_agents`, of which it lacks something). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""
 
-LEASE_KEY: Final = "stoker:lease:{queue}"
-"""String: the worker that holds this queue (JSON: worker, host, pid, boot, started, fence); expires with its
-heartbeat."""
+LEASE_KEY: Final = "stoker:holder:{member}"
+"""String: a live worker's share of its queues (JSON: worker, queues, store, host, pid, boot, started, fence); expires
+with its heartbeat. A member is a worker by the name that stays when it is started again. While another worker puts a
+dead member's jobs back, the lease is that worker's, and has the dead member's name as `recovers`."""
 
-FENCE_KEY: Final = "stoker:fence:{queue}"
-"""Integer: the last fencing number handed out for this queue, with its lease."""
+FENCE_KEY: Final = "stoker:fence:{member}"
+"""Integer: the last fencing number handed out for this member, with its lease."""
+
+MEMBERS_KEY: Final = "stoker:members"
+"""Hash: the members that joined and have not left, each with its lease's value, once its model is loaded also `model`
+and `reads` (as in `WORKER_KEY`), and while it drains `leaving`. A member that died is in it until another worker has
+put its jobs back."""
+
+LEFT_KEY: Final = "stoker:left"
+"""Hash: the stores of members that left or died, each with the Unix time at which its member was removed from
+`MEMBERS_KEY`, and that member's name."""
+
+SERVED_KEY: Final = "stoker:lease:{queue}"
+"""String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue
+alone: they begin with JSON here, and refuse to start while anything else is here."""
+
+CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
+"""List: ids that a member took out of a queue and has not started yet."""
+
+HOMES_KEY: Final = "stoker:homes:{queue}"
+"""Hash: for each agent two words, or three. The first is its home, the member that alone claims its jobs while it is a
+member; ``-``: none. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
+``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there
+is a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the
+agent. The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
+
+TAKEN_KEY: Final = "stoker:taken:{queue}"
+"""List: the last ids that were claimed while there was more than one member, so that the others need not look for
+them."""
+
+COUNTS_KEY: Final = "stoker:counts:{queue}"
+"""Hash: `taken`, how many ids were ever added to `TAKEN_KEY`; `moves`, how often agents were set free."""
+
+GIVE_UP_COMMAND: Final = "give-up-agents"
+"""Command on a worker's channel of RQ's commands, with `agents` and `n_with_memory`: another member has room for them,
+and of those that have a memory for so many at most. With `unserved` true: their jobs wait in a queue that the worker
+does not serve, and all of them may go."""
 
 ENDED_KEY: Final = "stoker:ended:{queue}"
-"""Hash: ends of jobs that still need follow-up work (JSON by `<job id>:<execution id>`)."""
+"""Hash: ends of jobs that still need follow-up work (JSON by `<job id>:<execution id>`, with the member that wrote
+each)."""
 
 FIELD_PACKED: Final = "stoker_packed"
 """Field of the job hash: the compression that the producer wants for the result's JSON in `return_value`."""

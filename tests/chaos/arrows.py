@@ -39,7 +39,7 @@ class Arrow:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-QUEUED, CLAIMED, STARTED = ["generate"], ["generate:intermediate"], ["wip"]
+QUEUED, CLAIMED, STARTED = ["generate"], ["claimed"], ["wip"]
 FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 
 ARROWS = {

@@ -10,6 +10,7 @@ from typing import Any
 from redis import Redis
 from tests.chaos.deliveries import Delivery
 from tests.chaos.plan import QUEUES, PlannedJob
+from tests.chaos.redis_view import claimed_keys
 
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 SUCCESSFUL = b"1"
@@ -124,8 +125,8 @@ def places_of_all(connection: Redis) -> dict[str, list[str]]:
 
 
 def _places(connection: Redis) -> Iterable[tuple[str, list[Any]]]:
+    for key in (*(f"rq:queue:{queue}" for queue in QUEUES), *claimed_keys(connection)):
+        yield f"list:{key}", connection.lrange(key, 0, -1)
     for queue in QUEUES:
-        for part in ("", ":intermediate"):
-            yield f"list:{queue}{part}", connection.lrange(f"rq:queue:{queue}{part}", 0, -1)
         for kind in REGISTRIES:
             yield f"{kind}:{queue}", connection.zrange(f"rq:{kind}:{queue}", 0, -1)

@@ -1,7 +1,9 @@
 """A test's control over a worker from inside its process, without product code: kill it at a place, shift its clock,
-record what its engine generates. The fork server or `fresh_worker` installs the hooks before the worker's `main`.
+record what its engine generates, name its model, make it one of a later release. The fork server or `fresh_worker`
+installs the hooks before the worker's `main`.
 """
 
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -17,6 +19,8 @@ from typing import Any
 
 import rq.utils
 
+from stoker_shared import needs, request
+
 _LOOK_S = 0.1
 SCRIPTED_ENGINE = "stoker_worker.engine.scripted:ScriptedEngine"
 MLX_ENGINE = "stoker_worker.engine.batch_engine:BlockPoolBatchEngine"
@@ -29,6 +33,10 @@ def install(hooks: Mapping[str, Any]) -> None:
         write_down_generations(Path(hooks["seen"]), hooks.get("engine", SCRIPTED_ENGINE))
     if "clock" in hooks:
         shift_clock(Path(hooks["clock"]))
+    if "model" in hooks:
+        name_model(hooks["model"])
+    if "reads" in hooks:
+        read_requests_up_to(hooks["reads"])
 
 
 def die_at(target: str, when: str, needles: list[str], nth: int = 1) -> None:
@@ -107,6 +115,26 @@ def shift_clock(path: Path) -> None:
     names = {**vars(datetime), "datetime": Jumping}
     rq.utils.datetime = SimpleNamespace(**names)  # type: ignore[assignment, attr-defined]
     threading.Thread(target=look, daemon=True).start()
+
+
+def name_model(name: str) -> None:
+    """Let the scripted engine's model have this name."""
+
+    def wrap(load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def renaming(self: Any) -> Any:
+            engine, model = load(self)
+            return engine, dataclasses.replace(model, name=name)
+
+        return renaming
+
+    _replace("stoker_worker.engine.scripted:ScriptedProvider.load", wrap)
+
+
+def read_requests_up_to(version: int) -> None:
+    """As a release does that knows requests of this version."""
+    needs.READS["generate"] = version
+    vars(request)["REQUEST_VERSION"] = version
 
 
 def _replace(target: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

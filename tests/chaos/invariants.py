@@ -101,6 +101,7 @@ class FollowUp:
             "rq:execution*",
             "rq:queue:*",
             "rq:workers*",
+            "stoker:holder:*",
             "stoker:lease:*",
             "rq:scheduler-lock*",
         ):

@@ -17,7 +17,7 @@ from tests.chaos.arrows import ARROWS, CALLED_BACK, QUEUED, RQ, STARTED
 from tests.chaos.hooks import generations
 from tests.forked_worker import ForkServer
 from tests.store_reader import StoreReader, is_made
-from tests.worker.queue.looking import places
+from tests.worker.queue.looking import CLAIMED, MEMBER, places
 
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
 
@@ -47,6 +47,7 @@ class Scene:
 
     def worker(self, name, *arguments, hooks=None):
         options = ["run", "--engine", "scripted", "--redis", self.redis_url, "--store", str(self.store)]
+        options += ["--name", MEMBER]
         short = {"STOKER_RECOVER_S": "0.2", "STOKER_POLL_S": "0.01", "STOKER_ALLOW_CALLBACKS": CALLED_BACK}
         hooks = {"seen": str(self.seen), **(hooks or {})}
         return self.forks.run([*options, *arguments], self.folder / f"{name}.log", env=short, hooks=hooks)
@@ -75,11 +76,11 @@ class Scene:
         return StoreReader(self.store).turns(agent) if is_made(self.store) else []
 
     def assert_nothing_is_left(self):
-        for key in ("rq:queue:generate", "rq:queue:generate:intermediate", "rq:wip:generate", "rq:scheduled:generate"):
+        for key in ("rq:queue:generate", CLAIMED, "rq:wip:generate", "rq:scheduled:generate"):
             assert not self.connection.exists(key), key
         assert not self.connection.keys("rq:execution*")
         assert not self.connection.keys("rq:workers*")
-        assert not self.connection.keys("stoker:lease:*")
+        assert not self.connection.keys("stoker:holder:*")
         assert not self.connection.keys("stoker:ended:*")
         assert StoreReader(self.store).problems() == []
 

@@ -1,11 +1,28 @@
 """Fixtures of most tests of real processes: a connection and a producer for the session's server, a store folder."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.server_fixture import connection, producer  # noqa: F401
+
+if TYPE_CHECKING:
+    from tests.worker.memory.shared_store.sharing import Share
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def share(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Share"]:
+    """A shared store, twice: a folder, and a bucket of an S3 server."""
+    from tests.worker.memory.shared_store.sharing import SharedBucket, SharedFolder
+
+    if request.param == "bucket":
+        pytest.importorskip("localbucket")
+    share = SharedFolder(tmp_path) if request.param == "folder" else SharedBucket(monkeypatch)
+    yield share
+    share.close()

@@ -180,7 +180,7 @@ def test_recovery_finds_and_queues_jobs_that_are_in_no_registry(admin, url, prod
     ticket = producer.submit(agent_id="a", prompt="x")
     with open_queue(read_settings({"redis_url": address}), address) as opened, Redis.from_url(address) as connection:
         admin.delete("rq:queue:generate")
-        audit = LostJobs(connection, ["generate"], opened.rq_queue._lease, wait_s=0, every_s=0)
+        audit = LostJobs(connection, lambda: ["generate"], opened.rq_queue._lease, wait_s=0, every_s=0)
         assert sum(audit.step(()) for _ in range(20)) == 1
     assert ticket.status().position == 0
     assert acl_refusals(admin) == []

@@ -14,9 +14,10 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 from tests.answers import without_total
+from tests.worker.queue.looking import LEASE
 from tests.worker_process import running_worker
 
-from stoker_shared.wire import LEASE_KEY, TASK_PATH
+from stoker_shared.wire import TASK_PATH
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
@@ -140,7 +141,7 @@ def test_a_worker_whose_lease_was_taken_while_it_generated_saves_no_version(prod
     def take_over():
         while ticket.status().state != "started":
             time.sleep(0.01)
-        connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
+        connection.set(LEASE, "another worker's")
 
     taker = threading.Thread(target=take_over)
     with open_queue(settings, redis_url) as opened:

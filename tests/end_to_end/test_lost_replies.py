@@ -155,8 +155,13 @@ class Round:
         assert self.calls(len(called) + ("second" in ids)) == called
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
         entries += self.connection.lrange("rq:queue:generate", 0, -1)
-        entries += self.connection.lrange("rq:queue:generate:intermediate", 0, -1)
-        for pattern in ("rq:execution*", "rq:worker:*:executions", "stoker:ended:*", "rq:rl:narrow:*"):
+        for pattern in (
+            "stoker:claimed:*",
+            "rq:execution*",
+            "rq:worker:*:executions",
+            "stoker:ended:*",
+            "rq:rl:narrow:*",
+        ):
             entries += self.connection.scan_iter(pattern)
         assert entries == []
 
@@ -229,7 +234,7 @@ def test_a_worker_keeps_its_lease_while_the_reply_to_a_job_finish_hangs(redis_ur
         start = time.monotonic()
         others = [producer.submit(agent_id=agent, prompt="say x") for agent in "bcd"]
         while time.monotonic() < start + 2.5:
-            assert connection.exists("stoker:lease:generate")
+            assert connection.keys("stoker:holder:*")
             time.sleep(0.05)
         assert {ticket.status().state for ticket in others} == {"finished"}
         worker.signal(signal.SIGTERM)

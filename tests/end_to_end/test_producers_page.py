@@ -87,7 +87,7 @@ def test_the_client_commands_of_the_readme_and_the_memory_page_run(run, worker, 
     put_program(tmp_path, "git", "echo the diff")
     run([sys.executable, "-W", "error"], "\n".join(blocks(README, "python")))  # makes the agent
     [submit] = [block for block in blocks(README, "sh") if block.startswith("export STOKER_REDIS_URL")]
-    as_jobs, on_the_machine = blocks(MEMORY_PAGE, "sh")
+    as_jobs, on_the_machine, _shared_store = blocks(MEMORY_PAGE, "sh")
     assert "stoker submit" in submit
     assert "stoker agent" in as_jobs
     run(["bash", "-eu", "-o", "pipefail"], submit + as_jobs)

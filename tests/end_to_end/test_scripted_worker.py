@@ -140,10 +140,10 @@ def test_a_broken_engine_stops_the_worker_loudly_and_its_jobs_are_given_back(pro
     assert beside.result(timeout_s=1).finish_reason == "length"
 
 
-def test_a_second_worker_on_the_same_queue_refuses_and_names_the_first(redis_url, store, tmp_path):
-    with running_worker(redis_url, store) as first:
+def test_a_second_worker_of_the_same_name_refuses_and_names_the_first(redis_url, store, tmp_path):
+    with running_worker(redis_url, store, "--name", "mac") as first:
         first.wait_until_ready()
-        with running_worker(redis_url, tmp_path / "other") as second:
+        with running_worker(redis_url, tmp_path / "other", "--name", "mac") as second:
             assert second.wait() == 1
             assert f"pid {first.pid}" in second.log
             assert "generate" in second.log
@@ -391,7 +391,7 @@ def test_every_bad_job_fails_with_one_line_and_the_jobs_beside_it_finish(redis_u
     found = registries(connection)
     assert found["queued"] == found["started"] == []
     assert "junk" in found["failed"]
-    assert connection.lrange("rq:queue:generate:intermediate", 0, -1) == []
+    assert connection.keys("stoker:claimed:*") == []
     assert not list(store.parent.rglob("passwd"))
 
 
@@ -447,4 +447,4 @@ def test_a_stop_while_the_model_loads_is_a_clean_one(redis_url, connection, tmp_
         assert worker.wait(30) == 0, worker.log
     finally:
         worker.kill()
-    assert connection.get("stoker:lease:generate") is None
+    assert not connection.keys("stoker:holder:*")

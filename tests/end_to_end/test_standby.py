@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.chaos.restarting_server import RestartingServer
 from tests.lossy_proxy import LossyProxy
 from tests.private_server import free_port
+from tests.worker.queue.looking import LEASE
 from tests.worker_process import running_worker
 
 from stoker import Producer
@@ -108,7 +109,7 @@ def test_a_lease_whose_reply_was_lost_is_recognised_as_its_own(server):
     with open_queue(read_settings({"redis_url": server.url}), server.url):
         pass  # from here on the server has the scripts
     with LossyProxy(server.port) as proxy, server.connection() as connection:
-        proxy.lose(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"))
+        proxy.lose(lambda exchange: exchange.is_write and exchange.holds(LEASE))
         url = f"redis://127.0.0.1:{proxy.port}"
         begin = time.monotonic()
         settings = read_settings({"redis_url": url, "lease_ttl_s": 60, "standby": True})
@@ -116,4 +117,4 @@ def test_a_lease_whose_reply_was_lost_is_recognised_as_its_own(server):
             assert len(proxy.lost) == 1
             assert time.monotonic() - begin < 30  # it did not wait for its own lease to expire
             assert opened.rq_queue.beat()
-        assert not connection.exists("stoker:lease:generate")
+        assert not connection.exists(LEASE)

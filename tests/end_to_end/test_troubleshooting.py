@@ -15,7 +15,15 @@ from click.testing import CliRunner
 from rq import Callback
 from rq.serializers import DefaultSerializer
 from rq.webhook import Webhook
-from tests.end_to_end.refused_jobs import damaged_agent, lost_job, plain_job, raised, refused_guide, refused_length
+from tests.end_to_end.refused_jobs import (
+    damaged_agent,
+    lost_job,
+    of_another_store,
+    plain_job,
+    raised,
+    refused_guide,
+    refused_length,
+)
 from tests.end_to_end.worker_logs import (
     broken_log,
     crash_log,
@@ -29,14 +37,18 @@ from tests.end_to_end.worker_logs import (
 from tests.private_server import free_port
 from tests.producer.serve.conftest import serving_at
 from tests.worker.memory.agents import ids, using
+from tests.worker.memory.shared_store.sharing import Machine, SharedFolder
 from tests.worker_process import fork_server, running_worker
 
 from stoker.serve.tokens import Tokens
+from stoker_shared.errors import StokerError
 from stoker_shared.task import generate
 from stoker_worker.cli.main import main
 from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.memory.shared_store.bucket import Bucket
 from stoker_worker.memory.witness import Witness
 from stoker_worker.pipeline.wakefulness import Wakefulness
+from stoker_worker.ports import AgentHome
 
 pytestmark = pytest.mark.server
 
@@ -91,7 +103,7 @@ def store(tmp_path):
 def test_every_section_of_the_page_has_a_test():
     assert TITLES == [
         "The worker does not start", "In the worker's log", "A job failed", "Submitting and waiting",
-        "`stoker serve`", "The commands about memory", "The service",
+        "`stoker serve`", "A shared store", "The commands about memory", "The service",
     ]  # fmt: skip
 
 
@@ -128,9 +140,9 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
         provoked.append(said(f"{run} --redis embedded --redis-port {free_port()} --store {tmp_path / 'new'}"))
         taken = server.url.rpartition(":")[2]
         provoked.append(said(f"{run} --redis embedded --redis-port {taken} --store {tmp_path / 'second'}"))
-    with running_worker(redis_url, store) as worker:
+    with running_worker(redis_url, store, "--name", "mac") as worker:
         worker.wait_until_ready()
-        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'}"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name mac"))
         provoked.append(said(f"{run} --redis {redis_url} --queues other --store {store}"))
     provoked += [
         said(f"{run} --redis embedded --store /dev/null/store"),
@@ -204,6 +216,7 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
         unsaved_log(redis_url, small_disk)[1],
         fails(agent_id="a", prompt="x", context="append", expect_version=7),
         raised(producer.agents.fork, "nobody", "b"),
+        of_another_store(redis_url, tmp_path),
         raised(producer.agents.fork, "a", "a"),
         fails(prompt="x", max_tokens=100_000, job_timeout_s=1),
         lost_job(redis_url, tmp_path),
@@ -254,6 +267,46 @@ def test_stoker_serve(said, redis_url, connection, tmp_path):
             found = httpx.get(f"{url}/v1/models/nobody", headers={"Authorization": f"Bearer {token}"})
             provoked.append(found.text)
     expect_rows("`stoker serve`", provoked)
+
+
+def test_a_shared_store(said, tmp_path, monkeypatch, caplog):
+    pytest.importorskip("obstore")
+    share, provoked = SharedFolder(tmp_path), []
+
+    def refused(call):
+        with pytest.raises(StokerError) as caught:
+            call()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    def agent(folder):
+        return Machine(tmp_path / folder, share).agent("a")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "obstore", None)
+        provoked.append(refused(lambda: agent("without")))
+    provoked.append(said(f"stoker-worker run --engine scripted --store {tmp_path / 'ftp'} --shared-store ftp://a/b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "create", lambda *_: True)
+        provoked.append(refused(agent("overwriting").store.meet))
+    one = agent("one")
+    one.say(ids(300))
+    share.go_away()
+    one.say(ids(310))
+    provoked.append(caplog.text)
+    caplog.clear()
+    one.store.close()
+    share.objects.mkdir()
+    agent("one").open()
+    provoked.append(caplog.text)
+    share.objects.rmdir()
+    provoked.append(refused(agent("two").open))
+    share.come_back()
+    three = agent("three")
+    three.store.know_homes(lambda agent_id: AgentHome("mac1", 2, "mac1"))
+    provoked.append(refused(three.open))
+    next((share.objects / "agents").rglob("*.json")).write_bytes(b"")
+    provoked.append(refused(agent("four").open))
+    expect_rows("A shared store", provoked)
 
 
 def test_the_commands_about_memory(said, store, redis_url, producer, tmp_path):

@@ -69,12 +69,12 @@ def broken_log(redis_url, folder):
 
 
 def stopped_log(redis_url, folder):
-    """A worker that is stopped for longer than its lease while another one takes the queue."""
-    with running_worker(redis_url, folder / "first", env=WITHOUT_PATIENCE) as first:
+    """A worker that is stopped for longer than its lease while another one takes its name."""
+    with running_worker(redis_url, folder / "first", "--name", "mac", env=WITHOUT_PATIENCE) as first:
         first.wait_until_ready()
         first.signal(signal.SIGSTOP)
         time.sleep(0.6)
-        with running_worker(redis_url, folder / "second") as second:
+        with running_worker(redis_url, folder / "second", "--name", "mac") as second:
             second.wait_until_ready()
             first.signal(signal.SIGCONT)
             first.wait()

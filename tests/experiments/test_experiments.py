@@ -30,6 +30,7 @@ QUICK = {
     "exp_020_drafts.py": MODEL,
     "exp_021_day.py": MODEL,
     "exp_022_shared_prefix.py": MODEL,
+    "exp_026_scale_out.py": (SERVER,),
 }
 NOT_RUN = {
     "exp_009_peers.py",
@@ -37,6 +38,7 @@ NOT_RUN = {
     "exp_015_long_prompt.py",
     "exp_023_guides.py",
     "exp_024_soak.py",
+    "exp_025_several_workers.py",
 }
 """Their quick runs would only repeat tests of the worker and the engine, or other experiments."""
 
@@ -70,6 +72,8 @@ HOLDS_ON_ANY_MACHINE = {
     "the_usage_is_within_1_percent_of_du",
     "every_job_has_its_answer",
     "each_agents_turns_are_in_order",
+    "the_same_seed_gives_the_same_run",
+    "every_replayed_job_finished",
 }
 
 

@@ -95,6 +95,16 @@ def test_the_readme_shows_the_committed_bench_and_two_plots_with_their_json(
     assert all(f"(experiments/results/exp_{plot}_results.json)" in readme for plot in plots)
 
 
+def test_the_plan_for_more_macs_has_the_figures_of_its_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from exp_026_report import plan  # type: ignore[import-not-found]
+
+    content = json.loads((EXPERIMENTS / "results" / "exp_026_results.json").read_text())
+    page = (EXPERIMENTS.parent / "docs" / "scale-out.md").read_text()
+    assert plan(content) in page
+    assert f"**{content['one_server']['ends_at_workers']} workers**" in page
+
+
 def test_every_form_of_make_bench_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     from short_bench import FORMS, script_of_form  # type: ignore[import-not-found]

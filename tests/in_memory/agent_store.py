@@ -19,6 +19,7 @@ from stoker_worker.ports import (
     CacheSlice,
     CacheStorePort,
     Delivery,
+    HomeOf,
     LoadedModel,
     PlaceOf,
     Restored,
@@ -126,6 +127,18 @@ class InMemoryAgentStore(CacheStorePort):
 
     def order_by(self, place_of: PlaceOf) -> None:
         self.place_of = place_of
+
+    def know_homes(self, home_of: HomeOf) -> None:
+        """No other worker has what is in this process's memory."""
+
+    def is_only_here(self, agent_id: str) -> bool:
+        return True
+
+    def is_away(self) -> bool:
+        return False
+
+    def move_s(self, agent_id: str) -> float | None:
+        return None
 
     def is_at_hand(self, agent_id: str) -> bool:
         return self.at_hand is None or agent_id in self.at_hand

@@ -16,7 +16,7 @@ from tests.in_memory.queue_entry import Entry, State
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
-from stoker_worker.ports import Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.ports import AgentHome, Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.passed_over import PassedOver
 
@@ -152,6 +152,15 @@ class InMemoryQueue(QueuePort):
             agents = [self.entries[job_id].request.agent_id for job_id in self.waiting]
             return (0, agents.index(agent_id)) if agent_id in agents else (1, 0)
 
+    def home_of(self, agent_id: str) -> AgentHome | None:
+        return None
+
+    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
+        """There is no other worker."""
+
+    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
+        """There is no other worker."""
+
     def next_agents(self, limit: int) -> tuple[str, ...]:
         with self.lock:
             running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
@@ -179,6 +188,12 @@ class InMemoryQueue(QueuePort):
     def recover(self) -> int:
         self.ask()
         return 0
+
+    def has_dead(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        self.ask()
 
     def tidy(self) -> bool:
         self.ask()

@@ -9,7 +9,7 @@ from rq.queue import Queue
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import DEFAULT_QUEUE, LEASE_KEY, META_PARTIAL, META_PROGRESS
+from stoker_shared.wire import DEFAULT_QUEUE, META_PARTIAL, META_PROGRESS, SERVED_KEY
 
 WORKER = "played"
 
@@ -39,7 +39,7 @@ def end(connection: Redis, job_id: str, text: str = "hello") -> None:
 class PlayedWorker:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        connection.set(LEASE_KEY.format(queue=DEFAULT_QUEUE), "played")
+        connection.set(SERVED_KEY.format(queue=DEFAULT_QUEUE), "played")
 
     def job(self, job_id: str) -> Job:
         return Job.fetch(job_id, connection=self._connection, serializer=JSONSerializer)

@@ -17,23 +17,23 @@ def enqueued(producer: Producer, connection: Redis, action: str, *arguments: obj
 
 
 @pytest.mark.parametrize(
-    ("action", "arguments", "options", "fields", "access"),
+    ("action", "arguments", "options", "fields", "word"),
     [
-        ("info", (), {}, {}, b"read"),
-        ("forget", (), {"expect_version": 3}, {"expect_version": 3}, b"write"),
-        ("fork", ("b",), {}, {"target": "b"}, b"write"),
-        ("rollback", (), {}, {}, b"write"),
-        ("rollback", (2,), {"queue": "high"}, {"version": 2}, b"write"),
+        ("info", (), {}, {}, b"ask"),
+        ("forget", (), {"expect_version": 3}, {"expect_version": 3}, b"append"),
+        ("fork", ("b",), {}, {"target": "b"}, b"append"),
+        ("rollback", (), {}, {}, b"append"),
+        ("rollback", (2,), {"queue": "high"}, {"version": 2}, b"append"),
     ],
 )
-def test_each_is_a_plain_rq_job_in_its_agents_line(producer, connection, action, arguments, options, fields, access):
+def test_each_is_a_plain_rq_job_in_its_agents_line(producer, connection, action, arguments, options, fields, word):
     job = enqueued(producer, connection, action, "an agent", *arguments, **options)
     assert job.func_name == "stoker_shared.task.agent"
     assert job.kwargs == {"request": {"v": 1, "agent_id": "an agent", "action": action, **fields}}
     assert connection.lrange(f"rq:queue:{options.get('queue', 'generate')}", 0, -1) == [job.id.encode()]
     created_at, *hint = connection.hget(job.key, "stoker_agent").split(b" ", 2)
     assert created_at == connection.hget(job.key, "created_at")
-    assert hint == [access, b"an agent"]
+    assert hint == [word, b"an agent"]
     assert job.description == f"{action} for agent 'an agent'"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -15,7 +16,7 @@ from stoker.driver import carry_out
 from stoker.operations import Commands
 from stoker.overview import overview
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.wire import LEASE_KEY, WORKER_KEY
+from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
 
 pytestmark = pytest.mark.server
 
@@ -27,8 +28,11 @@ def publish(connection, name, *served, jobs_per_min=30.0, **more):
     said |= {"started_at": 1.0, "max_batch": 4, "now": now, **more}
     connection.sadd("rq:workers", f"rq:worker:{name}")
     connection.set(WORKER_KEY.format(name=name), json.dumps(said))
-    for fence, queue in enumerate(served, start=5):
-        connection.set(LEASE_KEY.format(queue=queue), json.dumps({"worker": name, "fence": fence}))
+    lease = json.dumps({"worker": name, "queues": served, "fence": 5})
+    connection.set(LEASE_KEY.format(member=name), lease)
+    connection.hset(MEMBERS_KEY, name, lease)
+    for queue in served:
+        connection.set(SERVED_KEY.format(queue=queue), name)
 
 
 def start(connection, producer, *, ago_s, tokens):
@@ -66,7 +70,7 @@ def test_the_time_left_counts_what_the_workers_prefer(producer, connection):
 )
 def test_a_workers_record_that_is_garbage_breaks_neither_status_nor_submit(record, producer, connection, stoker):
     publish(connection, "stoker-mac", "generate", **record)
-    connection.delete(LEASE_KEY.format(queue="generate"))
+    connection.delete(SERVED_KEY.format(queue="generate"))
     producer.submit(prompt="x")
     code, out, _ = stoker("status")
     assert (code, "stoker-mac" in out) == (0, True)
@@ -76,8 +80,9 @@ def test_garbage_that_is_no_number_or_no_json_breaks_no_status(producer, connect
     job_id = start(connection, producer, ago_s=9, tokens=3)
     connection.set(WORKER_KEY.format(name="stoker-mac"), "[" * 100_000)
     connection.sadd("rq:workers", "rq:worker:stoker-mac")
-    for worthless in ('{"worker": "w", "fence": 1e999}', "[" * 100_000):
-        connection.set(LEASE_KEY.format(queue="generate"), worthless)
+    connection.hset(MEMBERS_KEY, "m", "{}")
+    for worthless in ('{"worker": "w", "queues": ["q"], "fence": 1e999}', "[" * 100_000, "7"):
+        connection.set(LEASE_KEY.format(member="m"), worthless)
         for progress in ('{"tokens": 1e999, "stage": "x", "tokens_per_s": 1}', "[" * 100_000):
             connection.hset(f"rq:job:{job_id}", "meta", f'{{"progress": {progress}}}')
             assert stoker("status")[0] == stoker("status", job_id)[0] == 0
@@ -101,7 +106,7 @@ def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connecti
     assert code == 0
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert lines["stoker-mac-2"][1] == "DEAD"
-    assert " ".join(lines["stoker-mac-1"][1:]) == "serving mac generate #5 m 12.5 30 2/4 46% 7 1"
+    assert " ".join(lines["stoker-mac-1"][1:]) == "serving mac generate #5 m 12.5 30 2/4 46% 7 1 0"
     assert lines[job_id][1:] == ["generate", WORKER, "90", "s", "decode", "3", "8.5"]
 
 
@@ -127,6 +132,25 @@ def test_a_server_that_refuses_to_write_is_the_first_line(producer, connection, 
             seen = done.value
             break
     assert why in status_command.overview_text(seen).splitlines()[0]
+
+
+UNSERVED = [
+    {"queue": "generate", "jobs": 2, "model": "large", "task": "", "version": 0, "only_at": None},
+    {"queue": "generate", "jobs": 1, "model": None, "task": "generate", "version": 9, "only_at": "mac1"},
+]
+
+
+def test_jobs_that_no_worker_can_serve_come_first_with_what_the_workers_serve(producer, connection, stoker):
+    publish(connection, "stoker-a", "generate", member="mac1", reads={"generate": 3}, unserved=UNSERVED)
+    publish(connection, "stoker-b", "generate", member="mac2", model=None, unserved=[UNSERVED[0] | {"jobs": 5}])
+    publish(connection, "stoker-c", "urgent", member="mac3")
+    lines = stoker("status")[1].splitlines()
+    assert lines[0] == "No worker can serve:"
+    assert re.split(" {2,}", lines[2]) == ["generate", "5", "model 'large'", "mac1: m, mac2: loading"]
+    assert "version 9 (generate), with memory that only mac1 has" in lines[3]
+    assert lines[3].endswith("mac1: m, version 3, mac2: loading, version 0")
+    shown = json.loads(stoker("status", "--json")[1])["unserved"]
+    assert shown == [UNSERVED[0] | {"jobs": 5}, UNSERVED[1]]
 
 
 def test_the_jobs_shown_are_those_that_have_run_the_longest(producer, connection, stoker):
@@ -188,3 +212,18 @@ def test_watch_goes_on_when_redis_was_away(producer, stoker, monkeypatch):
 @pytest.mark.parametrize("arguments", [("--watch", "job"), ("--watch", "--json")])
 def test_watch_takes_neither_a_job_nor_json(stoker, arguments):
     assert stoker("status", *arguments)[0] == 2
+
+
+def test_each_worker_with_a_shared_store_has_a_line_about_it(connection, stoker):
+    now = {"at": 1.0, "tokens_per_s": 1.0, "jobs_per_min": 1.0, "in_flight": 0, "in_batch": 0, "hit_share": None}
+    now |= {"done": 0, "failed": 0, "moved_in": 0}
+    shown = {"stoker-mac1": {"away_s": 0.0, "waiting_agents": 0}, "stoker-mac2": {"away_s": 75.5, "waiting_agents": 3}}
+    for name, shared in (shown | {"stoker-mac3": None}).items():
+        publish(connection, name, "generate", now={**now, "shared_store": shared})
+    _, text, _ = stoker("status")
+    _, _, table = text.partition("SHARED STORE")
+    assert [line.split() for line in table.splitlines()[1:3]] == [
+        ["stoker-mac1", "answers", "0"],
+        ["stoker-mac2", "away", "for", "76", "s", "3"],
+    ]
+    assert "stoker-mac3" not in table

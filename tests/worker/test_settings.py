@@ -22,9 +22,19 @@ def test_passwords_in_the_query_are_not_shown_either(url):
     assert "secret" not in read_settings({"redis_url": url}).describe()
 
 
+def test_the_secret_that_somebody_wrote_into_the_url_of_a_shared_store_is_not_shown():
+    assert "secret" not in read_settings({"shared_store": "s3://key:secret@bucket/prefix"}).describe()
+    assert "=s3://bucket/prefix" in read_settings({"shared_store": "s3://bucket/prefix"}).describe()
+
+
 def test_a_lease_shorter_than_two_heartbeats_is_refused():
     with pytest.raises(ValueError, match="lease_ttl_s"):
         read_settings({"lease_ttl_s": 3.0, "heartbeat_s": 2.0})
+
+
+def test_a_lease_shorter_than_four_looks_is_refused():
+    with pytest.raises(ValueError, match="no dead worker is noticed"):
+        read_settings({"poll_s": 1.5})
 
 
 def test_a_standby_elsewhere_takes_over_within_5_s_by_default():

@@ -33,6 +33,15 @@ class ProcessIdentity:
         return _start_token(self.pid) != self.started
 
 
+def pid_namespace() -> str:
+    """Whose pids this process sees; empty where there is only one kind. A container has its own, even if it has its
+    host's name: a process that cannot be seen from it may be alive."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 @cache
 def _boot_id() -> str:
     if platform.system() == "Darwin":

@@ -46,6 +46,8 @@ class WorkerSettings(BaseSettings):
     memory_max_bytes: Annotated[int, Field(ge=0)] | None = None
     keep_versions: Annotated[int, Field(ge=1)] = 16
     agent_ttl: str | None = None
+    shared_store: str | None = None
+    shared_store_max_bps: Annotated[int, Field(gt=0)] | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     kv_bits: Annotated[Literal[8], BeforeValidator(int)] | None = None
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
@@ -55,6 +57,7 @@ class WorkerSettings(BaseSettings):
     lease_ttl_s: Annotated[float, Field(gt=0)] = 4.0
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
+    home_wait_s: Annotated[float, Field(ge=0)] = 300.0
     allow_callbacks: str = ""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
@@ -63,7 +66,7 @@ class WorkerSettings(BaseSettings):
     max_jobs: Annotated[int, Field(ge=1)] | None = None
     max_idle_s: Annotated[float, Field(gt=0)] | None = None
     standby: bool = False
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     log_format: Literal["text", "json"] = "text"
     quiet: bool = False
     verbose: bool = False
@@ -93,6 +96,8 @@ class WorkerSettings(BaseSettings):
     def _lease_outlives_heartbeats(self) -> Self:
         if self.lease_ttl_s < 2 * self.heartbeat_s:
             raise ValueError("lease_ttl_s must be at least twice heartbeat_s, or a live worker loses its queue")
+        if self.lease_ttl_s < 4 * self.poll_s:
+            raise ValueError("lease_ttl_s must be at least four times poll_s, or no dead worker is noticed")
         return self
 
     @model_validator(mode="after")
@@ -105,6 +110,12 @@ class WorkerSettings(BaseSettings):
     def _port_of_an_own_server(self) -> Self:
         if self.redis_port is not None and self.redis_url != EMBEDDED:
             raise ValueError("redis_port is the port of an embedded server: it needs redis_url embedded")
+        return self
+
+    @model_validator(mode="after")
+    def _bandwidth_of_a_shared_store(self) -> Self:
+        if self.shared_store_max_bps is not None and self.shared_store is None:
+            raise ValueError("shared_store_max_bps limits what is written to a shared store: it needs shared_store")
         return self
 
     @model_validator(mode="after")
@@ -134,12 +145,13 @@ class WorkerSettings(BaseSettings):
         return self.store.expanduser()
 
     def shown(self) -> dict[str, Any]:
-        """Every setting by its name, the Redis password masked."""
+        """Every setting by its name, passwords in URLs masked."""
         redis_url = self.redis_url if self.redis_url == EMBEDDED else mask_url(self.redis_url)
-        return self.model_dump() | {"redis_url": redis_url}
+        shared_store = None if self.shared_store is None else mask_url(self.shared_store)
+        return self.model_dump() | {"redis_url": redis_url, "shared_store": shared_store}
 
     def describe(self) -> str:
-        """Every setting on one line, the Redis password masked."""
+        """Every setting on one line, passwords in URLs masked."""
         return " ".join(f"{name}={value}" for name, value in self.shown().items() if value is not None)
 
 

@@ -8,7 +8,16 @@ from redis import Redis
 from stoker.dashboard.pages import page
 from stoker.driver import run
 from stoker.overview import overview
-from stoker.overview_tables import JOBS_HIDDEN, job_table, queue_table, trouble_text, worker_table
+from stoker.overview_tables import (
+    JOBS_HIDDEN,
+    NOT_SERVED,
+    job_table,
+    queue_table,
+    shared_store_table,
+    trouble_text,
+    unserved_table,
+    worker_table,
+)
 
 
 def add_stoker_page(app: Flask, connection: Redis) -> None:
@@ -16,9 +25,11 @@ def add_stoker_page(app: Flask, connection: Redis) -> None:
 
     def view(instance_number: int) -> Response:
         now = run(connection, overview())
-        tables = [
+        tables = [(NOT_SERVED, unserved_table(now), "")] if now.unserved else []
+        tables += [
             ("Queues", queue_table(now.queues), "no queues"),
             ("Workers", worker_table(now.workers), "no workers"),
+            ("Shared store", shared_store_table(now.workers), "none"),
             ("Running the longest", job_table(now.slowest or ()), JOBS_HIDDEN if now.slowest is None else "no jobs"),
         ]
         dead = {worker.name for worker in now.workers if not worker.is_alive}

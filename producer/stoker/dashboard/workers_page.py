@@ -43,7 +43,7 @@ class ShownJob:
 class ShownWorker:
     """
     Attributes:
-        state: ``busy``, ``idle`` or ``suspended``; of stoker's also ``loading`` and ``DEAD``.
+        state: ``busy``, ``idle`` or ``suspended``; of stoker's also ``loading``, ``leaving`` and ``DEAD``.
         heartbeat: how long ago the last one was, by the clocks of both machines; ``-`` if it has run out.
         lease: the queues that it holds; ``over`` if it is dead.
         tokens_per_s: ``-`` for RQ's own workers, like `lease` and `model`.
@@ -110,7 +110,7 @@ def _worker(
         found = {name: value.decode(errors="replace") if value else missing for (name, missing), value in fields}
     live = ours.live if ours else None
     figures = live.now if live else None
-    state = "loading" if live and not live.model else found["state"]
+    state = "leaving" if live and live.leaving else "loading" if live and not live.model else found["state"]
     is_dead = ours is not None and not ours.is_alive
     lease = leases_text(ours) if ours else "-"
     return ShownWorker(

@@ -21,7 +21,7 @@ from tests.producer.played_worker import PlayedWorker
 from werkzeug.serving import make_server
 
 from stoker.status_command import overview_text
-from stoker_shared.wire import LEASE_KEY, WORKER_KEY
+from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
 
 pytestmark = pytest.mark.server
 
@@ -62,7 +62,7 @@ def words(text):
     return " ".join(html.unescape(re.sub(r"(?s)<[^>]*>", " ", shown)).split())
 
 
-def register(connection, name, *queues, beat_s_ago=0.0, alive=True):
+def register(connection, name, *queues, beat_s_ago=0.0, alive=True, **more):
     """A worker as it registers itself; a dead one has only its name left."""
     connection.sadd("rq:workers", f"rq:worker:{name}")
     if not alive:
@@ -74,9 +74,12 @@ def register(connection, name, *queues, beat_s_ago=0.0, alive=True):
         now = {"at": time.time(), "tokens_per_s": 12.5, "jobs_per_min": 3, "in_flight": 1, "in_batch": 1}
         now |= {"hit_share": 0.5, "done": 5, "failed": 0}
         said = {"queues": queues, "model": "qwen", "context_tokens": 9, "mode": "rows", "host": "mac", "pid": 7}
-        connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": 1.0, "now": now}))
+        connection.set(WORKER_KEY.format(name=name), json.dumps({**said, "started_at": 1.0, "now": now, **more}))
+        lease = json.dumps({"worker": name, "queues": queues, "fence": 4})
+        connection.set(LEASE_KEY.format(member=name), lease)
+        connection.hset(MEMBERS_KEY, name, lease)
         for queue in queues:
-            connection.set(LEASE_KEY.format(queue=queue), json.dumps({"worker": name, "fence": 4}))
+            connection.set(SERVED_KEY.format(queue=queue), name)
 
 
 def run_on(connection, producer, name, agent=MARKUP):
@@ -160,7 +163,7 @@ def test_a_jobs_page_shows_what_the_job_is_at(page, producer, connection):
     producer.submit(prompt="x")
     waiting = producer.submit(prompt="x").job_id
     assert facts(page(f"/0/view/job/{waiting}")) == {"State": "queued, 1 ahead of it", "Agent": "none"}
-    connection.delete("stoker:worker:stoker-mac", "stoker:lease:generate")
+    connection.delete("stoker:worker:stoker-mac", "stoker:holder:stoker-mac", "stoker:lease:generate")
     left = facts(page(f"/0/view/job/{running}"))
     assert "goes back to its queue" in left.pop("DEAD")
     assert left == shown
@@ -199,7 +202,8 @@ def test_the_stoker_page_shows_what_stoker_status_shows(page, producer, connecti
     text = words(page("/0/view/stoker"))
     assert "no queues" in text
     assert "no workers" in text
-    register(connection, "stoker-mac", "generate", "nightly")
+    unserved = {"queue": "nightly", "jobs": 2, "model": MARKUP, "task": "", "version": 0, "only_at": None}
+    register(connection, "stoker-mac", "generate", "nightly", unserved=[unserved])
     register(connection, "stoker-gone", alive=False)
     job_id = run_on(connection, producer, "stoker-gone")
     run_on(connection, producer, "stoker-mac")

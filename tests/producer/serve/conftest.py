@@ -21,7 +21,7 @@ from stoker.serve.app import build_app
 from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings
 from stoker_shared.markers import Markers
-from stoker_shared.wire import LEASE_KEY
+from stoker_shared.wire import SERVED_KEY
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
 PLAIN = Markers()
@@ -159,7 +159,7 @@ def serve(server_url: str, hand: Hand) -> Iterator[Callable[..., Serving]]:
 @pytest.fixture
 def nobody(server_url: str, hand: Hand) -> Iterator[None]:
     """No worker is alive."""
-    key = LEASE_KEY.format(queue="generate")
+    key = SERVED_KEY.format(queue="generate")
     with Redis.from_url(server_url) as connection:
         connection.delete(key)
         yield

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import schema
+from stoker_worker.memory import schema, unshared
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import connect
 from stoker_worker.memory.database import Database
-from stoker_worker.memory.database_file import create_database, open_database
+from stoker_worker.memory.database_file import create_database, open_database, seal_tables
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.witness import Witness
 
@@ -128,24 +128,24 @@ def test_a_log_is_kept_whatever_the_journal_mode_was_set_to(folder: Path) -> Non
 
 
 STEPS = {
-    5: "ALTER TABLE models ADD COLUMN size INTEGER NOT NULL DEFAULT 7;\nCREATE INDEX by_size ON models (size);\n",
-    6: "UPDATE models SET size = size + 1;\nALTER TABLE models RENAME COLUMN size TO bytes;\n",
+    6: "ALTER TABLE models ADD COLUMN size INTEGER NOT NULL DEFAULT 7;\nCREATE INDEX by_size ON models (size);\n",
+    7: "UPDATE models SET size = size + 1;\nALTER TABLE models RENAME COLUMN size TO bytes;\n",
 }
 
 
 @pytest.fixture
 def next_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A database of format 5 with one row, opened by a stoker that writes format 7."""
+    """A database of format 6 with one row, opened by a stoker that writes format 8."""
     with closing(open_database(folder)) as database:
         add(database, "a")
-    monkeypatch.setattr(schema, "FORMAT", 7)
+    monkeypatch.setattr(schema, "FORMAT", 8)
     monkeypatch.setattr(schema, "MIGRATIONS", STEPS)
     return folder
 
 
 def rows(folder: Path) -> list[object]:
     with closing(open_database(folder)) as database, database.snapshot() as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (7,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (8,)
         return connection.execute("SELECT fingerprint, bytes FROM models ORDER BY 1").fetchall()
 
 
@@ -168,14 +168,24 @@ def test_several_that_open_an_older_format_at_once_take_each_step_once(next_vers
 
 def test_a_step_that_fails_leaves_the_format_before_it(next_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", {**STEPS, 6: "UPDATE models SET size = 0;\nNO SQL;\n"})
+        patch.setattr(schema, "MIGRATIONS", {**STEPS, 7: "UPDATE models SET size = 0;\nNO SQL;\n"})
         with pytest.raises((StoreUnusable, Damaged)):
             open_database(next_version)
     connection = connect(next_version / "agents.db")
-    assert connection.execute("SELECT user_version, size FROM pragma_user_version, models").fetchall() == [(6, 7)]
+    assert connection.execute("SELECT user_version, size FROM pragma_user_version, models").fetchall() == [(7, 7)]
     connection.close()
     assert rows(next_version) == [("a", 8)]
 
 
 def test_the_format_after_the_last_step_is_this_one() -> None:
     assert sorted(schema.MIGRATIONS) == list(range(5, schema.FORMAT))
+
+
+def test_a_store_of_format_5_is_brought_to_format_6(folder: Path) -> None:
+    with closing(connect(folder / "agents.db")) as connection:
+        for statement in ("DROP TABLE unshared", "ALTER TABLE store DROP COLUMN shared", "PRAGMA user_version=5"):
+            connection.execute(statement).fetchall()
+        seal_tables(connection)
+    with closing(open_database(folder)) as database, database.snapshot() as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (6,)
+        assert (unshared.shared_with(connection), unshared.count(connection)) == (None, 0)

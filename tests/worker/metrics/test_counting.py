@@ -5,7 +5,7 @@ import pytest
 from stoker_worker.metrics import declared as of
 from stoker_worker.metrics.live import LiveFigures
 from stoker_worker.metrics.watch import Watch
-from stoker_worker.ports import CompletedGeneration, SequenceProgress, WorkerState
+from stoker_worker.ports import CompletedGeneration, SequenceProgress, SharedUse, WorkerState
 
 
 def result(*, prompt=10, cached=4, generated=3, **cache):
@@ -96,3 +96,9 @@ def test_rates_are_those_of_the_last_seconds_and_leave_out_idle_time(watch):
     assert beat(1, 50, 4) == (12, 10)
     assert beat(1, 50, 4) == (12, 10)
     assert beat(4, 0, 4) == (12, 0)  # half a minute of jobs, ten seconds of tokens
+
+
+def test_the_heartbeat_shows_the_shared_store_if_there_is_one(watch):
+    assert watch.figures()["shared_store"] is None
+    watch.looking.shared_store = lambda: SharedUse(away_s=1.26, written_bytes=1, read_bytes=2, waiting_agents=3)
+    assert watch.figures()["shared_store"] == {"away_s": 1.3, "waiting_agents": 3}

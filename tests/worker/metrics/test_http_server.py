@@ -14,10 +14,10 @@ from stoker_worker.metrics.exposition import exposition
 from stoker_worker.metrics.http_server import MetricsServer, Pages
 from stoker_worker.metrics.looking import Look
 from stoker_worker.metrics.watch import Watch
-from stoker_worker.ports import QueueDepth, Serving, StoreUse, WorkerState
+from stoker_worker.ports import QueueDepth, Serving, SharedUse, StoreUse, WorkerState
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
-STORE = StoreUse(100, 1000, 2**30, 10, 50)
+STORE = StoreUse(100, 1000, 2**30, 10, 50, SharedUse(0.0, 7, 8, 2))
 WAITING = QueueDepth("generate", 3, 1.5)
 
 

@@ -5,7 +5,7 @@ from tests.in_memory.queue import InMemoryQueue
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentInfo
-from stoker_shared.errors import AgentVersionNotSaved, WorkerLostTooOften
+from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, WorkerLostTooOften
 from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.ports import Busy
 
@@ -53,3 +53,14 @@ def test_a_job_that_loses_its_workers_is_not_restarted_forever():
 def test_a_failed_disk_write_fails_the_job_with_a_named_error():
     with pytest.raises(AgentVersionNotSaved, match="OSError: no space"):
         carry_out(REQUEST, claimed(), Store(error=OSError("no space")))
+
+
+def test_what_a_worker_taken_for_dead_has_carried_out_meanwhile_is_the_answer():
+    class Overtaken(Store):
+        def run(self, request, delivery):
+            self.answered = DONE
+            raise AgentVersionConflict("another worker has written that version")
+
+    assert carry_out(REQUEST, claimed(), Overtaken()) == DONE.model_dump(mode="json")
+    with pytest.raises(AgentVersionConflict):
+        carry_out(REQUEST, claimed(), Store(error=AgentVersionConflict("expected another version")))

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.ports import CacheSlice, Delivery, Restored
+from stoker_worker.ports import CacheSlice, Delivery, Restored, Turn
 from stoker_worker.settings import read_settings
 
 TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
@@ -228,6 +229,25 @@ def test_a_turn_whose_agent_was_meanwhile_made_by_a_fork_fails_with_that_reason(
         report = entry.result["cache"]
         assert (report["saved"], report["replaced_version"]) == (False, None)
         assert "AgentVersionConflict" in report["save_error"]
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_that_a_worker_taken_for_dead_has_made_meanwhile_is_the_answer(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, context: str
+) -> None:
+    save = scene.store.save
+
+    def overtaken(turn: Turn) -> None:
+        save(replace(turn, result={**turn.result, "text": "made elsewhere"}))
+        raise AgentVersionConflict("another worker has written that version")
+
+    monkeypatch.setattr(scene.store, "save", overtaken)
+    scene.put_finished("a", context=context)
+    scene.wait_for_release()
+    assert scene.states("a") == ["finished"]
+    result = scene.queue.entries["job-a"].result
+    assert result is not None
+    assert (result["text"], result["cache"]["saved"]) == ("made elsewhere", True)
 
 
 def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(

@@ -162,6 +162,14 @@ def test_an_append_may_name_the_version_it_expects(fields, number, error):
             check_expectations(asked, agent)
 
 
+def test_a_forgotten_agent_is_none_that_exists_though_its_numbers_go_on():
+    agent = AgentVersion("a", 6, None, begins_again=True)
+    check_expectations(request(prompt="x", context="append", expect_version=0), agent)
+    for fields, error in ({"must_exist": True}, AgentNotFound), ({"expect_version": 6}, AgentVersionConflict):
+        with pytest.raises(error):
+            check_expectations(request(prompt="x", context="append", **fields), agent)
+
+
 def test_a_version_is_replaced_unless_the_conversation_continues():
     def replaced(stored, **fields):
         return replaced_version(first_turn(**fields), AgentVersion("a", 7, stored))

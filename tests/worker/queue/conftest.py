@@ -1,4 +1,6 @@
-"""A queue adapter that holds the queue `generate`, on a server of the session's own."""
+"""A queue adapter that holds the queue `generate`, on a server of the session's own; or several."""
+
+from contextlib import ExitStack
 
 import pytest
 from rq import Queue
@@ -19,3 +21,25 @@ def plain(connection):  # noqa: F811
 def queue(redis_url):
     with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
         yield opened.rq_queue
+
+
+@pytest.fixture
+def join(redis_url):
+    """Opens the queue for a worker of this name."""
+    with ExitStack() as workers:
+
+        def open_for(name, *, store=None, **settings):
+            given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "home_wait_s": 0, **settings}
+            return workers.enter_context(open_queue(read_settings(given), redis_url, store=store)).rq_queue
+
+        yield open_for
+
+
+@pytest.fixture
+def submit(producer):  # noqa: F811
+    """Submits a job for each agent; returns the ids."""
+
+    def submit(*agents, **fields):
+        return [producer.submit(agent_id=agent, prompt="x", **fields).job_id for agent in agents]
+
+    return submit

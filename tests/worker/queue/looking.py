@@ -1,24 +1,30 @@
-"""The places of a job in RQ's keys."""
+"""The places of a job in RQ's keys, and the keys of a worker that has no other name than this machine's."""
 
 from redis import Redis
 
-from stoker_shared.wire import FENCE_KEY, LEASE_KEY
+from stoker_shared.wire import CLAIMED_KEY, FENCE_KEY, LEASE_KEY
+from stoker_worker.queue.connect import usual_name
 
-LISTS = ("generate", "generate:intermediate")
+MEMBER = usual_name()
+LEASE = LEASE_KEY.format(member=MEMBER)
+FENCE = FENCE_KEY.format(member=MEMBER)
+CLAIMED = CLAIMED_KEY.format(queue="generate", member=MEMBER)
+
+LISTS = {"generate": "rq:queue:generate", "intermediate": "rq:queue:generate:intermediate", "claimed": CLAIMED}
 REGISTRIES = ("wip", "finished", "failed", "canceled", "scheduled", "deferred", "ready")
 
 
 def places(connection: Redis, job_id: str) -> list[str]:
-    """Every list and registry of RQ's that contains the id."""
-    lists = {name: connection.lrange(f"rq:queue:{name}", 0, -1) for name in LISTS}
+    """Every list and registry that contains the id."""
+    lists = {name: connection.lrange(key, 0, -1) for name, key in LISTS.items()}
     sets = {name: connection.zrange(f"rq:{name}:generate", 0, -1) for name in REGISTRIES}
     entries = {name: [entry.decode().split(":")[0] for entry in found] for name, found in (lists | sets).items()}
     return [name for name, ids in entries.items() for found in ids if found == job_id]
 
 
 def taken_over(connection: Redis, *, and_left: bool = False) -> None:
-    """Let another worker take over the queue `generate`, for good or for a moment."""
-    connection.incr(FENCE_KEY.format(queue="generate"))
-    connection.set(LEASE_KEY.format(queue="generate"), "another worker's")
+    """Let another worker take over this one's name, for good or for a moment."""
+    connection.incr(FENCE)
+    connection.set(LEASE, "another worker's")
     if and_left:
-        connection.delete(LEASE_KEY.format(queue="generate"))
+        connection.delete(LEASE)

@@ -14,10 +14,10 @@ from tests.worker.queue import called_back
 from tests.worker.queue.ends import fail, finish, stop
 from tests.worker.queue.looking import places
 
-from stoker_shared.errors import CallbacksNotLoadable, EngineFailed
+from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
-from stoker_worker.queue.callbacks import Callbacks
+from stoker_worker.queue.callbacks import Callbacks, CallbacksNotLoadable
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
 

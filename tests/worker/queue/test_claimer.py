@@ -1,32 +1,37 @@
 """Claiming looks ahead, claims in order, and leaves an id in exactly one list."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.waiting_job import HomeRule
 
 pytestmark = pytest.mark.server
 
-LEASE = "mine"
+CLAIMED = CLAIMED_KEY.format(queue="generate", member="me")
+LEASE = LEASE_KEY.format(member="me")
 SIDES = ("before", "behind")
 
 
 @pytest.fixture
 def connection(redis_url):
     with Redis.from_url(redis_url) as connection:
-        connection.set(LEASE_KEY.format(queue="generate"), LEASE)
         yield connection
 
 
 @pytest.fixture
 def claimer(connection):
-    return Claimer(connection, "generate")
+    lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
+    lease.acquire()
+    return Claimer(connection, "generate", lease, HomeRule())
 
 
 @pytest.fixture
@@ -39,13 +44,25 @@ def waiting(connection):
 
 
 def claimed(connection):
-    return [job_id.decode() for job_id in connection.lrange("rq:queue:generate:intermediate", 0, -1)]
+    return [job_id.decode() for job_id in connection.lrange(CLAIMED, 0, -1)]
 
 
-def claim(claimer, limit=10, busy=(), lease=LEASE):
+def claim(claimer, limit=10, busy=()):
     now = Busy(writing=frozenset(busy))
     claimer.read_ahead(limit, now)
-    return claimer.claim(limit, now, lease)
+    return ids_of(claimer.claim(limit, now))
+
+
+def ids_of(granted):
+    return [one.job_id for one in granted]
+
+
+@contextmanager
+def held_by_somebody_else(connection):
+    mine = connection.get(LEASE)
+    connection.set(LEASE, "somebody else's")
+    yield
+    connection.set(LEASE, mine)
 
 
 def claim_soon(claimer, **options):
@@ -94,14 +111,16 @@ def test_a_failed_claim_costs_no_agent_its_turn(connection, claimer, submit):
     submit(*["heavy"] * 5)
     assert claim(claimer, limit=1)
     (other,) = submit("other")
-    for _ in range(5):
-        assert claim(claimer, limit=1, lease="somebody else's") == []
+    with held_by_somebody_else(connection):
+        for _ in range(5):
+            assert claim(claimer, limit=1) == []
     assert claim(claimer, limit=1) == [other]
 
 
 def test_a_worker_that_lost_its_lease_claims_nothing(connection, claimer, submit):
     ids = submit("a")
-    assert claim(claimer, lease="somebody else's") == []
+    with held_by_somebody_else(connection):
+        assert claim(claimer) == []
     assert (waiting(connection), claimed(connection)) == (ids, [])
 
 
@@ -126,7 +145,7 @@ def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(con
     connection.hset(f"rq:job:{lost_once}", FIELD_ATTEMPTS, 1)
     assert claim(claimer) == [first, behind]
     assert claimer.next_quarantined() == lost_once
-    assert claimer.claim_quarantined(LEASE) == [lost_once]
+    assert ids_of(claimer.claim_quarantined()) == [lost_once]
     assert claimer.next_quarantined() is None
     assert claim(claimer) == [same_agent]
 
@@ -137,9 +156,10 @@ def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, 
         connection.hset(f"rq:job:{job_id}", FIELD_ATTEMPTS, 1)
     assert claim(claimer) == []
     connection.lrem("rq:queue:generate", 1, gone)
-    assert claimer.claim_quarantined("somebody else's") == []
-    assert claimer.claim_quarantined(LEASE) == [lost_once]
-    assert claimer.claim_quarantined(LEASE) == []
+    with held_by_somebody_else(connection):
+        assert claimer.claim_quarantined() == []
+    assert ids_of(claimer.claim_quarantined()) == [lost_once]
+    assert ids_of(claimer.claim_quarantined()) == []
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
@@ -189,7 +209,7 @@ def test_a_job_that_moved_to_the_end_is_claimed_last(connection, claimer, submit
 @pytest.mark.parametrize("count", [1, 3, 5, 9])
 @pytest.mark.parametrize("side", ["LPOP", "RPOP"])
 def test_jobs_that_were_removed_meanwhile_are_not_claimed(connection, claimer, submit, monkeypatch, side, count, page):
-    monkeypatch.setattr("stoker_worker.queue.claimer._PAGE", page)
+    monkeypatch.setattr("stoker_worker.queue.queue_view._PAGE", page)
     ids = submit(*(f"a{n}" for n in range(10)))
     for _ in range(4):
         assert claim(claimer, busy=[f"a{n}" for n in range(10)]) == []
@@ -222,10 +242,10 @@ def test_a_job_quarantined_after_it_was_read_is_read_again(connection, claimer, 
     first, second = submit("a", "b")
     assert claim(claimer, limit=1) == [first]
     connection.hset(f"rq:job:{first}", FIELD_ATTEMPTS, 1)
-    connection.lrem("rq:queue:generate:intermediate", 1, first)
+    connection.lrem(CLAIMED, 1, first)
     connection.lpush("rq:queue:generate", first)
     assert claim(claimer) == [second]
-    assert claimer.claim_quarantined(LEASE) == [first]
+    assert ids_of(claimer.claim_quarantined()) == [first]
 
 
 def test_the_agent_of_another_producers_job_is_read_from_its_request(connection, claimer, submit):
@@ -292,28 +312,28 @@ def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(conn
 
 
 def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.claimer._MAX_DATA_BYTES", 1000)
+    monkeypatch.setattr("stoker_worker.queue.queue_view._MAX_DATA_BYTES", 1000)
     names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
     for name in names:
         request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
         connection.hset(f"rq:job:{name}", "data", json.dumps(["x", None, [], {"request": request}]))
         connection.rpush("rq:queue:generate", name)
-    replies, real = [], claimer._read_at
+    replies, real = [], claimer._view._read_at
 
     def noting(**words):
         replies.append(real(**words))
         return replies[-1]
 
-    monkeypatch.setattr(claimer, "_read_at", noting)
+    monkeypatch.setattr(claimer._view, "_read_at", noting)
     while len(claimer.agents()) < len(names):
         claim(claimer, limit=0)
-    assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, _, _ in replies)
+    assert all(len(found) == 1 or sum(map(len, found)) <= 1000 for found, *_ in replies)
     assert len(replies) < 15
     assert claim(claimer, limit=50) == names
 
 
 def test_the_claimer_reports_whether_every_waiting_job_was_read(connection, producer, claimer, submit, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.claimer._READ_S", 0)
+    monkeypatch.setattr("stoker_worker.queue.queue_view._READ_S", 0)
     assert not claimer.has_unread
     producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 600)
     claim(claimer, limit=0)

@@ -58,7 +58,7 @@ def test_a_deferred_job_left_behind_by_its_failed_dependency_is_enqueued(connect
 @pytest.mark.slow
 def test_every_deferred_job_is_checked_although_enqueued_ones_leave_gaps(connection, plain, left_behind):
     waiting = left_behind(250)
-    deferred = DeferredJobs(connection, ["generate"], FollowUp(connection, ["generate"]))
+    deferred = DeferredJobs(connection, lambda: ["generate"], FollowUp(connection))
     for _ in range(3):
         deferred.step()
     assert sorted(plain.get_job_ids()) == sorted(waiting)
@@ -66,8 +66,8 @@ def test_every_deferred_job_is_checked_although_enqueued_ones_leave_gaps(connect
 
 def test_a_job_missed_because_of_an_error_is_enqueued_at_the_next_step(connection, left_behind, monkeypatch):
     (waiting,) = left_behind(1)
-    follow_up = FollowUp(connection, ["generate"])
-    deferred = DeferredJobs(connection, ["generate"], follow_up)
+    follow_up = FollowUp(connection)
+    deferred = DeferredJobs(connection, lambda: ["generate"], follow_up)
     monkeypatch.setattr(follow_up, "set_free", raise_gone)
     with pytest.raises(RedisConnectionError):
         deferred.step()

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 from tests.lossy_proxy import LossyProxy
+from tests.worker.queue.looking import CLAIMED
 from tests.worker_process import running_worker
 
 from stoker import JobFailed, JobNotFound, Producer
@@ -63,7 +64,7 @@ def test_a_job_with_an_id_rq_cannot_read_is_failed_with_the_reason_and_other_job
         assert 0 < server.ttl(f"rq:results:{job_id}") <= WEEK_S
         assert producer.result(f"good-{number}", timeout_s=1).usage.completion_tokens == 4
     assert {member.decode() for member in server.zrange("rq:failed:generate", 0, -1)} == set(IDS)
-    assert server.llen("rq:queue:generate") == server.llen("rq:queue:generate:intermediate") == 0
+    assert server.llen("rq:queue:generate") == server.llen(CLAIMED) == 0
     assert server.zcard("rq:wip:generate") == 0
     assert f"{len(IDS)} finished, {len(IDS)} failed" in rq(redis_url, "info", "--raw")
 
@@ -74,13 +75,13 @@ STRANGE = [job_id.encode() for job_id in IDS] + [b"\xff\xfe", b"line\nbreak", b"
 def test_ids_of_any_bytes_claimed_by_a_lost_worker_go_back_and_are_failed(server, redis_url, queue):
     for job_id in STRANGE:
         enqueue(server, job_id)
-        server.lmove("rq:queue:generate", "rq:queue:generate:intermediate", "RIGHT", "RIGHT")
+        server.lmove("rq:queue:generate", CLAIMED, "RIGHT", "RIGHT")
     assert queue.recover() == len(STRANGE)
     assert set(server.lrange("rq:queue:generate", 0, -1)) == set(STRANGE)
     while server.llen("rq:queue:generate"):
         assert queue.claim(8, Busy()) == []
     assert set(server.zrange("rq:failed:generate", 0, -1)) == set(STRANGE)
-    assert server.llen("rq:queue:generate:intermediate") == 0
+    assert server.llen(CLAIMED) == 0
 
 
 def test_after_a_lost_reply_such_a_job_is_failed_once(server, redis_url):
@@ -105,7 +106,7 @@ def test_an_id_without_a_waiting_job_is_dropped(server, queue, status):
     before = server.hgetall("rq:job:a.b")
     assert queue.claim(8, Busy()) == []
     assert server.hgetall("rq:job:a.b") == before
-    assert server.llen("rq:queue:generate") == server.llen("rq:queue:generate:intermediate") == 0
+    assert server.llen("rq:queue:generate") == server.llen(CLAIMED) == 0
     assert not server.exists("rq:failed:generate", "rq:results:a.b")
 
 
@@ -130,7 +131,7 @@ def test_the_search_for_lost_jobs_goes_on_beside_such_ids(server, redis_url):
         for job_id in ("a.b", "good:a", "good:", b"\xff", "good"):
             enqueue(server, job_id)
         server.delete("rq:queue:generate")
-        audit = LostJobs(server, ["generate"], queue._lease, wait_s=0, every_s=0)
+        audit = LostJobs(server, lambda: ["generate"], queue._lease, wait_s=0, every_s=0)
         assert sum(audit.step(()) for _ in range(20)) == 1
     assert server.lrange("rq:queue:generate", 0, -1) == [b"good"]
 

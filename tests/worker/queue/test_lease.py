@@ -1,4 +1,4 @@
-"""One active worker per queue: the holder, the takeover, and the errors of the others."""
+"""One worker has a member's name: the holder, the takeover, and the errors of the others."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
 
 from stoker_shared.errors import QueueHeld
-from stoker_shared.wire import FENCE_KEY, LEASE_KEY
+from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease
@@ -32,13 +32,16 @@ def connection(redis_url):
         yield connection
 
 
-def lease(connection, name, queues=("q",), ttl_s=30.0):
-    return Lease(connection, list(queues), worker_name=name, ttl_s=ttl_s)
+LEASE, FENCE = LEASE_KEY.format(member="m"), FENCE_KEY.format(member="m")
 
 
-def hold_as(connection, identity, queue="q"):
-    value = json.dumps({"worker": "other", "fence": 1, **dataclasses.asdict(identity)})
-    connection.set(LEASE_KEY.format(queue=queue), value, px=30_000)
+def lease(connection, name, queues=("q",), ttl_s=30.0, member="m"):
+    return Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s)
+
+
+def hold_as(connection, identity, **more):
+    value = json.dumps({"worker": "other", "fence": 1, **dataclasses.asdict(identity), **more})
+    connection.set(LEASE, value, px=30_000)
 
 
 def a_dead_process():
@@ -61,20 +64,20 @@ def test_a_second_worker_gets_the_name_of_the_holder(connection):
 
 def test_a_second_worker_gets_the_remaining_time_of_the_lease(connection):
     lease(connection, "first", ttl_s=300).acquire()
-    connection.pexpire(LEASE_KEY.format(queue="q"), 200_900)
+    connection.pexpire(LEASE, 200_900)
     with pytest.raises(QueueHeld, match=r"its lease runs out in 200\.\d s"):
         lease(connection, "second", ttl_s=4).acquire()
 
 
 def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
     caplog.set_level("INFO")
-    key, looks = LEASE_KEY.format(queue="q"), []
+    looks = []
     lease(connection, "first").acquire()
 
     def look_again(_):
-        looks.append(connection.pexpire(key, 30_000 - 1000 * len(looks)))
+        looks.append(connection.pexpire(LEASE, 30_000 - 1000 * len(looks)))
         if len(looks) == 5:
-            connection.delete(key)
+            connection.delete(LEASE)
 
     monkeypatch.setattr("stoker_worker.queue.connect.time.sleep", look_again)
     nobody: Any = SimpleNamespace(sign_on=lambda: None)
@@ -85,11 +88,11 @@ def test_a_standby_logs_the_holder_once(connection, monkeypatch, caplog):
 
 def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence(connection):
     hold_as(connection, a_dead_process())
-    connection.set(FENCE_KEY.format(queue="q"), 1)
+    connection.set(FENCE, 1)
     mine = lease(connection, "second")
     mine.acquire()
-    assert mine.is_ours("q")
-    assert json.loads(mine.held_value("q"))["fence"] == 2
+    assert mine.is_ours()
+    assert json.loads(mine.value)["fence"] == 2
 
 
 def test_a_holder_on_another_host_or_boot_is_never_considered_dead(connection):
@@ -111,9 +114,9 @@ def test_a_lease_that_is_not_renewed_expires_and_its_holder_learns_that_it_is_de
     time.sleep(0.1)
     second.acquire()
     assert not first.renew()
-    assert not first.is_ours("q")
+    assert not first.is_ours()
     first.release()
-    assert second.is_ours("q")
+    assert second.is_ours()
 
 
 def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(connection):
@@ -121,18 +124,18 @@ def test_an_expired_lease_that_no_other_worker_took_is_renewed_by_its_holder(con
     first.acquire()
     time.sleep(0.1)
     assert first.renew()
-    assert first.is_ours("q")
+    assert first.is_ours()
 
 
 def test_a_holder_whose_successor_has_left_again_does_not_resume_under_its_old_number(connection):
     first, second = lease(connection, "first"), lease(connection, "second")
     first.acquire()
-    connection.delete(LEASE_KEY.format(queue="q"))  # it expired
+    connection.delete(LEASE)  # it expired
     second.acquire()
     second.release()
     assert not first.renew()
-    assert not first.is_ours("q")
-    assert not connection.exists(LEASE_KEY.format(queue="q"))
+    assert not first.is_ours()
+    assert not connection.exists(LEASE)
 
 
 def test_a_refused_worker_deposes_no_holder(connection):
@@ -140,7 +143,7 @@ def test_a_refused_worker_deposes_no_holder(connection):
     first.acquire()
     with pytest.raises(QueueHeld):
         lease(connection, "second").acquire()
-    connection.delete(LEASE_KEY.format(queue="q"))
+    connection.delete(LEASE)
     assert first.renew()
 
 
@@ -149,18 +152,68 @@ def test_after_a_loss_of_all_data_the_holder_goes_on_and_the_next_one_gets_a_hig
     first.acquire()
     first.release()
     second.acquire()
-    connection.delete(LEASE_KEY.format(queue="q"), FENCE_KEY.format(queue="q"))
+    connection.delete(LEASE, FENCE)
     assert second.renew()
     second.release()
     third.acquire()
-    assert json.loads(third.held_value("q"))["fence"] == 3
+    assert json.loads(third.value)["fence"] == 3
 
 
-def test_all_queues_are_held_or_none(connection):
-    lease(connection, "first", ["b"]).acquire()
-    with pytest.raises(QueueHeld):
-        lease(connection, "second", ["a", "b"]).acquire()
-    lease(connection, "third", ["a"]).acquire()
+def test_workers_of_different_names_share_a_queue(connection):
+    first, second = lease(connection, "first"), lease(connection, "second", member="n")
+    first.acquire()
+    second.acquire()
+    assert first.renew()
+    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m", b"n"}
+    second.leave()
+    assert first.renew()
+    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
+    assert set(connection.hgetall(LEFT_KEY)) == {b"n"}
+
+
+def test_a_member_whose_lease_was_only_released_stays_one_and_its_successor_knows_its_queues(connection):
+    first, second = lease(connection, "first", ["a", "b"]), lease(connection, "second", ["b"])
+    first.acquire()
+    first.release()
+    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
+    second.acquire()
+    assert second.former_queues == ("a", "b")
+    assert json.loads(connection.hget(MEMBERS_KEY, "m"))["worker"] == "first"  # until its jobs are put back
+    second.settle()
+    assert json.loads(connection.hget(MEMBERS_KEY, "m"))["worker"] == "second"
+    assert connection.hgetall(COUNTS_KEY.format(queue="a")) == {b"moves": b"1"}
+    assert not connection.exists(COUNTS_KEY.format(queue="b"))
+
+
+def test_a_worker_that_was_deposed_does_not_become_a_member_again_by_draining(connection):
+    first = lease(connection, "first")
+    first.acquire()
+    first.announce({"leaving": True})
+    assert json.loads(connection.hget(MEMBERS_KEY, "m"))["leaving"] is True
+    connection.delete(LEASE)
+    taker = lease(connection, "taker")
+    taker.acquire(recovers=True)
+    taker.leave()
+    first.announce({"leaving": True})
+    assert not connection.exists(MEMBERS_KEY)
+
+
+def test_a_worker_waits_for_another_that_puts_its_jobs_back(connection):
+    recovering = lease(connection, "other member's")
+    recovering.acquire(recovers=True)
+    assert not connection.exists(MEMBERS_KEY)
+    threading.Timer(0.3, recovering.leave).start()
+    mine = lease(connection, "mine")
+    mine.acquire()
+    assert mine.is_ours()
+
+
+def test_a_heartbeat_joins_again_after_a_loss_of_all_data(connection):
+    mine = lease(connection, "mine")
+    mine.acquire()
+    connection.flushdb()
+    assert mine.renew()
+    assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
 
 
 def test_signing_off_does_not_wait_for_a_server_that_hangs(tmp_path):

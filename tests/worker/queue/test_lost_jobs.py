@@ -9,7 +9,7 @@ from rq import Retry
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish
-from tests.worker.queue.looking import places, taken_over
+from tests.worker.queue.looking import CLAIMED, places, taken_over
 
 from stoker_shared.errors import EngineFailed
 from stoker_shared.wire import TASK_PATH
@@ -24,7 +24,7 @@ REQUEST = {"agent_id": "a", "prompt": "x"}
 
 @pytest.fixture
 def audit(connection, queue):
-    return LostJobs(connection, ["generate"], queue._lease, wait_s=0, every_s=0)
+    return LostJobs(connection, lambda: ["generate"], queue._lease, wait_s=0, every_s=0)
 
 
 def enqueue(plain, **options):
@@ -80,12 +80,12 @@ def test_a_job_that_moved_between_two_searches_is_not_put_back(connection, plain
 def test_a_job_is_put_back_only_after_it_seemed_lost_for_a_while(connection, plain, queue):
     job_id = enqueue(plain)
     lose(connection, job_id)
-    assert rounds(LostJobs(connection, ["generate"], queue._lease, wait_s=3600, every_s=0)) == 0
+    assert rounds(LostJobs(connection, lambda: ["generate"], queue._lease, wait_s=3600, every_s=0)) == 0
 
 
 def test_lost_jobs_are_looked_for_at_the_start_and_then_rarely(connection, plain, queue):
     first, later = enqueue(plain), enqueue(plain)
-    audit = LostJobs(connection, ["generate"], queue._lease, wait_s=0, every_s=3600)
+    audit = LostJobs(connection, lambda: ["generate"], queue._lease, wait_s=0, every_s=3600)
     lose(connection, first)
     assert rounds(audit) == 1
     lose(connection, later)
@@ -124,12 +124,12 @@ def test_jobs_in_their_right_place_stay_there(connection, plain, queue, audit):
 
 
 @pytest.mark.parametrize("status", ["queued", "started"])
-@pytest.mark.parametrize("place", ["scheduled", "deferred", "ready", "intermediate", "wip"])
+@pytest.mark.parametrize("place", ["scheduled", "deferred", "ready", "intermediate", "claimed", "wip"])
 def test_a_job_that_is_in_any_list_is_not_lost(connection, plain, queue, audit, place, status):
     job_id = enqueue(plain)
     lose(connection, job_id, status=status)
-    if place == "intermediate":
-        connection.rpush("rq:queue:generate:intermediate", job_id)
+    if place in ("intermediate", "claimed"):
+        connection.rpush(CLAIMED if place == "claimed" else "rq:queue:generate:intermediate", job_id)
     else:
         member = f"{job_id}:{uuid.uuid4().hex}" if place == "wip" else job_id
         connection.zadd(f"rq:{place}:generate", {member: 9e9})

@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 from tests.lossy_proxy import LossyProxy
 from tests.worker.queue import called_back
 from tests.worker.queue.ends import fail, finish, give_back, stop
-from tests.worker.queue.looking import places
+from tests.worker.queue.looking import CLAIMED, LEASE, places
 from tests.worker.queue.test_callbacks import calls
 
 from stoker_shared.errors import OwnershipLost
@@ -100,7 +100,7 @@ def ends(exchange):
 
 def nothing_is_left(connection):
     left = [*connection.scan_iter("rq:execution*"), *connection.scan_iter("rq:worker:*:executions")]
-    left += connection.zrange("rq:wip:generate", 0, -1) + connection.lrange("rq:queue:generate:intermediate", 0, -1)
+    left += connection.zrange("rq:wip:generate", 0, -1) + connection.lrange(CLAIMED, 0, -1)
     return left + list(connection.scan_iter("stoker:ended:*")) == []
 
 
@@ -137,7 +137,7 @@ def test_a_start_in_doubt_holds_up_only_its_own_agents_next_job(connection, prox
 def test_a_claim_whose_reply_is_lost_changes_no_order(connection, proxy, queue, enqueue):
     for job_id, agent in (("first", "a"), ("second", "a"), ("other", "b")):
         enqueue(job_id, agent)
-    proxy.lose(lambda exchange: exchange.is_write and exchange.holds("generate:intermediate", "first"))
+    proxy.lose(lambda exchange: exchange.is_write and exchange.holds(CLAIMED, "first"))
     assert {job.job_id for job in claim(queue)} == {"first", "other"}
     assert proxy.lost
     assert places(connection, "second") == ["generate"]
@@ -210,7 +210,7 @@ def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, prox
     enqueue("first")
     enqueue("second")
     (job,) = claim(queue)
-    proxy.lose(lambda exchange: exchange.is_write and exchange.holds("rq:queue:generate:intermediate"))
+    proxy.lose(lambda exchange: exchange.is_write and exchange.holds(CLAIMED))
     assert again(lambda: give_back([job], counts_as_attempt=True)) == 1
     assert proxy.lost
     assert connection.lrange("rq:queue:generate", 0, -1) == [b"first", b"second"]
@@ -311,7 +311,7 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
     start, ending, kept = time.monotonic(), InBackground(call), []
     while ending.is_alive():
         assert again(queue.beat)
-        kept.append(connection.exists("stoker:lease:generate"))
+        kept.append(connection.exists(LEASE))
         time.sleep(0.1)
     assert ending.error is None
     assert time.monotonic() - start > LEASE_S  # the reply did hang
@@ -323,14 +323,14 @@ def test_a_worker_keeps_its_lease_while_a_reply_hangs(connection, proxy, opened,
 
 def test_a_heartbeat_gives_up_a_connection_that_hangs_before_the_lease_runs_out(connection, proxy, queue):
     assert again(queue.beat)
-    proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds("stoker:lease:generate"), 3 * LEASE_S)
+    proxy.hold_back(lambda exchange: exchange.is_write and exchange.holds(LEASE), 3 * LEASE_S)
     again(queue.beat)
-    assert connection.exists("stoker:lease:generate")
+    assert connection.exists(LEASE)
 
 
 def test_an_unreadable_record_of_an_end_does_not_prevent_recovery(connection, queue, enqueue):
     enqueue("job")
     connection.hset("stoker:ended:generate", mapping={"a:b": "no JSON", "c": '{"of": "a later version"}'})
-    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
+    connection.lmove("rq:queue:generate", CLAIMED)
     assert queue.recover() == 1
     assert nothing_is_left(connection)

@@ -5,9 +5,11 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker_shared.wire import LEASE_KEY, TASK_PATH
+from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.waiting_job import HomeRule
 
 pytestmark = pytest.mark.server
 
@@ -19,7 +21,6 @@ NOTHING = Busy()
 @pytest.fixture
 def connection(redis_url):
     with Redis.from_url(redis_url) as connection:
-        connection.set(LEASE_KEY.format(queue="generate"), "mine")
         yield connection
 
 
@@ -38,12 +39,19 @@ def enqueue(request, producer, connection):
 
 
 @pytest.fixture
-def claim(connection):
-    claimer = Claimer(connection, "generate")
+def lease(connection):
+    lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
+    lease.acquire()
+    return lease
+
+
+@pytest.fixture
+def claim(connection, lease):
+    claimer = Claimer(connection, "generate", lease, HomeRule())
 
     def claim(busy=NOTHING, limit=20):
         claimer.read_ahead(limit, busy)
-        return claimer.claim(limit, busy, "mine")
+        return [granted.job_id for granted in claimer.claim(limit, busy)]
 
     return claim
 
@@ -73,7 +81,7 @@ def test_an_agent_with_many_reading_jobs_starves_neither_its_writes_nor_others(e
     assert other in claimed
 
 
-def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, claim):
+def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, lease):
     agent = "write of passage"
     job_id = producer.submit(prompt="x", agent_id=agent).job_id
     key = f"rq:job:{job_id}"
@@ -81,6 +89,6 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, c
     assert note == f"write {agent}"
     for strange in ("", "write", "write ", "reads a", "none of them", agent.removeprefix("write ")):
         connection.hset(key, "stoker_agent", f"{moment} {strange}")
-        fresh = Claimer(connection, "generate")
+        fresh = Claimer(connection, "generate", lease, HomeRule())
         fresh.read_ahead(1, Busy())
         assert fresh.agents() == {agent}

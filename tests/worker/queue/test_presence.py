@@ -9,7 +9,9 @@ import pytest
 from rq.queue import Queue
 from rq.worker import Worker
 from rq.worker_registration import clean_worker_registry
+from tests.worker.queue.looking import LEASE, MEMBER
 
+from stoker_shared.wire import AGENT_REQUEST_VERSION, REQUEST_VERSION
 from stoker_worker.ports import Busy, Serving
 
 pytestmark = pytest.mark.server
@@ -24,6 +26,8 @@ def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_the
         shown = json.loads(connection.get(key))
         assert shown.pop("started_at") == pytest.approx(time.time(), abs=60)
         assert shown == {
+            "member": MEMBER,
+            "leaving": False,
             "queues": ["generate"],
             "model": "m",
             "context_tokens": 4096,
@@ -32,6 +36,8 @@ def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_the
             "max_batch_why": "the default",
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "reads": {"generate": REQUEST_VERSION, "agent": AGENT_REQUEST_VERSION},
+            "unserved": [],
             "now": {},
         }
         connection.delete(key)
@@ -42,7 +48,7 @@ def test_rqs_tools_see_a_worker_no_longer_than_its_lease_lasts(connection, queue
     queue.claim(8, Busy())
     queue.beat()
     name = queue._registration.name
-    left_ms = [connection.pttl(key) for key in (f"rq:worker:{name}", f"stoker:worker:{name}", "stoker:lease:generate")]
+    left_ms = [connection.pttl(key) for key in (f"rq:worker:{name}", f"stoker:worker:{name}", LEASE)]
     assert max(left_ms) - min(left_ms) < 1000
     connection.delete(f"rq:worker:{name}")  # like after its expiry
     assert Worker.all(connection=connection) == []

@@ -11,10 +11,10 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.worker import Worker as WorkerOfRq
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
-from tests.worker.queue.looking import places, taken_over
+from tests.worker.queue.looking import CLAIMED, LEASE, places, taken_over
 
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, JobFailed, OwnershipLost, RedisUnavailable
-from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, TASK_PATH
 from stoker_worker.ports import Busy
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.ownership import EndedNote
@@ -110,7 +110,7 @@ def test_a_deposed_worker_ends_nothing_and_leaves_its_jobs_to_the_next_worker(
 def test_a_lease_that_expired_while_redis_was_away_is_renewed(connection, producer, queue):
     (job_id,) = submit(producer, "a")
     (job,) = claim(queue)
-    connection.delete(LEASE_KEY.format(queue="generate"))
+    connection.delete(LEASE)
     assert job.is_ours()
     finish(job, RESULT)
     assert places(connection, job_id) == ["finished"]
@@ -326,6 +326,7 @@ def test_an_id_that_is_in_the_queue_twice_runs_once(connection, producer, queue)
 def test_ids_that_rq_does_not_allow_are_dropped_and_hold_up_nothing(connection, producer, queue, junk):
     connection.rpush("rq:queue:generate", junk)
     connection.rpush("rq:queue:generate:intermediate", junk)
+    connection.rpush(CLAIMED, junk)
     connection.zadd("rq:wip:generate", {junk: 1, junk + b":" + junk: 2})
     (job_id,) = submit(producer, "a")
     queue.recover()
@@ -442,8 +443,8 @@ def test_a_job_that_was_canceled_just_before_its_end_stays_canceled(connection, 
 def test_a_claim_in_doubt_is_put_back_also_if_the_lease_expired_meanwhile(connection, producer, queue):
     """Redis was away longer than the lease: no other worker has the queue, and the next claim must not come first."""
     (job_id,) = submit(producer, "a")
-    connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
-    connection.delete(LEASE_KEY.format(queue="generate"))
+    connection.lmove("rq:queue:generate", CLAIMED)
+    connection.delete(LEASE)
     assert queue.recover() == 1
     assert places(connection, job_id) == ["generate"]
 
@@ -452,10 +453,10 @@ def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connecti
     first, second, third = submit(producer, "a", "b", "b")
     real = queue._job_start.start
 
-    def start(name, job_id):
-        if job_id == second:
+    def start(name, granted):
+        if granted.job_id == second:
             raise RedisConnectionError("gone")
-        return real(name, job_id)
+        return real(name, granted)
 
     monkeypatch.setattr(queue._job_start, "start", start)
     assert [job.job_id for job in claim(queue)] == [first]
@@ -493,7 +494,7 @@ def test_a_heartbeat_paused_half_way_restores_nothing_the_next_worker_has_remove
     def then_sleep(act):
         def acting(*args):
             done = act(*args)
-            connection.delete(LEASE_KEY.format(queue="generate"))  # it expired
+            connection.delete(LEASE)  # it expired
             with open_queue(read_settings({"redis_url": redis_url}), redis_url) as successor:
                 assert successor.rq_queue.recover() == 1
                 (job,) = claim(successor.rq_queue)
@@ -586,7 +587,7 @@ def test_a_worker_paused_between_claim_and_start_does_not_start_a_job_another_to
 
     def read_then_sleep(job_id):
         found = real(job_id)
-        connection.lmove("rq:queue:generate:intermediate", "rq:queue:generate")
+        connection.lmove(CLAIMED, "rq:queue:generate")
         taken_over(connection, and_left=then == "has left again")
         return found
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from stoker_worker.cli.run_settings import settings_from
 from stoker_worker.cli.service_command import service
 
 if TYPE_CHECKING:
+    from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
+    from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.ports import ModelProviderPort
     from stoker_worker.settings import WorkerSettings
@@ -80,6 +82,7 @@ def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.ram_cache import default_memory_bytes
     from stoker_worker.memory.store import AgentCacheStore
+    from stoker_worker.memory.store_name import store_name
     from stoker_worker.memory.usage import store_use
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.pipeline.worker import Worker
@@ -108,12 +111,14 @@ def _run(settings: "WorkerSettings") -> None:
             agent_ttl_s=settings.agent_ttl_s,
             wait=settings.standby,
         )
-        cleanup.callback(store.close)
-        watch.looking.store = partial(store_use, store)
-        store.start_upkeep()
-        queue = cleanup.enter_context(open_queue(settings, redis_url))
+        agents = cleanup.enter_context(closing(_with_shared_store(settings, store)))
+        watch.looking.store = partial(store_use, agents)
+        if not isinstance(agents, AgentCacheStore):
+            watch.looking.shared_store = agents.glance
+        agents.start_upkeep()
+        queue = cleanup.enter_context(open_queue(settings, redis_url, store=store_name(settings.store_folder)))
         watch.looking.queues = queue.depths.read
-        worker = Worker(settings, queue.rq_queue, store, provider, watch.metrics)
+        worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.looking.state = worker.state
         queue.registration.figures = watch.figures
         queue.registration.on_shutdown = worker.request_stop
@@ -123,6 +128,22 @@ def _run(settings: "WorkerSettings") -> None:
         # All is closed. Python's own exit would wait for a download, and MLX aborts a process that ends under it.
         logging.shutdown()
         os._exit(0)
+
+
+def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | SharedAgentStore":
+    """The store, written through to the shared one if there is one. Raises `StoreUnusable`."""
+    if settings.shared_store is None:
+        return store
+    from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
+    from stoker_worker.memory.shared_store.bucket import Bucket, BucketAway
+
+    with ExitStack() as opened:
+        opened.callback(store.close)
+        shared = SharedAgentStore(store, Bucket(settings.shared_store), max_bps=settings.shared_store_max_bps)
+        with suppress(BucketAway):  # it is logged, and asked again
+            shared.meet()
+        opened.pop_all()
+    return shared
 
 
 def _publish(redis_url: str, lock: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from stoker_shared.duration import seconds_of
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_worker.cli.memory_command import command, say
@@ -20,20 +21,48 @@ _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the a
 
 @command
 @click.option("--dry-run", is_flag=True, help="Only count what would be removed.")
-def gc(store: Path, as_json: bool, dry_run: bool) -> None:
+@click.option("--shared", "url", metavar="URL", help="Of this shared store, instead of the store of this machine.")
+@click.option("--max-bytes", type=click.IntRange(min=0), help="With --shared: what may be left of caches.")
+@click.option("--unused-for", metavar="DURATION", help="With --shared: caches of agents unused for so long: 30d, 12h.")
+def gc(
+    store: Path, as_json: bool, dry_run: bool, *, url: str | None, max_bytes: int | None, unused_for: str | None
+) -> None:
     """Remove blocks that no agent uses, and the leftovers of crashes.
 
-    Beside a running worker, blocks and files younger than 10 minutes stay.
+    Beside a running worker, blocks and files younger than 10 minutes stay; in a shared store those younger than a day.
     """
+    would = "would remove" if dry_run else "removed"
+    if url is not None:
+        _gc_there(url, as_json, would, max_bytes=max_bytes, unused_for=unused_for)
+        return
+    if max_bytes is not None or unused_for is not None:
+        raise click.UsageError("--max-bytes and --unused-for need --shared")
     from stoker_worker.memory.admin.gc import collect
     from stoker_worker.memory.store_parts import opened
 
     with opened(store) as parts:
         found = collect(parts, dry_run=dry_run)
     words = (
-        f"{'would remove' if dry_run else 'removed'} {found.blocks} unused blocks ({found.block_bytes} bytes),"
+        f"{would} {found.blocks} unused blocks ({found.block_bytes} bytes),"
         f" {found.orphans} files that belong to no agent ({found.orphan_bytes} bytes)"
         f" and {found.temp_files} temp files ({found.temp_bytes} bytes)"
+    )
+    say(as_json, asdict(found) | {"dry_run": dry_run}, words)
+
+
+def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unused_for: str | None) -> None:
+    from stoker_worker.memory.shared_store.bucket import Bucket
+    from stoker_worker.memory.shared_store.collecting import collect_there
+
+    try:
+        unused_s = None if unused_for is None else seconds_of(unused_for)
+    except ValueError as error:
+        raise click.UsageError(f"--unused-for: {error}") from None
+    dry_run = would != "removed"
+    found = collect_there(Bucket(url), max_bytes=max_bytes, unused_s=unused_s, dry_run=dry_run)
+    words = (
+        f"{would} {found.files} cache files ({found.bytes} bytes), with the caches of {found.agents} agents;"
+        f" {found.left_bytes} bytes of caches are left"
     )
     say(as_json, asdict(found) | {"dry_run": dry_run}, words)
 
@@ -76,10 +105,11 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str, wait: bool) -> 
     """
     from stoker_worker.memory.fork import fork_agent
     from stoker_worker.memory.in_flight import working_on
+    from stoker_worker.memory.shared_store.beginning import last_number
     from stoker_worker.memory.store_parts import opened
 
     with opened(store) as parts, working_on(store, new_agent, wait=wait):
-        made = fork_agent(parts, agent, new_agent)
+        made = fork_agent(parts, agent, new_agent, after=last_number(parts, new_agent))
     words = f"{new_agent!r} continues from {agent!r}: {made.tokens} tokens, without the results of its jobs"
     values = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
     say(as_json, values, words)

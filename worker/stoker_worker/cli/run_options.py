@@ -80,6 +80,16 @@ _OPTIONS: Final = (
     _store(
         "--agent-ttl", metavar="DURATION", help="Remove agents unused for so long: 30d, 12h, 90m, seconds.  [never]"
     ),
+    _store(
+        "--shared-store",
+        metavar="URL",
+        help="Bucket or folder that agents are written through to: s3://bucket/prefix, file:///mnt/shared.  [none]",
+    ),
+    _store(
+        "--shared-store-max-bps",
+        type=click.IntRange(min=1),
+        help="Bytes of cache per second written through.  [no limit]",
+    ),
     _store("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]"),
     _batch(
         "--max-batch",
@@ -101,7 +111,7 @@ _OPTIONS: Final = (
     ),
     _ending("--config", metavar="FILE", help=f"TOML file with settings; '' for none.  [{USUAL_PLACE}, if it exists]"),
     _ending(
-        "--name", metavar="NAME", help="The worker's name, instead of the host's; a suffix makes it unique.  [host]"
+        "--name", metavar="NAME", help="The worker's name among those of its queues, as it stays.  [that of the store]"
     ),
     _ending("--grace-s", type=click.FloatRange(min=0), help="Seconds a stop waits for running jobs.  [60]"),
     _ending("--burst", is_flag=True, default=None, help="Leave when the queues are empty."),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from stoker_worker.doctor import device, model, redis_server, speed, store_folder, system
+from stoker_worker.doctor import device, model, redis_server, shared_store, speed, store_folder, system
 from stoker_worker.doctor.answers import batched_equals_single
 from stoker_worker.doctor.check import Check, Finding, Status
 from stoker_worker.doctor.own_memory import OwnMemory
@@ -49,6 +49,7 @@ def _of_machine(settings: WorkerSettings) -> Iterator[Check]:
     yield from device.checks()
     yield from redis_server.checks(settings.redis_url)
     yield from store_folder.checks(settings.store_folder)
+    yield from shared_store.checks(settings.shared_store)
 
 
 def _of_model(load: model.ModelLoad, scratch: Path, seconds: float) -> Iterator[Check]:

@@ -24,6 +24,12 @@ class Outage:
         self._began: float | None = None
         self._last = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted; 0: there is none."""
+        with self._lock:
+            return 0.0 if self._began is None else time.monotonic() - self._began
+
     def met(self, why: object) -> None:
         """
         Args:

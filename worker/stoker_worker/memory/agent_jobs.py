@@ -4,15 +4,16 @@ beside saves and restores of other agents.
 The commands of the shell make the same changes; here the worker's own state (budget, RAM) follows them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Final
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import Asked, naming
+from stoker_worker.memory.agent_reading import AgentReading
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.fork import fork_agent
@@ -27,27 +28,26 @@ _MOST_VERSIONS: Final = 100
 
 
 class AgentJobs(AgentJobsPort):
+    """
+    Attributes:
+        last_number: the number after which a new agent of this id begins.
+    """
+
     def __init__(
         self,
         parts: StoreParts,
         in_flight: InFlight,
         budget: DiskBudget,
         ram_cache: RamCache,
-        unsaved: set[str],
-        *,
-        answer_of: Callable[[str, Delivery], Mapping[str, Any] | None],
+        agents: AgentReading,
     ) -> None:
-        """
-        Args:
-            unsaved: agents whose last turn is lost, and that the database could not mark.
-            answer_of: `CacheStorePort.answer`.
-        """
         self._parts = parts
         self._in_flight = in_flight
         self._budget = budget
         self._ram_cache = ram_cache
-        self._unsaved = unsaved
-        self._answer_of = answer_of
+        self._agents = agents
+        self._unsaved = agents.unsaved
+        self.last_number: Callable[[str], int] = lambda agent_id: 0
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
         """See `AgentJobsPort.answer`.
@@ -63,7 +63,7 @@ class AgentJobs(AgentJobsPort):
             with naming(agent_id), self._parts.database.snapshot() as connection:
                 known = deliveries.read_answer(connection, deliveries.FORGETTER, key)
         else:
-            known = self._answer_of(agent_id, delivery)
+            known = self._agents.answer(agent_id, delivery)
         return None if known is None else read_agent_result(known)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
@@ -76,8 +76,10 @@ class AgentJobs(AgentJobsPort):
         """
         agent_id, asked = request.agent_id, Asked(delivery, request.expect_version)
         if request.action == "info":
+            self._note_missing(request)
             return self._info(agent_id, delivery)
         with self._in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
+            self._note_missing(request)
             if request.action == "forget":
                 return self._forget(agent_id, asked)
             if request.action == "fork":
@@ -87,6 +89,11 @@ class AgentJobs(AgentJobsPort):
                 result = self._roll_back(agent_id, request.version, asked)
         self._budget.make_room()
         return result
+
+    def _note_missing(self, request: AgentRequest) -> None:
+        for agent_id in {request.agent_id, request.changed_agent}:
+            with naming(agent_id):
+                self._agents.note_missing(agent_id)
 
     def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
         with naming(agent_id), self._parts.database.snapshot() as connection:
@@ -117,7 +124,7 @@ class AgentJobs(AgentJobsPort):
         if target in self._unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
         with self._budget.holds.using(target, ()):
-            forked = fork_agent(self._parts, source, target, asked)
+            forked = fork_agent(self._parts, source, target, asked, after=self.last_number(target))
         self._budget.saved(target)
         return forked
 

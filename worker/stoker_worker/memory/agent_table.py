@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from stoker_worker.memory import turn_table
+from stoker_worker.memory import turn_table, unshared
 from stoker_worker.memory.agent_row import COLUMNS, AgentRow, row_of
 from stoker_worker.memory.checksum import Damaged, agent_checksum, key_of
 from stoker_worker.memory.connection import Connection
@@ -109,9 +109,10 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
     head, n_bytes = turn_table.add_version(connection, row, record, keep_versions=keep_versions)
     cache = record.about.cache
-    connection.execute(
+    shared = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
-        " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, last_used = ? WHERE number = ?",
+        " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, last_used = ? WHERE number = ?"
+        " RETURNING (SELECT shared FROM store)",
         (
             record.version,
             head,
@@ -123,7 +124,9 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
             record.about.saved_at,
             row.number,
         ),
-    )
+    ).fetchall()
+    if shared and shared[0][0] is not None:
+        unshared.note(connection, record.agent_id)
     return replace(row, version=record.version, head=head, unsaved=False, evicted=False)
 
 
@@ -163,6 +166,15 @@ def set_unsaved(connection: Connection, agent_id: str, *, unsaved: bool, now: fl
     checksum = agent_checksum(row.number, agent_id, row.version, row.head, int(unsaved))
     sql = "UPDATE agents SET unsaved = ?, checksum = ? WHERE number = ?"
     connection.execute(sql, (int(unsaved), checksum, row.number))
+
+
+def set_missing(connection: Connection, agent_id: str, version: int, *, now: float) -> None:
+    """The agent's newest version is this one, and it is not here: `append` is refused, and a turn that replaces the
+    conversation gets the next number. Raises `Damaged`."""
+    row = find_agent(connection, agent_id) or insert_agent(connection, agent_id, last_used=now)
+    checksum = agent_checksum(row.number, agent_id, version, b"", int(row.unsaved))
+    sql = "UPDATE agents SET version = ?, head = x'', checksum = ? WHERE number = ?"
+    connection.execute(sql, (version, checksum, row.number))
 
 
 def delete_agent(connection: Connection, row: AgentRow) -> None:

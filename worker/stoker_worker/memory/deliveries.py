@@ -63,6 +63,11 @@ def remember(connection: Connection, agent: int, key: bytes, result: Mapping[str
     )
 
 
+def take_back(connection: Connection, agent: int, key: bytes) -> None:
+    """What the delivery changed was undone."""
+    connection.execute("DELETE FROM deliveries WHERE agent = ? AND key = ?", (agent, key))
+
+
 def keep_until(connection: Connection, agent_id: str, key: bytes, until: float) -> None:
     """Keep the answer until then (Unix time). A job that is enqueued again after its end lives longer than it did."""
     connection.execute(

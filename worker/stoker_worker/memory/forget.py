@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from stoker_shared.agent_result import AgentForgotten
-from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.cache_index import Block
@@ -25,11 +25,13 @@ def forget_agent(
     asked: Asked = BY_COMMAND,
     *,
     is_held: Callable[[str], bool] = lambda address: False,
+    only_here: bool = False,
 ) -> AgentForgotten:
     """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too.
 
     Args:
         is_held: whether work of another agent counts on the block of this address.
+        only_here: other machines may keep it.
 
     Raises:
         AgentTranscriptUnreadable: whether there is such an agent cannot be known.
@@ -46,6 +48,8 @@ def forget_agent(
             ends = _ends_of_chains(connection, row)
             cache_index.set_piece_bytes(connection, row.number, 0)
             agent_table.delete_agent(connection, row)
+            if not only_here:
+                unshared.note_forgotten(connection, agent_id, row.version)
             going, shared = _take_blocks(connection, ends, is_held)
             counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
             forgotten = forgotten.model_copy(update={"version": row.version, **counts})

@@ -20,9 +20,14 @@ from stoker_worker.ports import AgentVersion
 _READ_BYTES: Final = 1 << 20
 
 
-def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
-    """Make agent `target` at version 1, with the transcript and the cache of `source`'s newest version. Of the
-    deliveries it gets the fork's alone: the others were answered for the other agent.
+def fork_agent(
+    parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND, *, after: int = 0
+) -> AgentForked:
+    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets the
+    fork's alone: the others were answered for the other agent.
+
+    Args:
+        after: the number before its first version; not 0 if other machines know that it was forgotten.
 
     Raises:
         AgentNotFound: there is no `source`.
@@ -32,16 +37,17 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
         OSError: it could not be written; there is no `target`.
     """
     with ExitStack() as files:
-        version, pieces = _open_version(parts, source, target, asked, files)
+        base = AgentVersion(target, after, None)
+        version, pieces = _open_version(parts, source, base, asked, files)
         cache, transcript = version.cache, version.transcript
         assert transcript is not None  # it is readable
-        record = make_record(AgentVersion(target, 0, None), transcript, cache, made_by="fork", delivery=asked.delivery)
+        record = make_record(base, transcript, cache, made_by="fork", delivery=asked.delivery)
         chain = chain_of(cache, transcript.token_ids) if cache else None
         forked = AgentForked(
             job_id=asked.job_id,
             agent_id=source,
             target=target,
-            version=1,
+            version=record.version,
             from_version=version.number,
             tokens=len(transcript.token_ids),
         )
@@ -65,10 +71,11 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
 
 
 def _open_version(
-    parts: StoreParts, source: str, target: str, asked: Asked, files: ExitStack
+    parts: StoreParts, source: str, base: AgentVersion, asked: Asked, files: ExitStack
 ) -> tuple[AgentVersion, dict[Path, BinaryIO]]:
-    """The newest version of `source`, and its tail and snapshots by the paths that `target` will have them at; open, so
-    that they outlast a turn of `source`."""
+    """The newest version of `source`, and its tail and snapshots by the paths that the version after `base` will have
+    them at; open, so that they outlast a turn of `source`."""
+    target, number = base.agent_id, base.number + 1
     while True:
         with naming(source), parts.database.snapshot() as connection:
             version = readable(connection, source).version
@@ -76,7 +83,7 @@ def _open_version(
             check_vacant(connection, target)
         opened: dict[Path, BinaryIO] = {}
         theirs = parts.pieces.paths(source, version.number)
-        for ours, path in zip(parts.pieces.paths(target, 1), theirs, strict=True):
+        for ours, path in zip(parts.pieces.paths(target, number), theirs, strict=True):
             with suppress(FileNotFoundError):
                 opened[ours] = files.enter_context(path.open("rb"))
         with naming(source), parts.database.snapshot() as connection:

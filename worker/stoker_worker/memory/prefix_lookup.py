@@ -147,7 +147,7 @@ class PrefixLookup:
         """The agent's own cache, if this model and salt may use it; else none and why."""
         model, cache, transcript = lookup.model, agent.cache, agent.transcript
         if cache is None or transcript is None:
-            is_lost = agent.number > 0 and transcript is None
+            is_lost = agent.number > 0 and transcript is None and not agent.begins_again
             return AgentBlocks(), "transcript_unreadable" if is_lost else None
         if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
             return AgentBlocks(), "other_tokenizer"

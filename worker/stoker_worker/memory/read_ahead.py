@@ -9,7 +9,7 @@ left to the restore, which names it: nothing is kept of an agent unless all its 
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -29,9 +29,14 @@ _MOST_RECENT: Final = 1024
 
 
 class ReadAhead:
-    """The thread starts with the first call of `next`, and only if the RAM cache keeps anything."""
+    """The thread starts with the first call of `next`, and only if the RAM cache keeps anything.
+
+    Attributes:
+        prepare: called before an agent of the queue is looked at: its files may have to come from elsewhere first.
+    """
 
     def __init__(self, parts: StoreParts, ram_cache: RamCache) -> None:
+        self.prepare: Callable[[str], None] = lambda agent_id: None
         self._parts = parts
         self._ram_cache = ram_cache
         self._changed = threading.Condition()
@@ -139,6 +144,8 @@ class ReadAhead:
         """Raises `_NotWanted`, `OSError`, `Damaged`, `ValueError`: nothing is kept."""
         with self._changed:
             order, size = self._order, self._sizes.get(agent_id, 0)
+        if agent_id in order:
+            self.prepare(agent_id)
         if not self._ram_cache.expect(agent_id, order):
             return
         entry: RamCacheEntry | None = None

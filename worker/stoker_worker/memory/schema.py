@@ -5,23 +5,32 @@
 
 from typing import Final
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """SQLite's `user_version`. Formats 1 to 4 were files without a database, and no release wrote them."""
 
 APPLICATION_ID: Final = 0x53544F4B
 """``STOK``: SQLite's `application_id`, by which `file` and we know the database as a store's."""
 
-MIGRATIONS: Final[dict[int, str]] = {}
-"""From a format to the next one: SQL that runs in one transaction. The first will be ``MIGRATIONS[5]``."""
+_UNSHARED: Final = """
+CREATE TABLE unshared (
+    key BLOB PRIMARY KEY,
+    agent_id TEXT NOT NULL,
+    forgotten INTEGER
+) WITHOUT ROWID;
+"""
 
-TABLES: Final = """
+MIGRATIONS: Final[dict[int, str]] = {5: f"ALTER TABLE store ADD COLUMN shared TEXT;\n{_UNSHARED}"}
+"""From a format to the next one: SQL that runs in one transaction."""
+
+TABLES: Final = f"""
 CREATE TABLE store (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     commits INTEGER NOT NULL,
     cache_bytes INTEGER NOT NULL,
-    tables BLOB NOT NULL
+    tables BLOB NOT NULL,
+    shared TEXT
 );
-INSERT INTO store VALUES (1, 0, 0, x'');
+INSERT INTO store VALUES (1, 0, 0, x'', NULL);
 
 CREATE TABLE agents (
     number INTEGER PRIMARY KEY,
@@ -86,4 +95,4 @@ CREATE TABLE models (
     fingerprint TEXT PRIMARY KEY,
     cache TEXT NOT NULL
 ) WITHOUT ROWID;
-"""
+{_UNSHARED}"""

@@ -13,15 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
+from stoker_shared.errors import AgentVersionConflict
+from stoker_worker.memory import cache_index, deliveries
 from stoker_worker.memory.agent_jobs import AgentJobs
+from stoker_worker.memory.agent_reading import AgentReading, log_way_on
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
-from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable, with_way_on
+from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.in_flight import InFlight
 from stoker_worker.memory.notes import Notes
@@ -39,6 +40,7 @@ from stoker_worker.ports import (
     CacheSlice,
     CacheStorePort,
     Delivery,
+    HomeOf,
     LoadedModel,
     PlaceOf,
     Restored,
@@ -96,9 +98,8 @@ class AgentCacheStore(CacheStorePort):
         self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
         self._upkeep = Upkeep(parts, self._notes, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
         self._read_ahead = ReadAhead(parts, self.ram_cache)
-        self._unsaved: set[str] = set()
-        in_flight, budget, ram_cache = self._in_flight, self.budget, self.ram_cache
-        self.agent_jobs = AgentJobs(parts, in_flight, budget, ram_cache, self._unsaved, answer_of=self.answer)
+        self._agents = AgentReading(parts, self._in_flight, self.budget)
+        self.agent_jobs = AgentJobs(parts, self._in_flight, self.budget, self.ram_cache, self._agents)
 
     @property
     def misses(self) -> Counter[str]:
@@ -106,33 +107,10 @@ class AgentCacheStore(CacheStorePort):
         return self._prefixes.misses
 
     def open_agent(self, agent_id: str) -> AgentVersion:
-        self._in_flight.wait_for(agent_id)
-        try:
-            with self._database.snapshot() as connection:
-                state = agent_table.read_agent(connection, agent_id)
-        except (Damaged, OSError) as error:
-            _log_way_on(agent_id, error)
-            unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
-            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {error}", usable=unknown) from error
-        problem = "its last turn was not saved" if agent_id in self._unsaved else state.problem
-        if problem is not None:
-            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}", usable=state.version)
-        return state.version
+        return self._agents.open(agent_id)
 
     def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
-        self._in_flight.wait_for(agent_id)
-        key = deliveries.delivery_key(agent_id, delivery)
-        try:
-            with self._database.snapshot() as connection:
-                row = agent_table.find_agent(connection, agent_id)
-                known = None if row is None else deliveries.read_answer(connection, row.number, key)
-                is_whole = row is not None and known is not None and turn_table.is_newest(connection, row, key)
-        except (Damaged, OSError) as error:
-            _log_way_on(agent_id, error)
-            raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {error}") from error
-        if row is not None and is_whole and (row.unsaved or agent_id in self._unsaved):
-            self._mark(agent_id, unsaved=False)  # the disk failed after its version was written
-        return known
+        return self._agents.answer(agent_id, delivery)
 
     def restore(
         self,
@@ -167,12 +145,12 @@ class AgentCacheStore(CacheStorePort):
         except Exception as error:
             self.budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
             if isinstance(error, Damaged):
-                _log_way_on(turn.agent_id, error)
+                log_way_on(turn.agent_id, error)
                 raise DatabaseFailed(str(error)) from error
             if isinstance(error, OSError):
                 self._database.outage.met(f"the store: {error}")
             raise
-        self._unsaved.discard(turn.agent_id)
+        self._agents.unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
         self.budget.saved(turn.agent_id, n_bytes)
 
@@ -194,7 +172,7 @@ class AgentCacheStore(CacheStorePort):
 
     def mark_unsaved(self, agent_id: str) -> None:
         self.ram_cache.drop(agent_id)
-        self._mark(agent_id, unsaved=True)
+        self._agents.mark(agent_id, unsaved=True)
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self._in_flight.pin(running)
@@ -203,6 +181,22 @@ class AgentCacheStore(CacheStorePort):
 
     def order_by(self, place_of: PlaceOf) -> None:
         self.budget.place_of = self.ram_cache.place_of = place_of
+
+    def know_homes(self, home_of: HomeOf) -> None:
+        self._agents.home_of = home_of
+
+    def is_only_here(self, agent_id: str) -> bool:
+        return True
+
+    def is_away(self) -> bool:
+        return False
+
+    def move_s(self, agent_id: str) -> float | None:
+        return None
+
+    def before_reading_ahead(self, prepare: Callable[[str], None]) -> None:
+        """From now on this is called with the id of each agent of the queue whose cache is going to be read ahead."""
+        self._read_ahead.prepare = prepare
 
     def is_at_hand(self, agent_id: str) -> bool:
         return self._read_ahead.is_at_hand(agent_id)
@@ -225,26 +219,3 @@ class AgentCacheStore(CacheStorePort):
         self._upkeep.close()
         self._notes.write()  # never raises
         self._close_files()
-
-    def _mark(self, agent_id: str, *, unsaved: bool) -> None:
-        """In the database, or in this process while the database fails. A mark is worth more than cache: without space
-        for it, some of that goes."""
-        change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=unsaved, now=time.time())
-        self._unsaved.add(agent_id)
-        try:
-            try:
-                self._database.commit(change)
-            except OSError:
-                self.budget.free(LOG_BYTES)
-                self._database.commit(change)
-            self._unsaved.discard(agent_id)
-        except OSError as error:
-            self._database.outage.met(error)
-        except Damaged as error:
-            _log.error("agent %r: could not note whether its last turn is saved: %s", agent_id, error)
-
-
-def _log_way_on(agent_id: str, error: Exception) -> None:
-    """Damage is the operator's to mend: the producer is told of it, without the commands of this machine."""
-    if isinstance(error, Damaged):
-        _log.error("agent %r: %s", agent_id, with_way_on(error))

@@ -110,7 +110,10 @@ class _Written:
 
 
 def check_base(base: AgentVersion, row: AgentRow | None) -> None:
-    """Raises `AgentVersionConflict` unless `base` is the agent's newest version."""
-    number, head = (0, b"") if row is None else (row.version, row.head)
+    """Raises `AgentVersionConflict` unless `base` is the agent's newest version. An agent that was forgotten on another
+    machine begins again after its last number."""
+    number, head = (
+        (row.version, row.head) if row is not None and row.version else (0 if base.head else base.number, b"")
+    )
     if (number, head) != (base.number, base.head):
         raise AgentVersionConflict(f"agent {base.agent_id!r} is at version {number}, the turn continues {base.number}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import AgentBusy, StokerError
-from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged, key_of
 from stoker_worker.memory.connection import DatabaseFailed
@@ -135,15 +135,17 @@ class Upkeep:
         return n_removed == _AGENTS_AT_ONCE
 
     def _forget_agent(self, agent_id: str, before: float) -> bool:
-        """Whether it is removed: it may have been used meanwhile."""
+        """Whether it is removed: it may have been used meanwhile, and other machines may use it."""
         with self._database.snapshot() as connection:
             used_at = agent_table.last_used(connection, agent_id)
+            is_noted = unshared.find(connection, agent_id) is not None
         is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
-        if is_unused:
-            forget_agent(self._parts, agent_id, is_held=partial(self._budget.holds.is_held, but_by=agent_id))
+        if is_unused and not is_noted:
+            is_held = partial(self._budget.holds.is_held, but_by=agent_id)
+            forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
             self._ram_cache.drop(agent_id)
             _log.info("agent %r removed: unused since %s", agent_id, time.ctime(used_at))
-        return is_unused
+        return is_unused and not is_noted
 
     def _remove_orphans(self, folder: Path) -> None:
         find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)

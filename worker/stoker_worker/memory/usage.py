@@ -4,15 +4,17 @@ import os
 import shutil
 
 from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import StoreUse
 
 
-def store_use(store: AgentCacheStore) -> StoreUse:
+def store_use(agents: AgentCacheStore | SharedAgentStore) -> StoreUse:
     """
     Raises:
         OSError: the store cannot be read or written.
     """
+    store, shared = (agents, None) if isinstance(agents, AgentCacheStore) else (agents.local, agents.use())
     folder = store.parts.path
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} is not writable")
@@ -26,4 +28,5 @@ def store_use(store: AgentCacheStore) -> StoreUse:
         disk_free_bytes=shutil.disk_usage(folder).free,
         ram_bytes=store.ram_cache.n_bytes,
         ram_max_bytes=store.ram_cache.max_bytes,
+        shared=shared,
     )

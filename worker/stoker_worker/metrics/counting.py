@@ -26,7 +26,7 @@ _TOKENS = {
     "reasoning_tokens": of.REASONING_TOKENS,
 }
 _OTHERS = (
-    *(of.JOBS_ENDED, of.REQUEST_SUCCESS, of.CACHE_SOURCES, of.UNSAVED, of.RECOVERED),
+    *(of.JOBS_ENDED, of.REQUEST_SUCCESS, of.CACHE_SOURCES, of.UNSAVED, of.RECOVERED, of.MOVED_IN),
     *(of.SAVE_TIME, of.RESTORE_TIME),
 )
 
@@ -75,6 +75,10 @@ class Metrics(MetricsPort):
     def recovered(self, n_jobs: int) -> None:
         with self._jobs.one_event():
             self._jobs.add(of.RECOVERED, n=n_jobs)
+
+    def moved_in(self, n_agents: int) -> None:
+        with self._jobs.one_event():
+            self._jobs.add(of.MOVED_IN, n=n_agents)
 
     def restored(self, seconds: float, source: str) -> None:
         with self._jobs.one_event():

@@ -97,6 +97,11 @@ def _of_memory(look: Look) -> Iterator[Value]:
         yield of.STORE_FREE, (), store.disk_free_bytes
         yield of.RAM_BYTES, (), store.ram_bytes
         yield of.RAM_MAX, (), store.ram_max_bytes
+        if (shared := store.shared) is not None:
+            yield of.SHARED_UP, (), not shared.away_s
+            yield of.SHARED_WRITTEN, (), shared.written_bytes
+            yield of.SHARED_READ, (), shared.read_bytes
+            yield of.SHARED_WAITING, (), shared.waiting_agents
 
 
 def _version(package: str) -> str:

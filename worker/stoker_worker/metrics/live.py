@@ -57,7 +57,15 @@ class LiveFigures:
             "hit_share": round(cached / prompt, 4) if prompt else None,
             "done": ended["finished"] + ended["replayed"] + ended["agent_job"],
             "failed": ended["failed"],
+            "moved_in": int(counters[of.MOVED_IN, ()]),
+            "shared_store": self._shared_store(),
         }
+
+    def _shared_store(self) -> dict[str, Any] | None:
+        if self._looking.shared_store is None:
+            return None
+        shared = self._looking.shared_store()
+        return {"away_s": round(shared.away_s, 1), "waiting_agents": shared.waiting_agents}
 
     def _add(self, sample: _Sample, *, is_idle: bool) -> None:
         """Time without work counts in no rate: the next backlog is not judged by it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.ports import QueueDepth, StoreUse, WorkerState
+from stoker_worker.ports import QueueDepth, SharedUse, StoreUse, WorkerState
 
 STORE_EVERY_S: Final = 10.0
 """A look at the store reads a few hundred folders."""
@@ -55,12 +55,14 @@ class Looking:
 
     Attributes:
         state, store, queues: set as these parts of the worker are made.
+        shared_store: without I/O, if there is one; the heartbeat looks there.
     """
 
     def __init__(self) -> None:
         self.state: Callable[[], WorkerState] = WorkerState
         self.store: Callable[[], StoreUse] | None = None
         self.queues: Callable[[], list[QueueDepth]] | None = None
+        self.shared_store: Callable[[], SharedUse] | None = None
         self._lock = threading.Lock()
         self._store_seen: StoreUse | OSError | None = None
         self._look_at = 0.0

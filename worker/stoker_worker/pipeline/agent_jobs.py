@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.errors import AgentVersionNotSaved, WorkerLostTooOften
+from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, WorkerLostTooOften
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.ports import AgentJobsPort, ClaimedJob
 
@@ -29,6 +29,11 @@ def carry_out(request: AgentRequest, job: ClaimedJob, store: AgentJobsPort) -> M
             return answer.model_dump(mode="json")
         if job.losses_alone >= MAX_ATTEMPTS:
             raise WorkerLostTooOften(f"alone in flight while {job.losses_alone} workers died")
-        return store.run(request, job.delivery).model_dump(mode="json")
+        try:
+            return store.run(request, job.delivery).model_dump(mode="json")
+        except AgentVersionConflict:  # a worker that slept and was taken for dead can have carried it out
+            if (answer := store.answer(request, job.delivery)) is None:
+                raise
+            return answer.model_dump(mode="json")
     except OSError as error:
         raise AgentVersionNotSaved(f"{type(error).__name__}: {error}") from error

@@ -121,8 +121,9 @@ class Fetcher(threading.Thread):
         idle = not self._queue.in_flight()
         if self._draining.is_set():
             self.claims_no_more.set()
+            self._queue.leave()
         elif self._engine.error is None:
-            if self._recover.is_due() and (recovered := self._queue.recover()):
+            if (self._recover.is_due() or self._queue.has_dead()) and (recovered := self._queue.recover()):
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
                 self._metrics.recovered(recovered)
             idle = not self._claim() and idle
@@ -144,8 +145,11 @@ class Fetcher(threading.Thread):
         self._pin_agents(is_all=room > 0 and not self._queue.has_unread())
         for job in claimed:
             waited_s = round(max(0.0, job.claimed_at - job.enqueued_at), 3)
-            log_job("claimed", job.job_id, agent=job.request.agent_id, queue=job.queue, waited=waited_s)
+            moved = {} if job.former_home is None else {"moved_from": job.former_home}
+            log_job("claimed", job.job_id, agent=job.request.agent_id, queue=job.queue, waited=waited_s, **moved)
             self._loader.put(Job(job))
+        if n_moved := sum(job.former_home is not None for job in claimed):
+            self._metrics.moved_in(n_moved)
         self._store.read_ahead(self._queue.next_agents(READ_AHEAD_JOBS * self._max_in_flight))
         # A job that could take a free place may wait behind those that were read.
         self._look_again = room > len(claimed) and self._queue.has_unread()

@@ -91,11 +91,11 @@ def check_expectations(request: GenerationRequest, agent: AgentVersion) -> None:
         AgentNotFound: it must exist, and does not.
         AgentVersionConflict: it is not at the version that the job expects.
     """
-    if request.must_exist and not agent.number:
+    if request.must_exist and not agent.known_number:
         raise AgentNotFound(f"there is no agent {request.agent_id!r}, and the job has 'must_exist'")
-    if request.expect_version not in (None, agent.number):
+    if request.expect_version not in (None, agent.known_number):
         raise AgentVersionConflict(
-            f"agent {request.agent_id!r} is at version {agent.number}, the job expects {request.expect_version}"
+            f"agent {request.agent_id!r} is at version {agent.known_number}, the job expects {request.expect_version}"
         )
 
 

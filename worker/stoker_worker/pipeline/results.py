@@ -6,9 +6,10 @@ Decides the end of a job whose save fails: an `append` turn fails too, any other
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, AgentVersionNotSaved
 from stoker_shared.result import CacheReport, Choice, GenerationResult, Timing, Usage
 from stoker_worker.pipeline.answer import Answer, read_answer
 from stoker_worker.pipeline.job import Job
@@ -135,6 +136,8 @@ def save_turn(
     try:
         store.save(turn)
     except Exception as error:
+        if isinstance(error, AgentVersionConflict) and (made := _made_elsewhere(store, turn)) is not None:
+            return made
         reason = f"{type(error).__name__}: {error}"
         if request.context == "append":
             raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
@@ -144,8 +147,16 @@ def save_turn(
     return saved
 
 
+def _made_elsewhere(store: CacheStorePort, turn: Turn) -> Mapping[str, Any] | None:
+    """The result of the same delivery, if that version is in the way: a worker that slept and was taken for dead can
+    have made this turn."""
+    with suppress(AgentTranscriptUnreadable):
+        return store.answer(turn.agent_id, turn.delivery)
+    return None
+
+
 def _number_of(agent: AgentVersion) -> int | None:
-    return agent.number if agent.number > 0 else None
+    return agent.known_number if agent.known_number > 0 else None
 
 
 def _save_shared(job: Job, completion: CompletedGeneration, store: CacheStorePort, model: LoadedModel) -> None:

@@ -58,9 +58,13 @@ class Worker:
         self._store = store
         self._metrics = metrics
         self._serving: Serving | None = None
+        self._recover_s = settings.recover_s
         self._n_read_ahead = READ_AHEAD_JOBS * (settings.max_batch or USUAL_JOBS)
         queue.prefer(store.is_at_hand)
         store.order_by(queue.place_of)
+        store.know_homes(queue.home_of)
+        queue.weigh_moves(store.is_only_here, store.move_s)
+        queue.wait_while(store.is_away)
         self._recovery = threading.Thread(target=self._prepare, name="recovery", daemon=True)
         self._finisher = Finisher(store, loaded, metrics, outage=outage)
         self._engine = EngineThread(provider, loaded, self._finisher, metrics)
@@ -142,19 +146,23 @@ class Worker:
     def _prepare(self) -> None:
         """While the model loads, which may take minutes: a dead worker's jobs need not look started, and the caches of
         the first jobs can be read. Recovery thread: a stop does not wait for a Redis that hangs."""
+        recover, look = Periodic(self._recover_s), Periodic(_LOOK_S)
+        while not self._draining.is_requested:
+            if recover.is_due():
+                self._recover()
+            if look.is_due():
+                self._read_ahead()
+            if self._loaded.done():
+                return
+            time.sleep(0.02)
+
+    def _recover(self) -> None:
         try:
             if recovered := self._queue.recover():
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
                 self._metrics.recovered(recovered)
         except Exception:  # the fetcher looks again
             log.exception("no recovery yet")
-        look = Periodic(_LOOK_S)
-        while not self._draining.is_requested:
-            if look.is_due():
-                self._read_ahead()
-            if self._loaded.done():
-                return
-            time.sleep(0.02)
 
     def _read_ahead(self) -> None:
         try:
@@ -174,11 +182,11 @@ class Worker:
         self._store.model_loaded(model)
         self._finisher.start()
         self._loader.start()
-        self._fetcher.start()
         width = model.max_batch
         mode = str(model.mode)
         self._serving = serving = Serving(model.name, model.context_tokens, mode, width.jobs, width.why)
         self._queue.announce(serving)
+        self._fetcher.start()
         log.info("ready: %s", serving)
         self._draining.wait()
         # In the order in which a job passes through them: nothing is put into a stage that has ended.

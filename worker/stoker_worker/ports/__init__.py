@@ -6,8 +6,9 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 """
 
 from stoker_worker.ports.agent_jobs import AgentJobsPort
-from stoker_worker.ports.agents import UNUSED, Busy, Delivery, MemoryUse, PlaceOf
+from stoker_worker.ports.agents import UNUSED, AgentHome, Busy, Delivery, HomeOf, MemoryUse, PlaceOf
 from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
+from stoker_worker.ports.cancel_token import CancelReason, CancelToken
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
@@ -38,6 +39,6 @@ from stoker_worker.ports.memory import (
     Transcript,
     Turn,
 )
-from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, StoreUse, WorkerState
+from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, SharedUse, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
-from stoker_worker.ports.queue import CancelReason, CancelToken, ClaimedJob, QueuePort, Serving, TextSoFar
+from stoker_worker.ports.queue import ClaimedJob, QueuePort, Serving, TextSoFar

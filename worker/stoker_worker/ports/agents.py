@@ -10,16 +10,37 @@ PlaceOf = Callable[[str], tuple[int, int]]
 """As `QueuePort.place_of`."""
 
 
+class AgentHome(NamedTuple):
+    """Where an agent was until its job was claimed.
+
+    Attributes:
+        former: its home before this worker; ``-``: none, or it is not known; ``None``: it has not moved.
+        version: the newest version whose job has ended, on whatever worker, or the number at which a job has forgotten
+            the agent; 0: none has.
+        kept_by: the worker that made that version, by the name of its store.
+    """
+
+    former: str | None
+    version: int
+    kept_by: str
+
+
+HomeOf = Callable[[str], AgentHome | None]
+"""Of an agent with a job in flight; ``None``: nothing is known. Any thread; never blocks."""
+
+
 class MemoryUse(NamedTuple):
-    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``."""
+    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``; `continues`: it
+    needs what is stored of the agent, and cannot do without."""
 
     access: Access
     agent_id: str | None
+    continues: bool = False
 
     @classmethod
-    def of(cls, access: Access, agent_id: str | None) -> "MemoryUse":
+    def of(cls, access: Access, agent_id: str | None, *, continues: bool = False) -> "MemoryUse":
         """From a request's fields. A job that does not use its agent's memory counts as a job without an agent."""
-        return UNUSED if access == "none" or agent_id is None else cls(access, agent_id)
+        return UNUSED if access == "none" or agent_id is None else cls(access, agent_id, continues)
 
 
 UNUSED = MemoryUse("none", None)

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Protocol
 
 from stoker_shared.message import Message
 from stoker_worker.ports.agent_jobs import AgentJobsPort
-from stoker_worker.ports.agents import Delivery, PlaceOf
+from stoker_worker.ports.agents import Delivery, HomeOf, PlaceOf
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
 from stoker_worker.ports.model import LoadedModel
 
@@ -65,6 +65,7 @@ class AgentVersion:
         cache: ``None``: nothing of it was saved.
         since_full: versions since the last one that was written as a whole.
         evicted: whether some of its cache was evicted.
+        begins_again: it was forgotten, and lacks nothing: its numbers go on.
     """
 
     agent_id: str
@@ -74,6 +75,12 @@ class AgentVersion:
     cache: CachedPrefix | None = None
     since_full: int = 0
     evicted: bool = False
+    begins_again: bool = False
+
+    @property
+    def known_number(self) -> int:
+        """As jobs see it: 0 for an agent that is not there, forgotten or never made."""
+        return 0 if self.begins_again else self.number
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,9 @@ class CacheStorePort(Protocol):
         """The agent's newest version.
 
         Raises:
-            AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
-                error's `.usable` is the version that `context="full"` may still continue from.
+            AgentTranscriptUnreadable: a version is damaged, missing, foreign or on another worker, or the last turn
+                was not saved. The error's `.usable` is the version that `context="full"` may still continue from.
+            SharedStoreAway: one of these; other workers may have continued the agent, and that cannot be known now.
             AgentBusy: another process is changing the agent, and did not end in time; for ``full`` jobs too.
         """
         ...
@@ -204,6 +212,25 @@ class CacheStorePort(Protocol):
 
     def order_by(self, place_of: PlaceOf) -> None:
         """From now on, of the agents that wait, the one of the largest place loses its cache first. Any thread."""
+        ...
+
+    def know_homes(self, home_of: HomeOf) -> None:
+        """From now on `home_of` tells whether other workers may have continued an agent, and how far its jobs have
+        come: a version that is missing here is then noticed. Any thread."""
+        ...
+
+    def is_only_here(self, agent_id: str) -> bool:
+        """Whether no other worker could continue the agent, because its newest version is on this machine alone. Any
+        thread."""
+        ...
+
+    def is_away(self) -> bool:
+        """Whether there is a shared store, and it does not answer. Any thread; never blocks."""
+        ...
+
+    def move_s(self, agent_id: str) -> float | None:
+        """Seconds until another worker would have brought in the agent's cache; ``None``: it would compute it. Any
+        thread."""
         ...
 
     def is_at_hand(self, agent_id: str) -> bool:

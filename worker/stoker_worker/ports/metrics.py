@@ -36,6 +36,9 @@ class MetricsPort(Protocol):
     def recovered(self, n_jobs: int) -> None:
         """Jobs of dead workers are back in the queue. Fetcher and recovery threads."""
 
+    def moved_in(self, n_agents: int) -> None:
+        """Agents that had another home have this worker from now on. Fetcher thread."""
+
     def restored(self, seconds: float, source: str) -> None:
         """Agent memory was looked up for one prompt, and read if there was any. Loader thread.
 
@@ -59,6 +62,7 @@ class _NotCounted(MetricsPort):
     def failed(self, *_: object) -> None: ...
     def ended(self, *_: object) -> None: ...
     def recovered(self, *_: object) -> None: ...
+    def moved_in(self, *_: object) -> None: ...
     def restored(self, *_: object) -> None: ...
     def stepped(self, *_: object) -> None: ...
 
@@ -97,14 +101,31 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
+class SharedUse:
+    """A shared store.
+
+    Attributes:
+        away_s: for how long it has not answered; 0: it does.
+        written_bytes, read_bytes: since the start.
+        waiting_agents: of which it lacks something.
+    """
+
+    away_s: float
+    written_bytes: int
+    read_bytes: int
+    waiting_agents: int
+
+
+@dataclass(frozen=True)
 class StoreUse:
-    """Sizes in bytes. `disk_free_bytes` are those of the store's file system."""
+    """Sizes in bytes. `disk_free_bytes` are those of the store's file system. `shared`: if there is a shared store."""
 
     disk_bytes: int
     disk_max_bytes: int
     disk_free_bytes: int
     ram_bytes: int
     ram_max_bytes: int
+    shared: SharedUse | None = None
 
 
 @dataclass(frozen=True)

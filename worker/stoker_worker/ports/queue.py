@@ -1,34 +1,15 @@
 """The interface of the queue: claimed jobs, and the queue they come from. No I/O, no rq, no Redis."""
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.markers import Markers
 from stoker_shared.request import GenerationRequest
-from stoker_worker.ports.agents import Busy, Delivery, MemoryUse
+from stoker_worker.ports.agents import AgentHome, Busy, Delivery, MemoryUse
+from stoker_worker.ports.cancel_token import CancelToken
 from stoker_worker.ports.engine import SequenceProgress
-
-CancelReason = Literal["withdrawn", "timed out", "stopping"]
-"""The job was canceled, stopped or deleted; its own timeout passed; the worker stops and gives it back."""
-
-
-class CancelToken:
-    """Set by any thread, read by any thread; the first reason stays."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reason: CancelReason | None = None
-
-    @property
-    def reason(self) -> CancelReason | None:
-        return self._reason
-
-    def set(self, reason: CancelReason) -> None:
-        with self._lock:
-            self._reason = self._reason or reason
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,6 +28,7 @@ class ClaimedJob(Protocol):
             this order.
         lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
+        former_home: the worker that had its agent until now; ``None`` if the agent has not moved.
         cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
     """
 
@@ -60,6 +42,7 @@ class ClaimedJob(Protocol):
     claimed_at: float
     claim_number: int
     deadline: float | None
+    former_home: str | None = None
     cancel: CancelToken = field(default_factory=CancelToken, repr=False)
 
     @property
@@ -67,7 +50,7 @@ class ClaimedJob(Protocol):
 
     @property
     def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self.request.access, self.request.agent_id)
+        return MemoryUse.of(self.request.access, self.request.agent_id, continues=self.request.continues)
 
     def is_ours(self) -> bool:
         """Whether this run of the job is still this worker's to end."""
@@ -184,6 +167,20 @@ class QueuePort(Protocol):
         none is known to wait. Any thread; no round trip."""
         ...
 
+    def home_of(self, agent_id: str) -> AgentHome | None:
+        """Of an agent with a job in flight: see `HomeOf`. Any thread; no round trip."""
+        ...
+
+    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
+        """From now on `is_only_here` and `move_s` (see `CacheStorePort`) tell which agents this worker may give up to
+        another one, and what that costs. Called on the fetcher thread."""
+        ...
+
+    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
+        """From now on, while that is true, no job comes here that continues what another worker's store has: it waits,
+        as without a shared store. `is_store_away` is called on the fetcher thread, and must not block."""
+        ...
+
     def next_agents(self, limit: int) -> tuple[str, ...]:
         """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these; without those
         that have a job in flight. Changes nothing.
@@ -213,6 +210,14 @@ class QueuePort(Protocol):
         """Put back the jobs that dead workers had in flight; returns how many. At the start on the recovery thread."""
         ...
 
+    def has_dead(self) -> bool:
+        """Whether the last `claim` saw that another worker has died, whose jobs `recover` puts back; no round trip."""
+        ...
+
+    def leave(self) -> None:
+        """Instead of `claim`, while this worker drains: give up agents to other workers as they ask for them."""
+        ...
+
     def tidy(self) -> bool:
         """One small step of housekeeping, about once a second: what is due by the clock, got lost or expired.
 
@@ -226,7 +231,8 @@ class QueuePort(Protocol):
         ...
 
     def announce(self, serving: Serving) -> None:
-        """Show producers what this worker serves; no round trip. Main thread."""
+        """Show producers and other workers what this worker serves, and leave to those what it cannot serve; no round
+        trip. Main thread, before the first `claim`."""
         ...
 
     def beat(self) -> bool:

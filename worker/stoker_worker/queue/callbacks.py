@@ -18,12 +18,16 @@ from typing import Any, Final
 from redis import Redis
 from rq.defaults import CALLBACK_TIMEOUT
 
-from stoker_shared.errors import CallbacksNotLoadable
+from stoker_shared.errors import QueueError
 from stoker_worker.queue.json_job import JsonJob
 
 log = logging.getLogger(__name__)
 
 _MAX_WAITING: Final = 1000  # each holds its job's request
+
+
+class CallbacksNotLoadable(QueueError):
+    """A module of `--allow-callbacks` cannot be imported; the message has its name and the reason."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Claims from all queues of a worker: a quarantined job alone, otherwise as many jobs as there is room. Fetcher thread.
 
-Owns how long a quarantined job has waited, and which ids were enqueued again while their job runs: a worker tells its
-jobs apart by id, so the second delivery of an id cannot start before the first has left. A `Claimer` chooses within its
-queue, `JobStart` starts what was claimed.
+Owns how long a quarantined job has waited, and which ids were enqueued again while their job runs, here or elsewhere:
+workers tell their jobs apart by id, so the second delivery of an id cannot start before the first has left. A `Claimer`
+chooses within its queue, `JobStart` starts what was claimed.
 """
 
 import time
@@ -14,13 +14,19 @@ from typing import Final
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.hints import Hint
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.job_start import JobStart
-from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.members import Members
 from stoker_worker.queue.requeue import Claim, Requeue
+from stoker_worker.queue.start_transaction import RunsElsewhere
+from stoker_worker.queue.waiting_job import Granted
 
 _QUARANTINED_WAITS_S: Final = 5.0
 """How long other jobs still start while a quarantined job waits. After that nothing is claimed until it has run."""
+
+_LOOK_AGAIN_S: Final = 1.0
+"""Until an id is claimed again whose earlier delivery ran at another worker."""
 
 
 class ClaimOrder:
@@ -28,26 +34,28 @@ class ClaimOrder:
 
     Attributes:
         claimers: of the queues, by name, in the order in which they are served.
+        has_claimed: whether there was a claim.
         has_unread: whether the last claim stopped before it knew all waiting jobs.
     """
 
     def __init__(
         self,
         claimers: Mapping[str, Claimer],
-        lease: Lease,
+        members: Members,
         job_start: JobStart,
         requeue: Requeue,
         in_flight: JobsInFlight[RqClaimedJob],
     ) -> None:
         self.claimers = claimers
         self.has_unread = False
-        self._lease = lease
+        self._members = members
         self._job_start = job_start
         self._requeue = requeue
         self._in_flight = in_flight
         self._repeated_ids: set[str] = set()
+        self._elsewhere: dict[str, float] = {}
         self._quarantined_since: float | None = None
-        self._has_claimed = False
+        self.has_claimed = False
 
     def waiting_agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
@@ -66,7 +74,7 @@ class ClaimOrder:
 
     def next_agents(self, limit: int) -> tuple[str, ...]:
         """See `QueuePort.next_agents`."""
-        if not self._has_claimed:
+        if not self.has_claimed:
             for claimer in self.claimers.values():
                 claimer.read_ahead(0, Busy())
         running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
@@ -75,51 +83,77 @@ class ClaimOrder:
 
     def claim(self, limit: int, busy: Busy, claimed: list[RqClaimedJob]) -> None:
         """Claim and start up to `limit` jobs. Each is added to `claimed` at once, so that a later error loses none."""
-        self._has_claimed = True
+        self.has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
         if limit > 0 and not self._in_flight and self._claim_quarantined(claimed):
             return
+        if limit > 0:
+            for name, claimer in self.claimers.items():
+                for granted in claimer.settle_quarantined():
+                    self._start(name, granted, busy, claimed)
         room = 0 if self._quarantined_comes_first() else limit
         self._repeated_ids.intersection_update(self._in_flight)
-        busy = replace(busy, job_ids=frozenset(self._repeated_ids))
+        now = time.monotonic()
+        self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
+        busy = replace(busy, job_ids=frozenset(self._repeated_ids | self._elsewhere.keys()))
         for name, claimer in self.claimers.items():
             if len(claimed) < room:
                 beside = busy.beside(job.memory_use for job in claimed)
-                for job_id in claimer.claim(room - len(claimed), beside, self._lease.held_value(name)):
-                    self._start(name, job_id, busy, claimed)
+                for granted in claimer.claim(room - len(claimed), beside):
+                    self._start(name, granted, busy, claimed)
         self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())
 
     def _claim_quarantined(self, claimed: list[RqClaimedJob]) -> bool:
         """While nothing is in flight, the quarantined jobs of all queues come first: they delay nobody then."""
         for name, claimer in self.claimers.items():
-            if job_ids := claimer.claim_quarantined(self._lease.held_value(name)):
-                self._start(name, job_ids[0], Busy(), claimed)
+            if granted := claimer.claim_quarantined():
+                self._start(name, granted[0], Busy(), claimed)
                 return True
         return False
 
     def _quarantined_comes_first(self) -> bool:
-        """Whether a quarantined job has waited for so long that nothing may start before it."""
-        if not any(claimer.next_quarantined() for claimer in self.claimers.values()):
+        """Whether a quarantined job has waited for so long that nothing may start before it.
+
+        Of several workers, one stops for those whose agents have no home; the others stop for their own agents only.
+        """
+        waits = [(name, job_id) for name, claimer in self.claimers.items() if (job_id := claimer.next_quarantined())]
+        if not waits:
             self._quarantined_since = None
             return False
         if self._quarantined_since is None:
             self._quarantined_since = time.monotonic()
-        return time.monotonic() - self._quarantined_since >= _QUARANTINED_WAITS_S
+        if time.monotonic() - self._quarantined_since < _QUARANTINED_WAITS_S:
+            return False
+        return any(self._stops_for(self.claimers[name], name, job_id) for name, job_id in waits)
 
-    def _start(self, name: str, job_id: str, busy: Busy, claimed: list[RqClaimedJob]) -> None:
+    def _stops_for(self, claimer: Claimer, queue: str, job_id: str) -> bool:
+        return self._members.is_first(queue, claimer.needs_of(job_id)) or claimer.is_at_home(job_id)
+
+    def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
+        job_id = granted.job_id
         if (running := self._in_flight.get(job_id)) is not None:
             self._put_back(name, running)
-        elif (job := self._job_start.start(name, job_id)) is not None:
+        elif (job := self._started(name, granted)) is not None:
             is_quarantined = job.attempt > 1
             beside = busy.beside(other.memory_use for other in claimed)
-            if beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
+            hint = Hint(job.memory_use, job.needs)
+            is_misread = hint.use != granted.use or (hint.needs != granted.needs and self.claimers[name].leaves(hint))
+            if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
                 # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-                self.claimers[name].correct(job_id, job.memory_use, quarantined=is_quarantined)
+                self.claimers[name].correct(job_id, hint, quarantined=is_quarantined)
                 job.give_back(counts_as_attempt=False)
             else:
                 self._in_flight.add(job)
                 claimed.append(job)
+
+    def _started(self, name: str, granted: Granted) -> RqClaimedJob | None:
+        try:
+            return self._job_start.start(name, granted)
+        except RunsElsewhere:
+            self._requeue(Claim(granted.job_id, name, None), counts_as_attempt=False)
+            self._elsewhere[granted.job_id] = time.monotonic() + _LOOK_AGAIN_S
+            return None
 
     def _put_back(self, name: str, running: RqClaimedJob) -> None:
         """The id of a running job was claimed once more. It waits, unless it is the delivery that runs."""

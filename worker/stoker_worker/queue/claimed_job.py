@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from stoker_shared.needs import Needs
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
+from stoker_worker.queue.known_homes import KnownHomes
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.progress_meta import ProgressMeta
 from stoker_worker.queue.requeue import Claim, Requeue
@@ -38,6 +40,7 @@ class QueueParts:
     callbacks: Callbacks
     stop_requests: StopRequests
     in_flight: "JobsInFlight[RqClaimedJob]"
+    known_homes: KnownHomes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +55,11 @@ class RqClaimedJob(ClaimedJob):
     run: JobRun = field(repr=False)
     parts: QueueParts = field(repr=False)
     ending: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def needs(self) -> Needs:
+        """What its worker has to serve, by the job's own data."""
+        return self.run.job.needs()
 
     @property
     def lives_s(self) -> float:

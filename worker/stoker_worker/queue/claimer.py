@@ -1,95 +1,29 @@
-"""The waiting jobs of one queue in Redis: reads ahead in its list, and claims the jobs that `FairQueue` chooses.
+"""Claims from one queue the jobs that `FairQueue` chooses, as far as their agents are at home here or may be.
 
-Owns what was read of the list; fetcher thread. RQ's own dequeue takes the first job, whatever it is. Claiming by agent
-needs to know the jobs behind it. Ids stay in the list until they are claimed, so operators see its true length. It is
-read once; after that each look asks only for the ids that came in at either end.
+Owns which agents turned out to be another member's; fetcher thread. What waits in the queue is known to `QueueView`.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from redis import Redis
-from rq.intermediate_queue import IntermediateQueue
-from rq.job import Job
 from rq.queue import Queue
 
-from stoker_shared.wire import FIELD_AGENT, FIELD_ATTEMPTS, LEASE_KEY
-from stoker_worker.periodic import Periodic
-from stoker_worker.ports import UNUSED, Busy, MemoryUse
-from stoker_worker.queue.fair_queue import FairQueue
-from stoker_worker.queue.foreign_ids import raw, text
-from stoker_worker.queue.json_job import memory_use_in
+from stoker_shared.needs import Needs
+from stoker_shared.wire import CLAIMED_KEY, COUNTS_KEY, HOMES_KEY, LEFT_KEY, MEMBERS_KEY, TAKEN_KEY
+from stoker_worker.ports import Busy
+from stoker_worker.queue.away import Away
+from stoker_worker.queue.claim_scripts import CLAIM
+from stoker_worker.queue.foreign_ids import raw
+from stoker_worker.queue.hints import Hint
+from stoker_worker.queue.homes import NOBODY, Home, as_field
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lines import Lines
+from stoker_worker.queue.queue_view import QueueView
+from stoker_worker.queue.waiting_job import Granted, HomeRule, Waiting
 
-# An id is moved as a whole: after a crash it is always in the queue or in the intermediate list. Each id comes
-# with the end from which it is looked for: walking past 50,000 others takes the server a millisecond.
-_CLAIM = """
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return false end
-local claimed = {}
-for i = 2, #ARGV, 2 do
-  if redis.call('LREM', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then
-    redis.call('RPUSH', KEYS[2], ARGV[i + 1])
-    claimed[#claimed + 1] = ARGV[i + 1]
-  end
-end
-return claimed
-"""
-
-# KEYS: jobs. For each of them its producer's note of how it uses memory, or its whole data where there is no such note
-# of this `created_at`; no more jobs once that data is over ARGV[3] bytes. And which of them are quarantined. A key that
-# is no hash is one unreadable job, not a failure of the script.
-_READ = """
-local notes, with_data, quarantined, room = {}, {}, {}, tonumber(ARGV[3])
-for i, job in ipairs(KEYS) do
-  local fields = redis.pcall('HMGET', job, ARGV[1], ARGV[2], 'created_at')
-  if fields.err then fields = {false, false, false} end
-  local note, of_this_job = fields[1], (fields[3] or '') .. ' '
-  if note and string.sub(note, 1, #of_this_job) == of_this_job then
-    note = string.sub(note, #of_this_job + 1)
-  else
-    note = ''
-  end
-  if note ~= 'none' and not string.find(note, '^write .') and not string.find(note, '^read .') then
-    note = redis.pcall('HGET', job, 'data')
-    if type(note) ~= 'string' then note = '' end
-    if #note > room and i > 1 then break end
-    room = room - #note
-    with_data[#with_data + 1] = i
-  end
-  notes[i] = note
-  if fields[2] and tonumber(fields[2]) and tonumber(fields[2]) > 0 then quarantined[#quarantined + 1] = i end
-end
-return {notes, with_data, quarantined}
-"""
-
-# ARGV: page, most new ids at the front, number of known first ids, those (the first one first), known last ids (the
-# last one first). Somebody else may have taken a known id away; the next known one serves as well.
-_LOOK = """
-local queue, page, firsts = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[3])
-local function find(from, to, rank)
-  for i = from, to do
-    local at = redis.call('LPOS', queue, ARGV[i], 'RANK', rank)
-    if at then return at end
-  end
-  return -1
-end
-local length = redis.call('LLEN', queue)
-local front, back = find(4, 3 + firsts, 1), find(4 + firsts, #ARGV, -1)
-if front < 0 or back < 0 or front > tonumber(ARGV[2]) then
-  return {length, 0, {}, redis.call('LRANGE', queue, 0, page - 1)}
-end
-local before = front > 0 and redis.call('LRANGE', queue, 0, front - 1) or {}
-return {length, 1, before, redis.call('LRANGE', queue, back + 1, back + page)}
-"""
-
-_PAGE: Final = 250
-_MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
-_KNOWN_ENDS: Final = 4
-_READ_AT_ONCE: Final = 100
-_MAX_DATA_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
-_READ_S: Final = 0.002  # for reading on, in a claim that has found jobs or has no room for any
-_READ_WHEN_IDLE_S: Final = 0.02  # and in a claim that has room and has found none
-_MAX_GONE: Final = 32  # known jobs that are not in the list any more
+_TRIES: Final = 8  # in one claim, while jobs turn out to be other workers'
+_LOOKED_AROUND: Final = 500
 
 
 class Claimer:
@@ -99,41 +33,36 @@ class Claimer:
     workers takes no other jobs down with it a second time.
     """
 
-    def __init__(self, connection: Redis, queue_name: str) -> None:
+    def __init__(self, connection: Redis, queue_name: str, lease: Lease, rule: HomeRule) -> None:
         self._connection = connection
+        self._lease = lease
+        self._rule = rule
         self._key = Queue(queue_name, connection=connection).key
-        intermediate_key = IntermediateQueue.get_intermediate_queue_key(self._key)
-        self._claim_keys = [self._key, intermediate_key, LEASE_KEY.format(queue=queue_name)]
-        self._claim = connection.register_script(_CLAIM)
-        self._look_at = connection.register_script(_LOOK)
-        self._read_at = connection.register_script(_READ)
-        self._waiting = FairQueue()
-        self._known: dict[str, tuple[MemoryUse, bool]] = {}  # of jobs that are expected to come (back) into `_waiting`
-        self._may_start_over = Periodic(5.0)
-        self._is_whole = True
+        claimed = CLAIMED_KEY.format(queue=queue_name, member=lease.member)
+        self._homes_key = HOMES_KEY.format(queue=queue_name)
+        news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
+        homes = [self._homes_key, *(HOMES_KEY.format(queue=name) for name in lease.queues if name != queue_name)]
+        self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, LEFT_KEY, *news, *homes]
+        self._claim = connection.register_script(CLAIM)
+        self._view = QueueView(connection, queue_name, lease.member)
+        self._waiting = self._view.waiting
+        self._to_look_at: list[str] = []
+        self._away = Away(connection, self._waiting.lines)
+        self._has_untried = False
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
-        """Look for jobs that came in, and read how they use memory until a claim of `limit` jobs would find enough.
-
-        Fairness can only be judged among jobs that were read, so this reads a little further even when it has found
-        enough, or `limit` is 0.
-        """
-        self._look()
-        begin = time.perf_counter()
-        while self._learn():
-            n_chosen = len(self._waiting.choose(limit, busy))
-            read_s = _READ_WHEN_IDLE_S if limit and not n_chosen else _READ_S
-            if 0 < limit == n_chosen or time.perf_counter() > begin + read_s:
-                return
+        """As `QueueView.read_ahead`."""
+        self._has_untried = False
+        self._view.read_ahead(limit, busy)
 
     @property
     def has_unread(self) -> bool:
-        """Whether `read_ahead` stopped before it knew all waiting jobs."""
-        return not self._is_whole or bool(self._waiting.unlearned(1))
+        """As `QueueView.has_unread`; also if the last claim found only jobs of other workers so far."""
+        return self._view.has_unread or self._has_untried
 
     def agents(self) -> frozenset[str]:
-        """The agents of the waiting jobs that were read; the same object until they change."""
-        return self._waiting.agents()
+        """The agents of the waiting jobs that were read and may be claimed here; the same object until they change."""
+        return self._waiting.lines.agents()
 
     def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
         """Jobs of such agents may pass others."""
@@ -147,17 +76,48 @@ class Claimer:
         """As `FairQueue.next_agents`."""
         return self._waiting.next_agents(limit)
 
-    def claim(self, limit: int, busy: Busy, lease_value: str) -> list[str]:
-        """Move up to `limit` job ids to the intermediate list: jobs that may run beside what is busy, none quarantined.
+    def first_aside(self, limit: int) -> list[tuple[str, str]]:
+        """As `Lines.first_aside`."""
+        return self._waiting.lines.first_aside(limit, memory_travels=self._rule.memory_travels)
 
-        Nothing is claimed if the queue's lease has another value than `lease_value`.
+    def n_ahead(self, agent_id: str) -> int | None:
+        """As `Lines.n_ahead`."""
+        return self._waiting.lines.n_ahead(agent_id)
+
+    @property
+    def lines(self) -> Lines:
+        """The waiting jobs that were read."""
+        return self._waiting.lines
+
+    def claim(self, limit: int, busy: Busy) -> list[Granted]:
+        """Take up to `limit` jobs out of the queue, which may run beside what is busy, none of them quarantined.
+
+        Nothing is claimed if the lease has another holder.
         """
-        return self._take(self._waiting.choose(limit, busy), lease_value)
+        granted: list[Granted] = []
+        for _ in range(_TRIES):
+            chosen = self._waiting.choose(limit - len(granted), busy)
+            found, has_put_aside = self._take(chosen)
+            granted += found
+            if not has_put_aside:
+                break
+            busy = busy.beside(one.use for one in found)
+        else:
+            self._has_untried = True
+        return granted
 
-    def claim_quarantined(self, lease_value: str) -> list[str]:
+    def claim_quarantined(self) -> list[Granted]:
         """As `claim`, for the oldest quarantined job. The caller sees to it that the job runs alone."""
         job_id = self.next_quarantined()
-        return [] if job_id is None else self._take([job_id], lease_value)
+        return [] if job_id is None else self._take([job_id])[0]
+
+    def settle_quarantined(self) -> list[Granted]:
+        """If the oldest quarantined job continues what another store has, it cannot run here: its line is put aside, or
+        the job is granted to be failed. It need not be alone for that."""
+        job_id = self.next_quarantined()
+        if job_id is None or self._rule.memory_travels or not self._waiting.use_of(job_id).continues:
+            return []
+        return [] if self._home_of(job_id).store in (NOBODY, self._lease.store) else self._take([job_id])[0]
 
     def next_quarantined(self) -> str | None:
         """The oldest quarantined job that can be claimed, of those the server still has in the queue."""
@@ -167,84 +127,97 @@ class Claimer:
             self._waiting.discard(job_id)
         return None
 
-    def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
-        """A claimed job that goes back to the queue differs from what was read of it: note how it really is."""
-        self._known[job_id] = use, quarantined
+    def needs_of(self, job_id: str) -> Needs:
+        """As `FairQueue.needs_of`."""
+        return self._waiting.needs_of(job_id)
 
-    def _take(self, chosen: Sequence[str], lease_value: str) -> list[str]:
+    def leaves(self, hint: Hint) -> bool:
+        """Whether such a job is left to other workers."""
+        return self.lines.leaves(Waiting(0, "", hint.use, needs=hint.needs))
+
+    def is_at_home(self, job_id: str) -> bool:
+        """Whether a waiting job's agent is at home at this worker."""
+        return self._home_of(job_id).member == self._lease.member
+
+    def correct(self, job_id: str, hint: Hint, *, quarantined: bool) -> None:
+        """As `QueueView.correct`."""
+        self._view.correct(job_id, hint, quarantined=quarantined)
+
+    def look_around(self, present: Mapping[str, str], asked: Sequence[str]) -> None:
+        """Take back the lines of agents that have no other member as their home any more, or whose store is back.
+
+        Args:
+            present: the other members of this queue, each with its store.
+            asked: agents that their homes may have given up: they are looked at first.
+        """
+        lines = self._waiting.lines
+        if not lines.aside:
+            return
+        stores = {store: name for name, store in present.items()}
+        if self._rule.memory_travels:
+            self._away.clear()
+        self._away.look(stores)
+        lines.take_back([name for name, home in lines.aside.items() if home not in present and name not in self._away])
+        if not self._to_look_at:
+            if not self.has_unread:
+                lines.prune_aside()
+            self._to_look_at = [agent_id for agent_id in lines.aside if isinstance(agent_id, str)]
+        page, self._to_look_at = self._to_look_at[:_LOOKED_AROUND], self._to_look_at[_LOOKED_AROUND:]
+        page = [name for name in dict.fromkeys([*asked, *page]) if name in lines.aside and name not in self._away]
+        if page:
+            fields: Any = [as_field(agent_id) for agent_id in page]
+            entries: Any = self._connection.hmget(self._homes_key, fields)
+            back = []
+            for agent_id, entry in zip(page, entries, strict=True):
+                home = Home.of(entry)
+                head = lines.first_of(agent_id)
+                if (
+                    home.member not in present
+                    and head is not None
+                    and head.use.continues
+                    and not self._rule.memory_travels
+                ):
+                    home = home._replace(member=stores.get(home.store, NOBODY))
+                if home.member in present:
+                    lines.aside[agent_id] = home.member
+                else:
+                    back.append(agent_id)
+            lines.take_back(back)
+
+    def _home_of(self, job_id: str) -> Home:
+        """The home of a waiting job's agent."""
+        agent_id = self._waiting.use_of(job_id).agent_id
+        entry: Any = None if agent_id is None else self._connection.hget(self._homes_key, as_field(agent_id))
+        return Home.of(entry)
+
+    def _take(self, chosen: Sequence[str]) -> tuple[list[Granted], bool]:
+        """Claim these, as far as they are ours to claim; and whether any was put aside."""
         if not chosen:
-            return []
-        args: list[str | bytes | int] = [lease_value]
-        for job_id in chosen:
-            args += [-1 if self._waiting.is_nearer_to_the_end(job_id) else 1, raw(job_id)]
+            return [], False
+        rule = self._rule
+        args: list[str | bytes | int | float] = [self._lease.value, self._lease.member, self._lease.store]
+        args += [self._view.moves, rule.wait_s, rule.memory_travels_as_word]
+        uses = [self._waiting.use_of(job_id) for job_id in chosen]
+        needs = {job_id: self._waiting.needs_of(job_id) for job_id in chosen}
+        for job_id, use in zip(chosen, uses, strict=True):
+            letter = b"" if use.agent_id is None else b"c" if use.continues else b"n"
+            nearer = -1 if self._waiting.is_nearer_to_the_end(job_id) else 1
+            args += [nearer, raw(job_id), letter + as_field(use.agent_id or "")]
         found = self._claim(keys=self._claim_keys, args=args)
         if found is None:
-            return []
-        claimed = [text(job_id) for job_id in found]
-        for job_id in claimed:
-            self._waiting.serve(job_id)
-        for job_id in chosen:  # somebody else took the others from the list
-            self._waiting.discard(job_id)
-        return claimed
-
-    def _look(self) -> None:
-        """Take in what came in at either end since the last look, a page at a time."""
-        for _ in range(2):
-            first, last = self._waiting.first(_KNOWN_ENDS), self._waiting.last(_KNOWN_ENDS)
-            args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, len(first), *map(raw, first), *map(raw, last)]
-            length, goes_on, before, behind = self._look_at(keys=[self._key], args=args)
-            if not goes_on:
-                self._start_over()
-            self._waiting.prepend(self._arriving(before))
-            self._waiting.append(self._arriving(behind))
-            self._is_whole = len(behind) < _PAGE
-            if self._is_whole and self._known:
-                self._known = {job_id: known for job_id, known in self._known.items() if job_id in self._waiting}
-            # Jobs were removed in between, or others put there. An id that is in the list twice looks like that too.
-            n_unknown = length - len(self._waiting)
-            is_wrong = n_unknown < -_MAX_GONE or (n_unknown > 0 and self._may_start_over.is_due())
-            if not (self._is_whole and is_wrong):
-                return
-            self._start_over()
-
-    def _start_over(self) -> None:
-        self._known |= self._waiting.learned()
-        self._waiting.clear()
-
-    def _arriving(self, found: list[bytes]) -> list[str]:
-        """The ids that came in. Nothing is known of one that was here already: it may be another job by now."""
-        job_ids = [text(job_id) for job_id in found]
-        for job_id in job_ids:
-            if job_id in self._waiting:
-                self._known.pop(job_id, None)
-        return job_ids
-
-    def _learn(self) -> bool:
-        """Find out how the next jobs use memory; ``False`` when that is known of all."""
-        job_ids = self._waiting.unlearned(_READ_AT_ONCE)
-        if not job_ids and not self._is_whole:
-            self._look()
-            job_ids = self._waiting.unlearned(_READ_AT_ONCE)
-        self._read([job_id for job_id in job_ids if job_id not in self._known])
-        for job_id in job_ids:
-            if job_id not in self._known:  # the data of those before it was too large to read more
-                break
-            use, quarantined = self._known.pop(job_id)
-            self._waiting.learn(job_id, use, quarantined=quarantined)
-        return bool(job_ids)
-
-    def _read(self, job_ids: Sequence[str]) -> None:
-        if not job_ids:
-            return
-        keys = [raw(Job.key_for(job_id)) for job_id in job_ids]
-        reply: list[list[Any]] = self._read_at(keys=keys, args=[FIELD_AGENT, FIELD_ATTEMPTS, _MAX_DATA_BYTES])
-        found, with_data, quarantined = reply[0], frozenset(reply[1]), frozenset(reply[2])
-        for number, (job_id, value) in enumerate(zip(job_ids, found, strict=False), start=1):
-            use = memory_use_in(value) if number in with_data else _noted(value.decode(errors="replace"))
-            self._known[job_id] = use, number in quarantined
-
-
-def _noted(note: str) -> MemoryUse:
-    """The end of `FIELD_AGENT`, in one of the forms that `_READ` lets pass."""
-    access, _, agent_id = note.partition(" ")
-    return MemoryUse("read" if access == "read" else "write", agent_id) if agent_id else UNUSED
+            return [], False
+        words = iter([word.decode(errors="replace") for word in found])
+        granted, has_put_aside = [], False
+        for job_id, use, verdict, store, former, version in zip(chosen, uses, words, words, words, words, strict=True):
+            if verdict in ("claimed", "lost"):
+                self._waiting.serve(job_id)
+                lost, number = verdict == "lost", int(version or 0)
+                granted.append(Granted(job_id, use, store, former, number, is_lost=lost, needs=needs[job_id]))
+            elif verdict == "gone":  # somebody else took it from the list
+                self._waiting.discard(job_id)
+            elif verdict in ("home", "away") and use.agent_id is not None:
+                self._waiting.lines.put_aside(use.agent_id, store)
+                has_put_aside = True
+                if verdict == "away":
+                    self._away.note(use.agent_id, float(former))
+        return granted, has_put_aside

@@ -1,7 +1,7 @@
 """Opens the queue: connection, lease, registration; and closes them in reverse. Main thread."""
 
 import logging
-import secrets
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -23,9 +23,10 @@ from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.registration import NAME_PREFIX, RqRegistration
+from stoker_worker.queue.registration import RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.queue.transient_errors import may_pass, reason_of
+from stoker_worker.queue.waiting_job import HomeRule
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -52,14 +53,17 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
-    """Hold the queues and be registered as an RQ worker for as long as the context lasts.
+def open_queue(settings: WorkerSettings, redis_url: str, *, store: str | None = None) -> Iterator[OpenQueue]:
+    """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
 
-    A standby waits while another worker holds one of the queues, or Redis is away, instead of refusing.
+    A standby waits while another worker has its name, or Redis is away, instead of refusing.
+
+    Args:
+        store: the name of the worker's store, which stays: the worker is called like it, if the settings have no name.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
-        QueueHeld: another live worker holds one of the queues.
+        QueueHeld: another live worker has this name.
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     with ExitStack() as closing:
@@ -67,18 +71,20 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
         closing.callback(connection.close)
         callbacks = Callbacks(connection, settings.callback_modules)
         closing.callback(callbacks.finish, settings.grace_s)
-        name = f"{NAME_PREFIX}{settings.name or socket.gethostname()}-{secrets.token_hex(4)}"
+        member = settings.name or store or usual_name()
+        name = new_worker_name(member)
         in_flight = JobsInFlight[RqClaimedJob]()
         registration = _registration(settings, connection, name, StopRequests(in_flight))
         closing.callback(registration.unsubscribe)
-        lease = Lease(connection, settings.queue_names, worker_name=name, ttl_s=settings.lease_ttl_s)
+        queues, ttl_s = settings.queue_names, settings.lease_ttl_s
+        lease = Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s, store=store)
         try:
             _take_over(lease, registration, standby=settings.standby)
         except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
             lease.release_quietly()
             shown = mask_url(redis_url)
             raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
-        log.info("worker %s holds %s", name, settings.queues)
+        log.info("worker %s holds %s, as %s", name, settings.queues, member)
         # Two tries within the time that is left after a beat.
         beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
         closing.callback(beating.close)
@@ -89,18 +95,22 @@ def open_queue(settings: WorkerSettings, redis_url: str) -> Iterator[OpenQueue]:
             callbacks=callbacks,
             heartbeat=HeartbeatWriter(beating, registration, lease),
             in_flight=in_flight,
+            rule=HomeRule(settings.home_wait_s, memory_travels=settings.shared_store is not None),
         )
-        closing.callback(_sign_off, rq_queue, registration, lease)
+        closing.callback(_sign_off, rq_queue)
         depths = QueueDepths(_client(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
         closing.callback(depths.close)
         yield OpenQueue(registration, rq_queue, depths)
 
 
-def _sign_off(rq_queue: RqQueue, registration: RqRegistration, lease: Lease) -> None:
+def usual_name() -> str:
+    """This machine's, as far as it can be a member's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "worker"
+
+
+def _sign_off(rq_queue: RqQueue) -> None:
     try:
         rq_queue.sign_off()
-        registration.register_death()
-        lease.release()
     except RedisError as error:  # the server is gone; the lease expires by itself
         log.warning("not signed off: %s", type(error).__name__)
 
@@ -123,7 +133,7 @@ def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> 
     """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
 
     Raises:
-        QueueHeld: another live worker holds one of the queues, and `standby` is not asked for.
+        QueueHeld: another live worker has this name, and `standby` is not asked for.
         RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
     """
     said = ""

@@ -8,7 +8,7 @@ only of jobs that a success has made ready. They are looked for when the worker 
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from redis import Redis
@@ -29,13 +29,16 @@ _FAILED: Final = JobStatus.FAILED.value.encode()
 class DeferredJobs:
     """Looks through the deferred jobs of some queues, in small steps."""
 
-    def __init__(self, connection: Redis, queues: list[str], follow_up: FollowUp, *, every_s: float = 300.0) -> None:
+    def __init__(
+        self, connection: Redis, queues: Callable[[], list[str]], follow_up: FollowUp, *, every_s: float = 300.0
+    ) -> None:
         """
         Args:
+            queues: those to look through now; asked when a round begins.
             every_s: time from the beginning of one round to the next.
         """
         self._connection = connection
-        self._keys = [DeferredJobRegistry(name, connection=connection).key for name in queues]
+        self._queues = queues
         self._follow_up = follow_up
         self._every_s = every_s
         self._next_round_at = float("-inf")
@@ -49,9 +52,8 @@ class DeferredJobs:
             RedisError: the server is away; the next step looks at the same page.
         """
         if not self._left and time.monotonic() >= self._next_round_at:
-            self._left = [
-                job_id for key in self._keys for job_id in cast(list[bytes], self._connection.zrange(key, 0, -1))
-            ]
+            keys = [DeferredJobRegistry(name, connection=self._connection).key for name in self._queues()]
+            self._left = [job_id for key in keys for job_id in cast(list[bytes], self._connection.zrange(key, 0, -1))]
             self._next_round_at = time.monotonic() + self._every_s
         if self._left:
             self._look_at(self._left[:_PAGE])

@@ -3,40 +3,25 @@
 Owns the queue as it was last seen, and what is known of each job's use of memory. Free places go alternately to the
 oldest job that may run, so that nobody waits for ever however many others come, and to the agent that was served
 longest ago, so that no agent's first job waits behind another agent's whole backlog. Each agent's jobs stay in order:
-only the head of its line can be chosen, and only heads are looked at. Several jobs that read may go together; a job
-that writes goes alone. The cost of a choice therefore depends on the number of busy agents, not on the number of
-waiting jobs.
+only the head of its line can be chosen, and only heads are looked at (`lines.py`). Several jobs that read may go
+together; a job that writes goes alone. The cost of a choice therefore depends on the number of busy agents, not on the
+number of waiting jobs.
 
 Of the jobs next in either order, one whose agent's cache is at hand goes first: then the disk is read less. The others
 are passed over within bounds.
 """
 
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from heapq import merge
 from itertools import chain, islice, takewhile, zip_longest
 from math import inf
-from typing import NamedTuple
 
-from stoker_worker.ports import UNUSED, Busy, MemoryUse
+from stoker_shared.needs import NOTHING, Needs
+from stoker_worker.ports import Busy, MemoryUse
+from stoker_worker.queue.lines import Lines
 from stoker_worker.queue.passed_over import MOST_PASSED, PassedOver
-
-Line = str | tuple[str]
-"""An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
-
-
-class Waiting(NamedTuple):
-    """A waiting job. Sorts by its place in the queue, which no other job has."""
-
-    place: int
-    job_id: str
-    use: MemoryUse = UNUSED
-    quarantined: bool = False
-
-    @property
-    def line(self) -> Line:
-        return (self.job_id,) if self.use.agent_id is None else self.use.agent_id
+from stoker_worker.queue.waiting_job import Waiting
 
 
 class FairQueue:
@@ -44,12 +29,14 @@ class FairQueue:
 
     Attributes:
         is_at_hand: whether nothing of an agent's cache has to be read from disk for its next job.
+        lines: the learned jobs.
     """
 
     def __init__(self, passed_over: PassedOver | None = None) -> None:
         self.is_at_hand: Callable[[str], bool] = lambda agent_id: True
         self._passed_over = passed_over or PassedOver()
         self._n_served = 0
+        self.lines = Lines()
         self.clear()
 
     def __len__(self) -> int:
@@ -62,12 +49,8 @@ class FairQueue:
         """Forget all jobs, and which agents were served. For how long jobs have been passed over stays known."""
         self._jobs: OrderedDict[str, Waiting] = OrderedDict()  # in queue order
         self._unlearned: OrderedDict[str, None] = OrderedDict()  # those of them whose use of memory is not known
-        self._lines: dict[Line, list[Waiting]] = {}  # the others, in queue order
-        self._heads: list[Waiting] = []  # of all lines, in queue order
-        self._turns: list[tuple[int, Waiting]] = []  # the agents' heads, with when each agent was served; sorted
-        self._served_at: dict[Line, int] = {}  # counts places given; not there for an agent that was never served
+        self.lines.clear()
         self._quarantined: set[str] = set()
-        self._agents: frozenset[str] | None = None
         self._front, self._back = 0, 0
 
     def append(self, job_ids: Iterable[str]) -> None:
@@ -93,35 +76,25 @@ class FairQueue:
         if job_id in self._unlearned:
             del self._unlearned[job_id]
         elif job is not None:
-            line = self._take_out(job.line)
-            line.remove(job)
-            self._put_in(job.line, line)
+            self.lines.remove(job)
 
     def serve(self, job_id: str) -> None:
         """Remove a chosen job that got its place: its agent's next job waits for its turn. `choose` removes nothing."""
-        name = self._jobs[job_id].line
         self._n_served += 1
-        line = self._take_out(name)
-        self._served_at[name] = self._n_served
-        self._put_in(name, line)
+        self.lines.serve(self._jobs[job_id], self._n_served)
         self.discard(job_id)
-
-    def agents(self) -> frozenset[str]:
-        """The agents of all learned jobs; the same object until they change."""
-        if self._agents is None:
-            self._agents = frozenset(name for name in self._lines if isinstance(name, str))
-        return self._agents
 
     def place_of(self, agent_id: str) -> int | None:
         """Grows with how far behind the agent's first learned job is; ``None``: it has none. Any thread."""
-        return next((job.place for job in self._lines.get(agent_id, ())), None)
+        head = self.lines.first_of(agent_id)
+        return None if head is None else head.place
 
     def next_agents(self, limit: int) -> list[str]:
         """The agents of the next jobs, about in the order of `choose`: by age and by turn alternately. Looks at `limit`
         heads of each kind or more, because a job without an agent comes first in its place too."""
         most = max(limit, MOST_PASSED)
-        by_age = (job.line for job in self._soon_first(islice(self._heads, most), limit))
-        by_turn = (job.line for job in self._soon_first((job for _, job in islice(self._turns, most)), limit))
+        by_age = (job.line for job in self._soon_first(islice(self.lines.heads, most), limit))
+        by_turn = (job.line for job in self._soon_first((job for _, job in islice(self.lines.turns, most)), limit))
         both = chain.from_iterable(zip_longest(by_age, by_turn))
         return list(islice(dict.fromkeys(name for name in both if isinstance(name, str)), limit))
 
@@ -141,21 +114,28 @@ class FairQueue:
         """The first `count` jobs whose use of memory is not known."""
         return list(islice(self._unlearned, count))
 
-    def learn(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
-        """Note how a job uses memory; a quarantined job is never chosen. Does nothing for a job that is not waiting."""
+    def learn(self, job_id: str, use: MemoryUse, needs: Needs = NOTHING, *, quarantined: bool) -> None:
+        """Note how a job uses memory, and what it needs; a quarantined job is never chosen. Does nothing for a job that
+        is not waiting."""
         if job_id not in self._unlearned:
             return
         del self._unlearned[job_id]
-        job = self._jobs[job_id] = self._jobs[job_id]._replace(use=use, quarantined=quarantined)
+        job = self._jobs[job_id] = self._jobs[job_id]._replace(use=use, quarantined=quarantined, needs=needs)
         if quarantined:
             self._quarantined.add(job_id)
-        line = self._take_out(job.line)
-        insort(line, job)
-        self._put_in(job.line, line)
+        self.lines.add(job)
 
-    def learned(self) -> dict[str, tuple[MemoryUse, bool]]:
-        """The arguments of `learn` for every job that was learned, by job id."""
-        return {id_: (job.use, job.quarantined) for id_, job in self._jobs.items() if id_ not in self._unlearned}
+    def use_of(self, job_id: str) -> MemoryUse:
+        """How a waiting job uses memory, as it was learned."""
+        return self._jobs[job_id].use
+
+    def needs_of(self, job_id: str) -> Needs:
+        """What a waiting job needs, as it was learned."""
+        return self._jobs[job_id].needs
+
+    def learned(self) -> dict[str, Waiting]:
+        """Every job that was learned, by its id."""
+        return {job_id: job for job_id, job in self._jobs.items() if job_id not in self._unlearned}
 
     def choose(self, limit: int, busy: Busy) -> list[str]:
         """The next jobs, at most `limit`, that may run beside one another and beside what is busy. They stay here, and
@@ -172,11 +152,11 @@ class FairQueue:
             return not (job.quarantined or job.job_id in busy.job_ids or job in chosen or busy.bars(job.use))
 
         def oldest() -> Waiting | None:
-            return first_at_hand(takewhile(lambda job: job.place < end, merge(self._heads, followers)))
+            return first_at_hand(takewhile(lambda job: job.place < end, merge(self.lines.heads, followers)))
 
         def next_in_turn() -> Waiting | None:
             had_a_turn = {job.line for job in chosen}
-            return first_at_hand(job for _, job in self._turns if job.place < end and job.line not in had_a_turn)
+            return first_at_hand(job for _, job in self.lines.turns if job.place < end and job.line not in had_a_turn)
 
         def first_at_hand(jobs: Iterable[Waiting]) -> Waiting | None:
             passed: list[Waiting] = []
@@ -196,15 +176,14 @@ class FairQueue:
             chosen.append(job)
             busy = busy.beside([job.use])
             if job.use.access == "read":
-                line = self._lines[job.line]
-                behind = line.index(job) + 1
-                followers = sorted([*followers, *line[behind : behind + 1]])
+                followers = sorted([*followers, *self.lines.behind(job)])
         return [job.job_id for job in chosen]
 
     def next_quarantined(self) -> str | None:
         """The oldest quarantined job that waits for nothing but to be alone."""
-        jobs = [self._jobs[job_id] for job_id in self._quarantined]
-        ready = [job for job in jobs if job.place < self._end() and self._lines[job.line][0] is job]
+        lines, jobs = self.lines, map(self._jobs.__getitem__, self._quarantined)
+        here = [job for job in jobs if job.line not in lines.aside and job.line not in lines.left]
+        ready = [job for job in here if job.place < self._end() and lines.first_of(job.line) is job]
         return min(ready).job_id if ready else None
 
     def _goes_now(self, job: Waiting, n_given: int) -> bool:
@@ -225,25 +204,3 @@ class FairQueue:
         self.discard(job_id)
         self._jobs[job_id] = Waiting(place, job_id)
         self._unlearned[job_id] = None
-
-    def _take_out(self, name: Line) -> list[Waiting]:
-        """A line to be changed. Until `_put_in`, its head is not among the heads."""
-        line = self._lines.get(name, [])
-        if line:
-            del self._heads[bisect_left(self._heads, line[0])]
-            if isinstance(name, str):
-                del self._turns[bisect_left(self._turns, (self._served_at.get(name, 0), line[0]))]
-        return line
-
-    def _put_in(self, name: Line, line: list[Waiting]) -> None:
-        is_agents = isinstance(name, str)
-        if is_agents and bool(line) != (name in self._lines):
-            self._agents = None
-        if not line:
-            del self._lines[name]
-            self._served_at.pop(name, None)
-            return
-        self._lines[name] = line
-        insort(self._heads, line[0])
-        if is_agents:
-            insort(self._turns, (self._served_at.get(name, 0), line[0]))

@@ -6,7 +6,7 @@ cannot tell whether a step was done does it again: the thread that ended the job
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from typing import cast
 
@@ -34,9 +34,8 @@ _OVER = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
 class FollowUp:
     """Carries out the follow-ups of ends that were written."""
 
-    def __init__(self, connection: Redis, queues: list[str]) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._queues = queues
 
     def carry_out(self, queue_name: str, member: str, note: EndedNote) -> None:
         """
@@ -72,13 +71,14 @@ class FollowUp:
         if note.rate_limit:
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
 
-    def catch_up(self, leave: Set[str]) -> None:
+    def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str] = frozenset()) -> None:
         """Carry out what a dead worker left, or this one.
 
         Args:
             leave: ids of executions in flight: the threads that end them do what follows.
+            others: living members, which carry out what follows their own ends.
         """
-        for queue_name in self._queues:
+        for queue_name in queues:
             key = ENDED_KEY.format(queue=queue_name)
             for member, text in cast(dict[bytes, bytes], self._connection.hgetall(key)).items():
                 job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
@@ -89,6 +89,8 @@ class FollowUp:
                 except (ValueError, TypeError):
                     log.error("the note of the end of job %s cannot be read", job_id)
                     self._connection.hdel(key, member)
+                    continue
+                if note.member in others:
                     continue
                 log.warning("job %s has ended; carrying out what follows", job_id)
                 self.carry_out(queue_name, member.decode(), note)

@@ -13,16 +13,15 @@ from base64 import b64encode
 from typing import Final
 
 from redis import Redis
-from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
-from rq.queue import Queue
 from rq.registry import FailedJobRegistry
 from rq.results import Result
 from rq.utils import now, utcformat
 
 from stoker_shared.errors import InvalidRequest
-from stoker_shared.wire import DEFAULT_FAILURE_TTL_S
-from stoker_worker.queue.lease import HOLDS, Lease
+from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import HOLDS
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,13 @@ _WHY: Final = InvalidRequest(
     "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
 )
 
-# Takes effect once, and for the holder of the lease only: the id is in the intermediate list until then.
+# Takes effect once, and for the holder of the lease only: the id is among the claimed ones until then.
 _FAIL: Final = (
     HOLDS
     + """
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-local intermediate, job, results, failed = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-if redis.call('LREM', intermediate, 1, ARGV[4]) == 0 then return 0 end
+local claimed, job, results, failed = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+if redis.call('LREM', claimed, 1, ARGV[4]) == 0 then return 0 end
 local status = redis.pcall('HGET', job, 'status') -- false, or an error, if there is no job
 local is_over = status == 'finished' or status == 'failed' or status == 'stopped' or status == 'canceled'
 if type(status) ~= 'string' or is_over then return 0 end
@@ -87,19 +86,18 @@ class ForeignIds:
         """Fail a claimed job; drop the id if no job of this id waits.
 
         Raises:
-            RedisError: the server went away; recovery finds the id in the intermediate list.
+            RedisError: the server went away; recovery finds the id among the claimed ones.
         """
         line = f"{type(_WHY).__name__}: {_WHY}"
-        queue_key = Queue(queue_name, connection=self._connection).key
         keys: list[str | bytes] = [
-            *self._lease.keys(queue_name),
-            IntermediateQueue.get_intermediate_queue_key(queue_key),
+            *self._lease.keys,
+            CLAIMED_KEY.format(queue=queue_name, member=self._lease.member),
             raw(Job.key_for(job_id)),
             raw(Result.get_key(job_id)),
             FailedJobRegistry(queue_name, connection=self._connection).key,
         ]
         compressed = zlib.compress(line.encode())
-        args: list[str | bytes | int] = [*self._lease.args(queue_name), raw(job_id), utcformat(now()), compressed]
+        args: list[str | bytes | int] = [*self._lease.args, raw(job_id), utcformat(now()), compressed]
         args += [Result.Type.FAILED.value, b64encode(compressed), DEFAULT_FAILURE_TTL_S, int(time.time())]
         if self._script(keys=keys, args=args):
             log.warning("job %r refused: %s", job_id, line)

@@ -1,6 +1,7 @@
 """Looks after what is due by the clock: scheduled jobs, lost and deferred jobs, expired entries. Fetcher thread.
 
-Owns when each is looked at. Each step is short, because the same thread watches the running jobs.
+Owns when each is looked at. Each step is short, because the same thread watches the running jobs. Of several workers on
+a queue one does it (`Members.duties`), and RQ's own locks choose the one that schedules.
 """
 
 from collections.abc import Container
@@ -18,6 +19,7 @@ from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lost_jobs import LostJobs
+from stoker_worker.queue.members import Members
 from stoker_worker.queue.scheduler import Scheduler
 
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
@@ -26,16 +28,16 @@ _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 class Housekeeping:
     """RQ's scheduler, the searches that complete recovery, and RQ's cleaning, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, queues: list[str], lease: Lease, follow_up: FollowUp, *, name: str) -> None:
+    def __init__(self, connection: Redis, lease: Lease, members: Members, follow_up: FollowUp, *, name: str) -> None:
         """
         Args:
             name: the worker's name, under which the scheduler's locks are held.
         """
         self._connection = connection
-        self._queues = queues
-        self.scheduler = Scheduler(connection, queues, lease, name=name)
-        self._lost = LostJobs(connection, queues, lease)
-        self._deferred = DeferredJobs(connection, queues, follow_up)
+        self._members = members
+        self.scheduler = Scheduler(connection, lease, members, name=name)
+        self._lost = LostJobs(connection, members.duties, lease)
+        self._deferred = DeferredJobs(connection, members.duties, follow_up)
         self._search = Periodic(1.0)
         self._clean = Periodic(60.0)
 
@@ -53,7 +55,7 @@ class Housekeeping:
             self._lost.step(in_flight)
             self._deferred.step()
         if self._clean.is_due():
-            for name in self._queues:
+            for name in self._members.duties():
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):
                     registry(name, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer).cleanup()
             for limit in RateLimitRegistry.all(self._connection):

@@ -7,26 +7,35 @@ import itertools
 import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, cast
 
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 from rq.exceptions import NoSuchJobError
-from rq.intermediate_queue import IntermediateQueue
-from rq.queue import Queue
 
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.errors import OwnershipLost, PayloadRefused, RedisUnavailable, RequestError
+from stoker_shared.errors import (
+    AgentElsewhere,
+    OwnershipLost,
+    PayloadRefused,
+    RedisUnavailable,
+    RequestError,
+    StokerError,
+)
 from stoker_shared.request import GenerationRequest
-from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S
+from stoker_shared.wire import CLAIMED_KEY, DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.events.job_log import log_failure
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.foreign_ids import ForeignIds, is_rqs, raw
+from stoker_worker.queue.homes import NOBODY, Homes
 from stoker_worker.queue.json_job import JobRun, JsonJob
+from stoker_worker.queue.keeping import Keeping
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.start_transaction import OVER, EnqueuedAnew, StartTransaction
+from stoker_worker.queue.waiting_job import Granted
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +51,7 @@ class JobStart:
         connection: Redis,
         registration: RqRegistration,
         lease: Lease,
+        homes: Homes,
         parts: QueueParts,
     ) -> None:
         """
@@ -50,25 +60,32 @@ class JobStart:
         """
         self._parts = parts
         self._connection = connection
+        self._lease = lease
+        self._homes = homes
         self._transaction = StartTransaction(connection, registration, lease)
         self._foreign_ids = ForeignIds(connection, lease)
         self._claim_numbers = itertools.count()
 
-    def start(self, queue_name: str, job_id: str) -> RqClaimedJob | None:
+    def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
         """``None`` if there is no job of this id that can run, or if it was refused.
 
         Raises:
+            RunsElsewhere: its id has to wait; it is still among the claimed ones.
             RedisError: the server went away meanwhile; recovery finds a job that was begun.
         """
+        job_id, agent_id = granted.job_id, granted.use.agent_id
+        if agent_id is not None:
+            self._parts.known_homes.claimed(agent_id, granted.former, granted.version, granted.store)
         if not is_rqs(job_id):
             self._foreign_ids.fail(queue_name, job_id)
             return None
         for _ in range(_READS):
             with suppress(EnqueuedAnew):
-                return self._start(queue_name, job_id)
+                return self._start(queue_name, granted)
         raise RedisUnavailable(f"job {job_id} is enqueued anew all the time")  # put back, and tried again
 
-    def _start(self, queue_name: str, job_id: str) -> RqClaimedJob | None:
+    def _start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
+        job_id = granted.job_id
         try:
             rq_job, broken = self._read(job_id)
         except ResponseError as error:  # the key is no hash
@@ -91,13 +108,33 @@ class JobStart:
         try:
             if broken is not None:
                 raise broken
-            return self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks))
-        except RequestError as error:
+            job = self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks), granted)
+            if job.memory_use == granted.use:  # otherwise it goes back, and is claimed as it really is
+                self._check_memory(job, granted)
+            return job
+        except (RequestError, AgentElsewhere) as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
             return None
 
-    def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest) -> RqClaimedJob:
+    def _check_memory(self, job: RqClaimedJob, granted: Granted) -> None:
+        """
+        Raises:
+            AgentElsewhere: the job needs, or would make anew, what is in another member's store.
+        """
+        if granted.is_lost:
+            raise AgentElsewhere(
+                f"the memory of agent {granted.use.agent_id!r} is in store {granted.store!r} of worker "
+                f"{granted.former!r}, which is away or does not serve queue {job.queue!r}; start that worker, or send "
+                "the whole conversation (context 'full')"
+            )
+        target = job.request.target if isinstance(job.request, AgentRequest) else None
+        if target is not None:
+            if (other := self._homes.hold(target)) is not None:
+                raise AgentElsewhere(f"agent {target!r} exists already, at worker {other!r}")
+            self._parts.known_homes.claimed(target, NOBODY, 0, NOBODY)
+
+    def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest, granted: Granted) -> RqClaimedJob:
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
         return RqClaimedJob(
@@ -111,11 +148,12 @@ class JobStart:
             claimed_at=now,
             claim_number=next(self._claim_numbers),
             deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
-            run=run,
+            former_home=None if granted.is_lost or granted.former in ("", NOBODY) else granted.former,
+            run=replace(run, keeping=Keeping.of(request, granted, self._lease.store)),
             parts=self._parts,
         )
 
-    def _refuse(self, run: JobRun, error: RequestError) -> None:
+    def _refuse(self, run: JobRun, error: StokerError) -> None:
         for tries_left in (2, 1, 0):  # a refused job is in no table: nobody else tries again after a lost connection
             try:
                 self._parts.job_finish.fail(run, error)
@@ -130,7 +168,7 @@ class JobStart:
 
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id that names no job to run."""
-        key = IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
+        key = CLAIMED_KEY.format(queue=queue_name, member=self._lease.member)
         self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
 
     def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:

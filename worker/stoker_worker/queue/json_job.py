@@ -16,7 +16,8 @@ from rq.serializers import JSONSerializer
 from stoker_shared.agent_request import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
-from stoker_shared.request import Access, GenerationRequest, build_request, request_digest
+from stoker_shared.needs import Needs
+from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
@@ -29,7 +30,7 @@ from stoker_shared.wire import (
     REQUEST_KWARG,
     TASK_PATH,
 )
-from stoker_worker.ports import UNUSED, MemoryUse
+from stoker_worker.queue.keeping import Keeping
 
 _UNREADABLE = "<unreadable>"
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
@@ -184,6 +185,10 @@ class JsonJob(Job):
             raise PayloadRefused(f"{func_name} takes exactly one argument, {REQUEST_KWARG}={{...}}")
         return build_request(request) if func_name == TASK_PATH else build_agent_request(request)
 
+    def needs(self) -> Needs:
+        """What the job needs of its worker. Call `read_request` first."""
+        return Needs.of(self.func_name or "", self.kwargs[REQUEST_KWARG])
+
     def digest(self) -> str:
         """The digest of the request, the same for every delivery of it. Call `read_request` first.
 
@@ -210,20 +215,6 @@ end
 """Lua: the stamp of a job's hash as it is now."""
 
 
-def memory_use_in(data: bytes | None) -> MemoryUse:
-    """Whose memory the job with this stored `data` uses, and how; `UNUSED` if that cannot be read.
-
-    Needed for reading ahead in the queue: only our own producer notes it in a field.
-    """
-    try:
-        request = json.loads(unpacked(data or b""))[3][REQUEST_KWARG]
-        agent_id, cache, action = (request.get(name) for name in ("agent_id", "cache", "action"))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return UNUSED
-    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
-    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None)
-
-
 def as_count(value: bytes | None) -> int:
     """A counter field of a job's hash; 0 if it is missing or holds something else."""
     return int(value) if value is not None and value.isdigit() else 0
@@ -231,7 +222,12 @@ def as_count(value: bytes | None) -> int:
 
 @dataclass(frozen=True)
 class JobRun:
-    """RQ's record of the job, and of this execution of it."""
+    """RQ's record of the job, and of this execution of it.
+
+    Attributes:
+        keeping: the agent that the job changes, if it changes one.
+    """
 
     job: JsonJob
     execution: Execution
+    keeping: Keeping | None = None

@@ -1,159 +1,175 @@
-"""One active worker per queue. Owns the lease keys and their fencing numbers; main and heartbeat thread.
+"""A worker's share of its queues. Owns the member's lease and fencing number; main and heartbeat thread.
 
-Only the holder of a queue's lease may claim from the queue and end its jobs. The lease expires if the holder stops
-renewing it, and is taken over at once from a holder that is certainly dead (same host and boot, process gone). Each
-holder has a fencing number, higher than all before: a holder that slept until its lease ran out sees from the last
-number handed out whether another worker has held the queue since.
+Several workers may serve a queue, each under a name of its own: a member. Only the holder of a member's lease may claim
+in that name, and end the jobs that were claimed so. The lease expires if the holder stops renewing it, and is taken
+over at once from a holder that is certainly dead (same host and boot, process gone). Each holder has a fencing number,
+higher than all before: a holder that slept until its lease ran out sees from the last number handed out whether another
+worker has held it since.
+
+Another member takes the lease of a dead one to put its jobs back (`recoverer.py`), by the same rules.
 """
 
 import json
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from stoker_shared.errors import QueueHeld
-from stoker_shared.wire import FENCE_KEY, LEASE_KEY
-from stoker_worker.process_identity import ProcessIdentity
+from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY, SERVED_KEY
+from stoker_worker.process_identity import ProcessIdentity, pid_namespace
+from stoker_worker.queue.holder import described, identity_in
+from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
 
-# Each script compares the stored holder with the one the caller expects, so that no step acts on an old reading. A
-# worker that is refused gets no number: that would depose the holder.
-_TAKE = """
-local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[1] then return {held, 0, redis.call('PTTL', KEYS[1])} end
-local fence = redis.call('INCRBY', KEYS[2], 1)
-local mine = '{"fence": ' .. fence .. ', ' .. string.sub(ARGV[2], 2)
-redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
-return {mine, fence, 0}
-"""
-
-HOLDS: Final = """
-local function holds(lease, fence, mine, number, ttl_ms)
-  local held = redis.call('GET', lease)
-  if held then return held == mine end
-  local last = redis.call('GET', fence)
-  if last and last ~= number then return false end
-  redis.call('SET', fence, number)
-  redis.call('SET', lease, mine, 'PX', ttl_ms)
-  return true
-end
-"""
-"""Lua: whether the lease is ours. A lease that ran out while Redis was away is taken up again, unless another worker
-has held the queue since: then our jobs in flight were that worker's to recover, even if it has left. (There is no
-number if the server has lost its data.) Called with `Lease.keys` and `Lease.args`."""
-
-_RENEW = (
-    HOLDS
-    + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
-return 1
-"""
-)
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
-
-
-class _Held(NamedTuple):
-    value: str
-    fence: int
+_RETRY_S: Final = 0.05
 
 
 class Lease:
-    """The right to work on some queues, all or none of them."""
+    """The right to work on some queues in a member's name.
 
-    def __init__(self, connection: Redis, queues: list[str], *, worker_name: str, ttl_s: float) -> None:
-        self._queues = queues
+    Attributes:
+        member: the name.
+        store: the name of the member's store, which has what its agents remember.
+        queues: where it claims.
+        ttl_s: how long it lasts after a renewal.
+        former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
+    """
+
+    def __init__(
+        self,
+        connection: Redis,
+        member: str,
+        queues: Sequence[str],
+        *,
+        worker_name: str,
+        ttl_s: float,
+        store: str | None = None,
+    ) -> None:
+        """
+        Args:
+            worker_name: of the RQ worker that holds the lease.
+            store: ``None``: it is called like the member.
+        """
+        self.member = member
+        self.store = store or member
+        self.queues = tuple(queues)
+        self.ttl_s = ttl_s
+        self.former_queues: tuple[str, ...] = ()
+        self.keys = [LEASE_KEY.format(member=member), FENCE_KEY.format(member=member)]
+        served = [SERVED_KEY.format(queue=queue) for queue in queues]
+        self._all_keys = [*self.keys, MEMBERS_KEY, LEFT_KEY, *served]
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._worker_name = worker_name
-        self._connection = connection
-        self._take = connection.register_script(_TAKE)
-        self._renew = connection.register_script(_RENEW)
-        self._release = connection.register_script(_RELEASE)
-        self._held: dict[str, _Held] = {}
+        self._take = connection.register_script(TAKE)
+        self._renew = connection.register_script(RENEW)
+        self._release = connection.register_script(RELEASE)
+        self._leave = connection.register_script(LEAVE)
+        self._describe = connection.register_script(DESCRIBE)
+        self._value, self._fence = "", 0
+        self._record = ""  # what other members see: the value, and what was announced
 
-    def acquire(self) -> None:
-        """Take the lease of every queue.
+    @property
+    def is_held(self) -> bool:
+        """Whether it was acquired and not released; no round trip."""
+        return self._fence > 0
+
+    @property
+    def value(self) -> str:
+        """The value of the lease key while it is ours; scripts compare it before they write."""
+        return self._value
+
+    @property
+    def args(self) -> list[str | int]:
+        """Value, number and lifetime in milliseconds: the first ARGV of a script that begins with `HOLDS`. Its first
+        KEYS are `keys`."""
+        return [self._value, self._fence, self._ttl_ms]
+
+    def acquire(self, *, recovers: bool = False) -> None:
+        """Take the lease, and join its queues.
+
+        Args:
+            recovers: only put the member's jobs back; the set of members stays as it is.
 
         Raises:
-            QueueHeld: another worker, which is not certainly dead, holds one of the queues. No lease is held then.
+            QueueHeld: another worker, which is not certainly dead, holds it.
         """
-        try:
-            for queue in self._queues:
-                self._acquire_one(queue)
-        except QueueHeld:
-            self.release()
-            raise
+        description: dict[str, Any] = {"worker": self._worker_name, "queues": self.queues, "store": self.store}
+        description["pids"] = pid_namespace()
+        if recovers:
+            description["recovers"] = self.member
+        mine = json.dumps({**description, **asdict(ProcessIdentity.of_this_process())}, sort_keys=True)
+        believed, gives_up_at = "", None
+        while True:
+            args: list[str | int] = [believed, mine, self._ttl_ms, self.member, int(not recovers), self.store]
+            held, fence, left_ms, before = self._take(keys=self._all_keys, args=args)
+            if fence:
+                self._value = self._record = held.decode()
+                self._fence = fence
+                self.former_queues = tuple(described(before.decode(errors="replace"))["queues"])
+                return
+            value = held.decode(errors="replace")
+            holder = described(value)
+            # The holder is this worker itself if the reply to an earlier try was lost.
+            is_free = holder["worker"] == self._worker_name or identity_in(holder).is_certainly_dead()
+            if is_free and value != believed:
+                believed = value
+                continue
+            gives_up_at = gives_up_at or time.monotonic() + left_ms / 1000 + _RETRY_S
+            if not holder["recovers"] or recovers or time.monotonic() > gives_up_at:
+                break
+            time.sleep(_RETRY_S)  # it only puts this member's jobs back
+        how = f"under the name {self.member!r}" if holder["queues"] else "alone, as earlier versions do"
+        raise QueueHeld(
+            f"queue {','.join(self.queues)!r} is held by worker {holder['worker']} on host {holder['host']}, "
+            f"pid {holder['pid']}, {how}; if that worker is gone, its lease runs out in {left_ms / 1000:.1f} s"
+        )
 
     def renew(self, connection: Redis | None = None) -> bool:
-        """Postpone the expiry; ``False`` if another worker holds a queue, or has held it since: this one is deposed.
+        """Postpone the expiry; ``False`` if another worker holds the lease, or has held it since: this one is deposed.
 
         Args:
             connection: used instead of the lease's own.
         """
-        return all(self._renew_one(queue, connection) for queue in self._held)
+        args = [*self.args, self.member, self._record]
+        return self.is_held and self._renew(keys=self._all_keys, args=args, client=connection) == 1
+
+    def is_ours(self) -> bool:
+        """Whether no other worker has taken it. A lease that ran out is taken up again, as in `HOLDS`."""
+        return self.renew()
+
+    def settle(self) -> None:
+        """The jobs of the earlier holder are put back: the others see this one as it is."""
+        if self.former_queues:
+            counts = [COUNTS_KEY.format(queue=name) for name in self.former_queues if name not in self.queues]
+            self._show(counts)
+            self.former_queues = ()
+
+    def announce(self, what: Mapping[str, Any]) -> bool:
+        """Let the others know more of this member; ``False`` if its lease has run out for a moment: try again."""
+        self._record = json.dumps({**json.loads(self._record), **what}, sort_keys=True)
+        return self._show([])
+
+    def leave(self) -> None:
+        """Leave the members, and give up the lease. Nothing may be claimed or in flight in this name any more."""
+        counts = [COUNTS_KEY.format(queue=queue) for queue in self.queues]
+        self._leave(keys=[*self._all_keys, *counts], args=[self._value, self.member, self.store])
+        self._fence = 0
 
     def release(self) -> None:
-        """Give up all leases."""
-        for queue, held in self._held.items():
-            self._release(keys=[LEASE_KEY.format(queue=queue)], args=[held.value])
-        self._held.clear()
+        """Give up the lease and stay a member, whose jobs the next holder puts back."""
+        if self.is_held:
+            self._release(keys=self.keys, args=[self._value])
+            self._fence = 0
 
     def release_quietly(self) -> None:
-        """As `release`, but ignores errors of Redis: the leases then run out by themselves."""
+        """As `release`, but ignores errors of Redis: the lease then runs out by itself."""
         with suppress(RedisError):
             self.release()
 
-    def is_ours(self, queue: str) -> bool:
-        """Whether no other worker has taken the queue. A lease that ran out is taken up again, as in `HOLDS`."""
-        return queue in self._held and self._renew_one(queue)
-
-    def held_value(self, queue: str) -> str:
-        """The value of the queue's lease key while it is ours; scripts compare it before they write."""
-        return self._held[queue].value
-
-    def keys(self, queue: str) -> list[str]:
-        """The keys of the lease and of the last number: the first KEYS of a script that begins with `HOLDS`."""
-        return [LEASE_KEY.format(queue=queue), FENCE_KEY.format(queue=queue)]
-
-    def args(self, queue: str) -> list[str | int]:
-        """Value, number and lifetime in milliseconds: the first ARGV of such a script."""
-        return [*self._held[queue], self._ttl_ms]
-
-    def _renew_one(self, queue: str, connection: Redis | None = None) -> bool:
-        renewed: int = self._renew(keys=self.keys(queue), args=self.args(queue), client=connection)
-        return renewed == 1
-
-    def _acquire_one(self, queue: str) -> None:
-        identity = asdict(ProcessIdentity.of_this_process())
-        mine = json.dumps({"worker": self._worker_name, **identity}, sort_keys=True)
-        believed = ""
-        for _ in range(2):
-            held, fence, left_ms = self._take(keys=self.keys(queue), args=[believed, mine, self._ttl_ms])
-            if fence:
-                self._held[queue] = _Held(held.decode(), fence)
-                return
-            believed = held.decode(errors="replace")
-            holder = _holder(believed)
-            # The holder is this worker itself if the reply to an earlier try was lost.
-            if holder["worker"] != self._worker_name and not _identity(holder).is_certainly_dead():
-                break
-        raise QueueHeld(
-            f"queue {queue!r} is held by worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}; "
-            f"if that worker is gone, its lease runs out in {left_ms / 1000:.1f} s"
-        )
-
-
-def _holder(value: str) -> dict[str, Any]:
-    """The holder's description in a lease key, with placeholders for what is missing."""
-    unknown = {"worker": "unknown", "host": "unknown", "boot": "", "pid": 0, "started": ""}
-    try:
-        found = json.loads(value)
-    except ValueError:
-        found = {}
-    return unknown | found if isinstance(found, dict) else unknown
-
-
-def _identity(holder: dict[str, Any]) -> ProcessIdentity:
-    return ProcessIdentity(host=holder["host"], boot=holder["boot"], pid=holder["pid"], started=holder["started"])
+    def _show(self, counts: Sequence[str]) -> bool:
+        args: list[str | int] = [self._value, self.member, self._record, len(self.queues)]
+        return bool(self._describe(keys=[*self._all_keys, *counts], args=args))

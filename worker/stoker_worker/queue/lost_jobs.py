@@ -4,23 +4,24 @@ Owns what it has seen so far. Such a job is left by a stock worker that died jus
 old RQ that removed a started job's entry, or by a hand in `redis-cli`. They are looked for when the worker starts, and
 then rarely, one page per step: the ids in the queues first, then the job hashes. An enqueue or a claim of a job that is
 in no queue may be under way, so it is looked at again a minute later. A script puts it back if it has not changed by
-then, and is in no list and no registry.
+then, and is in no list and no registry, and no member has claimed or started it.
 """
 
 import logging
 import re
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Final, cast
 
 from redis import Redis
+from rq.executions import Execution, ExecutionRegistry
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import DeferredJobRegistry, ReadyJobRegistry, ScheduledJobRegistry, StartedJobRegistry
 from rq.worker import BaseWorker
 
-from stoker_shared.wire import LEASE_KEY
+from stoker_shared.wire import CLAIMED_KEY, MEMBERS_KEY
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import NAME_PREFIX
 
@@ -39,10 +40,19 @@ local now = redis.call('HMGET', job, 'status', 'enqueued_at', 'started_at')
 for i = 1, 3 do if (now[i] or '') ~= ARGV[i + 2] then return 0 end end
 if redis.call('LPOS', queue, job_id) or redis.call('LPOS', KEYS[4], job_id) then return 0 end
 for i = 5, 7 do if redis.call('ZSCORE', KEYS[i], job_id) then return 0 end end
+for _, member in ipairs(redis.call('HKEYS', KEYS[11])) do
+  if redis.call('LPOS', ARGV[7] .. member, job_id) then return 0 end
+end
 for _, member in ipairs(redis.call('ZRANGE', KEYS[8], 0, -1)) do
   if string.sub(member, 1, #job_id + 1) == job_id .. ':' then return 0 end
 end
 if now[1] == 'started' and redis.call('EXISTS', KEYS[9]) == 1 then return 0 end
+for _, id in ipairs(redis.call('ZRANGE', KEYS[10], 0, -1)) do
+  local worker = redis.call('HGET', ARGV[6] .. id, 'worker_name')
+  for _, lease in ipairs(worker and redis.call('HVALS', KEYS[11]) or {}) do
+    if lease ~= ARGV[1] and string.find(lease, '"' .. worker .. '"', 1, true) then return 0 end
+  end
+end
 redis.call('HSET', job, 'status', 'queued')
 redis.call('HDEL', job, 'worker_name')
 redis.call('LPUSH', queue, job_id)
@@ -57,10 +67,17 @@ class LostJobs:
     """Looks for the lost jobs of some queues, in small steps."""
 
     def __init__(
-        self, connection: Redis, queues: list[str], lease: Lease, *, wait_s: float = 60.0, every_s: float = 300.0
+        self,
+        connection: Redis,
+        queues: Callable[[], list[str]],
+        lease: Lease,
+        *,
+        wait_s: float = 60.0,
+        every_s: float = 300.0,
     ) -> None:
         """
         Args:
+            queues: those to search now; asked when a search begins.
             wait_s: time between the two looks at a job.
             every_s: time from the end of a search to the next one.
         """
@@ -89,7 +106,10 @@ class LostJobs:
     def _begin_search(self) -> Iterator[list[tuple[bytes, Reading]]]:
         """For each step the jobs that are due for their second look."""
         listed: set[bytes] = set()
-        for name in self._queues:
+        queues = self._queues()
+        if not queues:
+            return
+        for name in queues:
             key, start = Queue(name, connection=self._connection).key, 0
             while ids := cast(list[bytes], self._connection.lrange(key, start, start + _LIST_PAGE - 1)):
                 listed.update(ids)
@@ -97,7 +117,7 @@ class LostJobs:
                 yield []
         found: list[tuple[bytes, Reading]] = []
         for keys in self._all_job_keys():
-            found += [(job_id, reading) for job_id, reading in self._read(keys) if job_id not in listed]
+            found += [(job_id, reading) for job_id, reading in self._read(keys, queues) if job_id not in listed]
             yield []
         yield from _pause(self._wait_s if found else 0)
         for n in range(0, len(found), _MAX_PUT_BACK):
@@ -110,13 +130,13 @@ class LostJobs:
             cursor, keys = self._connection.scan(max(0, cursor), match=self._prefix + b"*", count=_PAGE)
             yield [key for key in cast(list[bytes], keys) if self._is_job_key.fullmatch(key)]
 
-    def _read(self, keys: list[bytes]) -> Iterator[tuple[bytes, Reading]]:
-        """Those of the jobs that wait or run in our queues by their hashes."""
+    def _read(self, keys: list[bytes], queues: list[str]) -> Iterator[tuple[bytes, Reading]]:
+        """Those of the jobs that wait or run in these queues by their hashes."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.hmget(key, _FIELDS)
             replies = pipeline.execute(raise_on_error=False)
-        origins = {name.encode() for name in self._queues}
+        origins = {name.encode() for name in queues}
         for key, reply in zip(keys, replies, strict=True):
             reading = () if isinstance(reply, Exception) else tuple(value or b"" for value in reply)
             if reading and reading[0] in _WAITS_OR_RUNS and reading[1] in origins:
@@ -127,17 +147,20 @@ class LostJobs:
         name, connection = origin.decode(), self._connection
         queue_key = Queue(name, connection=connection).key
         registries = (ScheduledJobRegistry, DeferredJobRegistry, ReadyJobRegistry, StartedJobRegistry)
-        # A stock worker that is alive may still run it. Another stoker worker cannot: this one holds the lease.
+        # A stock worker that is alive may still run it. If another member runs it, there is its execution.
         stock = b"" if worker.startswith(NAME_PREFIX.encode()) else worker
         keys: list[str | bytes] = [
-            LEASE_KEY.format(queue=name),
+            self._lease.keys[0],
             self._prefix + job_id,
             queue_key,
             IntermediateQueue.get_intermediate_queue_key(queue_key),
             *(registry(name, connection=connection).key for registry in registries),
             BaseWorker.redis_worker_namespace_prefix.encode() + stock,
+            ExecutionRegistry(job_id.decode(), connection=connection).key,
+            MEMBERS_KEY,
         ]
-        args: list[str | bytes] = [self._lease.held_value(name), job_id, status, enqueued_at, started_at]
+        args: list[str | bytes] = [self._lease.value, job_id, status, enqueued_at, started_at]
+        args += [Execution("", job_id.decode(), connection=connection).key, CLAIMED_KEY.format(queue=name, member="")]
         put_back: int = self._put_back_script(keys=keys, args=args)
         if put_back:
             log.warning("job %s was in no list and is back in queue %s", job_id.decode(), name)

@@ -17,9 +17,10 @@ from rq.queue import Queue
 from rq.utils import str_to_date, utcformat
 
 from stoker_shared.job_data import unpacked
-from stoker_shared.wire import ENDED_KEY, FENCE_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp
-from stoker_worker.queue.lease import HOLDS, Lease
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import HOLDS
 
 End = Literal["finished", "failed", "stopped"]
 
@@ -35,11 +36,13 @@ class EndedNote:
         end: how the job ended; a failure that is retried is ``failed`` too.
         dependents: ids of jobs that may wait for this end.
         rate_limit: key of the rate limit under which the job held a place, or empty.
+        member: in whose name the job ran.
     """
 
     end: End
     dependents: list[str] = field(default_factory=list)
     rate_limit: str = ""
+    member: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -78,8 +81,8 @@ return 1
 """
 )
 
-# A job that is still shown as started is left alone: the queue's new holder has to find it, to put it back. A job that
-# was put back keeps its counts.
+# A job that is still shown as started is left alone: the member that recovers it has to find it, to put it back. A job
+# that was put back keeps its counts.
 _LET_GO: Final = (
     HOLDS
     + """
@@ -100,9 +103,10 @@ State = Literal["ours", "lost"] | EndedNote
 
 
 class Ownership:
-    """Tells whose a run is, and clears up after a run that is not ours any more."""
+    """Tells whose a run is, and clears up after a run that is not ours any more. `member`: in whose name it runs."""
 
     def __init__(self, connection: Redis, lease: Lease, *, worker_name: str) -> None:
+        self.member = lease.member
         self._connection = connection
         self._lease = lease
         self._worker_name = worker_name
@@ -118,7 +122,7 @@ class Ownership:
         queue, execution = run.job.origin, run.execution
         keys = [*self._keys(run), ENDED_KEY.format(queue=queue)]
         for _ in range(_LOOKS):
-            found = self._look(keys=keys, args=[*self._lease.args(queue), execution.composite_key]).decode()
+            found = self._look(keys=keys, args=[*self._lease.args, execution.composite_key]).decode()
             if found == "enqueued" and self._goes_on(run):
                 continue
             if found == "ours":
@@ -129,9 +133,7 @@ class Ownership:
     def watch(self, pipeline: Pipeline, run: JobRun) -> None:
         """Watch the keys that make the run ours. Not the lease, which is renewed every second, but its fencing number,
         which changes when another worker takes it."""
-        pipeline.watch(  # type: ignore[no-untyped-call]
-            FENCE_KEY.format(queue=run.job.origin), run.execution.key, run.job.key
-        )
+        pipeline.watch(self._lease.keys[1], run.execution.key, run.job.key)  # type: ignore[no-untyped-call]
 
     def let_go(self, run: JobRun) -> None:
         """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""
@@ -142,11 +144,11 @@ class Ownership:
             ExecutionRegistry(rq_job.id, connection=self._connection).key,
             execution.worker_executions_key,
         ]
-        args = [*self._lease.args(rq_job.origin), execution.composite_key, execution.id]
+        args = [*self._lease.args, execution.composite_key, execution.id]
         self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
 
     def _keys(self, run: JobRun) -> list[str]:
-        return [*self._lease.keys(run.job.origin), run.job.key, run.execution.key]
+        return [*self._lease.keys, run.job.key, run.execution.key]
 
     def _goes_on(self, run: JobRun) -> bool:
         """Put right the hash of a job that was sent twice; ``False`` when the hash holds another delivery."""
@@ -160,7 +162,7 @@ class Ownership:
         keys = [*self._keys(run), *(Queue(name, connection=self._connection).key for name in sorted(queues))]
         started_at = utcformat(rq_job.started_at) if rq_job.started_at else ""
         written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self._worker_name, started_at]
-        self._put_right(keys=keys, args=[*self._lease.args(rq_job.origin), "", rq_job.id, *written])
+        self._put_right(keys=keys, args=[*self._lease.args, "", rq_job.id, *written])
         return True
 
 

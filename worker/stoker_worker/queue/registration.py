@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any, Final
@@ -21,10 +23,12 @@ from rq.utils import now
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
+from stoker_shared.needs import READS
 from stoker_shared.wire import (
     DEFAULT_RESULT_TTL_S,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
+    GIVE_UP_COMMAND,
     WORKER_KEY,
 )
 from stoker_worker.ports import Serving
@@ -36,6 +40,7 @@ from stoker_worker.queue.json_job import JsonJob
 log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
+_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
 # Only into a hash that exists: a worker that fell asleep half-way would otherwise bring back one field of a hash that
@@ -43,6 +48,16 @@ _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has s
 _WRITE_STATE = """
 if redis.call('HGET', KEYS[1], 'birth') then redis.call('HSET', KEYS[1], 'state', ARGV[1]) end
 """
+
+
+def new_worker_name(member: str) -> str:
+    """The name of an RQ worker that no other process has had."""
+    return f"{NAME_PREFIX}{member}-{secrets.token_hex(4)}"
+
+
+def member_of(worker_name: str) -> str:
+    """The member that an RQ worker of stoker's is, or was."""
+    return _SUFFIX.sub("", worker_name.removeprefix(NAME_PREFIX))
 
 
 class RqRegistration(BaseWorker):
@@ -71,7 +86,7 @@ class RqRegistration(BaseWorker):
             execution_ttl_s: see `get_heartbeat_ttl`.
         """
         self._stopped_on = threading.local()
-        self._is_leaving = threading.Event()
+        self._is_unsubscribing = threading.Event()
         self.stop_requests = stop_requests
         super().__init__(
             queues,
@@ -85,7 +100,8 @@ class RqRegistration(BaseWorker):
             log_job_description=False,  # a plain producer's description holds its prompt
         )
         self.serving: Serving | None = None  # until the model is loaded
-        self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O: it runs in the heartbeat
+        self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O, like the next: they run in the heartbeat
+        self.unserved: Callable[[], Sequence[Mapping[str, Any]]] = tuple
         self._ttl_ms = max(1, int(worker_ttl_s * 1000))
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
@@ -93,6 +109,9 @@ class RqRegistration(BaseWorker):
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] = lambda: None
+        self.on_agents_asked: Callable[[list[str], int], None] = lambda agents, n_with_memory: None
+        self.on_unserved_agents: Callable[[list[str]], None] = lambda agents: None
+        self.is_leaving = False
 
     def sign_on(self) -> None:
         """Register and listen to commands; may be repeated after Redis went away in the middle of it."""
@@ -110,7 +129,7 @@ class RqRegistration(BaseWorker):
         """End the commands thread. RQ's own needs a reply of the server: without one, its thread goes on for ever."""
         if self.pubsub_thread is None or self.pubsub is None:
             return
-        self._is_leaving.set()
+        self._is_unsubscribing.set()
         self.pubsub_thread.stop()
         until = time.monotonic() + _LAST_WAIT_S
         while self.pubsub_thread.is_alive() and time.monotonic() < until:
@@ -157,7 +176,9 @@ class RqRegistration(BaseWorker):
         where = {"host": self._process.host, "pid": self._process.pid}
         assert self.birth_date is not None
         started_at = self.birth_date.timestamp()
-        return {"queues": self.queue_names(), **serving, **where, "started_at": started_at, "now": {**self.figures()}}
+        which = {"member": member_of(self.name), "queues": self.queue_names(), "leaving": self.is_leaving}
+        rest = {"reads": READS, "started_at": started_at, "unserved": [*self.unserved()], "now": {**self.figures()}}
+        return {**which, **serving, **where, **rest}
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
@@ -200,16 +221,23 @@ class RqRegistration(BaseWorker):
             self.stop_requests.ask(str(payload.get("job_id", "")))
         elif command == "stop-execution":
             self.stop_requests.ask_execution(str(payload.get("execution_id", "")))
+        elif command == GIVE_UP_COMMAND:
+            agents, number = payload.get("agents"), payload.get("n_with_memory")
+            asked = [str(agent) for agent in agents] if isinstance(agents, list) else []
+            if payload.get("unserved") is True:
+                self.on_unserved_agents(asked)
+            else:
+                self.on_agents_asked(asked, number if isinstance(number, int) else 0)
         else:
             log.warning("command ignored: %s", command)
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
-        if self._is_leaving.is_set():
+        if self._is_unsubscribing.is_set():
             pubsub_thread.stop()  # again: a thread that had not begun yet has overwritten the first one
             return
         log.debug("no commands for a moment: %s", type(exc).__name__)  # the log has the outage from other threads
-        self._is_leaving.wait(1.0)
+        self._is_unsubscribing.wait(1.0)
 
     def settle_state(self, *, is_busy: bool) -> None:
         """Show `idle` when nothing runs: RQ sets `busy` with each execution, and `idle` only in its own loop."""

@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 from redis import Redis
 from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
-from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
-from stoker_shared.wire import FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE, LEASE_KEY
+from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE
 from stoker_worker.queue.foreign_ids import raw
 from stoker_worker.queue.json_job import DELIVERY
 from stoker_worker.queue.lease import Lease
@@ -19,16 +18,16 @@ from stoker_worker.queue.lease import Lease
 Outcome = Literal["requeued", "waits", "ended"]
 
 # A worker that lost its lease writes nothing: its jobs are the new holder's to put back. Nothing is written either
-# unless the id is still in the intermediate list or in the registry of started jobs. So the script may run twice, or
+# unless the id is still in the list of claimed ids or in the registry of started jobs. So the script may run twice, or
 # after somebody else finished, canceled or deleted the job, and changes nothing then. Every loss but the first counts
 # as a loss alone, because a quarantined job runs alone.
 _REQUEUE = (
     DELIVERY
     + """
 if redis.call('GET', KEYS[8]) ~= ARGV[6] then return 'ended' end
-local queue, intermediate, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local queue, claimed_ids, wip, job = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local job_id, member, execution_id, counts = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local claimed = redis.call('LREM', intermediate, 1, job_id)
+local claimed = redis.call('LREM', claimed_ids, 1, job_id)
 local started = member ~= '' and redis.call('ZSCORE', wip, member)
 local status = redis.pcall('HGET', job, 'status') -- an error, which is no status, if the key is no hash
 if claimed == 0 and not started then
@@ -75,6 +74,7 @@ class Claim:
 
     Attributes:
         execution: ``None`` for a job that was claimed but not started.
+        claimed_key: the list with its id then, if it is not that of the member in whose name the job is put back.
         worker_lost: its worker is gone; otherwise it is this worker's own, and counts no loss.
         alone: no other job was in flight beside it.
     """
@@ -84,10 +84,11 @@ class Claim:
     execution: Execution | None
     worker_lost: bool = False
     alone: bool = False
+    claimed_key: str | None = None
 
 
 class Requeue:
-    """Puts jobs back, for the holder of the lease."""
+    """Puts jobs back, for the holder of a lease: its own jobs, or those of the dead member whose lease it has."""
 
     def __init__(self, connection: Redis, lease: Lease) -> None:
         self._connection = connection
@@ -98,7 +99,7 @@ class Requeue:
         """
         Returns:
             ``requeued``; ``waits`` if the job is in its queue already, as after a lost reply; ``ended`` if there was
-            nothing to put back, or the queue is not ours any more.
+            nothing to put back, or the lease is not ours any more.
         """
         outcome: Outcome = self._run(claim, self._connection, counts_as_attempt=counts_as_attempt).decode()
         return outcome
@@ -121,13 +122,13 @@ class Requeue:
         member = execution.composite_key if execution else ""
         keys: list[str | bytes] = [
             queue_key,
-            IntermediateQueue.get_intermediate_queue_key(queue_key),
+            claim.claimed_key or CLAIMED_KEY.format(queue=claim.queue, member=self._lease.member),
             StartedJobRegistry(claim.queue, connection=self._connection).key,
             raw(Job.key_for(claim.job_id)),
             execution.key if execution else "",
             raw(ExecutionRegistry(claim.job_id, connection=self._connection).key),
             WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
-            LEASE_KEY.format(queue=claim.queue),
+            self._lease.keys[0],
         ]
         args: list[str | bytes | int] = [
             raw(claim.job_id),
@@ -135,7 +136,7 @@ class Requeue:
             execution.id if execution else "",
             int(counts_as_attempt),
             FIELD_ATTEMPTS,
-            self._lease.held_value(claim.queue),
+            self._lease.value,
             Queue.redis_queue_namespace_prefix,
             FIELD_DELIVERY,
             claim.queue,

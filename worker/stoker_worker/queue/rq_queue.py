@@ -8,13 +8,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from redis import Redis
-from rq.job import Job, JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
-from stoker_shared.wire import FIELD_STREAM
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.ports import AgentHome, Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claim_order import ClaimOrder
@@ -22,22 +20,27 @@ from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.hang_up import hang_up, shorten
+from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.housekeeping import Housekeeping
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.job_start import JobStart
+from stoker_worker.queue.known_homes import KnownHomes
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.members import Members
+from stoker_worker.queue.moving import Moving
 from stoker_worker.queue.ownership import Ownership
+from stoker_worker.queue.passing_on import PassingOn
 from stoker_worker.queue.progress_meta import ProgressMeta
-from stoker_worker.queue.recovery import Recovery
+from stoker_worker.queue.recoverer import Recoverer, RecoveryParts
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.requeue import Requeue
 from stoker_worker.queue.streams import JobStreams
 from stoker_worker.queue.transient_errors import as_redis_unavailable
+from stoker_worker.queue.waiting_job import HomeRule
+from stoker_worker.queue.watching import look
 
 log = logging.getLogger(__name__)
-
-_LOADING = SequenceProgress("loading")
 
 
 class RqQueue(QueuePort):
@@ -52,6 +55,7 @@ class RqQueue(QueuePort):
         callbacks: Callbacks,
         heartbeat: HeartbeatWriter,
         in_flight: JobsInFlight[RqClaimedJob],
+        rule: HomeRule,
     ) -> None:
         self._connection = connection
         self._registration = registration
@@ -60,26 +64,31 @@ class RqQueue(QueuePort):
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
         self._ownership = Ownership(connection, lease, worker_name=registration.name)
-        self._follow_up = FollowUp(connection, queues)
-        self._job_finish = JobFinish(connection, registration, self._ownership, self._follow_up)
+        follow_up = FollowUp(connection)
+        homes = Homes(connection, lease, memory_travels=rule.has_shared_store)
+        self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
+        self._job_finish = JobFinish(connection, registration, self._ownership, homes, follow_up)
         self._requeue = Requeue(connection, lease)
         self._progress = ProgressMeta(connection)
         self._streams = JobStreams(connection)
-        parts = QueueParts(
-            self._ownership,
-            self._job_finish,
-            self._requeue,
-            self._streams,
-            self._progress,
-            callbacks,
-            registration.stop_requests,
-            in_flight,
+        job_finish, stops = self._job_finish, registration.stop_requests
+        own, streams, progress = self._ownership, self._streams, self._progress
+        self._known_homes = known = KnownHomes()
+        self._parts = parts = QueueParts(
+            own, job_finish, self._requeue, streams, progress, callbacks, stops, in_flight, known
         )
-        self._job_start = JobStart(connection, registration, lease, parts)
-        self._recovery = Recovery(connection, queues, worker_name=registration.name)
-        self._housekeeping = Housekeeping(connection, queues, lease, self._follow_up, name=registration.name)
-        claimers = {name: Claimer(connection, name) for name in queues}
-        self._claim_order = ClaimOrder(claimers, lease, self._job_start, self._requeue, in_flight)
+        self._job_start = JobStart(connection, registration, lease, homes, parts)
+        to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
+        self._recoverer = Recoverer(connection, to_recover, worker_name=registration.name, ttl_s=lease.ttl_s)
+        self._housekeeping = Housekeeping(connection, lease, members, follow_up, name=registration.name)
+        claimers = {name: Claimer(connection, name, lease, rule) for name in queues}
+        self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
+        self._moving = Moving(connection, members, homes, claimers)
+        self._passing_on = PassingOn(connection, lease, members, self._moving, claimers, rule=rule)
+        self._rule = rule
+        registration.on_agents_asked = self._moving.asked.add
+        registration.unserved = lambda: self._passing_on.unserved
+        registration.on_unserved_agents = self._moving.unserved.add
         self._look_if_suspended = Periodic(0.25)
         self._suspended = False
         self._in_doubt = False
@@ -90,10 +99,15 @@ class RqQueue(QueuePort):
         self._registration.settle_state(is_busy=len(self._in_flight) > 0)
         if self._look_if_suspended.is_due():
             self._suspended = is_suspended(self._connection)
-        if self._quarantined_runs() or self._suspended:
+        self._members.look_if_due()
+        self._passing_on.before_claim()
+        is_held_up = self._quarantined_runs() or self._suspended
+        if not self._in_doubt:
+            self._moving.answer(self._agents_in_flight, is_full=is_held_up or limit == 0)
+        if is_held_up:
             return []
         if self._in_doubt:  # the jobs that the last claim left have to be back in the queue first, or order is lost
-            if not self._holds_all_queues():
+            if not self._lease.is_ours():
                 return []
             self.recover()
         self._in_doubt = True
@@ -112,6 +126,10 @@ class RqQueue(QueuePort):
         for job in claimed:
             if job.run.job.is_listened_to:
                 self._streams.open(job.claim_number, job.run)
+        if not self._in_doubt:
+            n_moved_in = sum(job.former_home is not None for job in self._in_flight.snapshot())
+            self._moving.look_around(len(claimed), limit - len(claimed), n_moved_in)
+            self._passing_on.look_around(self._agents_in_flight)
         return list(claimed)
 
     def in_flight(self) -> tuple[ClaimedJob, ...]:
@@ -132,36 +150,27 @@ class RqQueue(QueuePort):
     def place_of(self, agent_id: str) -> tuple[int, int]:
         return self._claim_order.place_of(agent_id)
 
+    def home_of(self, agent_id: str) -> AgentHome | None:
+        return self._known_homes.of(agent_id) if self._rule.has_shared_store else None
+
+    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
+        self._rule.is_store_away = is_store_away
+
+    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
+        if self._rule.has_shared_store:
+            self._moving.is_only_here, self._moving.move_s = is_only_here, move_s
+
     @as_redis_unavailable()
     def next_agents(self, limit: int) -> tuple[str, ...]:
-        return self._claim_order.next_agents(limit)
+        found = self._claim_order.next_agents(limit)
+        # The model is being loaded, for minutes perhaps. What the last worker of this name left is in the queue again.
+        if not (self._claim_order.has_claimed or self._lease.former_queues):
+            self._moving.answer(self._agents_in_flight, is_full=True)
+        return found
 
     @as_redis_unavailable()
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
-        jobs = self._in_flight.snapshot()
-        started, runs = JobStatus.STARTED.value.encode(), []
-        with self._connection.pipeline(transaction=False) as pipeline:
-            for job in jobs:
-                pipeline.hmget(job.run.job.key, "status", FIELD_STREAM, "meta")
-            found = pipeline.execute(raise_on_error=False)
-            for job, fields in zip(jobs, found, strict=True):
-                # A job whose key is no hash any more was withdrawn as well.
-                status, listened_to, meta = (None,) * 3 if isinstance(fields, Exception) else fields
-                runs.append(status == started)
-                if status == started and listened_to is not None:
-                    self._streams.open(job.claim_number, job.run)
-                if status == started:
-                    self._progress.note(pipeline, job.run, meta or b"", progress.get(job.job_id, _LOADING))
-            pipeline.execute()
-        for job in jobs:
-            if self._in_flight.get(job.job_id) is not job:  # released meanwhile, perhaps before its stream was opened
-                self._streams.close(job.claim_number, ended=False)
-        stops = self._registration.stop_requests
-        return [
-            job
-            for job, still_runs in zip(jobs, runs, strict=True)
-            if stops.is_asked(job.job_id) or (not still_runs and self._ownership.of(job.run) != "ours")
-        ]
+        return list(look(self._connection, self._parts, progress))
 
     def listened_to(self) -> frozenset[int]:
         return self._streams.claim_numbers
@@ -174,20 +183,25 @@ class RqQueue(QueuePort):
     @as_redis_unavailable()
     def recover(self) -> int:
         """Put back what dead workers left, and what a lost connection left of our own claims; returns how many."""
-        if not self._holds_all_queues():
+        if not self._lease.is_ours():
             return 0
-        own = frozenset(job.run.execution.id for job in self._in_flight.snapshot())
-        orphans = self._recovery.orphans(own)
-        recovered = self._requeue.all(orphans)
-        for lost in orphans:
-            if lost.execution is not None:
-                self._progress.clear(Job.key_for(lost.job_id))
-        self._recovery.forget_dead_workers()
-        self._follow_up.catch_up(leave=own)
-        return recovered
+        return self._recoverer.recover(frozenset(job.run.execution.id for job in self._in_flight.snapshot()))
+
+    def has_dead(self) -> bool:
+        return bool(self._members.dead)
+
+    @as_redis_unavailable()
+    def leave(self) -> None:
+        # What the holder of this name before has left is not put back: its agents must not go yet.
+        if not (self._registration.is_leaving or self._lease.former_queues):
+            self._lease.announce({"leaving": True})
+            self._registration.is_leaving = True
+        if not self._in_doubt:
+            self._moving.leave(self._agents_in_flight)
 
     def announce(self, serving: Serving) -> None:
         self._registration.serving = serving  # written with the next heartbeat
+        self._passing_on.serve(serving)  # told with the next claim
 
     @as_redis_unavailable()
     def is_empty(self) -> bool:
@@ -213,13 +227,21 @@ class RqQueue(QueuePort):
         hang_up(self._connection.connection_pool)
 
     def sign_off(self) -> None:
-        """Give up the scheduler's locks, and wait no longer than a second for each call from here on: what the server
-        does not do now runs out by itself. Main thread, after all others."""
+        """Give up the scheduler's locks and the lease, and wait no longer than a second for each call from here on:
+        what the server does not do now runs out by itself. Main thread, after all others."""
         shorten(self._connection.connection_pool, 1.0)
         self._housekeeping.scheduler.sign_off()
+        self._registration.register_death()
+        if self._in_doubt or self._in_flight or self._lease.former_queues:
+            self._lease.release()  # whoever has the name next, or another member, puts these jobs back
+        else:
+            self._lease.leave()
 
-    def _holds_all_queues(self) -> bool:
-        return all(self._lease.is_ours(name) for name in self._queues)
+    def _agents_in_flight(self) -> frozenset[str]:
+        """Those that jobs are about to make are among them."""
+        jobs = self._in_flight.snapshot()
+        made = {job.run.keeping.agent_id for job in jobs if job.run.keeping is not None}
+        return Busy().beside(job.memory_use for job in jobs).agents | made
 
     def _quarantined_runs(self) -> bool:
         return any(job.attempt > 1 for job in self._in_flight.snapshot())

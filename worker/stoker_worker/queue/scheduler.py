@@ -1,8 +1,9 @@
 """RQ's scheduler without a process of its own: enqueues scheduled jobs when they are due. Fetcher thread.
 
-Owns RQ's scheduler locks on our queues. While a stock scheduler holds a lock, it enqueues that queue's jobs. RQ's own
-scheduler reads which jobs are due, and later enqueues them whatever happened in between: if it sleeps there, it
-enqueues jobs twice, or jobs that were canceled. Here a job leaves the registry and enters its queue in one step.
+Owns RQ's scheduler locks on our queues. While another worker or a stock scheduler holds a lock, that one enqueues the
+queue's jobs. RQ's own scheduler reads which jobs are due, and later enqueues them whatever happened in between: if it
+sleeps there, it enqueues jobs twice, or jobs that were canceled. Here a job leaves the registry and enters its queue in
+one step.
 """
 
 import os
@@ -21,10 +22,10 @@ from rq.scripts import acquire_or_refresh_lock, release_lock
 from rq.serializers import JSONSerializer
 from rq.utils import current_timestamp, now, utcformat
 
-from stoker_shared.wire import LEASE_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.members import Members
 from stoker_worker.queue.registration import NAME_PREFIX
 
 _LOCK_S: Final = 61  # as RQ's own
@@ -54,14 +55,15 @@ return taken
 class Scheduler:
     """Does what `rq worker --with-scheduler` does in a forked process, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, queues: list[str], lease: Lease, *, name: str) -> None:
+    def __init__(self, connection: Redis, lease: Lease, members: Members, *, name: str) -> None:
         """
         Args:
             name: the worker's name, under which the locks are held.
         """
         self._connection = connection
-        self._queues = queues
+        self._queues = queues = list(lease.queues)
         self._lease = lease
+        self._members = members
         self._name = name
         self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=name)
         self._show = Periodic(_LOCK_S / 3)
@@ -89,8 +91,8 @@ class Scheduler:
         if acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken":
             return True
         holder = (cast(bytes | None, self._connection.get(key)) or b"").decode(errors="replace")
-        if holder.startswith(NAME_PREFIX) and self._lease.is_ours(queue):
-            # A stoker worker without the queue's lease is dead or deposed: do not wait until its lock expires.
+        if holder.startswith(NAME_PREFIX) and not self._members.is_alive(holder) and self._lease.is_ours():
+            # A stoker worker that is no member any more is dead or deposed: do not wait until its lock expires.
             release_lock(self._connection, key, holder)
             return acquire_or_refresh_lock(self._connection, key, self._name, _LOCK_S) != "taken"
         return False
@@ -129,12 +131,12 @@ class Scheduler:
         """Enqueue jobs without a rate limit; returns how many left the registry."""
         prefix = Job.key_for("").encode()
         keys: list[str | bytes] = [scheduled.key, Queue(queue, connection=self._connection).key, *self._guards(queue)]
-        args: list[str | bytes] = [self._lease.held_value(queue), self._name, queue, utcformat(now())]
+        args: list[str | bytes] = [self._lease.value, self._name, queue, utcformat(now())]
         taken: int = self._enqueue(keys=[*keys, *(prefix + job_id for job_id in job_ids)], args=[*args, *job_ids])
         return taken
 
     def _guards(self, queue: str) -> list[str]:
-        return [LEASE_KEY.format(queue=queue), RQScheduler.get_locking_key(queue)]
+        return [self._lease.keys[0], RQScheduler.get_locking_key(queue)]
 
     def _enqueue_limited(self, queue: str, scheduled: ScheduledJobRegistry, job_id: bytes) -> int:
         """Put a job with a rate limit where RQ makes it wait for its slot; returns how many left the registry."""
@@ -150,7 +152,7 @@ class Scheduler:
             pipeline.watch(job.key, *self._guards(queue))  # type: ignore[no-untyped-call]
             lease, lock = (cast(bytes | None, pipeline.get(key)) for key in self._guards(queue))
             waits = pipeline.zscore(scheduled.key, job.id) is not None
-            if not waits or (lease, lock) != (self._lease.held_value(queue).encode(), self._name.encode()):
+            if not waits or (lease, lock) != (self._lease.value.encode(), self._name.encode()):
                 return 0
             pipeline.multi()
             scheduled.remove(job.id, pipeline=pipeline)

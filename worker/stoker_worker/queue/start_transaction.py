@@ -7,10 +7,8 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq.exceptions import NoSuchJobError
-from rq.executions import Execution
-from rq.intermediate_queue import IntermediateQueue
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import JobStatus
-from rq.queue import Queue
 from rq.registry import (
     BaseRegistry,
     CanceledJobRegistry,
@@ -23,9 +21,10 @@ from rq.registry import (
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.wire import FIELD_DELIVERY
+from stoker_shared.wire import CLAIMED_KEY, FIELD_DELIVERY, MEMBERS_KEY
 from stoker_worker.queue.json_job import DELIVERY, JsonJob
-from stoker_worker.queue.lease import HOLDS, Lease
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.registration import RqRegistration
 
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
@@ -33,8 +32,8 @@ _REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobR
 OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
 # 1: this worker still has the claim. 2: the same, but a registry still holds the id from an earlier job. 0: it has not.
-# -1: it was withdrawn since it was read, or its id was enqueued while it waits in another registry. -2: it was enqueued
-# anew since it was read.
+# -1: it was withdrawn since it was read, or its id was enqueued while it waits in another registry, or another member
+# runs this delivery. -2: it was enqueued anew since it was read. -3: another member runs another delivery of its id.
 _MAY_START = (
     HOLDS
     + DELIVERY
@@ -43,15 +42,23 @@ if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 local job, job_id, stamp = KEYS[4], ARGV[4], ARGV[5]
 if not redis.call('LPOS', KEYS[3], job_id) then return 0 end
 local status = redis.call('HGET', job, 'status')
-for i = 6, #ARGV do
+for i = 9, #ARGV do
   if status == ARGV[i] then return -1 end
 end
 if redis.call('EXISTS', job) == 0 then return -1 end
 if status == 'scheduled' and redis.call('ZSCORE', KEYS[5], job_id) then return -1 end
 if status == 'deferred' and redis.call('ZSCORE', KEYS[6], job_id) then return -1 end
 if stamp ~= '' and stamp ~= delivery(job) then return -2 end
+for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
+  local run = redis.call('HMGET', ARGV[8] .. id, 'worker_name', ARGV[6])
+  if run[1] and run[1] ~= ARGV[7] then
+    for _, member in ipairs(redis.call('HVALS', KEYS[8])) do
+      if string.find(member, '"' .. run[1] .. '"', 1, true) then return run[2] == delivery(job) and -1 or -3 end
+    end
+  end
+end
 for i = 5, #KEYS do
-  if redis.call('ZSCORE', KEYS[i], job_id) then return 2 end
+  if i ~= 7 and i ~= 8 and redis.call('ZSCORE', KEYS[i], job_id) then return 2 end
 end
 return 1
 """
@@ -60,6 +67,10 @@ return 1
 
 class EnqueuedAnew(Exception):
     """The hash holds another delivery since it was read."""
+
+
+class RunsElsewhere(Exception):
+    """Another member runs an earlier delivery of this id; the id has to wait until that run has ended."""
 
 
 class StartTransaction:
@@ -79,8 +90,9 @@ class StartTransaction:
 
         Raises:
             EnqueuedAnew: the id has another delivery since the job was read.
-            NoSuchJobError: the job was withdrawn, or waits elsewhere.
+            NoSuchJobError: the job was withdrawn, or waits or runs elsewhere.
             OwnershipLost: the claim is no longer this worker's.
+            RunsElsewhere: another member runs another delivery.
             RedisError: the server went away; recovery finds a job that was begun.
         """
         was_idle = self._registration.get_state() != WorkerStatus.BUSY
@@ -110,7 +122,7 @@ class StartTransaction:
         pipeline.persist(rq_job.key)
         for key in leaves:
             pipeline.zrem(key, rq_job.id)
-        pipeline.lrem(self._intermediate_key(rq_job.origin), 1, rq_job.id)
+        pipeline.lrem(self._claimed_key(rq_job.origin), 1, rq_job.id)
         if was_idle:
             registration.set_state(WorkerStatus.BUSY, pipeline=pipeline)
         try:
@@ -135,15 +147,19 @@ class StartTransaction:
             keys of the registries that the id has to leave: it was used again, and RQ does not remove it there.
         """
         queue_name = rq_job.origin
-        keys = [*self._lease.keys(queue_name), self._intermediate_key(queue_name), rq_job.key]
+        keys = [*self._lease.keys, self._claimed_key(queue_name), rq_job.key]
         pipeline.watch(*keys[1:])  # type: ignore[no-untyped-call]  # the lease is renewed every second
         over = [status.value for status in OVER]
-        args = [*self._lease.args(queue_name), rq_job.id, rq_job.stamp, *over]
+        runs = [ExecutionRegistry(rq_job.id, connection=self._connection).key, MEMBERS_KEY]
+        prefix = Execution("", rq_job.id, connection=self._connection).key
+        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, self._registration.name, prefix, *over]
         may_start: int = self._may_start_script(
-            keys=[*keys, *self._keys(queue_name, _WAITS), *self._registries], args=args
+            keys=[*keys, *self._keys(queue_name, _WAITS), *runs, *self._registries], args=args
         )
         if may_start == -2:
             raise EnqueuedAnew
+        if may_start == -3:
+            raise RunsElsewhere
         if may_start < 0:
             raise NoSuchJobError
         if may_start == 0:
@@ -153,5 +169,5 @@ class StartTransaction:
     def _keys(self, queue_name: str, registries: Sequence[type[BaseRegistry]]) -> list[str]:
         return [registry(queue_name, connection=self._connection).key for registry in registries]
 
-    def _intermediate_key(self, queue_name: str) -> str:
-        return IntermediateQueue.get_intermediate_queue_key(Queue(queue_name, connection=self._connection).key)
+    def _claimed_key(self, queue_name: str) -> str:
+        return CLAIMED_KEY.format(queue=queue_name, member=self._lease.member)

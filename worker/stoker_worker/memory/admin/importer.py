@@ -7,7 +7,7 @@ replace a block.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +39,18 @@ class Imported:
     blocks_left_out: int
 
 
-def import_agent(parts: StoreParts, source: Path, *, new_id: str | None = None, with_blocks: bool = False) -> Imported:
+def import_agent(
+    parts: StoreParts,
+    source: Path,
+    *,
+    new_id: str | None = None,
+    with_blocks: bool = False,
+    last_number: Callable[[str], int] = lambda agent_id: 0,
+) -> Imported:
     """Import the agent in the file, under its own id or `new_id`.
+
+    Args:
+        last_number: the number after which an agent of this id begins; raises `AgentExists`.
 
     Raises:
         AgentMemoryError: the file is refused, or there is such an agent already.
@@ -51,7 +61,7 @@ def import_agent(parts: StoreParts, source: Path, *, new_id: str | None = None, 
         with open(source, "rb") as file:
             job = _Import(parts, Archive(file), new_id, with_blocks)
             with closing(job), working_on(parts.path, job.agent_id):
-                return job.run()
+                return job.run(last_number(job.agent_id))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as why:
         raise AgentMemoryError(f"{source} is refused: {why}") from why
 
@@ -66,9 +76,11 @@ class _Import:
         self._staged: dict[Path, Path] = {}
         self._agent = archive.parsed(ArchivedAgent, AGENT_NAME)
         self.agent_id = new_id or self._agent.agent_id
+        self._after = 0
 
-    def run(self) -> Imported:
-        parts = self._parts
+    def run(self, after: int) -> Imported:
+        """`after`: the number before the first one of the versions."""
+        parts, self._after = self._parts, after
         with naming(self.agent_id), parts.database.snapshot() as connection:
             check_vacant(connection, self.agent_id)
         version = self._read_version()
@@ -104,11 +116,11 @@ class _Import:
         transcript, cache = replay(records()), newest[0].about.cache
         if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
             raise Damaged("its cache is not that of its tokens")
-        return AgentVersion(self.agent_id, self._agent.version, transcript, cache=cache)
+        return AgentVersion(self.agent_id, self._after + self._agent.version, transcript, cache=cache)
 
     def _records(self) -> Iterator[TurnRecord]:
         """The versions for the agent of this id, oldest first, one at a time. Each row names the checksum of the one
-        before it, so with another id all change."""
+        before it, so with another id or number all change."""
         before: TurnRecord | None = None
         written = checksum = b""
         for name in (name for name in self._archive.names if name.startswith("turns/")):
@@ -117,8 +129,9 @@ class _Import:
             _check(record, int(name[6:-5]), before, written)
             parent = None if record.keeps_nothing else checksum
             before, written = record, turn.checksum
-            if self.agent_id != self._agent.agent_id:
-                before = record = replace(record, agent_id=self.agent_id, parent=parent)
+            if (self.agent_id, self._after) != (self._agent.agent_id, 0):
+                number = self._after + record.version
+                record = replace(record, agent_id=self.agent_id, version=number, parent=parent)
             checksum = record.to_row()[-1]
             yield record
         if before is None or (before.version, written) != (self._agent.version, self._agent.head):

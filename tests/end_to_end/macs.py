@@ -1,0 +1,90 @@
+"""Several scripted workers on one queue, each with a store of its own, and what happens to machines."""
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.forked_worker import ForkedWorker
+from tests.worker_process import fork_server
+
+LEASE_S = 1.0
+SHORT = {
+    "STOKER_HEARTBEAT_S": "0.2",
+    "STOKER_LEASE_TTL_S": str(LEASE_S),
+    "STOKER_RECOVER_S": "0.3",
+    "STOKER_POLL_S": "0.02",
+    "STOKER_GRACE_S": "0.5",
+    "STOKER_HOME_WAIT_S": "60",
+    "STOKER_KEEP_VERSIONS": "100000",
+}
+
+
+class Macs:
+    """Workers by number, each with a store of its own, which its successor has too.
+
+    Attributes:
+        workers: those that run now, or ran last.
+    """
+
+    def __init__(
+        self, redis_url: str, folder: Path, n_workers: int, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            arguments: more options of each worker.
+            env: variables beside those for short times.
+        """
+        self._redis_url, self._folder = redis_url, folder
+        self._arguments, self._env = arguments, {**SHORT, **(env or {})}
+        self._n_started = 0
+        self.workers = {n: self._start(n) for n in range(n_workers)}
+
+    def store(self, n: int) -> Path:
+        return self._folder / f"store-{n}"
+
+    def _start(self, n: int) -> ForkedWorker:
+        self._n_started += 1
+        options = ["--redis", self._redis_url, "--store", str(self.store(n)), "--name", f"mac{n}", "--max-batch", "8"]
+        log = self._folder / f"worker-{n}-{self._n_started}.log"
+        options += ["--engine", "scripted", "--scripted-steps-per-s", "400", *self._arguments]
+        return fork_server().run(["run", *options], log, env=self._env)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self._folder.glob("worker-*.log")))
+
+    def wait_until_ready(self) -> None:
+        for worker in self.workers.values():
+            worker.wait_until_ready()
+
+    def replace(self, n: int) -> None:
+        self.workers[n] = self._start(n)
+
+    def see_to_all(self) -> None:
+        """Replace those that left by themselves: on a busy machine a lease of a second can be lost."""
+        for n, worker in self.workers.items():
+            if worker.returncode is not None:
+                assert "QueueHeld" in worker.log, worker.log
+                self.replace(n)
+
+    def kill(self, n: int) -> None:
+        self.workers[n].kill()
+
+    def stop(self, n: int) -> None:
+        self.workers[n].wait_until_ready()  # before, a signal ends it at once
+        self.workers[n].signal(signal.SIGTERM)
+        assert self.workers[n].wait(30) in (0, 1), self.workers[n].log
+
+    def sleep(self, n: int) -> None:
+        """Longer than its lease, and than the others wait before they put its jobs back."""
+        self.workers[n].wait_until_ready()
+        self.workers[n].signal(signal.SIGSTOP)
+        time.sleep(4 * LEASE_S)
+        self.workers[n].signal(signal.SIGCONT)
+        assert self.workers[n].wait(30) == 1, self.workers[n].log
+        assert "QueueHeld" in self.workers[n].log
+
+    def end(self) -> None:
+        for n, worker in self.workers.items():
+            if worker.returncode is None:
+                self.stop(n)

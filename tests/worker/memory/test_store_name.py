@@ -1,0 +1,36 @@
+"""A store's worker has the same name each time; two stores never have the same one."""
+
+import os
+
+import pytest
+
+from stoker_worker.memory.store_name import FILE, store_name
+
+
+def test_a_store_keeps_its_name(tmp_path, monkeypatch):
+    name = store_name(tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert store_name(tmp_path) == name
+    (tmp_path / "other").mkdir()
+    assert store_name(tmp_path / "other").startswith("another-")
+
+
+def test_the_hosts_name_becomes_one_that_redis_keys_can_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "größe mac:1." + "x" * 99)
+    assert store_name(tmp_path).startswith("gr--e-mac-1.xxx")
+    assert len(store_name(tmp_path)) <= 64
+
+
+@pytest.mark.parametrize("content", [b"", b"a:b\n", b"\xff\xfe", b"x" * 65])
+def test_a_damaged_name_is_replaced(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+    name = store_name(tmp_path)
+    assert store_name(tmp_path) == name
+    assert (tmp_path / FILE).read_text() == f"{name}\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_store_that_cannot_be_written_gets_a_name_for_this_time(tmp_path, caplog):
+    tmp_path.chmod(0o500)
+    assert store_name(tmp_path)
+    assert "cannot write" in caplog.text

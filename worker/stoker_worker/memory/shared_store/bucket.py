@@ -1,0 +1,247 @@
+"""A bucket, or a folder that several machines mount: objects by name, none of which is ever changed. Any thread.
+
+The only user of obstore. Owns the time limits and the outage: every call ends within its limit, also on a share that
+hangs, because a thread of its own makes it.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from stoker_shared.durable_file import sync
+from stoker_shared.errors import StoreUnusable
+from stoker_shared.password_mask import MASK
+from stoker_worker.events.outage import Outage
+
+T = TypeVar("T")
+
+COMMIT_LIMIT_S: Final = 3.0
+"""For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""
+_SLOWEST_BPS: Final = 500_000
+"""A network that is slower counts as away."""
+READ_LIMIT_S: Final = 10.0
+"""For a cache file, which may have tens of megabytes, or a version: a job waits for it."""
+CACHE_LIMIT_S: Final = 60.0
+"""For what nobody waits for."""
+_MOST_HANGING: Final = 32
+
+
+class BucketAway(OSError):
+    """It does not answer, or refuses. `Bucket.outage` has been told."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object. `changed_at`: Unix time."""
+
+    name: str
+    n_bytes: int
+    changed_at: float
+
+
+class Bucket:
+    """Names are relative to the URL, with slashes.
+
+    Attributes:
+        url: ``s3://bucket/prefix`` or ``file:///folder``.
+        outage: told of each call that fails, and of each that succeeds.
+        landmark: name of an object that is always there once it is set: where a share is not mounted, it is missing.
+    """
+
+    def __init__(self, url: str, *, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
+        """Asks nobody.
+
+        Raises:
+            StoreUnusable: the URL is none of these, or obstore is missing.
+        """
+        self.url = url
+        self.outage = Outage("the shared store")
+        self.landmark: str | None = None
+        self._commit_limit_s = commit_limit_s
+        self._hanging = 0
+        self._lock = threading.Lock()
+        check_url(url)
+        self._folder = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+        try:
+            import obstore
+            from obstore import exceptions
+        except ModuleNotFoundError as error:
+            raise StoreUnusable("a shared store needs obstore: pip install 'stoker[shared]'") from error
+        self._api: Any = obstore
+        self._errors: Any = exceptions
+
+    @cached_property
+    def _store(self) -> Any:
+        """A folder is opened when it is first used: it may be mounted later."""
+        return _opened(self.url, self._folder)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Make an object, durably, unless there is one of this name: of several that try, exactly one does.
+
+        Returns:
+            ``False``: there is one.
+
+        Raises:
+            BucketAway: it may be there or not.
+        """
+
+        def put() -> bool:
+            self._check_mounted()
+            is_new = True
+            try:
+                self._api.put(self._store, name, content, mode="create", use_multipart=False)
+            except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+                is_new = False
+            if self._folder is not None:  # also if an earlier try made it, and ended before this
+                _make_durable(self._folder, name)
+            return is_new
+
+        return self._timed(put, self._commit_limit_s + len(content) / _SLOWEST_BPS)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Raises `BucketAway`."""
+
+        def put() -> None:
+            self._check_mounted()
+            self._api.put(self._store, name, content, use_multipart=False)
+
+        self._timed(put, CACHE_LIMIT_S)
+
+    def get(self, name: str, limit_s: float | None = None) -> bytes | None:
+        """``None``: there is no such object. Raises `BucketAway`."""
+
+        def read() -> bytes | None:
+            try:
+                return bytes(self._api.get(self._store, name).bytes())
+            except FileNotFoundError:
+                self._check_mounted()
+                return None
+
+        return self._timed(read, limit_s or self._commit_limit_s)
+
+    def has(self, name: str) -> bool:
+        """Raises `BucketAway`."""
+
+        def look() -> bool:
+            try:
+                self._api.head(self._store, name)
+                return True
+            except FileNotFoundError:
+                return False
+
+        return self._timed(look, self._commit_limit_s)
+
+    def listed(self, folder: str, limit_s: float | None = None) -> list[Stored]:
+        """The objects below a folder, by name. Raises `BucketAway`."""
+
+        def look() -> list[Stored]:
+            found = chain.from_iterable(self._api.list(self._store, prefix=folder))
+            stored = [Stored(x["path"], x["size"], x["last_modified"].timestamp()) for x in found]
+            if not stored:
+                self._check_mounted()
+            return sorted(stored, key=lambda x: x.name)
+
+        return self._timed(look, limit_s or self._commit_limit_s)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Those that are there. Raises `BucketAway`."""
+
+        def remove() -> None:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._api.delete(self._store, name)
+
+        self._timed(remove, CACHE_LIMIT_S)
+
+    def _timed(self, call: Callable[[], T], limit_s: float) -> T:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            with self._lock:
+                self._hanging += 1
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+            with self._lock:
+                self._hanging -= 1
+
+        try:
+            if self._hanging >= _MOST_HANGING:
+                raise OSError("all calls hang")
+            threading.Thread(target=run, name="shared-store-call", daemon=True).start()
+            result = done.result(limit_s)
+        except TookTooLong:
+            raise self.away(f"no answer within {limit_s:.0f} s") from None
+        except (self._errors.BaseError, OSError, ValueError) as error:
+            raise self.away(_first_line(error)) from None  # its own text may have a password
+        self.outage.answered()
+        return result
+
+    def away(self, why: str) -> BucketAway:
+        """The error for something that is not as it should be there; the outage is told."""
+        error = BucketAway(f"the shared store {self.url}: {why}")
+        self.outage.met(error)
+        return error
+
+    def _check_mounted(self) -> None:
+        """A share that is not mounted looks like an empty folder, or is a folder of the machine's own. Raises
+        `OSError`."""
+        if self._folder is not None and not (self._folder / (self.landmark or "")).exists():
+            raise OSError(f"{self._folder / (self.landmark or '')} is not there: is the share mounted?")
+
+
+def _make_durable(folder: Path, name: str) -> None:
+    """The file, its name, and the names of the folders that were made for it. Raises `OSError`."""
+    path = folder / name
+    sync(path)
+    for parent in path.parents:
+        sync(parent, to_platter=parent == folder)
+        if parent == folder:
+            return
+
+
+def check_url(url: str) -> None:
+    """Raises `StoreUnusable` unless it can be a shared store's URL."""
+    parts = urlsplit(url)
+    is_bucket = parts.scheme == "s3" and parts.netloc and "@" not in parts.netloc
+    is_folder = parts.scheme == "file" and not parts.netloc and parts.path not in ("", "/")
+    if not (is_bucket or is_folder) or parts.query or parts.fragment:
+        raise StoreUnusable(
+            "a shared store is s3://bucket/prefix or file:///folder; credentials and endpoint of a bucket come from "
+            "the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION)"
+        )
+
+
+def _opened(url: str, folder: Path | None) -> Any:
+    from obstore.store import LocalStore, S3Store
+
+    if folder is not None:
+        return LocalStore(folder)
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    return S3Store.from_url(
+        url,
+        # One request for each object: not every server knows bulk deletion.
+        config={"disable_bulk_delete": True, "conditional_put": "etag"},
+        client_options={
+            "connect_timeout": "2s",
+            "timeout": f"{CACHE_LIMIT_S:.0f}s",
+            "allow_http": endpoint.startswith("http://"),
+        },
+        retry_config={"max_retries": 2},
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the user and password that the URL of an endpoint may have."""
+    return re.sub(r"://[^/\s]*@", f"://{MASK}@", str(error).partition("\n")[0])[:300]

@@ -1,0 +1,240 @@
+"""The cache files of agents in a shared store: writes them there, and brings them here. Any thread.
+
+They have the same names and bytes there as here, so whoever reads one verifies it as always. Beside them is a list for
+each agent, made when all of its files are there: by it `collecting` knows what is in use, and since when. Everything
+here only saves time.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from stoker_worker.memory import agent_table, cache_index, unshared
+from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
+from stoker_worker.memory.admin.recount import enter_blocks
+from stoker_worker.memory.block_chain import BlockChain, common_length
+from stoker_worker.memory.budget import DiskBudget
+from stoker_worker.memory.checksum import Damaged, key_of
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.files import allocated_bytes, is_there
+from stoker_worker.memory.shared_store.bucket import READ_LIMIT_S, Bucket, BucketAway
+from stoker_worker.memory.shared_store.objects import files_in, manifest, manifest_name, pieces_prefix
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.ports import AgentVersion
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
+
+_log = logging.getLogger(__name__)
+
+_Check = Callable[[Path], object]
+_Checks = dict[Path, _Check]
+"""Files, and the check of each, which raises `Damaged` and `FileNotFoundError`."""
+
+_AT_ONCE: Final = 4
+_JOB_WAITS_S: Final = 30.0
+"""While a cache comes for one job, no other one is loaded."""
+_KNOWN_S: Final = 3600.0
+"""`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
+_USUAL_BPS: Final = 30e6
+_ASKING_S: Final = 0.3
+"""Taken for the rate, until something was read, and for what comes before the first byte."""
+
+_MOST_KNOWN: Final = 2**16
+
+
+class SharedCaches:
+    """
+    Attributes:
+        written_bytes, read_bytes: since the start.
+    """
+
+    def __init__(self, parts: StoreParts, bucket: Bucket, budget: DiskBudget) -> None:
+        self._parts = parts
+        self._bucket = bucket
+        self._budget = budget
+        self._there: OrderedDict[str, float] = OrderedDict()  # blocks, and when they were there, the latest last
+        self._missing: set[str] = set()  # blocks that were not there, or damaged, though a list may have them
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self._read_s = 0.0
+
+    def write(self, agent_id: str, number: int, pace: Callable[[int], None]) -> bool:
+        """Write the cache of the agent's newest version, as far as it is on disk and not there yet. One thread.
+
+        Args:
+            number: the newest version that is there; only its cache is written.
+            pace: called after each file with its bytes; it waits, or raises to give up.
+
+        Returns:
+            whether the agent is at that version.
+
+        Raises:
+            BucketAway, OSError, Damaged: not all of it is written.
+        """
+        with self._parts.database.snapshot() as connection:
+            version = agent_table.read_agent(connection, agent_id).version
+        if version.number != number or version.transcript is None:
+            return version.number == number
+        blocks, pieces = self._files(version)
+        names, key = [], key_of(agent_id).hex()
+        before = self._listed(agent_id)
+        there = {self._name_of(path) for path in blocks}.intersection(before) - self._missing
+        for path, check in (blocks | pieces).items():
+            if (name := self._name_of(path)) in there or self._was_there(name) or self._wrote(path, check, pace):
+                names.append(name)
+        self._bucket.put(manifest_name(key), manifest(version.number, names))
+        self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
+        return True
+
+    def bring(self, version: AgentVersion, prompt: BlockChain | None = None) -> None:
+        """Bring the agent's cache files that are missing here; what cannot be brought is a miss. Never raises.
+
+        Args:
+            prompt: only what is of use for it, and for `_JOB_WAITS_S` at most: a job waits; ``None``: all of the cache.
+        """
+        if self._bucket.outage.seconds:
+            return
+        began = time.perf_counter()
+        bring_one = partial(self._bring_one, until=float("inf") if prompt is None else began + _JOB_WAITS_S)
+        missing: _Checks = {}
+        try:
+            missing |= {path: check for path, check in self._wanted(version, prompt).items() if not is_there(path)}
+            if not missing:
+                return
+            with (
+                self._budget.holds.using(version.agent_id, [path.stem for path in missing]),
+                ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads,
+            ):
+                n_bytes = sum(threads.map(bring_one, missing, missing.values()))
+                self._parts.database.commit(partial(self._enter, version=version))
+            self._budget.saved(None, n_bytes)
+        except Exception as error:  # a cache only saves time
+            _log.warning("agent %r: its cache was not brought in: %s", version.agent_id, error)
+            self._parts.pieces.remove(missing)  # nothing counts them, and a full disk needs the room
+            return
+        seconds = time.perf_counter() - began
+        self._read_s += seconds
+        _log.info("agent %r: brought in %.1f MB of cache in %.2f s", version.agent_id, n_bytes / 1e6, seconds)
+
+    def bring_s(self, agent_id: str) -> float | None:
+        """How long another machine would take to bring in the agent's cache, at this one's rate; ``None``: it would
+        compute it, because not all is written. Raises `OSError`, `Damaged`."""
+        with self._parts.database.snapshot() as connection:
+            n_bytes = None if unshared.find(connection, agent_id) else cache_index.agent_bytes(connection, agent_id)
+        rate = self.read_bytes / self._read_s if self._read_s else _USUAL_BPS
+        return None if n_bytes is None else _ASKING_S + n_bytes / max(rate, 1.0)
+
+    def remove(self, agent_id: str) -> None:
+        """Remove the list of an agent that was forgotten, and its own files. Its blocks, which others may use, go with
+        `memory gc`. Raises `BucketAway`."""
+        key = key_of(agent_id).hex()
+        pieces = [name for name in self._listed(agent_id) if name.startswith(pieces_prefix(key))]
+        self._bucket.remove([manifest_name(key), *pieces])
+
+    def _listed(self, agent_id: str) -> list[str]:
+        content = self._bucket.get(manifest_name(key_of(agent_id).hex()))
+        return files_in(content) if content is not None else []
+
+    def _wanted(self, version: AgentVersion, prompt: BlockChain | None) -> _Checks:
+        """The files that are of use for the prompt."""
+        blocks, pieces = self._files(version)
+        cache, transcript = version.cache, version.transcript
+        if prompt is None or cache is None or transcript is None:
+            return blocks | pieces
+        if (prompt.model, prompt.salt) != (cache.model, cache.salt):
+            return {}
+        n_tokens = common_length(transcript.token_ids[: cache.tokens], prompt.token_ids)
+        blocks = dict(islice(blocks.items(), -(-n_tokens // BLOCK_TOKENS)))
+        has_all_blocks = n_tokens // BLOCK_TOKENS == cache.tokens // BLOCK_TOKENS
+        return blocks | pieces if cache.snapshots or has_all_blocks else blocks
+
+    def _files(self, version: AgentVersion) -> tuple[_Checks, _Checks]:
+        """The blocks and the pieces of its cache, by their places here."""
+        if version.cache is None or version.transcript is None:
+            return {}, {}
+        with self._parts.database.snapshot() as connection:
+            layout = cache_index.read_model(connection, version.cache.model)
+        has_blocks = layout is None or LayerKind.FULL in layout
+        has_tail = has_blocks and version.cache.tokens % BLOCK_TOKENS != 0
+        files = files_of(self._parts, version)
+        pieces = [files.pop(name) for name in PIECE_NAMES][not has_tail : 1 + len(version.cache.snapshots)]
+        return dict(files.values()) if has_blocks else {}, dict(pieces)
+
+    def _wrote(self, path: Path, check: _Check, pace: Callable[[int], None]) -> bool:
+        """Whether the file is there now. A damaged one is left to the next restore, which removes it."""
+        name, is_block = self._name_of(path), path.is_relative_to(self._parts.blocks.path)
+        if not (is_block and self._bucket.has(name)):
+            try:
+                check(path)
+                content = path.read_bytes()
+            except FileNotFoundError:
+                return not is_block and self._bucket.has(name)
+            except Damaged:
+                return False
+            self._bucket.put(name, content)
+            self.written_bytes += len(content)
+            pace(len(content))
+        self._missing.discard(name)
+        if is_block:
+            self._there[name] = time.monotonic()
+            self._there.move_to_end(name)
+            if len(self._there) > _MOST_KNOWN:
+                self._there.popitem(last=False)
+        return True
+
+    def _was_there(self, name: str) -> bool:
+        at = self._there.get(name)
+        return at is not None and time.monotonic() - at < _KNOWN_S and name not in self._missing
+
+    def _note_missing(self, name: str) -> None:
+        if len(self._missing) >= _MOST_KNOWN:
+            self._missing.clear()
+        self._missing.add(name)
+
+    def _bring_one(self, path: Path, check: _Check, *, until: float) -> int:
+        """Returns the allocated bytes; 0: it is not there, or the time is over. Raises `OSError`."""
+        name, writer = self._name_of(path), self._parts.writer
+        if self._bucket.outage.seconds or time.perf_counter() > until:
+            return 0
+        try:
+            content = self._bucket.get(name, READ_LIMIT_S)
+        except BucketAway:  # what has come is of use
+            return 0
+        if content is None:
+            self._note_missing(name)
+            return 0
+        self.read_bytes += len(content)
+        staged = writer.stage([content])
+        try:
+            check(staged)
+        except Damaged as damage:
+            _log.warning("%s in the shared store %s, and is removed", name, damage)
+            self._parts.files.remove(staged)
+            self._note_missing(name)
+            with suppress(BucketAway):
+                self._bucket.remove([name])
+            return 0
+        writer.make_folder(path.parent)
+        writer.place(staged, path)
+        return allocated_bytes(path)
+
+    def _enter(self, connection: Connection, version: AgentVersion) -> None:
+        """The index has what is on disk, if the agent is still at that version."""
+        row = agent_table.find_agent(connection, version.agent_id)
+        if row is None or row.head != version.head or version.cache is None or version.transcript is None:
+            return
+        chain, now = chain_of(version.cache, version.transcript.token_ids), time.time()
+        enter_blocks(connection, chain, self._parts.blocks, now=now)
+        cache_index.use_chain(connection, row.number, chain, now=now)
+        own = self._parts.pieces.paths(version.agent_id, version.number)
+        cache_index.set_piece_bytes(connection, row.number, sum(map(allocated_bytes, own)))
+
+    def _name_of(self, path: Path) -> str:
+        return path.relative_to(self._parts.path).as_posix()

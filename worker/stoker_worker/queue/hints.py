@@ -1,0 +1,40 @@
+"""What is known of a waiting job before it is claimed: how it uses memory, and what it needs. Pure, no I/O.
+
+Our own producer notes both in fields of the job's hash. Of other producers' jobs the request itself is read.
+"""
+
+import json
+from typing import NamedTuple
+
+from stoker_shared.job_data import unpacked
+from stoker_shared.needs import NOTHING, Needs
+from stoker_shared.request import Access
+from stoker_shared.wire import REQUEST_KWARG
+from stoker_worker.ports import UNUSED, MemoryUse
+
+
+class Hint(NamedTuple):
+    use: MemoryUse
+    needs: Needs
+
+
+def hint_in(data: bytes | None) -> Hint:
+    """Of a job with this stored `data`; `UNUSED` and `NOTHING` if it cannot be read."""
+    try:
+        call = json.loads(unpacked(data or b""))
+        task_path, request = call[0], call[3][REQUEST_KWARG]
+        needs = Needs.of(task_path, request)
+        agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return Hint(UNUSED, NOTHING)
+    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
+    continues = context == "append" or action is not None
+    return Hint(MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None, continues=continues), needs)
+
+
+def hint_noted(agent: bytes, needs: bytes) -> Hint:
+    """From the ends of `FIELD_AGENT`, in one of the forms that `READ` lets pass, and of `FIELD_NEEDS`."""
+    word, _, agent_id = agent.decode(errors="replace").partition(" ")
+    access: Access = "read" if word in ("read", "ask") else "write"
+    use = MemoryUse(access, agent_id, word in ("append", "ask")) if agent_id else UNUSED
+    return Hint(use, Needs.noted(needs.decode(errors="replace")))

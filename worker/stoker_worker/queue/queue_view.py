@@ -1,0 +1,165 @@
+"""The waiting jobs of one queue as they were last seen. Owns what was read of RQ's list, and reads on; fetcher thread.
+
+RQ's own dequeue takes the first job, whatever it is. Claiming by agent needs to know the jobs behind it. Ids stay in
+the list until they are claimed, so operators see its true length. It is read once; after that each look asks only for
+the ids that came in at either end, and for those that members took.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from redis import Redis
+from rq.job import Job
+from rq.queue import Queue
+
+from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_NEEDS, HOMES_KEY, MEMBERS_KEY, TAKEN_KEY
+from stoker_worker.periodic import Periodic
+from stoker_worker.ports import Busy
+from stoker_worker.queue.claim_scripts import LOOK, READ
+from stoker_worker.queue.fair_queue import FairQueue
+from stoker_worker.queue.foreign_ids import raw, text
+from stoker_worker.queue.hints import Hint, hint_in, hint_noted
+
+_PAGE: Final = 250
+_MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
+_KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # from either end: other members take most from there
+_READ_AT_ONCE: Final = 100
+_MAX_DATA_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
+_READ_S: Final = 0.002  # for reading on, in a claim that has found jobs or has no room for any
+_READ_WHEN_IDLE_S: Final = 0.02  # and in a claim that has room and has found none
+_MAX_GONE: Final = 32  # known jobs that are not in the list any more
+
+
+class _Known(NamedTuple):
+    """`home`: another member that is the agent's home; empty if it is none, or not known."""
+
+    hint: Hint
+    quarantined: bool
+    home: str = ""
+
+
+class QueueView:
+    """
+    Attributes:
+        waiting: the jobs, in the order in which they are served.
+        moves: the count of `COUNTS_KEY` at the last look.
+    """
+
+    def __init__(self, connection: Redis, queue_name: str, member: str) -> None:
+        self._member = member
+        self._homes_key = HOMES_KEY.format(queue=queue_name)
+        counts = COUNTS_KEY.format(queue=queue_name)
+        self._look_keys = [Queue(queue_name, connection=connection).key, TAKEN_KEY.format(queue=queue_name), counts]
+        self._look_at = connection.register_script(LOOK)
+        self._read_at = connection.register_script(READ)
+        self.waiting = FairQueue()
+        self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
+        self._may_start_over = Periodic(5.0)
+        self._is_whole = True
+        self._n_taken, self.moves = 0, "0"
+
+    def read_ahead(self, limit: int, busy: Busy) -> None:
+        """Look for jobs that came in, and read how they use memory until a claim of `limit` jobs would find enough.
+
+        Fairness can only be judged among jobs that were read, so this reads a little further even when it has found
+        enough, or `limit` is 0.
+        """
+        self._look()
+        begin = time.perf_counter()
+        while self._learn():
+            n_chosen = len(self.waiting.choose(limit, busy))
+            read_s = _READ_WHEN_IDLE_S if limit and not n_chosen else _READ_S
+            if 0 < limit == n_chosen or time.perf_counter() > begin + read_s:
+                return
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether `read_ahead` stopped before it knew all waiting jobs."""
+        return not self._is_whole or bool(self.waiting.unlearned(1))
+
+    def correct(self, job_id: str, hint: Hint, *, quarantined: bool) -> None:
+        """A claimed job that goes back to the queue differs from what was read of it: note how it really is."""
+        self._known[job_id] = _Known(hint, quarantined)
+
+    def _look(self) -> None:
+        """Take in what came in at either end since the last look, a page at a time, and what was taken."""
+        for _ in range(2):
+            first, last = self.waiting.first(_KNOWN[-1] + 1), self.waiting.last(_KNOWN[-1] + 1)
+            anchors, ends = ([known[at] for at in _KNOWN if at < len(known)] for known in (first, last))
+            args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, self._n_taken, len(anchors)]
+            args += [*map(raw, anchors), *map(raw, ends)]
+            reply = self._look_at(keys=self._look_keys, args=args)
+            length, anchor, before, behind, taken, self._n_taken, moves = reply
+            self.moves = moves.decode()
+            for job_id in filter(self.waiting.__contains__, map(text, taken)):
+                self.waiting.discard(job_id)
+                self._known.pop(job_id, None)  # if it comes back, its worker was lost with it, perhaps
+            if not anchor:
+                self._start_over()
+            # Those that were taken, and are back already, are in front anew.
+            known_before = [job_id for job_id in first[: _KNOWN[anchor - 1] if anchor else 0] if job_id in self.waiting]
+            self.waiting.prepend(self._arriving(_without_known(before, known_before)))
+            self.waiting.append(self._arriving(behind))
+            self._is_whole = len(behind) < _PAGE
+            if self._is_whole and self._known:
+                self._known = {job_id: known for job_id, known in self._known.items() if job_id in self.waiting}
+            # Jobs were removed in between, or others put there. An id that is in the list twice looks like that too.
+            n_unknown = length - len(self.waiting)
+            is_wrong = n_unknown < -_MAX_GONE or (n_unknown > 0 and self._may_start_over.is_due())
+            if not (self._is_whole and is_wrong):
+                return
+            self._start_over()
+
+    def _start_over(self) -> None:
+        aside = self.waiting.lines.aside
+        self._known |= {
+            job_id: _Known(Hint(job.use, job.needs), job.quarantined, aside.get(job.line, ""))
+            for job_id, job in self.waiting.learned().items()
+        }
+        self.waiting.clear()
+
+    def _arriving(self, found: Sequence[bytes]) -> list[str]:
+        """The ids that came in. Nothing is known of one that was here already: it may be another job by now."""
+        job_ids = [text(job_id) for job_id in found]
+        for job_id in job_ids:
+            if job_id in self.waiting:
+                self._known.pop(job_id, None)
+        return job_ids
+
+    def _learn(self) -> bool:
+        """Find out how the next jobs use memory; ``False`` when that is known of all."""
+        job_ids = self.waiting.unlearned(_READ_AT_ONCE)
+        if not job_ids and not self._is_whole:
+            self._look()
+            job_ids = self.waiting.unlearned(_READ_AT_ONCE)
+        self._read([job_id for job_id in job_ids if job_id not in self._known])
+        for job_id in job_ids:
+            if job_id not in self._known:  # the data of those before it was too large to read more
+                break
+            known = self._known.pop(job_id)
+            use, needs = known.hint
+            self.waiting.learn(job_id, use, needs, quarantined=known.quarantined)
+            if known.home and use.agent_id is not None:
+                self.waiting.lines.put_aside(use.agent_id, known.home)
+        return bool(job_ids)
+
+    def _read(self, job_ids: Sequence[str]) -> None:
+        if not job_ids:
+            return
+        keys: list[str | bytes] = [MEMBERS_KEY, self._homes_key, *(raw(Job.key_for(job_id)) for job_id in job_ids)]
+        args: list[str | int] = [self._member, FIELD_AGENT, FIELD_ATTEMPTS, _MAX_DATA_BYTES, FIELD_NEEDS]
+        reply: list[list[Any]] = self._read_at(keys=keys, args=args)
+        with_data, quarantined = frozenset(reply[1]), frozenset(reply[2])
+        found = zip(job_ids, reply[0], reply[3], reply[4], strict=False)
+        for number, (job_id, value, home, note) in enumerate(found, start=1):
+            hint = hint_in(value) if number in with_data else hint_noted(value, note)
+            self._known[job_id] = _Known(hint, number in quarantined, home.decode(errors="replace"))
+
+
+def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:
+    """What came in before a known id, without the known ids before that one that are still in front of it."""
+    left, older = list(before), iter(reversed(known))
+    while left and any(text(left[-1]) == job_id for job_id in older):
+        left.pop()
+    return left
