@@ -1,0 +1,146 @@
+"""EXP-026's tables and plot, made from its results alone."""
+
+from pathlib import Path
+from typing import Any
+
+import fleet_load as load
+from common import Json
+from report import Report, columns, criteria, figure, listed
+from server_load import MOST_SHARE
+
+
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    fleets, server = content["fleets"], content["one_server"]
+    last, cost = fleets[-1], server["cost"]
+    summary = (
+        f"{last['workers']:,} workers and {last['agents']:,} agents, with {last['deaths_per_min']:g} deaths a minute: "
+        f"{last['hit_share']:.1%} of the prompt tokens come from a cache (at best {last['best_hit_share']:.1%}), the "
+        f"median wait is {last['wait_s']['p50']:.2f} s, {last['over_10_s']:.1%} of the jobs wait for more than 10 s. A "
+        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone; it does "
+        f"{server['replayed']['jobs_per_s']['max']:.0f} jobs a second at most. By computation, one queue on it ends at "
+        f"{server['ends_at_workers']} workers."
+    )
+    number = (
+        f"hit share {last['hit_share']:.1%} with {last['workers']:,} workers; one Redis ends at "
+        f"{server['ends_at_workers']} workers of one queue"
+    )
+    return Report("scale out", number, {
+        "summary": summary, "assumed": assumed(), "checks": criteria(content), "fleets": _fleets(fleets),
+        "waits": _waits(fleets), "sent": _sent(fleets), "cost": _cost(cost), "replayed": _replayed(server["replayed"]),
+        "one queue": _one_queue(server),
+    })  # fmt: skip
+
+
+def assumed() -> str:
+    found = {
+        "places": load.PLACES, "prefill": load.PREFILL_PER_S, "decode": load.DECODE_PER_S, "new": load.NEW_TOKENS,
+        "answer": load.ANSWER_TOKENS, "context": load.MOST_CONTEXT, "kib": load.TOKEN_BYTES // 1024,
+        "store": load.STORE_BYTES / 1e12, "agents": load.STORE_TOKENS * 2 // load.MOST_CONTEXT,
+        "disk": load.DISK_PER_S / 1e9, "bucket": load.BUCKET_PER_S / 1e9, "stores": load.BUCKET_STORES,
+        "down": load.DOWN_S, "load": load.LOAD,
+    }  # fmt: skip
+    return listed(found, ("of a worker", "assumed"), {
+        "jobs that run at once": "{places}", "prefill, one prompt at a time": "{prefill:g} tokens/s",
+        "decode, each answer": "{decode:g} tokens/s", "a turn's new tokens": "{new[0]} to {new[1]}",
+        "an answer": "{answer[0]} to {answer[1]} tokens", "a conversation begins anew at": "{context} tokens",
+        "a token's cache": "{kib} KiB (Qwen3-8B in 16 bits)",
+        "a store": "{store:g} TB, so about {agents} agents", "reading from the store": "{disk:g} GB/s",
+        "reading from the shared store": "{bucket:g} GB/s", "the shared store's caches": "{stores:g} times all stores",
+        "from a death to the next start": "{down:g} s",
+        "jobs asked for": "{load:g} of what the workers could do with these stores",
+    })  # fmt: skip
+
+
+def _fleets(fleets: list[Json]) -> str:
+    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
+        "": "{name}", "agents": "{agents:,}", "groups simulated": "{simulated} of {groups}", "minutes": "{minutes:g}",
+        "jobs": "{jobs:,}",
+        "jobs/s": "{jobs_per_s:.4g}", "asked for": "{asked_per_s:.4g}",
+        "hit share": "{hit_share:.1%}", "at best": "{best_hit_share:.1%}",
+        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.1f}",
+        "of these from the living": "{moves_per_1000_jobs[living]:.1f}",
+    })  # fmt: skip
+
+
+def _waits(fleets: list[Json]) -> str:
+    return columns(fleets, {
+        "": "{name}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.2f}", "p99": "{wait_s[p99]:.1f}",
+        "longest": "{wait_s[max]:.0f}", "over 10 s": "{over_10_s:.1%}",
+        "first token, median": "{first_token_s[p50]:.1f}", "its p99": "{first_token_s[p99]:.0f}",
+        "deaths": "{deaths}", "jobs lost with them": "{lost_with_a_worker}",
+        "waiting at the end": "{waiting_at_end}", "of these lost before": "{quarantined_at_end}",
+    })  # fmt: skip
+
+
+def _sent(fleets: list[Json]) -> str:
+    kinds = ("look", "read", "jobs read", "claim", "members", "homes", "ask", "give up")
+    rows = [{**fleet, "kinds": {kind: fleet["sent_a_job"].get(kind, 0.0) for kind in kinds}} for fleet in fleets]
+    shown = {kind: "{kinds[" + kind + "]:.3g}" for kind in kinds}
+    ends = {"commands a job, in all": "{one_server[commands_a_job]:.4g}", "µs of the server a job":
+            "{one_server[server_us_a_job]}", "share of its core": "{one_server[share]:.1%}"}  # fmt: skip
+    return columns(rows, {"a job": "{name}", **shown, **ends})
+
+
+def _cost(cost: Json) -> str:
+    names = {
+        "job": "a job: submitted, claimed, started, finished", "submit": "of that, its submission",
+        "look": "a look that finds nothing", "beat": f"a heartbeat with {load.PLACES} jobs (1 a second)",
+        "watch": f"a look at {load.PLACES} running jobs, with progress (2 a second)",
+    }  # fmt: skip
+    rows = [{"name": name, **cost[key]} for key, name in names.items()]
+    for n, found in cost["by members"].items():
+        rows.append({"name": f"a look at {n} members (1 a second)", **found["members look"]})
+        rows.append({"name": f"a waiting job read, {n} members", **found["job read"]})
+    return columns(rows, {"": "{name}", "commands": "{commands:g}", "µs of the server": "{server_us:g}"})
+
+
+def _replayed(found: Json) -> str:
+    return listed(found, ("sent again without waiting", ""), {
+        "jobs/s of one server": "{jobs_per_s:.4g}", "commands/s at most": "{commands_per_s:,}",
+        "commands a job": "{commands_a_job:g}", "all jobs finished": "{all_finished}",
+    })  # fmt: skip
+
+
+def _one_queue(server: Json) -> str:
+    table = columns(server["one_queue"], {
+        "workers of one queue": "{workers}", "jobs/s": "{jobs_per_s:g}", "commands a job": "{commands_a_job:.4g}",
+        "share of this machine's core": "{share:.1%}",
+    })  # fmt: skip
+    return (
+        f"{table}\n\nThe share reaches {MOST_SHARE:.0%} at {server['ends_at_workers']} workers here (computed from "
+        f"“{server['computed_like']}”), so a core that is twice as fast is as busy with each line at half the share."
+    )
+
+
+def plan(content: Json) -> str:
+    """The table of `docs/scale-out.md`."""
+    fleets = [{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in content["fleets"]]
+    return columns(fleets, {
+        "a million agents": "{name}", "jobs/s": "{jobs_per_s:.3g}", "hit share": "{hit_share:.0%}",
+        "moves per 1,000 jobs": "{moves:.0f}", "wait: median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.1f}",
+        "p99": "{wait_s[p99]:.0f}", "share of a core of each Redis": "{one_server[share]:.1%}",
+    })  # fmt: skip
+
+
+def plot(content: Json, results: Path) -> None:
+    fleets, queue = content["fleets"], content["one_server"]["one_queue"]
+    title = "hit share and waits of fleets; one server for one queue"
+    with figure(content, results, "scale_out", (15, 4.2), panels=(1, 3), title=title) as (hits, waits, share):
+        places = range(len(fleets))
+        names = [fleet["name"] for fleet in fleets]
+        _bars(hits, places, {"from caches": [fleet["hit_share"] for fleet in fleets],
+                             "at best": [fleet["best_hit_share"] for fleet in fleets]})  # fmt: skip
+        _bars(waits, places, {part: [max(fleet["wait_s"][part], 0.001) for fleet in fleets] for part in ("p50", "p99")})
+        hits.set(yticks=places, yticklabels=names, xlabel="share of prompt tokens")
+        waits.set(yticks=places, yticklabels=[], xscale="log", xlabel="wait, s")
+        share.plot([one["workers"] for one in queue], [one["share"] for one in queue], marker="o")
+        share.axhline(MOST_SHARE, ls="--", lw=0.8)
+        share.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
+
+
+def _bars(axes: Any, places: range, found: dict[str, list[float]]) -> None:
+    for number, (name, values) in enumerate(found.items()):
+        axes.barh([place + 0.38 * number for place in places], values, height=0.36, label=name)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)
