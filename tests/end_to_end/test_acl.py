@@ -329,6 +329,7 @@ NOT_PRODUCERS = [
     ("EVAL", "return 1", "0"),
     ("EVALSHA", "0" * 40, "0"),
     ("SCRIPT", "LOAD", "return 1"),
+    ("SET", "stoker:holder:mac", "mine"),
     ("SET", "stoker:lease:generate", "mine"),
     ("SET", "stoker:worker:w", "{}"),
     ("XADD", "stoker:stream:j", "*", "text", "x"),

@@ -190,5 +190,6 @@ def test_no_conversation_is_lost_and_no_version_made_twice_whatever_happens(
         # A worker that missed a version when an agent came to it knows that until the agent is there again.
         problems = StoreReader(crew.store(n)).problems()
         assert [problem for problem in problems if not problem.endswith("is missing")] == []
-    for pattern in ("stoker:claimed:*", "stoker:lease:*", "stoker:ended:*", "rq:wip:*", "rq:execution*"):
+    leases = ("stoker:holder:*", "stoker:lease:*")
+    for pattern in ("stoker:claimed:*", *leases, "stoker:ended:*", "rq:wip:*", "rq:execution*"):
         assert connection.keys(pattern) == [], pattern

@@ -9,6 +9,7 @@ import pytest
 from tests.worker_process import running_worker
 
 from stoker import Producer, ResultTimeout
+from stoker_worker.memory.store_name import store_name
 
 pytestmark = pytest.mark.server
 
@@ -82,7 +83,8 @@ def test_rq_info_forgets_a_killed_worker_with_its_lease(producer, redis_url, con
         assert " busy generate." in rq_info(redis_url)
         [shown] = producer.workers()
         worker.kill()
-    keys = (f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", "stoker:lease:generate")
+    leases = ("stoker:lease:generate", f"stoker:holder:{store_name(store)}")
+    keys = (f"rq:worker:{shown.name}", f"stoker:worker:{shown.name}", *leases)
     assert all(connection.pttl(key) <= 1000 for key in keys)  # -2 if it is gone already
     while connection.exists(*keys):
         pass

@@ -25,9 +25,6 @@ class KnownVersions:
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __contains__(self, agent_id: str) -> bool:
-        return agent_id in self._known
-
     def get(self, agent_id: str) -> Known | None:
         return self._known.get(agent_id)
 
