@@ -7,14 +7,15 @@ from common import Json
 from report import Report, columns, figure, machine_line, say, yes
 
 NAMES = {
-    "rss_mb": "worker's resident memory, MB", "fds": "open descriptors", "threads": "threads",
+    "rss_mb": "worker's resident memory, MB", "heap_mb": "in use on its C heap, MB", "fds": "open descriptors",
+    "threads": "threads",
     "files": "files of the store", "store_mb": "store on disk, MB", "database_mb": "database with its log, MB",
     "wal_mb": "the database's log (WAL), MB", "redis_mb": "Redis' memory, MB", "keys": "keys in Redis",
     "jobs_per_s": "jobs per second", "tokens_per_cpu_s": "tokens per CPU second of the worker",
 }  # fmt: skip
 PARTS = {"scripted": "Scripted engine", "real": "Real model"}
-PLOTS = (("rss_mb",), ("fds", "threads"), ("store_mb", "database_mb", "wal_mb"), ("redis_mb",), ("jobs_per_s",),
-         ("tokens_per_cpu_s",))  # fmt: skip
+PLOTS = (("rss_mb", "heap_mb"), ("fds", "threads"), ("store_mb", "database_mb", "wal_mb"), ("redis_mb",),
+         ("jobs_per_s",), ("tokens_per_cpu_s",))  # fmt: skip
 RATES = ("jobs_per_s", "tokens_per_cpu_s")
 
 
@@ -106,7 +107,7 @@ def plot(content: Json, results: Path) -> None:
 
 def _plot(axes: Any, part: Json, names: tuple[str, ...]) -> None:
     """Figures over the minutes; the window is grey, restarts are lines."""
-    for name in names:
+    for name in filter(part["lines"].__contains__, names):
         points = [one for one in part["rates"] if not one["has_restart"]] if name in RATES else part["series"]
         axes.plot([one["at_s"] / 60 for one in points], [one[name] for one in points], lw=1, label=NAMES[name])
     axes.axvspan(*(at / 60 for at in part["window_s"]), color="0.92", zorder=0)

@@ -24,14 +24,16 @@ class Limit:
 
 
 LIMITS = {
-    "the_worker": {"rss_mb": Limit(0.02, 8.0), "fds": Limit(0.0, 4.0), "threads": Limit(0.0, 1.0)},
+    "the_worker": {
+        "rss_mb": Limit(0.02, 8.0), "heap_mb": Limit(0.02, 2.0), "fds": Limit(0.0, 4.0), "threads": Limit(0.0, 1.0),
+    },
     "the_store": {
         "files": Limit(0.1, 20.0), "store_mb": Limit(0.1, 2.0), "database_mb": Limit(0.1, 2.0),
         "wal_mb": Limit(0.1, 4.0),
     },
     "redis": {"redis_mb": Limit(0.1, 1.0), "keys": Limit(0.1, 50.0)},
 }  # fmt: skip
-"""Most growth."""
+"""Most growth; of what the system tells."""
 RATES = {"jobs_per_s": Limit(0.1), "tokens_per_cpu_s": Limit(0.1)}
 """Most loss."""
 
@@ -48,8 +50,9 @@ def flatness(served: Served, series: Sequence[Json], rates: Sequence[Json]) -> J
     lines = {}
     for figures in LIMITS.values():
         for name, limit in figures.items():
-            line = _line([(one["at_s"], one[name]) for one in series], window)
-            lines[name] = line | _judged(line["change"], limit, line["median"])
+            if name in series[0]:
+                line = _line([(one["at_s"], one[name]) for one in series], window)
+                lines[name] = line | _judged(line["change"], limit, line["median"])
     for name, limit in RATES.items():
         line = _line([(one["at_s"], one[name]) for one in rates if not one["has_restart"]], window)
         lines[name] = line | _judged(-line["change"], limit, line["median"])
@@ -58,7 +61,8 @@ def flatness(served: Served, series: Sequence[Json], rates: Sequence[Json]) -> J
         "window_s": [round(at, 1) for at in window],
         "lines": lines,
         "verdict": {
-            f"{group}_is_flat": all(lines[name]["is_flat"] for name in names) for group, names in groups.items()
+            f"{group}_is_flat": all(lines[name]["is_flat"] for name in names if name in lines)
+            for group, names in groups.items()
         },
     }
 
@@ -67,6 +71,7 @@ def point(served: Served, worker: Json, beside: Json) -> Json:
     """The figures of a moment: the worker's sample of itself, and what was seen of its store and server."""
     return {
         "at_s": round(beside["at"] - served.began_at, 1), "rss_mb": mb(worker["rss"]), "fds": worker["fds"],
+        **({} if worker["heap"] is None else {"heap_mb": mb(worker["heap"])}),
         "threads": worker["threads"], "files": beside["files"], "store_mb": mb(beside["du_bytes"]),
         "database_mb": mb(beside["database_bytes"]), "wal_mb": mb(beside["wal_bytes"]),
         "redis_mb": mb(beside["redis_bytes"]), "keys": beside["keys"],

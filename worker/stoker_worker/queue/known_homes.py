@@ -9,7 +9,7 @@ from typing import Final
 
 from stoker_worker.ports import AgentHome
 
-_MOST: Final = 2**15  # far more than are in flight
+_MOST: Final = 2**12  # far more than are in flight
 
 
 class KnownHomes:
