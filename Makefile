@@ -53,8 +53,9 @@ deep: .venv/dev
 		tests/end_to_end/test_random_kills.py
 
 # 1,200 jobs while workers, server, wire and clock misbehave, and 80 with the real model. CHAOS_SEED=N: that run again.
+# 2,000 jobs that go on from one model to the next while workers are killed and connections are cut.
 # Then a batch of 5,000 lines through kills, turns mixed with jobs about agents, and 5,000 jobs of four workers with a
-# shared store that goes away; the suite has small ones of all three.
+# shared store that goes away; the suite has small ones of all four.
 chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
 		tests/end_to_end/test_mixed_agent_jobs.py tests/end_to_end/test_four_workers_share.py

@@ -141,10 +141,10 @@ class FleetWorker:
         self.store = store
         self.is_alive = True
         redis: Any = fleet.redis
-        lease: Any = PlayedLease(name, name, redis.join(name, description(name)))
+        travels = fleet.bucket is not None
+        lease: Any = PlayedLease(name, name, redis.join(name, description(name, "b" if travels else "")))
         self.in_flight: JobsInFlight[Any] = JobsInFlight()
         self._members = Members(redis, lease, ttl_s=LEASE_S, clock=CLOCK.monotonic)
-        travels = fleet.bucket is not None
         self._homes = Homes(redis, lease, memory_travels=travels)
         rule = HomeRule(memory_travels=travels)
         claimers = {QUEUE: Claimer(redis, QUEUE, lease, rule)}
@@ -226,10 +226,10 @@ class FleetWorker:
         self.wake(CLOCK.now + GATHER_S)
 
 
-def description(name: str) -> Mapping[str, Any]:
-    """A member as its lease describes it, on a host of its own."""
+def description(name: str, shared: str) -> Mapping[str, Any]:
+    """A member as its lease describes it, on a host of its own. `shared`: as in `Lease`."""
     where = {"host": f"{name}.played", "boot": "", "pid": 1, "started": ""}
-    return {"worker": f"rq-{name}", "queues": [QUEUE], "store": name, "fence": 1, **where}
+    return {"worker": f"rq-{name}", "queues": [QUEUE], "store": name, "shared": shared, "fence": 1, **where}
 
 
 def _note(ask: Ask) -> str:

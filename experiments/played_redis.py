@@ -48,6 +48,7 @@ class PlayedRedis:
         self.listeners: dict[str, Callable[[list[str], int], None]] = {}
         self._members: dict[bytes, bytes] = {}
         self._store_of: dict[str, str] = {}  # of members that serve the queue
+        self._sharing: set[str] = set()  # stores whose worker had a shared one when it was here last
         self._leases: dict[str, bytes] = {}
         self._left: dict[str, Left] = {}
         self._taken: list[bytes] = []
@@ -68,6 +69,7 @@ class PlayedRedis:
         self._leases[LEASE_KEY.format(member=member)] = value.encode()
         self._members[member.encode()] = value.encode()
         self._left.pop(description["store"], None)
+        (self._sharing.add if description["shared"] else self._sharing.discard)(description["store"])
         if self._queue in description["queues"]:
             self._store_of[member] = description["store"]
         return value
@@ -112,7 +114,7 @@ class PlayedRedis:
     def hvals(self, key: str) -> list[bytes]:
         assert key == LEFT_KEY
         self.sent["members"] += 1
-        return [f"{int(left.at)} {left.member}".encode() for left in self._left.values()]
+        return [b"%d %s" % (left.at, left.member.encode()) for left in self._left.values()]
 
     def time(self) -> tuple[int, int]:
         self.sent["members"] += 1
@@ -160,14 +162,14 @@ class PlayedRedis:
             homes.append(home.encode() if home not in ("-", args[0]) and home in self._store_of else b"")
             if self.losses[job_id]:
                 quarantined.append(number)
-        return [notes, [], quarantined, homes, [b"" for _ in notes]]
+        return [notes, [], quarantined, homes, [b""] * len(notes)]
 
     def _claim(self, keys: Sequence[str], args: Sequence[Any]) -> list[bytes] | None:
         self.sent["claim"] += 1
         value, me, store, moves, wait_s, travels = args[:6]
         if self._leases.get(keys[2]) != value.encode():
             return None
-        asker = _Asker(me, store, wait_s, bool(travels), moves != str(self._moves))
+        asker = _Asker(me, store, wait_s, travels == "1", moves != str(self._moves))
         found: list[str] = []
         for _, job_id, use in _in_threes(args[6:]):
             self.sent["jobs claimed"] += 1
@@ -178,7 +180,7 @@ class PlayedRedis:
                 if job_id in self._waiting:
                     self._take(me, job_id)
                     if verdict == "claimed" and former:
-                        self.homes[use[1:]] = _entry_of(me, kept, version, former if asker.travels else "")
+                        self.homes[use[1:]] = _entry_of(me, kept, version, "" if travels == "0" else former)
                 else:
                     verdict = "gone"
             found += (verdict, kept, former, version)
@@ -198,13 +200,14 @@ class PlayedRedis:
         return given
 
     def _decide(self, asker: "_Asker", job_id: bytes, agent: bytes, *, continues: bool) -> tuple[str, str, str, str]:
-        home, kept, version, former = _words(self._entry(agent))
-        is_home, version = home == asker.me, "" if kept == "-" else version
-        if not is_home:
-            if home in self._store_of:
-                return "home", home, "", ""
-            former = home if home != "-" else kept if kept != "-" else ""
-        if continues and not asker.travels and kept not in ("-", asker.store):
+        home, kept, version, before = _words(self._entry(agent))
+        is_home = home == asker.me
+        if not is_home and home in self._store_of:
+            return "home", home, "", ""
+        former = before if is_home else home if home != "-" else kept if kept != "-" else ""
+        version = "" if kept == "-" else version
+        travels = asker.travels and (version or kept in self._sharing)
+        if continues and not travels and kept not in ("-", asker.store):
             if is_home:
                 self.homes[agent] = _entry_of("-", kept, version)
                 self._moves += 1
@@ -214,7 +217,7 @@ class PlayedRedis:
             left = self._left.get(kept)
             left_s = 0.0 if left is None else asker.wait_s - (int(self._now()) - int(left.at))
             if left_s > 0:
-                return "away" if job_id in self._waiting else "gone", kept, f"{left_s:g}", ""
+                return "away" if job_id in self._waiting else "gone", kept, f"{left_s:.14g}", ""
             return "lost", kept, left.member if left is not None else kept, version
         if not is_home and asker.has_moved:
             return "stale", "", "", ""
@@ -264,8 +267,8 @@ def _words(entry: str) -> tuple[str, str, str, str]:
 
 
 def _entry_of(home: str, kept: str, version: str, former: str = "") -> str:
-    version = (version or "0") if former else version
-    return f"{home} {'=' if kept == home else kept} {version} {former}".rstrip()
+    words = [home, "=" if kept == home else kept, version or ("0" if former else ""), former]
+    return " ".join(filter(None, words))
 
 
 def _in_threes(args: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ class VirtualTime:
     def monotonic(self) -> float:
         return self.now
 
-    perf_counter = monotonic
+    perf_counter = thread_time = monotonic
 
 
 CLOCK = VirtualTime()

@@ -27,8 +27,10 @@ EDGES = (
         "stoker.batch.state_commands.",
         "stoker.batch.work.",
         "stoker.batch.feeding.",
+        "stoker.batch.planning.",
     ),
     "stoker.batch.collecting.",
+    "stoker.trust_cli.",
     *("stoker.serve.batch_run.", "stoker.dashboard."),
 )
 COMMANDS = (
@@ -38,6 +40,7 @@ COMMANDS = (
         "stoker.queue_commands.",
         "stoker.status_command.",
         "stoker.submit_",
+        "stoker.trust_cli.",
         "stoker.command_parts.",
     ),
     *(
@@ -46,6 +49,7 @@ COMMANDS = (
         "stoker.batch.state_commands.",
         "stoker.batch.planning.",
         "stoker.batch.progress.",
+        "stoker.batch.training_command.",
         "stoker_shared.help_layout.",
     ),
     *("stoker.serve.command.", "stoker_worker.cli."),

@@ -2,7 +2,9 @@
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
+from stoker.offers import NobodyServes
 from stoker.overview import Overview
+from stoker.own_check import first_accepted
 from stoker.presence import LiveWorker
 from stoker.producer import Producer
 from stoker.queue_status import QueueStatus
@@ -10,6 +12,7 @@ from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack
+from stoker_shared.check import Check
 from stoker_shared.errors import (
     DuplicateJob,
     InvalidRequest,
@@ -26,7 +29,7 @@ from stoker_shared.errors import (
 )
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Choice, GenerationResult, PromptLogprobs, ToolCall
+from stoker_shared.result import Attempt, Choice, GenerationResult, PromptLogprobs, ToolCall
 
 __all__ = [
     "AgentForgotten",
@@ -35,6 +38,8 @@ __all__ = [
     "AgentRolledBack",
     "AsyncProducer",
     "AsyncTicket",
+    "Attempt",
+    "Check",
     "Choice",
     "DuplicateJob",
     "GenerationRequest",
@@ -46,6 +51,7 @@ __all__ = [
     "JobNotFound",
     "LiveWorker",
     "Message",
+    "NobodyServes",
     "Overview",
     "Producer",
     "PromptLogprobs",
@@ -62,4 +68,5 @@ __all__ = [
     "Ticket",
     "TicketStatus",
     "ToolCall",
+    "first_accepted",
 ]

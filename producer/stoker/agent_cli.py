@@ -10,7 +10,7 @@ import click
 from click.decorators import FC
 
 from stoker.agent_jobs import Agents
-from stoker.command_parts import json_option, open_producer, redis_option, show, timeout_option
+from stoker.command_parts import agrees, json_option, open_producer, redis_option, show, timeout_option
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
@@ -82,18 +82,10 @@ def forget(context: click.Context, /, agent_id: str, yes: bool, as_json: bool, *
     """Remove AGENT: its conversation, its results, and every block that only it used."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
-    if not (yes or _agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
+    if not (yes or agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
         click.echo("nothing was removed", err=True)
         context.exit(1)
     _run(context.obj, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
-
-
-def _agrees(question: str) -> bool:
-    try:
-        return click.confirm(question, err=True)
-    except click.Abort:  # stdin is closed, or ^C
-        click.echo(err=True)
-        return False
 
 
 def _run(

@@ -11,12 +11,13 @@ from stoker.agent_jobs import AsyncAgents
 from stoker.async_driver import run
 from stoker.async_ticket import AsyncTicket
 from stoker.connection import address, blocking_slice_s, open_async_connection
-from stoker.job_options import JobOptions, checked_queue_name
+from stoker.job_options import checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
 from stoker.overview import Overview, overview
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_status import QueueStatus, queues_now
+from stoker.routing import Routing
 from stoker.shared_connection import SharedConnection
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket_status import TicketStatus
@@ -38,11 +39,12 @@ class AsyncProducer:
         agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
 
-    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
+    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
         """
         Args:
             redis: a URL, or a connection of redis.asyncio, which is used as it is and never closed.
             queue: RQ queue of jobs that name none.
+            seed: as for `Producer`.
 
         Raises:
             InvalidRequest, ValueError: as `Producer`.
@@ -52,6 +54,7 @@ class AsyncProducer:
         self._shared = SharedConnection(self._connection)
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
+        self._routing = Routing(self._queue, seed)
         self.agents = AsyncAgents(self._shared.connection, self._queue)
 
     def __repr__(self) -> str:
@@ -82,10 +85,9 @@ class AsyncProducer:
         self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]
     ) -> AsyncTicket:
         """As `Producer.submit`."""
-        name = self._queue_for(queue)
-        submitted = await self._shared.run(submit(name, fields, job_id))
-        await self._shared.run(self._attendance.check(name))
-        return AsyncTicket(self._shared, submitted, queue_if_new=name if job_id is None else None)
+        done = await self._shared.run(submit(self._queue_for(queue), self._routing, fields, job_id))
+        await self._shared.run(self._attendance.check(done.queue))
+        return AsyncTicket(self._shared, done.job_id, queue_if_new=done.queue_if_new)
 
     async def submit_many(
         self,
@@ -97,10 +99,10 @@ class AsyncProducer:
     ) -> list[AsyncTicket]:
         """As `Producer.submit_many`; other tasks run meanwhile."""
         name = self._queue_for(queue)
-        submitted = await self._shared.run(submit_many(name, requests, JobOptions(**options), job_ids))
-        await self._shared.run(self._attendance.check(name))
-        queue_if_new = name if job_ids is None else None
-        return [AsyncTicket(self._shared, job_id, queue_if_new=queue_if_new) for job_id in submitted]
+        done = await self._shared.run(submit_many(name, requests, self._routing, options, job_ids))
+        for name in {one.queue for one in done}:
+            await self._shared.run(self._attendance.check(name))
+        return [AsyncTicket(self._shared, one.job_id, queue_if_new=one.queue_if_new) for one in done]
 
     async def queues(self) -> list[QueueStatus]:
         """As `Producer.queues`."""

@@ -9,6 +9,7 @@ from stoker.connection import blocking_slice_s
 from stoker.shared_connection import SharedConnection
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
+from stoker.trust_counts import give_feedback
 from stoker_shared.result import GenerationResult
 
 
@@ -48,6 +49,11 @@ class AsyncTicket(AnyTicket):
     async def status(self) -> TicketStatus:
         """As `Ticket.status`."""
         return await self._shared.run(status_of(self._job_id))
+
+    async def feedback(self, *, accepted: bool) -> bool:
+        """As `Ticket.feedback`."""
+        result = await self.result(timeout_s=0)
+        return await self._shared.run(give_feedback(result, accepted=accepted))
 
     async def cancel(self) -> bool:
         """As `Ticket.cancel`."""

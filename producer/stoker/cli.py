@@ -29,6 +29,7 @@ from stoker.queue_commands import ls, workers
 from stoker.serve.command import serve
 from stoker.status_command import status
 from stoker.submit_command import submit
+from stoker.trust_cli import trust
 from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variables
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
@@ -43,6 +44,7 @@ HELP = {"-h", "--help"}
         "One job": ("submit", "result", "cancel"),
         "Files of jobs": ("batch",),
         "Memory": ("agent",),
+        "Models": ("trust",),
         "Server": ("status", "ls", "workers", "serve", "dashboard"),
     },
     context_settings=SETTINGS,
@@ -68,6 +70,7 @@ cli.add_command(batch)
 cli.add_command(ls)
 cli.add_command(workers)
 cli.add_command(status)
+cli.add_command(trust)
 cli.add_command(dashboard)
 cli.add_command(serve)
 

@@ -56,6 +56,15 @@ def or_usage_error(make: Callable[[], T]) -> T:
         raise click.UsageError(str(error)) from None
 
 
+def agrees(question: str) -> bool:
+    """Whether the user answers yes; no answer is a no."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:  # stdin is closed, or ^C
+        click.echo(err=True)
+        return False
+
+
 def show(as_json: bool, value: Any, text: str) -> None:
     click.echo(json.dumps(value) if as_json else text)
 

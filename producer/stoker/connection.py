@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from stoker_shared.error_line import message_line
+from stoker_shared.error_line import refusal_line
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.password_mask import mask_text
 
@@ -109,7 +109,7 @@ def described(connection: AnyRedis, error: RedisError) -> str:
     """The error and the server's address, in one line without the password."""
     lost = isinstance(error, LOST) and not isinstance(error, REFUSED)
     problem = "no Redis server answers at" if lost else "refused by the Redis server at"
-    reason = mask_text(message_line(error), _kwargs(connection).get("password"))
+    reason = mask_text(refusal_line(error), _kwargs(connection).get("password"))
     return f"{problem} {address(connection)}: {reason}"
 
 

@@ -121,13 +121,17 @@ def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | No
     try:
         function, _, _, kwargs = json.loads(unpacked(data or b""))
         theirs = kwargs[REQUEST_KWARG]
-        if function != job.task or origin != queue.encode():
+        ours, queues = job.payload, {queue}
+        if ours.get("route") and theirs.get("route"):  # it goes by what was known of the models when it was made
+            queues = {step["queue"] for step in theirs["route"]}
+            ours, theirs = ({**payload, "route": []} for payload in (ours, theirs))
+        if function != job.task or (origin or b"").decode() not in queues:
             return False
-        if request_digest(theirs) == request_digest(job.payload):
+        if request_digest(theirs) == request_digest(ours):
             return True
         # Another client, or an earlier version of this one, may write out defaults where this one does not.
         build = build_request if function == TASK_PATH else build_agent_request
-        found, ours = (build(payload).model_dump(mode="json", exclude={"v"}) for payload in (theirs, job.payload))
-        return found == ours
+        found, wanted = (build(payload).model_dump(mode="json", exclude={"v"}) for payload in (theirs, ours))
+        return found == wanted
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StokerError):  # not a job of stoker's
         return False

@@ -43,6 +43,7 @@ class NewJob:
     Attributes:
         task: path of its function.
         payload: the request as it goes on the wire.
+        queue: it begins there.
         dependency_ids: jobs that have to end first.
         runs_after_failures: whether these may fail.
         size_bytes: size of the request on the wire, before it is compressed.
@@ -59,6 +60,7 @@ class NewJob:
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
         self.payload = request.as_payload()
+        self.queue = queue
         self.dependency_ids = options.dependency_ids
         self.runs_after_failures = options.allow_dependency_failures
         self._options = options

@@ -47,12 +47,12 @@ def worker_table(workers: Sequence[WorkerOutlook]) -> Table:
 
 
 def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
-    """A line for each worker that has a shared store."""
+    """A line for each worker, if one of them has a shared store: then all of a queue should."""
     rows = []
-    for worker in workers:
-        if worker.live and worker.live.now and (shared := worker.live.now.shared_store):
-            state = f"away for {duration(shared.away_s)}" if shared.away_s else "answers"
-            rows.append([worker.name, state, str(shared.waiting_agents)])
+    known = {worker.name: worker.live.now.shared_store for worker in workers if worker.live and worker.live.now}
+    for name, shared in known.items() if any(known.values()) else ():
+        state = "none" if shared is None else f"away for {duration(shared.away_s)}" if shared.away_s else "answers"
+        rows.append([name, state, "-" if shared is None else str(shared.waiting_agents)])
     return Table(["worker", "shared store", "agents not written through"], rows, range(2, 3))
 
 

@@ -49,6 +49,8 @@ class WorkerFigures:
         done, failed: jobs since its start.
         moved_in: agents that came to it from another home since its start; 0 for workers of earlier releases.
         shared_store: ``None``: it has none.
+        prompt_token_s, token_s: seconds that its model needs for a token of a prompt and for a generated one, under the
+            load that it had; ``None`` before they are known.
     """
 
     at: float
@@ -61,6 +63,8 @@ class WorkerFigures:
     failed: int
     moved_in: int = 0
     shared_store: SharedStoreFigures | None = None
+    prompt_token_s: float | None = None
+    token_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,14 @@ def unattended(queue: str) -> Operation[str | None]:
         return None
     queues = {name: None for worker in workers for name in worker.queues}
     return None if queue in queues else _warning(queue, queues)
+
+
+def first_unattended(queues: Iterable[str]) -> Operation[str | None]:
+    """As `unattended`, for several queues: the first warning."""
+    for queue in queues:
+        if (warning := (yield from unattended(queue))) is not None:
+            return warning
+    return None
 
 
 class Attendance:

@@ -9,12 +9,13 @@ from redis import Redis
 from stoker.agent_jobs import Agents
 from stoker.connection import address, blocking_slice_s, open_connection
 from stoker.driver import run
-from stoker.job_options import JobOptions, checked_queue_name
+from stoker.job_options import checked_queue_name
 from stoker.operations import ask
 from stoker.outstanding import Outcomes, Outstanding
 from stoker.overview import Overview, overview
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_status import QueueStatus, queues_now
+from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
@@ -37,12 +38,13 @@ class Producer:
         agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
 
-    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
+    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
         """
         Args:
             redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, which is used as it is and never
                 closed.
             queue: RQ queue of jobs that name none.
+            seed: of the choice between `models`.
 
         Raises:
             InvalidRequest: no worker could listen to a queue of this name.
@@ -53,6 +55,7 @@ class Producer:
         self._connection = open_connection(redis)
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
+        self._routing = Routing(self._queue, seed)
         self.agents = Agents(self._connection, self._queue)
 
     def __repr__(self) -> str:
@@ -92,19 +95,19 @@ class Producer:
             job_id: letters, digits, ``-`` and ``_``; generated if not given.
             fields: the request's fields, as in `GenerationRequest`, and the job's options, as in `JobOptions`
                 (`job_timeout_s`, `result_ttl_s`, `failure_ttl_s`, `ttl_s`: whole seconds; `at_front`, `retry`,
-                `depends_on`, `allow_dependency_failures`, `stream`).
+                `depends_on`, `allow_dependency_failures`, `stream`). `models`, `min_trust`: docs/cheaper-first.md.
 
         Raises:
             InvalidRequest: a field is missing, unknown, of the wrong type or out of range; the message names it.
             RequestTooLarge: the request is over ``MAX_REQUEST_BYTES``.
+            NobodyServes: no live worker serves one of the `models`; nothing was enqueued.
             DuplicateJob: `job_id` names a job with another request or queue.
             JobNotFound: a job in `depends_on` does not exist (any more).
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
-        name = self._queue_for(queue)
-        submitted = run(self._connection, submit(name, fields, job_id))
-        run(self._connection, self._attendance.check(name))
-        return Ticket(self._connection, submitted, queue_if_new=name if job_id is None else None)
+        done = run(self._connection, submit(self._queue_for(queue), self._routing, fields, job_id))
+        run(self._connection, self._attendance.check(done.queue))
+        return Ticket(self._connection, done.job_id, queue_if_new=done.queue_if_new)
 
     def submit_many(
         self,
@@ -131,11 +134,10 @@ class Producer:
             DuplicateJob, JobNotFound: as for `submit`; no job of this chunk was enqueued.
             RedisUnavailable: no server answers.
         """
-        name = self._queue_for(queue)
-        submitted = run(self._connection, submit_many(name, requests, JobOptions(**options), job_ids))
-        run(self._connection, self._attendance.check(name))
-        queue_if_new = name if job_ids is None else None
-        return [Ticket(self._connection, job_id, queue_if_new=queue_if_new) for job_id in submitted]
+        done = run(self._connection, submit_many(self._queue_for(queue), requests, self._routing, options, job_ids))
+        for name in {one.queue for one in done}:
+            run(self._connection, self._attendance.check(name))
+        return [Ticket(self._connection, one.job_id, queue_if_new=one.queue_if_new) for one in done]
 
     def queues(self) -> list[QueueStatus]:
         """All queues that have had a job or that a worker listens to, sorted by name.

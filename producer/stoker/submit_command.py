@@ -24,11 +24,12 @@ _memory = options_under("Agent")
 _sampling = options_under("Generation")
 _form = options_under("Form of the answer")
 _template = options_under("Chat template")
+_checked = options_under("Models and checks")
 _job = options_under("Job")
 _output = options_under("Output")
 JOB_OPTIONS = (
     "queue", "job_id", "job_timeout_s", "result_ttl_s", "failure_ttl_s", "ttl_s", "at_front", "retry", "depends_on",
-    "allow_dependency_failures",
+    "allow_dependency_failures", "models", "min_trust",
 )  # fmt: skip
 
 
@@ -40,6 +41,10 @@ def _as_object(context: click.Context, parameter: click.Parameter, text: str | N
     if text is not None and not isinstance(value, dict):
         raise click.BadParameter("expected a JSON object", context, parameter)
     return value
+
+
+def _as_models(context: click.Context, parameter: click.Parameter, names: str | None) -> Any:
+    return names.split(",") if names not in (None, "auto") else names
 
 
 def _as_map(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str] | None:
@@ -135,6 +140,15 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
     "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
 )
 @_job("--model", metavar="NAME", help="Fail unless the worker has loaded this model.")
+@_checked("--models", metavar="NAMES", callback=_as_models,
+          help="Models to ask, the cheapest first, as a,b; or auto: all that are served.")  # fmt: skip
+@_checked("--check-file", type=_text_file, metavar="FILE",
+          help="A check or a JSON Schema, as a JSON object; the next model is asked if it fails.")  # fmt: skip
+@_checked("--min-trust", type=float, metavar="X",
+          help="Begin with a model only if this share of its answers passes, 0 to 1.")  # fmt: skip
+@_checked("--max-cost-s", type=float, metavar="S",
+          help="Ask no further model if that would take more seconds in all.")  # fmt: skip
+@_checked("--task", metavar="CLASS", help="The class of tasks under which verdicts count.")
 @_job("--metadata", multiple=True, metavar="K=V", callback=_as_map, help="Returned with the result; repeatable.")
 @_job("--queue", metavar="NAME", help="RQ queue.  [generate]")
 @_job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job.")

@@ -6,8 +6,25 @@ from typing import IO, Any
 
 import click
 
+from stoker_shared.check import Check
+
 _INPUTS = ("prompt", "message", "prompt_file", "messages_file")
-_FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "guide_lark_file")
+_OF_SCHEMAS = {
+    "type",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "const",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "$ref",
+}
+"""Words of which a JSON Schema has at least one at its top, as a rule."""
+_FILES = ("json_file", "prompt_file", "messages_file", "tools_file", "schema_file", "guide_lark_file", "check_file")
 
 
 def request_fields(options: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +51,28 @@ def request_fields(options: dict[str, Any]) -> dict[str, Any]:
         fields |= _message(_piped())
     if "tools_file" in given:
         fields["tools"] = _json(given.pop("tools_file"), list, "a JSON list of tools")
+    if "check_file" in given:
+        fields["check"] = read_check(given.pop("check_file"))
     return fields | _form(given) | given
+
+
+def read_check(file: IO[str]) -> dict[str, Any]:
+    """The fields of a check, from a file that has such fields, or the JSON Schema of one.
+
+    Raises:
+        click.UsageError: it has neither. A schema ignores words that it does not know, so a condition that is
+            misspelled would accept all JSON.
+    """
+    value: dict[str, Any] = _json(file, dict, "a check or a JSON Schema as a JSON object")
+    conditions = Check.model_fields.keys()
+    if value.keys() & (conditions - {"contains"}) or value.keys() == {"contains"}:  # a word of JSON Schema as well
+        return value
+    if not value.keys() & _OF_SCHEMAS:
+        raise click.UsageError(
+            f"{_name(file)} has no condition of a check ({', '.join(conditions)}) and is no JSON Schema"
+            f" with {', '.join(sorted(_OF_SCHEMAS))}; a check takes any other schema as its json_schema"
+        )
+    return {"json_schema": value}
 
 
 def _form(given: dict[str, Any]) -> dict[str, Any]:

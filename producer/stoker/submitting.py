@@ -6,14 +6,16 @@ It pauses after every few milliseconds of work, so that other tasks of an event 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from rq.job import Retry
 
 from stoker.enqueueing import enqueue
-from stoker.job_options import DependsOn, JobOptions, require_job_id
+from stoker.job_options import DependsOn, JobOptions, checked_queue_name, require_job_id
 from stoker.new_job import NewJob
 from stoker.operations import Operation, Pause
+from stoker.routing import Models, Routing
+from stoker_shared.check import Check
 from stoker_shared.errors import InvalidRequest, RequestError
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest, build_request
@@ -22,10 +24,12 @@ CHUNK_JOBS: Final = 100
 CHUNK_BYTES: Final = 8 * 2**20  # a chunk is one transaction, which both this process and the server hold in memory
 _BUSY_S = 0.005
 _OPTIONS: Final = frozenset(field.name for field in dataclass_fields(JobOptions) if field.init)
+_ROUTING: Final = frozenset({"models", "min_trust"})
 
 
 class ManyFields(TypedDict, total=False):
-    """Further keyword arguments of `submit_many`; `JobOptions` has their meanings and defaults."""
+    """Further keyword arguments of `submit_many`; `JobOptions` has their meanings and defaults, but for `models` and
+    `min_trust`, which are those of `Routing.routed`."""
 
     job_timeout_s: int
     result_ttl_s: int
@@ -35,6 +39,8 @@ class ManyFields(TypedDict, total=False):
     depends_on: DependsOn
     allow_dependency_failures: bool
     stream: bool
+    models: Models | None
+    min_trust: float | None
 
 
 class SubmitFields(ManyFields, total=False):
@@ -74,63 +80,98 @@ class SubmitFields(ManyFields, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     cache_salt: str | None
     model: str | None
+    check: Check | Mapping[str, Any] | None
+    route: Sequence[Mapping[str, Any]]
+    max_cost_s: float | None
+    task: str | None
     metadata: Mapping[str, str] | None
     at_front: bool
 
 
-def submit(queue: str, fields: Mapping[str, Any], job_id: str | None) -> Operation[str]:
-    """Enqueue one job; returns its id.
+class Submitted(NamedTuple):
+    """A job that was enqueued. `queue_if_new`: its queue, if its id was generated just now."""
+
+    job_id: str
+    queue: str
+    queue_if_new: str | None
+
+
+def submit(queue: str, routing: Routing, fields: Mapping[str, Any], job_id: str | None) -> Operation[Submitted]:
+    """Enqueue one job.
 
     Raises:
-        RequestError, JobNotFound: as `Producer.submit`.
+        RequestError, NobodyServes, JobNotFound: as `Producer.submit`.
     """
     options = JobOptions(**{name: value for name, value in fields.items() if name in _OPTIONS})
-    request = _request({name: value for name, value in fields.items() if name not in _OPTIONS})
+    request = _request({name: value for name, value in fields.items() if name not in _OPTIONS | _ROUTING})
+    request = yield from _routed(routing, request, fields)
     if job_id is not None:
         require_job_id("job_id", job_id)
-    job = NewJob(request, options, queue, job_id)
-    yield from enqueue(queue, [job], at_front=options.at_front, ids_are_new=job_id is None)
-    return job.job_id
+    job = NewJob(request, options, queue_of(request, queue), job_id)
+    yield from enqueue(job.queue, [job], at_front=options.at_front, ids_are_new=job_id is None)
+    return Submitted(job.job_id, job.queue, job.queue if job_id is None else None)
 
 
 def submit_many(
     queue: str,
     requests: Iterable[GenerationRequest | Mapping[str, Any]],
-    options: JobOptions,
+    routing: Routing,
+    given: Mapping[str, Any],
     job_ids: Sequence[str] | None,
-) -> Operation[list[str]]:
-    """Enqueue many jobs; returns their ids in the order of `requests`.
+) -> Operation[list[Submitted]]:
+    """Enqueue many jobs, in the order of `requests`.
+
+    Args:
+        given: those of `ManyFields`.
 
     Raises:
-        RequestError, JobNotFound: as `Producer.submit_many`.
+        RequestError, NobodyServes, JobNotFound: as `Producer.submit_many`.
     """
+    options = JobOptions(**{name: value for name, value in given.items() if name not in _ROUTING})
     if job_ids is not None:
         requests = list(requests)
         _require_ids_for(requests, job_ids)
     if isinstance(requests, Sequence):
         requests = yield from _all_checked(requests)
     ids = iter(job_ids) if job_ids is not None else None
-    submitted: list[str] = []
+    submitted: list[Submitted] = []
     chunk: list[NewJob] = []
     chunk_bytes = 0
     busy = _Busy()
     for index, request in enumerate(requests):
-        job = NewJob(_checked(index, request), options, queue, next(ids) if ids else None)
+        routed = yield from _routed(routing, _checked(index, request), given)
+        job = NewJob(routed, options, queue_of(routed, queue), next(ids) if ids else None)
         if chunk and (len(chunk) == CHUNK_JOBS or chunk_bytes + job.size_bytes > CHUNK_BYTES):
-            submitted += yield from _enqueue(queue, chunk, ids is None)
+            submitted += yield from _enqueue(chunk, ids is None)
             chunk, chunk_bytes = [], 0
         chunk.append(job)
         chunk_bytes += job.size_bytes
         if busy.for_long():
             yield Pause(0)
     if chunk:
-        submitted += yield from _enqueue(queue, chunk, ids is None)
+        submitted += yield from _enqueue(chunk, ids is None)
     return submitted
 
 
-def _enqueue(queue: str, chunk: list[NewJob], ids_are_new: bool) -> Operation[list[str]]:
-    yield from enqueue(queue, chunk, at_front=False, ids_are_new=ids_are_new)
-    return [job.job_id for job in chunk]
+def _enqueue(chunk: list[NewJob], ids_are_new: bool) -> Operation[list[Submitted]]:
+    for queue in dict.fromkeys(job.queue for job in chunk):
+        of_queue = [job for job in chunk if job.queue == queue]
+        yield from enqueue(queue, of_queue, at_front=False, ids_are_new=ids_are_new)
+    return [Submitted(job.job_id, job.queue, job.queue if ids_are_new else None) for job in chunk]
+
+
+def queue_of(request: GenerationRequest, usual: str) -> str:
+    """The queue in which the job begins."""
+    return checked_queue_name(request.route[0].queue) if request.route else usual
+
+
+def _routed(routing: Routing, request: GenerationRequest, given: Mapping[str, Any]) -> Operation[GenerationRequest]:
+    models, min_trust = given.get("models"), given.get("min_trust")
+    if models is None:
+        if min_trust is not None:
+            raise InvalidRequest("min_trust: needs 'models'")
+        return request
+    return (yield from routing.routed(request, models, min_trust))
 
 
 def _all_checked(requests: Sequence[GenerationRequest | Mapping[str, Any]]) -> Operation[list[GenerationRequest]]:

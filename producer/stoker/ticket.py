@@ -10,6 +10,7 @@ from stoker.connection import blocking_slice_s
 from stoker.driver import run
 from stoker.streaming import StreamEvent, StreamReader
 from stoker.ticket_status import TicketStatus, status_of
+from stoker.trust_counts import give_feedback
 from stoker.waiting import wait_for_end
 from stoker_shared.result import GenerationResult
 
@@ -79,6 +80,19 @@ class Ticket(AnyTicket):
             RedisUnavailable: no server answers.
         """
         return run(self._connection, status_of(self._job_id))
+
+    def feedback(self, *, accepted: bool) -> bool:
+        """Count a verdict on the answer, of a person or a program; once for a job. It takes the place of the verdict of
+        the job's check, and decides with the others how far the model is trusted with such tasks.
+
+        Returns:
+            ``False`` if the opposite verdict was given before; that one stays.
+
+        Raises:
+            InvalidRequest: the job had neither a check nor `models`.
+            JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `result`, without a wait.
+        """
+        return run(self._connection, give_feedback(self.result(timeout_s=0), accepted=accepted))
 
     def cancel(self) -> bool:
         """Cancel the job if it waits; tell its worker to stop it if it runs.

@@ -27,6 +27,7 @@ _BESIDE: Final = 500  # jobs beyond these that are read each time without blocki
 _SLICE_BESIDE_S: Final = 0.2
 _GATHER_S_PER_JOB: Final = 20e-6  # a short pause, so that ends that come close together are read together
 _CHECKED_AT_ONCE: Final = 5000
+_MOST_AT_RANDOM: Final = 100
 _FEW: Final = 8  # up to so many jobs are checked one by one, and more often
 _CHECK_FEW_S: Final = 1.0
 _CHECK_EVERY_S: Final = (2.0, 5.0)  # at the beginning of a wait, and after a while
@@ -53,6 +54,7 @@ class Waiter:
         self._waiting: dict[str, _Awaited] = {}
         self._turns: dict[int, Iterator[str]] = defaultdict(lambda: iter(()))
         self._check_every_s = _CHECK_EVERY_S[0]
+        self._n_at_random = 1
         self._checked_at = time.monotonic()
 
     def __len__(self) -> int:
@@ -163,24 +165,29 @@ class Waiter:
         return ended
 
     def _check(self) -> Operation[list[Ended]]:
-        """Ends without an entry. One random job is always checked, in case its entry was lost."""
+        """Ends without an entry. A random job is always checked, in case its entry was lost, or it was canceled in the
+        queue of another model; if that finds an end, more of them the next time."""
         jobs = self._next_after(0, _CHECKED_AT_ONCE)
+        at_random: set[str] = set()
         if len(jobs) <= _FEW:
             candidates = [job.job_id for job in jobs]
         else:
-            candidates = [random.choice(jobs).job_id]
-            candidates += yield from gone_of([job.job_id for job in jobs])
+            candidates = yield from gone_of([job.job_id for job in jobs])
             by_queue = defaultdict(list)
             for job in jobs:
                 by_queue[job.queue].append(job.job_id)
             for queue, job_ids in by_queue.items():
                 if queue:
                     candidates += yield from canceled_of(queue, job_ids)
+            at_random = {job.job_id for job in random.sample(jobs, min(self._n_at_random, len(jobs)))} - {*candidates}
+            candidates += at_random
         ended = []
         for job_id, values in (yield from _hashes(list(dict.fromkeys(candidates)))).items():
             record = yield from JobRecord.whole(job_id, values, [])
             if record is None or record.has_ended:
                 ended.append(Ended(job_id, record))
+        has_missed_some = any(end.job_id in at_random for end in ended)
+        self._n_at_random = min(_MOST_AT_RANDOM, 2 * self._n_at_random) if has_missed_some else 1
         self._checked_at = time.monotonic()
         self._check_every_s = _CHECK_EVERY_S[0] if ended else min(_CHECK_EVERY_S[1], self._check_every_s * 1.2)
         return ended

@@ -20,7 +20,7 @@ _MOST: Final = 10**9  # a larger version is no version
 class Needs(NamedTuple):
     """
     Attributes:
-        model: the model that the job names; ``None``: any.
+        model: the model that the job names, or that its route has next; ``None``: any.
         task, version: the kind of request, such as ``generate``, and its `v`; empty and 0 if every worker reads it.
     """
 
@@ -29,12 +29,16 @@ class Needs(NamedTuple):
     version: int = 0
 
     @classmethod
-    def of(cls, task_path: str, request: Mapping[str, Any]) -> "Needs":
-        """Of a request as it goes on the wire. A request that is not valid is refused at its turn: it needs nothing."""
-        task, model, version = _TASKS.get(task_path), request.get("model"), request.get("v")
+    def of(cls, task_path: str, request: Mapping[str, Any], n_tried: int = 0) -> "Needs":
+        """Of a request as it goes on the wire. A request that is not valid is refused at its turn: it needs nothing.
+
+        Args:
+            n_tried: how many models of its route have been asked.
+        """
+        task, version = _TASKS.get(task_path), request.get("v")
         if task is None:
             return NOTHING
-        named = model if isinstance(model, str) and model else None
+        named = _model_of(request, n_tried)
         if type(version) is int and _READ_BY_ALL[task] < version < _MOST:
             return cls(named, task, version)
         return cls(named)
@@ -53,6 +57,14 @@ class Needs(NamedTuple):
     def note(self) -> str:
         """The end of `FIELD_NEEDS`."""
         return f"{self.task or _NO_TASK} {self.version} {self.model or ''}"
+
+
+def _model_of(request: Mapping[str, Any], n_tried: int) -> str | None:
+    route, names = request.get("route"), request
+    if isinstance(route, list) and route:
+        names = route[min(n_tried, len(route) - 1)]
+    model = names.get("model") if isinstance(names, Mapping) else None
+    return model if isinstance(model, str) and model else None
 
 
 NOTHING: Final = Needs()

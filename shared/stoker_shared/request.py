@@ -12,13 +12,16 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from stoker_shared.check import Check
 from stoker_shared.constraints import Guide, NamedTool, ResponseFormat, ToolChoice, with_text_keys
 from stoker_shared.errors import InvalidRequest, RequestTooLarge
 from stoker_shared.message import Message, as_tuple
+from stoker_shared.route import Step
+from stoker_shared.trust import TaskLabel
 from stoker_shared.validation import is_plain_json, validated
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
-_FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata", "response_format", "guide")
+_FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata", "response_format", "guide", "check")
 _JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
 
 
@@ -93,6 +96,10 @@ class GenerationRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     model: Annotated[str, Field(min_length=1)] | None = None
+    check: Check | None = None
+    route: Annotated[tuple[Step, ...], Field(max_length=8), BeforeValidator(as_tuple)] = ()
+    max_cost_s: Annotated[float, Field(gt=0.0)] | None = None
+    task: TaskLabel | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -112,6 +119,7 @@ class GenerationRequest(BaseModel):
         if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
             raise ValueError("'tools' and 'chat_template_kwargs' go to the chat template, so they need 'messages'")
         self._output_fields_agree()
+        self._route_agrees()
         if any(len(key) > 64 or len(value) > 512 for key, value in self.metadata.items()):
             raise ValueError("'metadata' keys are at most 64 characters and values at most 512")
         for field in _FREE_FORM_FIELDS:
@@ -136,6 +144,18 @@ class GenerationRequest(BaseModel):
             raise ValueError("'response_format' and 'guide' both say what the answer is: give one of them")
         if (self.is_formed or self.guide is not None) and self.tools and self.tool_choice != "none":
             raise ValueError("'tools' and 'response_format' or 'guide' go together only with tool_choice 'none'")
+
+    def _route_agrees(self) -> None:
+        if self.check is not None and (self.n > 1 or self.max_tokens == 0):
+            raise ValueError("'check' is for one answer: it goes neither with 'n' above 1 nor with 'max_tokens' 0")
+        if self.check is not None and self.check.min_mean_logprob is not None and not self.logprobs:
+            raise ValueError("'check.min_mean_logprob' needs 'logprobs': true")
+        if self.route and self.model is not None:
+            raise ValueError("'route' and 'model' both name models: give one of them")
+        if self.route and self.continues:
+            raise ValueError("context 'append' continues what one worker has stored: 'route' is refused with it")
+        if len(self.route) > 1 and self.check is None:
+            raise ValueError("'route' goes on to the next model by a 'check': give one")
 
     @property
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
@@ -181,6 +201,8 @@ class GenerationRequest(BaseModel):
         return payload
 
     def _lowest_version(self, fields: Collection[str]) -> int:
+        if any(name in fields for name in _SINCE_V4):
+            return 4
         has_thinking = any(message.reasoning_content is not None for message in self.messages or ())
         if self.max_tokens == 0 or has_thinking or any(name in fields for name in _SINCE_V3):
             return 3
@@ -193,6 +215,7 @@ _SINCE_V3 = (
     *("min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
     *("prompt_logprobs", "prompt_logprobs_start", "tool_choice", "response_format", "guide", "max_reasoning_tokens"),
 )
+_SINCE_V4 = ("check", "route", "max_cost_s", "task")
 
 WORKERS_DEFAULTS: Final = frozenset(
     {

@@ -135,6 +135,22 @@ class Timing(Record):
     total_s: float
 
 
+class Attempt(Record):
+    """One model's answer to a job with a check, and the verdict on it.
+
+    Attributes:
+        reason: why it was rejected, else ``None``.
+        seconds: in the batch: prefill and decode.
+    """
+
+    model: str
+    accepted: bool
+    reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+
 class GenerationResult(Choice):
     """The return value of a finished job; it has the fields of its first choice.
 
@@ -142,6 +158,8 @@ class GenerationResult(Choice):
         model: the loaded model's name.
         attempt: 1, or more if a worker was lost with this job in flight.
         choices: all choices of a job with `n` above 1, else ``None``.
+        task: the class under which verdicts count, of a job with a check, a route or a `task`; else ``None``.
+        attempts: of a job with a check: what each model did, in order; this answer is the last one's. Else ``None``.
     """
 
     job_id: str
@@ -153,4 +171,11 @@ class GenerationResult(Choice):
     attempt: int = 1
     prompt_logprobs: PromptLogprobs | None = None
     choices: list[Choice] | None = None
+    task: str | None = None
+    attempts: list[Attempt] | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def accepted(self) -> bool | None:
+        """Whether the answer passed the job's check; ``None`` without one."""
+        return self.attempts[-1].accepted if self.attempts else None

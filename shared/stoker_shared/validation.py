@@ -10,6 +10,13 @@ from stoker_shared.errors import InvalidRequest, RequestVersionTooNew
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _MAX_PROBLEMS_SHOWN: Final = 8
+_IN_OUR_WORDS: Final = {
+    "extra_forbidden": "there is no such field",
+    "model_type": "must be an object",  # pydantic names a Python class
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+}
+"""By pydantic's type of the problem."""
 
 
 def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_version: int) -> RequestT:
@@ -32,8 +39,7 @@ def _problems_of(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(_shown(part) for part in problem["loc"])
-        unknown = problem["type"] == "extra_forbidden"
-        message = "there is no such field" if unknown else problem["msg"].removeprefix("Value error, ")
+        message = _IN_OUR_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
         problems.append(f"{field}: {message}" if field else message)
     if len(problems) > _MAX_PROBLEMS_SHOWN:
         problems[_MAX_PROBLEMS_SHOWN:] = [f"and {len(problems) - _MAX_PROBLEMS_SHOWN} more"]

@@ -14,7 +14,7 @@ AGENT_TASK_PATH: Final = "stoker_shared.task.agent"
 REQUEST_KWARG: Final = "request"
 """The one keyword argument of both tasks."""
 
-REQUEST_VERSION: Final = 3
+REQUEST_VERSION: Final = 4
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
 AGENT_REQUEST_VERSION: Final = 1
@@ -56,9 +56,23 @@ since, and the field is ignored."""
 
 FIELD_NEEDS: Final = "stoker_needs"
 """Field of the job hash, so that a worker need not read the request to know whether it can serve the job: `created_at`,
-a task and its `v` (``- 0`` if every worker that knows this field reads it), and the model that the request names, if
-any; separated by spaces. Omitted if every worker can serve the job. Ignored for a `created_at` that is not the job's
-own, like `FIELD_AGENT`."""
+a task and its `v` (``- 0`` if every worker that knows this field reads it), and the model that the request names, or
+the next one of its `route`, if any; separated by spaces. Omitted if every worker can serve the job. Ignored for a
+`created_at` that is not the job's own, like `FIELD_AGENT`. A worker that sends the job on changes it, and writes
+`created_at` in RQ's form."""
+
+FIELD_TRIED: Final = "stoker_tried"
+"""Field of the job hash: `created_at`, a space, and the JSON list of the attempts that were rejected (`Attempt` in
+result.py). The next one is for the step of the request's `route` behind them. If its `created_at` is not the job's own,
+the field is ignored."""
+
+FIELD_FEEDBACK: Final = "stoker_feedback"
+"""Field of the job hash: `created_at`, a space, and the verdict that came after its end, `1` (accepted) or `0`. It
+counts once. If its `created_at` is not the job's own, the field is ignored."""
+
+TRUST_KEY: Final = "stoker:trust"
+"""Hash: for a class of tasks and a model (the class, a space, the model), the weights of its accepted and of its
+rejected answers: two decimal numbers with a space between them."""
 
 FIELD_STREAM: Final = "stoker_stream"
 """Field of the job hash, of any value: the worker must publish the text as it is generated."""
@@ -78,15 +92,17 @@ without it. RQ's set of workers has the names. `now` has the worker's figures at
 `tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`,
 `hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start),
 `moved_in` (agents that came from another home since the start), `shared_store` (null, or `away_s`, for how long it has
-not answered, 0 if it does, and `waiting_agents`, of which it lacks something). It may be empty."""
+not answered, 0 if it does, and `waiting_agents`, of which it lacks something), `prompt_token_s` and `token_s` (seconds
+for a token of a prompt and for a generated one; null before they are known). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""
 
 LEASE_KEY: Final = "stoker:holder:{member}"
-"""String: a live worker's share of its queues (JSON: worker, queues, store, host, pid, boot, started, fence); expires
-with its heartbeat. A member is a worker by the name that stays when it is started again. While another worker puts a
-dead member's jobs back, the lease is that worker's, and has the dead member's name as `recovers`."""
+"""String: a live worker's share of its queues (JSON: worker, queues, store, the shared store's id, host, pid, boot,
+started, fence); expires with its heartbeat. A member is a worker by the name that stays when it is started again. While
+another worker puts a dead member's jobs back, the lease is that worker's, and has the dead member's name as
+`recovers`."""
 
 FENCE_KEY: Final = "stoker:fence:{member}"
 """Integer: the last fencing number handed out for this member, with its lease."""
@@ -98,7 +114,7 @@ put its jobs back."""
 
 LEFT_KEY: Final = "stoker:left"
 """Hash: the stores of members that left or died, each with the Unix time at which its member was removed from
-`MEMBERS_KEY`, and that member's name."""
+`MEMBERS_KEY`, that member's name, and `shared` if it had a shared store."""
 
 SERVED_KEY: Final = "stoker:lease:{queue}"
 """String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue
@@ -109,10 +125,11 @@ CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
 
 HOMES_KEY: Final = "stoker:homes:{queue}"
 """Hash: for each agent two words, or three. The first is its home, the member that alone claims its jobs while it is a
-member; ``-``: none. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
-``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there
-is a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the
-agent. The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
+member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it.
+The second is the store that has the agent's last finished turn; ``=``: it is called like the home, ``-``: none. A store
+is called like its member, unless an operator gave that one another name. The third, where there is a shared store, is
+the number of the newest version whose job has finished, or at which a job has forgotten the agent. The fourth is its
+home before, or ``-``, until a job of the agent has finished at this one."""
 
 TAKEN_KEY: Final = "stoker:taken:{queue}"
 """List: the last ids that were claimed while there was more than one member, so that the others need not look for

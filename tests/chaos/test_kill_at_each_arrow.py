@@ -222,3 +222,45 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
     assert result["version"] == {"info": 2, "rollback": 3, "fork": 1, "forget": 2}[action]
     assert connection.xlen("rq:results:victim") == 1
     scene.assert_nothing_is_left()
+
+
+ESCALATION = {
+    "before it": (RQ + "escalation:Escalation.carry_out", "before", False),
+    "its transaction is composed": (RQ + "verdicts:Verdicts.count", "after", False),
+    "before its later steps": (RQ + "follow_up:FollowUp.carry_out", "before", True),
+    "after it": (RQ + "escalation:Escalation.carry_out", "after", True),
+}
+
+
+@pytest.mark.parametrize("place", ESCALATION)
+def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(scene, connection, place):
+    target, when, has_moved = ESCALATION[place]
+    steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
+    request = {"v": 4, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
+    scene.enqueue("victim", "victim", "if large say yes else no", 20, request=request)
+    scene.enqueue("next", "victim", " next", 4)
+    needles = [] if "Verdicts" in target else ["victim"]
+    first = scene.worker(
+        "first", "--model", "small", hooks={"die": {"target": target, "when": when, "needles": needles}}
+    )
+    assert first.wait() == -signal.SIGKILL, first.log
+    assert connection.lrange("rq:queue:large", 0, -1) == ([b"victim"] if has_moved else [])
+    assert places(connection, "victim") == ([] if has_moved else STARTED)
+    own = ["--queues", "large", "--name", "large", "--store", str(scene.folder / "large")]
+    large = scene.worker("large", "--model", "large", *own)
+    second = scene.worker("second", "--model", "small", "--burst")
+    assert second.wait() == 0, second.log
+    large.signal(signal.SIGTERM)
+    assert large.wait() == 0, large.log
+
+    victim, after = scene.job("victim"), scene.job("next")
+    result = victim.return_value()
+    assert (result["text"], result["model"], result["metadata"]) == ("yes", "large", {"job": "victim"})
+    assert [(tried["model"], tried["accepted"]) for tried in result["attempts"]] == [("small", False), ("large", True)]
+    assert connection.xlen("rq:results:victim") == 1
+    assert connection.hgetall("stoker:trust") == {b"t small": b"0.0000 1.0000", b"t large": b"1.0000 0.0000"}
+    assert generations(scene.seen, {"job": "victim"}) == (2 if has_moved else 3)
+    assert after.get_status() == "finished"
+    assert after.started_at >= victim.ended_at
+    assert scene.turns() == ["next"]  # a rejected answer is no turn
+    scene.assert_nothing_is_left()

@@ -141,6 +141,27 @@ def test_jobs_of_both_kinds_of_producer_end_in_every_way_without_one_refusal(adm
     assert acl_refusals(admin) == []
 
 
+def test_checked_jobs_go_on_and_count_without_one_refusal(admin, url, producer, store, capsys):
+    route = [{"model": "scripted", "queue": "generate"}, {"model": "large", "queue": "large"}]
+    with running_worker(url("stoker-worker"), store, "--scripted-steps-per-s", "1000", env=SHORT) as worker:
+        worker.wait_for(lambda: [shown.model for shown in producer.workers()] == ["scripted"])
+        check = {"contains": "yes"}
+        checked = producer.submit(prompt="say yes", models="auto", check=check, task="t")
+        assert checked.result(timeout_s=30).accepted
+        assert checked.feedback(accepted=False)
+        rejected = producer.submit(prompt="say no", agent_id="a", route=route, check=check, task="t")
+        worker.wait_for(lambda: admin.lrange("rq:queue:large", 0, -1) == [rejected.job_id.encode()])
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+    for words in (["ls"], ["reset", "--yes"]):
+        with pytest.raises(SystemExit) as left:
+            main(["--redis", url("stoker-producer"), "trust", *words])
+        assert left.value.code == 0
+    assert "0 %" in capsys.readouterr().out
+    assert not admin.exists("stoker:trust")
+    assert acl_refusals(admin) == []
+
+
 def test_scheduled_jobs_and_callbacks_work_without_one_refusal(admin, url, producer, store):
     def request(agent_id, prompt="x"):
         return {"request": {"agent_id": agent_id, "prompt": prompt, "max_tokens": 4}}

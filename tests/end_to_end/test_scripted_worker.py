@@ -21,6 +21,7 @@ from tests.worker_process import WorkerProcess, running_worker
 from stoker import Producer
 from stoker_shared.errors import JobCanceled, JobFailed
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.memory.store_name import store_name
 
 pytestmark = pytest.mark.server
 
@@ -349,7 +350,7 @@ BAD_PAYLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"prompt": "x", "temperature": float("nan")}, "InvalidRequest: temperature"),
     "infinity": ({"prompt": "x", "temperature": float("inf")}, "InvalidRequest: temperature"),
     "empty stop": ({"prompt": "x", "stop": [""]}, "InvalidRequest: stop.0"),
-    "newer version": ({"prompt": "x", "v": 4}, "RequestVersionTooNew: .*v 4.*v 3"),
+    "newer version": ({"prompt": "x", "v": 5}, "RequestVersionTooNew: .*v 5.*v 4"),
     "other model": ({"prompt": "x", "model": "gpt"}, "ModelMismatch: .*'gpt'.*'scripted'"),
     "over the context": ({"prompt": "x", "max_tokens": 2_000_000}, "ContextLimitExceeded: .*2000001"),
 }  # fmt: skip
@@ -447,4 +448,4 @@ def test_a_stop_while_the_model_loads_is_a_clean_one(redis_url, connection, tmp_
         assert worker.wait(30) == 0, worker.log
     finally:
         worker.kill()
-    assert not connection.keys("stoker:holder:*")
+    assert not connection.exists(f"stoker:holder:{store_name(tmp_path / 'store')}"), worker.log

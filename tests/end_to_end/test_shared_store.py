@@ -1,5 +1,6 @@
 """Real workers, one after the other on one queue, each with a store of its own and one shared store."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,34 @@ def test_turns_are_finished_while_the_shared_store_is_away_and_written_through_a
     with mac(share, redis_url, tmp_path / "mac2"):
         ticket = producer.submit(agent_id="a", prompt="and", context="append", max_tokens=5)
         assert ticket.result(timeout_s=60).cache.agent_version == 6
+
+
+def test_a_shared_store_is_introduced_worker_by_worker_and_every_conversation_goes_on(
+    share, redis_url, producer, tmp_path
+):
+    def submit(agent_id):
+        return producer.submit(agent_id=agent_id, prompt="x", context="append", max_tokens=5)
+
+    def version(ticket):
+        return ticket.result(timeout_s=60).cache.agent_version
+
+    def old(name):
+        return running_worker(redis_url, tmp_path / name, "--name", name, env=SHORT)
+
+    def new(name, log_name):
+        options = ("--name", name, "--shared-store", share.url)
+        return running_worker(redis_url, tmp_path / name, *options, log_name=log_name, env=SHORT)
+
+    with old("mac1") as mac1:
+        assert [version(submit(agent)) for agent in ("a", "b")] == [1, 1]
+        with new("mac2", "first.log") as mac2:
+            mac2.wait_until_ready()
+            mac1.signal(signal.SIGTERM)
+            mac1.wait()
+            waits = submit("a")
+            mac2.wait_for(lambda: [one.member for one in producer.workers()] == ["mac2"])
+            with new("mac1", "second.log") as again:
+                assert version(waits) == 2
+                again.wait_for(lambda: len(files_below(share.objects / "agents")) == 3)
+                again.kill()
+            assert [version(submit(agent)) for agent in ("a", "b")] == [3, 2]

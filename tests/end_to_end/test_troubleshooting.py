@@ -144,6 +144,10 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
         worker.wait_until_ready()
         provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name mac"))
         provoked.append(said(f"{run} --redis {redis_url} --queues other --store {store}"))
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        (copy / "worker-name").write_text((store / "worker-name").read_text())
+        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy"))
     provoked += [
         said(f"{run} --redis embedded --store /dev/null/store"),
         said(f"{run} --redis {redis_url} --store /dev/null/store"),
@@ -269,7 +273,7 @@ def test_stoker_serve(said, redis_url, connection, tmp_path):
     expect_rows("`stoker serve`", provoked)
 
 
-def test_a_shared_store(said, tmp_path, monkeypatch, caplog):
+def test_a_shared_store(said, redis_url, tmp_path, monkeypatch, caplog):
     pytest.importorskip("obstore")
     share, provoked = SharedFolder(tmp_path), []
 
@@ -301,7 +305,14 @@ def test_a_shared_store(said, tmp_path, monkeypatch, caplog):
     share.objects.rmdir()
     provoked.append(refused(agent("two").open))
     share.come_back()
+    (tmp_path / "other").mkdir()
+    with running_worker(redis_url, tmp_path / "mac1", "--shared-store", share.url) as worker:
+        worker.wait_until_ready()
+        run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
+        provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
     three = agent("three")
+    three.store.know_homes(lambda agent_id: AgentHome("mac1", 0, "mac1"))
+    provoked.append(refused(lambda: three.store.open_agent("new")))
     three.store.know_homes(lambda agent_id: AgentHome("mac1", 2, "mac1"))
     provoked.append(refused(three.open))
     next((share.objects / "agents").rglob("*.json")).write_bytes(b"")

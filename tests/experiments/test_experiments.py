@@ -27,6 +27,7 @@ QUICK = {
     "exp_016_store_at_scale.py": (SERVER, SLOW),
     "exp_017_rows.py": MODEL,
     "exp_018_kv_bits.py": MODEL,
+    "exp_019_cheaper_first.py": (SERVER, SLOW),
     "exp_020_drafts.py": MODEL,
     "exp_021_day.py": MODEL,
     "exp_022_shared_prefix.py": MODEL,
@@ -74,6 +75,7 @@ HOLDS_ON_ANY_MACHINE = {
     "each_agents_turns_are_in_order",
     "the_same_seed_gives_the_same_run",
     "every_replayed_job_finished",
+    "every_line_has_its_result",
 }
 
 

@@ -33,7 +33,7 @@ JOBS, HOMES, TAKEN, COUNTS = (
 )
 STORES = {"mac1": "mac1", "mac2": "mac2", "mac3": "disk3", "mac4": "disk4"}
 NAMES = list(STORES)
-VERSIONS = ["", " 7", " 7 mac2", " 0 -"]
+VERSIONS = ["", " 7", " 0 mac2", " 7 -"]
 AGENTS = [b"agent %d" % n for n in range(12)]
 NOTES = ["none", *(f"{word} {agent.decode()}" for agent in AGENTS for word in ("write", "read", "append"))]
 
@@ -65,10 +65,11 @@ class RealRedis:
         self.delete(LEASE_KEY.format(member=member))
 
     def remove(self, member):
-        store = json.loads(self.hget(MEMBERS_KEY, member))["store"]
+        description = json.loads(self.hget(MEMBERS_KEY, member))
         self.hdel(MEMBERS_KEY, member)
         self.lose_lease(member)
-        self.hset(LEFT_KEY, store, f"{self.time()[0]} {member}")
+        left = [str(self.time()[0]), member, *(["shared"] if description["shared"] else [])]
+        self.hset(LEFT_KEY, description["store"], " ".join(left))
         self.hincrby(COUNTS, "moves", 1)
 
     def set_home(self, agent, entry):
@@ -95,10 +96,15 @@ class Both:
 
         return call
 
-    def script(self, text, keys, args):
-        real, played = (script(keys=keys, args=args) for script in self.scripts[text])
+    def script(self, text, keys, args, shown=lambda found: found):
+        real, played = (shown(script(keys=keys, args=args)) for script in self.scripts[text])
         assert real == played, (args, played)
         return real
+
+
+def without_seconds(found):
+    """The reply of `CLAIM` without how long a job waits yet: the clock goes on between the two servers."""
+    return [b"" if at % 4 == 2 and found[at - 2] == b"away" else word for at, word in enumerate(found)]
 
 
 SCRIPTS = (LOOK, READ, CLAIM, _GIVE_UP)
@@ -176,14 +182,15 @@ class History:
     def claim(self) -> None:
         name = self.chance.choice(NAMES)
         lease = LEASE_KEY.format(member=name)
-        travels, wait_s = self.chance.choice([0, 1]), self.chance.choice([0, 300])
+        travels, wait_s = self.chance.choice("012"), self.chance.choice([0, 300])
         args = [self.values.get(name, "none"), name, STORES[name], self.seen[name][1], wait_s, travels]
         for job_id in self.chance.sample(self.known, min(3, len(self.known))):
             word, _, agent = self.both.servers[1].notes[job_id].partition(" ")
             letter = {"none": b"", "append": b"c"}.get(word, b"n")
             args += [self.chance.choice([-1, 1]), job_id, letter + agent.encode()]
         claimed = CLAIMED_KEY.format(queue=QUEUE, member=name)
-        self.both.script(CLAIM, [JOBS, claimed, lease, MEMBERS_KEY, LEFT_KEY, TAKEN, COUNTS, HOMES], args)
+        keys = [JOBS, claimed, lease, MEMBERS_KEY, LEFT_KEY, TAKEN, COUNTS, HOMES]
+        self.both.script(CLAIM, keys, args, lambda found: found and without_seconds(found))
 
     def give_up(self) -> None:
         name = self.chance.choice(NAMES)
@@ -206,6 +213,7 @@ class History:
         if name not in self.values:
             where = {"host": "played", "boot": "", "pid": 1, "started": ""}
             description = {"worker": f"rq-{name}", "queues": [QUEUE], "store": STORES[name], **where}
+            description["shared"] = self.chance.choice(["", "b"])
             self.values[name] = self.both.join(name, description)
         elif self.chance.random() < 0.3:
             self.both.lose_lease(name)

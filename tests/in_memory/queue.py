@@ -16,6 +16,8 @@ from tests.in_memory.queue_entry import Entry, State
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
+from stoker_shared.result import Attempt
+from stoker_shared.route import Step
 from stoker_worker.ports import AgentHome, Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.passed_over import PassedOver
@@ -34,6 +36,8 @@ class InMemoryQueue(QueuePort):
         self.hung_up = False
         self.given_back: list[str] = []
         self.dropped: list[str] = []
+        self.escalated: list[tuple[str, str]] = []
+        self.asked_to_stop: set[str] = set()
         self._numbers = itertools.count()
         self._is_at_hand: Callable[[str], bool] = lambda agent_id: True
         self._passed_over = PassedOver()
@@ -226,6 +230,7 @@ class InMemoryQueue(QueuePort):
             request=entry.request,
             delivery=Delivery(entry.job_id, entry.created_at),
             attempt=entry.lost + 1,
+            tried=entry.tried,
             losses_alone=entry.losses_alone,
             enqueued_at=entry.enqueued_at,
             claimed_at=time.time(),
@@ -276,6 +281,16 @@ class InMemoryJob(ClaimedJob):
         with self.owner.lock:
             if self.is_ours():
                 self.entry.state = "stopped"
+
+    def escalate(self, rejected: Attempt, to: Step) -> bool:
+        with self.owner.lock:
+            if self.job_id in self.owner.asked_to_stop:
+                return False
+            self._check()
+            self.entry.tried = (*self.tried, rejected)
+            self.entry.state, self.entry.run = "queued", None
+            self.owner.escalated.append((self.job_id, to.queue))
+            return True
 
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
         with self.owner.lock:

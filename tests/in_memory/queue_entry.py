@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
+from stoker_shared.result import Attempt
 from stoker_worker.ports import SequenceProgress
 
 State = Literal["queued", "started", "finished", "failed", "stopped", "canceled"]
@@ -29,6 +30,7 @@ class Entry:
     state: State = "queued"
     lost: int = 0
     losses_alone: int = 0
+    tried: tuple[Attempt, ...] = ()
     stop_asked: bool = False
     is_listened_to: bool = False
     text: str = ""

@@ -47,6 +47,23 @@ def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, connectio
     assert set(producer.as_completed(tickets)) == set(tickets)
 
 
+def test_jobs_that_were_canceled_in_another_queue_are_found_in_a_few_looks(producer, connection, monkeypatch):
+    tickets, looks = submitted(producer, 300), []
+    for ticket in tickets:  # they went on to the next model
+        connection.hset(f"rq:job:{ticket.job_id}", "origin", "large")
+        ticket.cancel()
+    check = stoker.waiter.Waiter._check
+
+    def counted(self):
+        looks.append(1)
+        return check(self)
+
+    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.0, 0.0))
+    monkeypatch.setattr(stoker.waiter.Waiter, "_check", counted)
+    assert set(producer.as_completed(tickets, timeout_s=300)) == set(tickets)
+    assert len(looks) < 30
+
+
 def test_results_are_in_the_order_of_the_tickets_across_queues_and_with_repetitions(producer, worker):
     tickets = [producer.submit(**REQUEST, queue=f"q{n}") for n in range(4)]
     tickets.append(producer.ticket(tickets[0].job_id))

@@ -134,6 +134,9 @@ def test_a_worker_that_looks_ahead_finds_the_named_model_too_and_no_field_if_the
     ticket = producer.submit(prompt="x", agent_id=agent_id, model="a model")
     created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_NEEDS)
     assert found.decode() == f"{created_at.decode()} - 0 a model"
+    ticket = producer.submit(prompt="x", agent_id=agent_id, route=[{"model": "small", "queue": "q"}])
+    created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_NEEDS)
+    assert found.decode() == f"{created_at.decode()} generate 4 small"
     any_model = producer.submit(prompt="x", agent_id=agent_id)
     assert not connection.hexists(f"rq:job:{any_model.job_id}", FIELD_NEEDS)
 

@@ -14,6 +14,7 @@ import stoker.submitting
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
 from stoker.job_options import JobOptions
 from stoker.operations import Watched
+from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, submit_many
 from stoker_shared.wire import MAX_REQUEST_BYTES
 
@@ -77,8 +78,9 @@ def test_a_time_in_fractions_of_seconds_is_refused_by_name(producer, connection,
 
 def test_every_field_of_the_request_and_every_option_is_a_keyword_argument():
     options = {field.name for field in dataclasses.fields(JobOptions) if field.init}
-    assert set(SubmitFields.__annotations__) == (set(GenerationRequest.model_fields) - {"v"}) | options
-    assert set(ManyFields.__annotations__) == options - {"at_front"}
+    choice = {"models", "min_trust"}
+    assert set(SubmitFields.__annotations__) == (set(GenerationRequest.model_fields) - {"v"}) | options | choice
+    assert set(ManyFields.__annotations__) == (options - {"at_front"}) | choice
 
 
 FIELDS = {
@@ -99,7 +101,11 @@ def test_every_field_arrives(producer, connection):
     ticket = producer.submit(prompt="p", guide={"choice": ("yes", "no")}, logit_bias={5: -2.0})
     guide = {"choice": ["yes", "no"]}
     assert request_of(connection, ticket.job_id) == {"v": 3, "prompt": "p", "guide": guide, "logit_bias": {"5": -2.0}}
-    assert {*FIELDS, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)
+    route = [{"model": "m", "queue": "q"}]
+    routed = {"check": {"contains": ["x"]}, "route": route, "max_cost_s": 2.0, "task": "t"}
+    ticket = producer.submit(prompt="p", **routed)
+    assert request_of(connection, ticket.job_id) == {"v": 4, "prompt": "p", **routed}
+    assert {*FIELDS, *routed, "messages", "prompt", "guide", "v"} == set(GenerationRequest.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,7 @@ def test_no_requests_are_no_jobs(producer, connection):
 )
 def test_a_chunk_is_bounded_in_jobs_and_in_bytes(n_jobs, prompt, chunks):
     request = GenerationRequest(agent_id="a", prompt=prompt)
-    operation = submit_many("generate", iter([request] * n_jobs), JobOptions(), None)
+    operation = submit_many("generate", iter([request] * n_jobs), Routing("generate"), {}, None)
     assert [len(step.keys) for step in played(operation) if isinstance(step, Watched)] == chunks
 
 

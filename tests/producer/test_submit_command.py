@@ -54,6 +54,11 @@ FIELDS = {
     "metadata": (["--metadata", "k=v=w", "--metadata", "l="], {"k": "v=w", "l": ""}),
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CHECKED = {
+    "check": (["--check-file", "check.json"], {"contains": ["a"], "finish_reason": ["stop"]}),
+    "max_cost_s": (["--max-cost-s", "2.5"], 2.5),
+    "task": (["--task", "names"], "names"),
+}
 FORMS = (
     ("response_format", ["--response-format", "json_object"], {"type": "json_object"}),
     ("response_format", ["--response-format", '{"type": "text"}'], {"type": "text"}),
@@ -81,13 +86,17 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "messages.json").write_text(json.dumps(MESSAGES))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "check.json").write_text(json.dumps(CHECKED["check"][1]))
     (tmp_path / "answer.lark").write_text('start: "a"\n')
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
     (tmp_path / "request.json").write_text(json.dumps({"v": 1, "agent_id": "f", "prompt": "p", "max_tokens": 9}))
 
 
 def test_every_field_of_a_request_has_an_option_that_arrives(stoker, request_of):
-    assert {*FIELDS, *(field for field, _, _ in FORMS), "prompt", "v"} == set(GenerationRequest.model_fields)
+    own = {"route"}  # the producer makes it of --models
+    assert {*FIELDS, *CHECKED, *own, *(field for field, _, _ in FORMS), "prompt", "v"} == {
+        *GenerationRequest.model_fields
+    }
     ran = stoker("submit", *(word for words, _ in FIELDS.values() for word in words))
     assert ran[::2] == (0, "")
     assert request_of(ran) == {"v": 3, **{name: value for name, (_, value) in FIELDS.items()}}
@@ -114,7 +123,7 @@ def test_the_form_of_the_answer_arrives(stoker, request_of):
 
 def test_every_option_of_a_job_arrives(stoker, redis_url):
     of_a_job = {field.name for field in fields(JobOptions) if field.init and field.name != "stream"}
-    assert of_a_job | {"queue", "job_id"} == set(JOB_OPTIONS)
+    assert of_a_job | {"queue", "job_id", "models", "min_trust"} == set(JOB_OPTIONS)
     assert set(JOB_OPTIONS) <= {option.name for option in submit.params}
     first, second = (stoker("submit", "--message", "m")[1].strip() for _ in range(2))
     times = ["--job-timeout-s", "5", "--result-ttl-s", "6", "--failure-ttl-s", "-1", "--ttl-s", "8"]
@@ -225,3 +234,29 @@ def test_without_any_input_the_ways_to_give_one_are_named(stoker, redis_url, mon
         with pytest.raises(SystemExit, match="2"):
             main(["submit", "--agent", "a"])
     assert "no input" in capsys.readouterr().err
+
+
+def test_a_check_and_its_models_arrive(stoker, request_of, redis_url):
+    with Redis.from_url(redis_url) as connection:
+        for model in ("small", "large"):
+            record = {
+                "queues": [f"q-{model}"],
+                "model": model,
+                "context_tokens": 100,
+                "mode": "m",
+                "host": "h",
+                "pid": 1,
+            }
+            connection.sadd("rq:workers", f"rq:worker:stoker-{model}")
+            connection.set(f"stoker:worker:stoker-{model}", json.dumps({**record, "started_at": 1.0}))
+    words = [word for words, _ in CHECKED.values() for word in words]
+    ran = stoker("submit", "--message", "m", "--models", "small,large", "--min-trust", "0", *words)
+    assert ran[0] == 0, ran
+    asked = request_of(ran)
+    assert {name: asked[name] for name in CHECKED} == {name: value for name, (_, value) in CHECKED.items()}
+    assert [(step["model"], step["queue"]) for step in asked["route"]] == [("small", "q-small"), ("large", "q-large")]
+    ran = stoker("submit", "--message", "m", "--models", "small", "--check-file", "schema.json")
+    assert request_of(ran)["check"] == {"json_schema": SCHEMA}
+    code, out, err = stoker("submit", "--message", "m", "--models", "small,huge")
+    assert (code, out) == (1, "")
+    assert "NobodyServes: no live worker serves model 'huge'; 'large' in queue 'q-large': stoker-large; 'small'" in err

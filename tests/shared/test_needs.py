@@ -24,6 +24,17 @@ def test_a_request_needs_its_model_and_a_worker_that_reads_its_version(request_,
     assert Needs.of(TASK_PATH, request_) == needs
 
 
+@pytest.mark.parametrize(("n_tried", "model"), [(0, "small"), (1, "large"), (2, "large")])
+def test_a_job_with_a_route_needs_the_next_model_of_it(n_tried, model):
+    request = {"v": 4, "route": [{"model": "small", "queue": "q"}, {"model": "large", "queue": "q"}]}
+    assert Needs.of(TASK_PATH, request, n_tried) == Needs(model, "generate", 4)
+
+
+@pytest.mark.parametrize("route", ["small", ["small"], [{}], {"model": "small"}])
+def test_a_route_that_is_none_names_no_model(route):
+    assert Needs.of(TASK_PATH, {"route": route}) == NOTHING
+
+
 def test_versions_are_those_of_a_task():
     assert Needs.of(AGENT_TASK_PATH, {"v": NEWER}) == Needs(None, "agent", NEWER)
     assert Needs.of("some.other.function", {"v": NEWER, "model": "m"}) == NOTHING

@@ -100,8 +100,8 @@ def test_any_printable_name_is_an_agent_id(agent_id):
 
 
 def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields():
-    with pytest.raises(RequestVersionTooNew, match=r"v 4.*v 3"):
-        build_request({**WITH_PROMPT, "v": 4, "field_of_v4": True})
+    with pytest.raises(RequestVersionTooNew, match=r"v 5.*v 4"):
+        build_request({**WITH_PROMPT, "v": 5, "field_of_v5": True})
 
 
 APPEND = {**WITH_PROMPT, "context": "append"}
@@ -178,3 +178,16 @@ def test_a_request_cannot_be_changed():
     request = GenerationRequest(agent_id="a", prompt="x")
     with pytest.raises(ValueError, match="frozen"):
         request.prompt = "y"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"task": "two words"}, "task: must be 1 to 64 ASCII characters without spaces"),
+        ({"check": "schema.json"}, "check: must be an object"),
+        ({"route": ["small", {"model": "large", "queue": "q"}]}, "route.0: must be an object"),
+    ],
+)
+def test_a_problem_is_told_without_words_of_the_code(fields, problem):
+    with pytest.raises(InvalidRequest, match=f"^{problem}$"):
+        build_request({"prompt": "p", **fields})

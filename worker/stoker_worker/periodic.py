@@ -13,6 +13,10 @@ class Periodic:
     def make_due(self) -> None:
         self._last = float("-inf")
 
+    def rest(self, seconds: float) -> None:
+        """Not due for so long."""
+        self._last = max(self._last, time.monotonic() + seconds - self._period_s)
+
     def is_due(self) -> bool:
         now = time.monotonic()
         if now - self._last < self._period_s:

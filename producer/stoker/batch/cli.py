@@ -22,11 +22,12 @@ from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
 from stoker.batch.record import BatchGone, BatchRecord, find_record, forget, read_record, register
 from stoker.batch.state_commands import cancel, ls, status
+from stoker.batch.training_command import export_training
 from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import open_connection
 from stoker.driver import run as carry_out
-from stoker.presence import unattended
+from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 
@@ -43,7 +44,11 @@ _in_order = _files("--in-order", is_flag=True, help="Write answers in the order 
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"Wait for the answers": ("run",), "Fetch them later": ("submit", "status", "fetch", "cancel", "ls")},
+    sections={
+        "Wait for the answers": ("run",),
+        "Fetch them later": ("submit", "status", "fetch", "cancel", "ls"),
+        "Learn from them": ("export-training",),
+    },
     context_settings=SETTINGS,
     epilog=examples(
         "stoker batch run IN.jsonl --out OUT.jsonl --any-model",
@@ -55,7 +60,7 @@ def batch() -> None:
     """Run files of OpenAI Batch lines."""
 
 
-for _command in (status, cancel, ls):
+for _command in (status, cancel, ls, export_training):
     batch.add_command(_command)
 
 
@@ -68,14 +73,22 @@ for _command in (status, cancel, ls):
 @_input
 @_out
 @_in_order
-@_job("--window", type=click.IntRange(min=1), default=1000, show_default=True, metavar="N",
-      help="Lines in Redis at a time.")  # fmt: skip
+@_job("--window", type=click.IntRange(min=1), metavar="N",
+      help="Lines in Redis at a time.  [1000; with --models, what keeps the workers busy]")  # fmt: skip
 @plan_options
 @json_option
 @redis_option
 @click.pass_context
 def run(
-    context: click.Context, /, *, source: Path, out: Path, in_order: bool, window: int, as_json: bool, **options: Any
+    context: click.Context,
+    /,
+    *,
+    source: Path,
+    out: Path,
+    in_order: bool,
+    window: int | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Run a file and wait for its answers; run it again to continue."""
     with _server(context.obj) as connection, or_usage_error(lambda: InputFile(source)) as lines:
@@ -85,6 +98,7 @@ def run(
             with Progress(planned.n_requests, collector.tally, quiet=as_json) as progress:
                 n_answered = len(output.written)
                 progress.report(f"batch {planned.batch}: {planned.n_requests:,} lines, {n_answered:,} answered")
+                window = window or feeder.usual_window(planned)
                 _do(BatchWork(connection, planned.batch, collector, progress, feeder, planned, window), follow=True)
             carry_out(connection, forget(planned.batch))
             _finish(context, as_json, planned, output)
@@ -115,7 +129,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
             else:
                 _or_stop(partial(feeder.feed, record, record.n_lines))
             record = _sent_so_far(connection, record.batch)
-        if warning := carry_out(connection, unattended(record.queue)):
+        if warning := carry_out(connection, first_unattended(record.queues)):
             report(warning)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)
 
@@ -182,7 +196,10 @@ def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: 
     text += f" ({output.causes})" if n_failed else ""
     text += f", {left:,} not answered yet" if left else ""
     if as_json:
-        click.echo(json.dumps({**counts, "left": left, "causes": output.causes.counts}))
+        checked = output.attempts.as_json() if output.attempts.models else {}
+        click.echo(json.dumps({**counts, "left": left, "causes": output.causes.counts, **checked}))
     else:
+        if output.attempts.models:
+            click.echo(output.attempts.text(), err=True)
         click.echo(text, err=True)
     context.exit(NOT_ALL if left else SOME_FAILED if n_failed else 0)

@@ -9,6 +9,7 @@ from redis import Redis
 from stoker.batch import answers
 from stoker.batch.input_file import InputFile
 from stoker.batch.lines import BadLine, Line, refused_request
+from stoker.batch.model_choice import ModelChoice
 from stoker.batch.naming import answer_id_for, job_id_for
 from stoker.batch.record import BatchRecord
 from stoker.batch.sent_lines import send
@@ -17,9 +18,11 @@ from stoker.job_options import JobOptions
 from stoker.new_job import NewJob
 from stoker.openai.rule import BodyOptions
 from stoker.operations import Operation, ask
+from stoker.submitting import queue_of
 from stoker_shared.errors import RequestError
 
 CHUNK_LINES: Final = 250
+_WINDOW: Final = 1000
 _CHUNK_BYTES: Final = 8 * 2**20
 _DEFAULT_MAX_BYTES: Final = 2**30
 _PART_OF_MAXMEMORY: Final = 0.8
@@ -29,6 +32,7 @@ _PART_OF_MAXMEMORY: Final = 0.8
 class Feeder:
     """
     Attributes:
+        choice: the models that the lines may ask, if it is not the queue that decides.
         max_redis_bytes: nothing is sent while the server uses more than this; ``None`` for 1 GiB, or for 80 % of the
             server's own limit if that is less.
     """
@@ -38,6 +42,7 @@ class Feeder:
     line_options: BodyOptions
     job_options: JobOptions
     max_redis_bytes: int | None
+    choice: ModelChoice | None = None
 
     def feed(self, record: BatchRecord, room: int, done: Container[int] = ()) -> bool:
         """Send the next lines, at most `room`, and at most one transaction.
@@ -50,6 +55,7 @@ class Feeder:
 
         Raises:
             RedisUnavailable: whether they were sent is unknown; the record in Redis has it.
+            NobodyServes: none were sent, as no live worker serves one of the models.
             InputChanged: the input file was changed.
         """
         jobs: list[tuple[Line, NewJob]] = []
@@ -71,6 +77,14 @@ class Feeder:
             return False
         return run(self.connection, send(record, jobs, bad, upto=number, n=n_requests))
 
+    def usual_window(self, record: BatchRecord) -> int:
+        """Lines to have in Redis at a time, if nobody sets another number.
+
+        Raises:
+            RedisUnavailable: no server answers.
+        """
+        return _WINDOW if self.choice is None else run(self.connection, self.choice.window(record.queues))
+
     def is_held_back(self) -> str | None:
         """The reason why nothing may be sent now, as a message; ``None`` if lines may be sent.
 
@@ -89,7 +103,10 @@ class Feeder:
         line = self.input.line(number, self.line_options)
         try:
             job_id = job_id_for(record.batch, number, line.custom_id)
-            return line, NewJob(line.request, self.job_options, record.queue, job_id)
+            request = line.request
+            if self.choice is not None:
+                request = run(self.connection, self.choice.routed(request))
+            return line, NewJob(request, self.job_options, queue_of(request, record.queue), job_id)
         except RequestError as error:
             raise refused_request(number, line.custom_id, error) from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from stoker.batch.answers import is_success, to_bytes
+from stoker.batch.attempts import Attempts
 from stoker.batch.input_file import LineSet
 from stoker.batch.naming import answer_id_for, line_of_answer
 from stoker_shared.durable_file import sync
@@ -66,6 +67,7 @@ class OutputFile:
     Attributes:
         written: numbers of the lines whose answers are in it.
         causes: causes of the failures among them.
+        attempts: what the models did, where the lines were checked.
     """
 
     def __init__(self, path: Path, batch: str) -> None:
@@ -80,6 +82,7 @@ class OutputFile:
         self._file = path.open("a+b", buffering=0)
         self.written = LineSet()
         self.causes = Causes()
+        self.attempts = Attempts()
         self._failed = LineSet()
         try:
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
@@ -134,6 +137,7 @@ class OutputFile:
             if not is_success(answer):
                 self.causes.note(number, answer)
                 self._failed.add(number)
+            self.attempts.note(answer)
             self.written.add(number)
 
     def _lock(self) -> None:

@@ -12,16 +12,21 @@ from redis import Redis
 
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
+from stoker.batch.model_choice import ModelChoice
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
-from stoker.batch.record import BatchRecord
+from stoker.batch.record import BatchRecord, read_record
 from stoker.command_parts import or_usage_error
+from stoker.driver import run
 from stoker.job_options import JobOptions, checked_queue_name
 from stoker.openai.rule import BodyOptions
+from stoker.routing import Routing
+from stoker.submit_input import read_check
 from stoker_shared.duration import seconds_of
 from stoker_shared.help_layout import options_under
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 _line = options_under("Lines")
+_models = options_under("Models and checks")
 _job = options_under("Jobs")
 _OPTIONS = (
     _line("--name", metavar="NAME", help="Start of the batch's id; another name makes another batch."),
@@ -30,6 +35,12 @@ _OPTIONS = (
     _line("--any-model", is_flag=True, help="Run all lines on the loaded model, even if they name another."),
     _line("--max-tokens", type=click.IntRange(min=1), metavar="N",
           help="For lines without a limit.  [chat 1024, text 16]"),
+    _models("--models", metavar="NAMES",
+            help="Models to ask, the cheapest first, as a,b; or auto. The lines' own are not looked at."),
+    _models("--check", type=click.File("r", encoding="utf-8"), metavar="FILE",
+            help="A check as a JSON object, or a JSON Schema; if an answer fails it, the next model is asked."),
+    _models("--min-trust", type=click.FloatRange(0, 1), metavar="X",
+            help="Begin with a model only if this share of its answers passes."),
     _job("--queue", metavar="NAME", default=DEFAULT_QUEUE, show_default=True, help="RQ queue."),
     _job("--job-timeout-s", type=click.IntRange(min=1), default=DEFAULT_JOB_TIMEOUT_S, show_default=True, metavar="S",
          help="Longest run of one line, in seconds."),
@@ -60,12 +71,35 @@ def plan(connection: Redis, source: Path, lines: InputFile, options: Mapping[str
     if name is not None and not is_batch_name(name):
         raise click.UsageError(f"--name: at most {MAX_NAME_CHARACTERS} English letters, digits, - and _")
     queue = or_usage_error(lambda: checked_queue_name(options["queue"]))
-    line_options = BodyOptions(aliases_of(options["model_aliases"]), options["any_model"], options["max_tokens"])
-    fingerprint = fingerprint_of(lines.digest, [name, queue, asdict(line_options)])
+    choice = _choice(queue, options)
+    any_model = options["any_model"] or choice is not None
+    line_options = BodyOptions(aliases_of(options["model_aliases"]), any_model, options["max_tokens"])
+    kind: list[Any] = [name, queue, asdict(line_options)]
+    if choice is not None:
+        kind += [choice.models, choice.check, choice.min_trust]
+    fingerprint = fingerprint_of(lines.digest, kind)
+    batch = batch_for(name, fingerprint)
+    if choice is not None:
+        known = run(connection, read_record(batch))  # it continues, whoever serves the models just now
+        queue = known.queue if known is not None else ",".join(run(connection, choice.queues()))
     shown, created_s = source.name.encode(errors="replace").decode(), int(time.time())
-    record = BatchRecord(batch_for(name, fingerprint), queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
+    record = BatchRecord(batch, queue, shown, lines.n_requests, lines.n_lines, keep_s, created_s)
     jobs = JobOptions(options["job_timeout_s"], result_ttl_s=keep_s, failure_ttl_s=keep_s, ttl_s=keep_s)
-    return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"])
+    return record, Feeder(connection, lines, line_options, jobs, options["max_redis_bytes"], choice)
+
+
+def _choice(queue: str, options: Mapping[str, Any]) -> ModelChoice | None:
+    """
+    Raises:
+        click.UsageError: only some of the options are given, or the check is none.
+    """
+    models, file, min_trust = options["models"], options["check"], options["min_trust"]
+    if models is None and file is None and min_trust is None:
+        return None
+    if models is None or file is None:
+        raise click.UsageError("--models and --check go together; one model will do: --models NAME --check FILE")
+    check = or_usage_error(lambda: read_check(file))
+    return ModelChoice(Routing(queue), models if models == "auto" else models.split(","), check, min_trust)
 
 
 def aliases_of(given: tuple[str, ...]) -> dict[str, str]:

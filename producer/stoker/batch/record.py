@@ -34,6 +34,7 @@ class BatchGone(StokerError):
 class BatchRecord:
     """
     Attributes:
+        queue: of its jobs; of a batch with models, those of all of them, with commas between, the cheapest first.
         source: name of the input file, only shown.
         n_requests, n_lines: lines of the input file, without and with blank lines.
         keep_s: how long a job may wait, and how long its result is kept, in seconds.
@@ -67,6 +68,10 @@ class BatchRecord:
             batch=batch, queue=text["queue"], source=text["source"], output=text.get("output", ""),
             canceled="canceled" in text, **{name: int(text.get(name, 0)) for name in numbers},
         )  # fmt: skip
+
+    @property
+    def queues(self) -> list[str]:
+        return self.queue.split(",")
 
     @property
     def all_sent(self) -> bool:

@@ -71,12 +71,12 @@ def send(
             return None
         commands: list[Command] = [("HSET", key, "next_line", upto), ("HINCRBY", key, "n_sent", n)]
         members: list[Any] = []
-        if jobs:
-            commands.append(make_queue_known(record.queue))
+        for queue in dict.fromkeys(job.queue for _, job in jobs):
+            commands.append(make_queue_known(queue))
+            commands += push(queue, [job for _, job in jobs if job.queue == queue], at_front=False)
         for line, job in jobs:
             commands += [*job.commands(deferred=False), ("HSET", job.key, FIELD_PACKED, PACKED_WITH_ZLIB)]
             members += [line.number, f"{_MARKS[line.url]}:{line.custom_id}"]
-        commands += push(record.queue, [job for _, job in jobs], at_front=False)
         for number, answer in bad.items():
             commands.append(("HSET", bad_key(batch), number, json.dumps(answer)))
             members += [number, f"{_BAD}:{number}"]
@@ -148,7 +148,8 @@ def _answer_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Com
 def _entry_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
     commands: list[Command] = [("ZREM", lines_key(record.batch), *(line.member for line in lines))]
     if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
-        commands += [("ZREM", registry_key(registry, record.queue), *jobs) for registry in _REGISTRIES]
+        for queue in record.queues:
+            commands += [("ZREM", registry_key(registry, queue), *jobs) for registry in _REGISTRIES]
     return commands
 
 

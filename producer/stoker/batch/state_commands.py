@@ -11,7 +11,7 @@ from stoker.batch.status import BatchStatus, status_of
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import open_connection
 from stoker.driver import run as carry_out
-from stoker.presence import unattended
+from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 
@@ -30,7 +30,7 @@ def status(url: str, name: str, as_json: bool) -> None:
     with or_usage_error(lambda: open_connection(url)) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         now = carry_out(connection, status_of(record))
-        warning = carry_out(connection, unattended(record.queue)) if now.waiting else None
+        warning = carry_out(connection, first_unattended(record.queues)) if now.waiting else None
     line = _as_line(record, now) + (f"; {warning}" if warning else "")
     show(as_json, {**_as_object(record, now), "warning": warning}, line)
 

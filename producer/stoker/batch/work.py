@@ -4,6 +4,7 @@ The whole state is in Redis and in the output file, so a round that was interrup
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,7 +20,8 @@ from stoker.batch.progress import Progress
 from stoker.batch.record import HOLD_S, RENEW_S, BatchGone, BatchHeld, BatchRecord, hold, read_record, register, release
 from stoker.batch.sent_lines import n_in_redis
 from stoker.driver import run
-from stoker.presence import unattended
+from stoker.offers import NobodyServes
+from stoker.presence import first_unattended
 from stoker_shared.errors import RedisUnavailable
 
 GIVE_UP_S: Final = 600.0
@@ -53,6 +55,7 @@ class BatchWork:
     _held_back: str | None = field(default=None, init=False)
     _looked_for_workers_at: float = field(default=float("-inf"), init=False)
     _unattended: str | None = field(default=None, init=False)
+    _unserved: str | None = field(default=None, init=False)
 
     @property
     def _output(self) -> OutputFile:
@@ -106,7 +109,7 @@ class BatchWork:
                 continue
             if found is None or not follow:
                 break
-            self._show(self._held_back or self._unattended)
+            self._show(self._held_back or self._unserved or self._unattended)
             pause_s = _IDLE_S[0] if found else min(_IDLE_S[1], 1.5 * pause_s)
             if found < _GROUP:
                 time.sleep(pause_s)
@@ -127,7 +130,7 @@ class BatchWork:
         found = self.collector.walk(record)
         for line in self._output.causes.take_news():
             self.progress.report(line)
-        self._look_for_workers(record.queue)
+        self._look_for_workers(record.queues)
         return found + self._feed(record, max(0, n_there - found))
 
     def end(self) -> None:
@@ -144,10 +147,10 @@ class BatchWork:
                 f"again (`stoker batch cancel --forget {self.batch}`)"
             )
 
-    def _look_for_workers(self, queue: str) -> None:
+    def _look_for_workers(self, queues: Sequence[str]) -> None:
         now = time.monotonic()
         if now > self._looked_for_workers_at + _LOOK_FOR_WORKERS_S:
-            self._looked_for_workers_at, self._unattended = now, run(self.connection, unattended(queue))
+            self._looked_for_workers_at, self._unattended = now, run(self.connection, first_unattended(queues))
 
     def _record(self) -> BatchRecord:
         record = run(self.connection, read_record(self.batch))
@@ -170,10 +173,15 @@ class BatchWork:
         now = time.monotonic()
         if now > self._looked_back_at + 1:
             self._looked_back_at, self._held_back = now, self.feeder.is_held_back()
-        # Other clients may have filled Redis; a batch without lines in there sends a few lines nevertheless.
-        if self._held_back:
-            return not n_there and self.feeder.feed(record, 1, self._output.written)
-        return self.feeder.feed(record, room, self._output.written)
+        if self._held_back:  # other clients may have filled Redis: without lines in there, send a few nevertheless
+            room = 0 if n_there else 1
+        try:
+            is_fed = room > 0 and self.feeder.feed(record, room, self._output.written)
+        except NobodyServes as nobody:  # a worker that is started again serves it soon
+            self._unserved = str(nobody)
+            return False
+        self._unserved = None
+        return is_fed
 
     def _answer_unsent(self, record: BatchRecord) -> None:
         """Answer the lines of a canceled batch that were never sent, if the input is at hand."""

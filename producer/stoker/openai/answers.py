@@ -1,6 +1,7 @@
 """Results as OpenAI's response bodies. Pure.
 
-What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body.
+What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body. `task` and
+`attempts` are stoker's own.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ def answer_body(url: str, created_s: int, result: GenerationResult) -> dict[str,
     }
     if result.prompt_logprobs is not None:
         body["prompt_logprobs"] = result.prompt_logprobs.model_dump(mode="json")
+    if result.task is not None:
+        body["task"] = result.task
+    if result.attempts is not None:
+        body["attempts"] = [attempt.model_dump(mode="json") for attempt in result.attempts]
     return body
 
 

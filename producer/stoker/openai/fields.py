@@ -128,6 +128,7 @@ _OWN: Final[dict[str, Rule]] = {
     **copied("guide", "not OpenAI's; a regex, a list of choices or a Lark grammar"),
     **copied("max_reasoning_tokens", "not OpenAI's; see [the request](request.md)"),
     **copied("prompt_logprobs", "not OpenAI's; the body has them as `prompt_logprobs`"),
+    **copied("task", "not OpenAI's; the class of the line, for [trust](cheaper-first.md#trust) and for training"),
     **copied("prompt_logprobs_start", "not OpenAI's; see [the request](request.md)"),
 }
 

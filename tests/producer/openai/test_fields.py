@@ -62,6 +62,7 @@ COMMON: Cases = {
     "guide": ([({"regex": "a+"}, {"guide": {"regex": "a+"}})], []),
     "max_reasoning_tokens": ([(5, {"max_reasoning_tokens": 5})], []),
     "prompt_logprobs": ([(0, {"prompt_logprobs": 0})], []),
+    "task": ([("replies", {"task": "replies"})], []),
     "prompt_logprobs_start": ([(4, {"prompt_logprobs_start": 4})], []),
     "metadata": ([({"agent_id": "a", "k": "v"}, {"agent_id": "a"}), ({"k": "v"}, {})], ["a", {"k": 1}]),
 }
@@ -110,7 +111,7 @@ REFUSED = [(url, name, value) for url, cases in CASES.items() for name, (_, no) 
 OURS = {
     *("top_k", "min_p", "repetition_penalty", "context", "cache", "cache_salt", "chat_template_kwargs", "guide"),
     *("expect_version", "must_exist", "min_tokens", "stop_token_ids", "ignore_eos", "max_reasoning_tokens"),
-    *("prompt_logprobs", "prompt_logprobs_start"),
+    *("prompt_logprobs", "prompt_logprobs_start", "task"),
 }
 
 

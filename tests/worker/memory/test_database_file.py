@@ -1,18 +1,23 @@
 """The database's file: made whole, checked, brought to a new format, by one process or by several at once."""
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import schema, unshared
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import connect
+from stoker_worker.memory.connection import Cursor, connect
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.database_file import create_database, open_database, seal_tables
 from stoker_worker.memory.files import Disk
@@ -181,11 +186,60 @@ def test_the_format_after_the_last_step_is_this_one() -> None:
     assert sorted(schema.MIGRATIONS) == list(range(5, schema.FORMAT))
 
 
-def test_a_store_of_format_5_is_brought_to_format_6(folder: Path) -> None:
+def make_format_5(folder: Path) -> None:
     with closing(connect(folder / "agents.db")) as connection:
         for statement in ("DROP TABLE unshared", "ALTER TABLE store DROP COLUMN shared", "PRAGMA user_version=5"):
             connection.execute(statement).fetchall()
         seal_tables(connection)
+
+
+def test_a_store_of_format_5_is_brought_to_format_6(folder: Path) -> None:
+    make_format_5(folder)
     with closing(open_database(folder)) as database, database.snapshot() as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (6,)
         assert (unshared.shared_with(connection), unshared.count(connection)) == (None, 0)
+
+
+class KilledAt:
+    """A connection whose process is killed before its statement of this number."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        self._left = number
+        self._connection = connect(path)
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._connection.execute(sql, parameters)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def opens(folder: Path, number: int) -> bool:
+    """Whether another process opens the store, which is killed at that statement."""
+    pid = os.fork()
+    if not pid:
+        try:
+            open_database(folder, partial(KilledAt, number)).close()
+        finally:
+            os._exit(0)
+    return not os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_a_worker_that_is_killed_at_any_step_of_a_migration_leaves_a_store_that_opens(folder: Path) -> None:
+    with closing(open_database(folder)) as database:
+        add(database, "a")
+    make_format_5(folder)
+    for number in range(100):
+        copy = folder.with_name(f"killed at {number}")
+        shutil.copytree(folder, copy)
+        was_whole = opens(copy, number)
+        with closing(open_database(copy)) as database, database.snapshot() as connection:
+            assert connection.execute("PRAGMA user_version").fetchone() == (6,)
+            assert (unshared.shared_with(connection), unshared.count(connection)) == (None, 0)
+            assert names(database) == ["a"]
+        if was_whole:
+            break
+    assert number == 9

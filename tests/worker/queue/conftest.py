@@ -6,8 +6,11 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.server_fixture import connection, producer  # noqa: F401
+from tests.worker.queue.members import claim
 
+from stoker_worker.ports import Serving
 from stoker_worker.queue.connect import open_queue
+from stoker_worker.queue.own_store import OwnStore
 from stoker_worker.settings import read_settings
 
 
@@ -28,11 +31,29 @@ def join(redis_url):
     """Opens the queue for a worker of this name."""
     with ExitStack() as workers:
 
-        def open_for(name, *, store=None, **settings):
+        def open_for(name, *, store=None, shared="", removed=dict, **settings):
             given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "home_wait_s": 0, **settings}
-            return workers.enter_context(open_queue(read_settings(given), redis_url, store=store)).rq_queue
+            own = OwnStore(store, shared, removed)
+            return workers.enter_context(open_queue(read_settings(given), redis_url, store=own)).rq_queue
 
         yield open_for
+
+
+@pytest.fixture
+def serve(join):
+    """Joins with a model, and lets all the others see it."""
+    workers = []
+
+    def serve_with(name, model, **settings):
+        queue = join(name, **{"home_wait_s": 600, **settings})
+        queue.announce(Serving(model, 4096, "batched", 8, "given"))
+        workers.append(queue)
+        claim(queue, limit=0)
+        for other in workers:
+            other._members.look()
+        return queue
+
+    return serve_with
 
 
 @pytest.fixture

@@ -78,7 +78,8 @@ def test_the_first_aside_are_the_oldest_that_any_worker_could_run():
         queue.lines.put_aside(agent, f"home of {agent}")
     assert queue.lines.first_aside(9) == [("c", "home of c"), ("d", "home of d")]
     assert queue.lines.first_aside(1) == [("c", "home of c")]
-    assert [agent for agent, _ in queue.lines.first_aside(9, memory_travels=True)] == ["b", "c", "d"]
+    assert [agent for agent, _ in queue.lines.first_aside(9, with_memory_from={"home of b"})] == ["b", "c", "d"]
+    assert [agent for agent, _ in queue.lines.first_aside(9, with_memory_from={"home of c"})] == ["c", "d"]
 
 
 def test_the_number_of_lines_ahead_counts_those_that_may_be_chosen():

@@ -118,7 +118,7 @@ def test_the_first_by_name_that_stays_has_the_duties_of_a_queue(members, connect
     assert members.duties() == ["r"]
     connection.hset("stoker:members", "a", json.dumps({"worker": "w", "queues": ["q"], "leaving": True}))
     look(members, clock)
-    assert members.of("q") == {"a": ""}
+    assert list(members.of("q")) == ["a"]
     assert members.duties() == ["q", "r"]
 
 

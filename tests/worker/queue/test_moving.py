@@ -1,12 +1,15 @@
 """When a home gives an agent up: the wait is set against the cost of a move."""
 
 import json
+import time
+from itertools import count
 from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from stoker_worker.periodic import Periodic
 from stoker_worker.queue.moving import PREFILL_S, AskedFor, ClaimRate, Moving
 
 
@@ -141,13 +144,15 @@ class Asker:
     def __init__(self, aside, leaving=()):
         self.sent = {}
         homes = set(aside.values())
-        members = {home: SimpleNamespace(worker=home, queues=("q",), is_leaving=home in leaving) for home in homes}
+        members = {
+            home: SimpleNamespace(worker=home, queues=("q",), is_leaving=home in leaving, shared="") for home in homes
+        }
         claimer = SimpleNamespace(
-            first_aside=lambda limit: list(aside.items())[:limit], look_around=lambda present, asked: None
+            first_aside=lambda limit, sharing: list(aside.items())[:limit], look_around=lambda present, asked: None
         )
         played: Any = (
             SimpleNamespace(publish=self._publish),
-            SimpleNamespace(others=members, of=lambda queue: dict.fromkeys(homes, "")),
+            SimpleNamespace(others=members, of=lambda queue: members),
             None,
             {"q": claimer},
         )
@@ -171,6 +176,17 @@ def test_a_worker_asks_for_no_agent_with_a_memory_while_one_that_has_moved_there
     asker = Asker(ASIDE)
     asker.moving.look_around(0, 5, 1)
     assert asker.sent == {"mac1": (["a"], 0), "mac2": (["b", "c"], 0)}
+
+
+def test_after_a_look_that_took_long_the_next_one_is_later(monkeypatch):
+    asker = Asker(ASIDE)
+    asker.moving._look = Periodic(0)
+    seconds = count(step=60.0)
+    monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
+    for _ in range(2):
+        asker.moving.look_around(0, 5, 0)
+        sent, asker.sent = asker.sent, {}
+    assert sent == {}
 
 
 def test_a_worker_without_free_places_asks_only_those_that_drain():

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 from tests.worker.queue.ends import fail, finish
-from tests.worker.queue.members import claim, claim_within, home_of, ids
+from tests.worker.queue.members import claim, claim_in_turn, claim_within, home_of, ids
 
 from stoker_shared.needs import READS
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_NEEDS, TASK_PATH
@@ -19,33 +19,6 @@ pytestmark = pytest.mark.server
 def run(jobs):
     for job in jobs:
         finish(job, {})
-
-
-@pytest.fixture
-def serve(join):
-    """Joins with a model, and lets all the others see it."""
-    workers = []
-
-    def serve_with(name, model, **settings):
-        queue = join(name, **{"home_wait_s": 600, **settings})
-        queue.announce(Serving(model, 4096, "batched", 8, "given"))
-        workers.append(queue)
-        claim(queue, limit=0)
-        for other in workers:
-            other._members.look()
-        return queue
-
-    return serve_with
-
-
-def claim_in_turn(claiming, idle, within_s=20.0):
-    """What one worker claims while another one, which must not claim anything, looks as well."""
-    end = time.monotonic() + within_s
-    while not (found := claim(claiming)):
-        assert claim(idle) == []
-        assert time.monotonic() < end, "nothing to claim"
-        time.sleep(0.02)
-    return ids(found)
 
 
 def unserved(producer, *workers):
@@ -252,7 +225,7 @@ def test_a_worker_that_came_a_moment_ago_is_seen_before_its_jobs_are_refused(joi
 
 
 def test_with_a_shared_store_a_job_that_continues_an_agent_goes_where_it_is_served(tmp_path, serve, submit):
-    shared = {"shared_store": f"file://{tmp_path}"}
+    shared = {"shared_store": f"file://{tmp_path}", "shared": "5a"}
     a, b = serve("a", "small", **shared), serve("b", "large", **shared)
     submit("x", model="small")
     run(claim(a))

@@ -644,6 +644,24 @@ def test_a_takeover_between_check_and_write_undoes_a_failure_too(
     assert not connection.exists("rq:results:job")
 
 
+def test_a_failure_that_meets_a_heartbeat_is_written_and_is_no_error_in_the_log(
+    connection, queue, producer, monkeypatch, caplog
+):
+    submit(producer, "a")
+    [job] = claim(queue)
+    count = queue._registration.increment_total_working_time
+
+    def beat_and_count(*args):
+        monkeypatch.undo()
+        connection.hset(job.run.execution.key, "last_heartbeat", 1)
+        count(*args)
+
+    monkeypatch.setattr(queue._registration, "increment_total_working_time", beat_and_count)
+    fail(job, ValueError("x"), may_retry=False)
+    assert connection.hget(f"rq:job:{job.job_id}", "status") == b"failed"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @pytest.mark.parametrize(
     ("note", "refusing"),
     [

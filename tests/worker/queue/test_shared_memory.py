@@ -15,7 +15,7 @@ pytestmark = pytest.mark.server
 @pytest.fixture
 def share(join):
     """Joins the queue with a shared store, which the queue only has to know of."""
-    return lambda name, **settings: join(name, home_wait_s=600, shared_store="file:///shared", **settings)
+    return lambda name, **settings: join(name, shared="b1", home_wait_s=600, shared_store="file:///shared", **settings)
 
 
 def turn(version, *, saved=True):

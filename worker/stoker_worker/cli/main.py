@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.ports import ModelProviderPort
+    from stoker_worker.queue.own_store import OwnStore
     from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger("stoker_worker")
@@ -82,7 +83,6 @@ def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.ram_cache import default_memory_bytes
     from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.memory.store_name import store_name
     from stoker_worker.memory.usage import store_use
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.pipeline.worker import Worker
@@ -116,12 +116,11 @@ def _run(settings: "WorkerSettings") -> None:
         if not isinstance(agents, AgentCacheStore):
             watch.looking.shared_store = agents.glance
         agents.start_upkeep()
-        queue = cleanup.enter_context(open_queue(settings, redis_url, store=store_name(settings.store_folder)))
+        queue = cleanup.enter_context(open_queue(settings, redis_url, store=_own_store(settings, store, agents)))
         watch.looking.queues = queue.depths.read
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.looking.state = worker.state
-        queue.registration.figures = watch.figures
-        queue.registration.on_shutdown = worker.request_stop
+        queue.registration.figures, queue.registration.on_shutdown = watch.figures, worker.request_stop
         worker.install_signal_handlers()
         worker.run()
     if worker.is_still_loading():
@@ -146,6 +145,18 @@ def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
     return shared
 
 
+def _own_store(
+    settings: "WorkerSettings", store: "AgentCacheStore", agents: "AgentCacheStore | SharedAgentStore"
+) -> "OwnStore":
+    """As the queue knows it. Raises `OSError`, `Damaged`."""
+    from stoker_worker.memory.store import AgentCacheStore
+    from stoker_worker.memory.store_name import store_name
+    from stoker_worker.queue.own_store import OwnStore
+
+    shared = "" if isinstance(agents, AgentCacheStore) else agents.identity()
+    return OwnStore(store_name(settings.store_folder), shared, store.take_removed)
+
+
 def _publish(redis_url: str, lock: Path) -> None:
     log.info("own Redis server at %s; `stoker` finds it by %s", mask_url(redis_url), SHOWN)
     try:
@@ -168,7 +179,8 @@ def _provider(settings: "WorkerSettings") -> "ModelProviderPort":
     if settings.engine == "scripted":
         from stoker_worker.engine.scripted import ScriptedProvider
 
-        return ScriptedProvider(max_batch=settings.max_batch or 16, steps_per_s=settings.scripted_steps_per_s)
+        width, name = settings.max_batch or 16, settings.model or "scripted"
+        return ScriptedProvider(max_batch=width, steps_per_s=settings.scripted_steps_per_s, model=name)
     from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.models.blas import advice_without_blas, preload_blas
 

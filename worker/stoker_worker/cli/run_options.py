@@ -127,7 +127,11 @@ _OPTIONS: Final = (
         help="Loopback port of /metrics, /healthz and /readyz; 0: any.  [none]",
     ),
     _watching("--stuck-after-s", type=_SECONDS, help="A longer step of the engine makes the worker not ready.  [120]"),
-    _testing("--engine", type=click.Choice(["mlx", "scripted"]), help="scripted: deterministic, no model.  [mlx]"),
+    _testing(
+        "--engine",
+        type=click.Choice(["mlx", "scripted"]),
+        help="scripted: deterministic, no model; --model names it.  [mlx]",
+    ),
     _testing("--scripted-steps-per-s", type=_SECONDS, help="Speed of the scripted engine.  [200]"),
 )
 

@@ -7,6 +7,7 @@ becomes a failed job.
 The answer depends on the last line of the prompt, or of the last message:
 
 * ``say TEXT``: TEXT, then end of sequence; it may hold thinking and calls (see `scripted_answers`);
+* ``if NAME say TEXT else OTHER``: the same, if the model is called NAME, else with OTHER;
 * ``fail WHY``: the sequence fails in the engine;
 * ``break WHY``: the engine itself breaks, with every sequence in it;
 * ``crash``: the process kills itself as ``kill -9`` would;
@@ -28,7 +29,7 @@ import numpy as np
 from stoker_shared.errors import EngineFailed, TemplateError
 from stoker_shared.message import Message
 from stoker_worker.engine.end_ids import EndIds, check_token_ids
-from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
+from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS, said_by
 from stoker_worker.engine.scripted_cache import cache_of, wrong_prefix
 from stoker_worker.engine.scripted_scores import VOCABULARY, even_scores
 from stoker_worker.engine.sequence import Sequence
@@ -103,11 +104,11 @@ class _Script:
     processors: Any = ()
     error: Exception | None = None
 
-    def __init__(self, work: GenerationWork, end_ids: frozenset[int]) -> None:
+    def __init__(self, work: GenerationWork, end_ids: frozenset[int], model: str) -> None:
         self._min_tokens = work.request.min_tokens
-        line = _last_line(work)
-        if line.startswith("say "):
-            self._tokens = [*line.removeprefix("say ").encode(), END]
+        said = said_by(model, _last_line(work))
+        if said is not None:
+            self._tokens = [*said.encode(), END]
         else:
             digest = hashlib.sha256(np.asarray(work.prompt_ids, dtype=np.uint32).tobytes()).hexdigest()
             self._tokens = list("".join(f"{digest[at : at + 4]} " for at in range(0, len(digest), 4)).encode())
@@ -126,7 +127,8 @@ class _Script:
 class ScriptedEngine(GenerationEnginePort):
     """Up to `max_batch` sequences advance by one token per step; a step takes ``1 / steps_per_s`` seconds."""
 
-    def __init__(self, *, max_batch: int, steps_per_s: float) -> None:
+    def __init__(self, *, max_batch: int, steps_per_s: float, model: str = "scripted") -> None:
+        self._model = model
         self._tokenizer = ScriptedTokenizer()
         self._max_batch = max_batch
         self._step_s = 1.0 / steps_per_s
@@ -154,7 +156,7 @@ class ScriptedEngine(GenerationEnginePort):
         check_token_ids(request, VOCABULARY)
         stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
         end_ids = EndIds.of(request, self._tokenizer.eos_ids)
-        script = _Script(work, end_ids.all)
+        script = _Script(work, end_ids.all, self._model)
         n_reused = work.prefix.n_tokens if work.prefix else 0
         self._sequences[uid] = Sequence(uid, work, script, stops, end_ids, n_reused=n_reused)
         self._scripts[uid] = script
@@ -215,11 +217,12 @@ class ScriptedProvider(ModelProviderPort):
     max_batch: int
     steps_per_s: float
     context_tokens: int = 1 << 20
+    model: str = "scripted"
 
     def load(self) -> tuple[ScriptedEngine, LoadedModel]:
         loaded = LoadedModel(
-            name="scripted",
-            fingerprint=hashlib.sha256(b"stoker scripted engine 1").hexdigest(),
+            name=self.model,
+            fingerprint=hashlib.sha256(f"stoker {self.model} engine 1".encode()).hexdigest(),
             tokenizer_fingerprint=hashlib.sha256(b"stoker scripted codec 1").hexdigest(),
             context_tokens=self.context_tokens,
             spec=_SPEC,
@@ -228,7 +231,8 @@ class ScriptedProvider(ModelProviderPort):
             max_batch=MaxBatch(self.max_batch),
             answer_format=SCRIPTED_ANSWERS,
         )
-        return ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s), loaded
+        engine = ScriptedEngine(max_batch=self.max_batch, steps_per_s=self.steps_per_s, model=self.model)
+        return engine, loaded
 
     def leave_thread(self) -> None:
         """Nothing here belongs to a thread."""

@@ -35,3 +35,12 @@ SCRIPTED_ANSWERS: Final = AnswerFormat(
         Edge("tool", _CALL[1], "normal"),
     ),
 )
+
+
+def said_by(model: str, line: str) -> str | None:
+    """The text that the last line of a prompt asks the model of this name for; ``None`` if it asks for none."""
+    if line.startswith("if ") and " say " in line:
+        name, _, texts = line.removeprefix("if ").partition(" say ")
+        text, _, other = texts.partition(" else ")
+        return text if name == model else other
+    return line.removeprefix("say ") if line.startswith("say ") else None

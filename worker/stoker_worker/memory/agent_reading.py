@@ -51,6 +51,8 @@ class AgentReading:
         problem = "its last turn was not saved" if agent_id in self.unsaved else state.problem
         if home is not None and version.number == home.version and not version.head and version.number:
             problem = f"worker {home.kept_by!r} made version {home.version}, which is not here"
+        if home is not None and home.is_unnoted and not version.number:
+            problem = f"worker {home.kept_by!r} has it, and has not written it to the shared store"
         if problem is not None:
             raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}", usable=version)
         return version

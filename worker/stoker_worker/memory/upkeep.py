@@ -37,6 +37,7 @@ _REST_SHARE: Final = 4.0
 """Rests last four times as long as the step before, and at least 20 ms."""
 _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
+_MOST_TOLD: Final = 10_000
 
 
 class Upkeep:
@@ -59,11 +60,21 @@ class Upkeep:
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
+        self._removed: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def take_removed(self) -> dict[str, int]:
+        """The agents that were removed since the last call and are not back, each with its last version. Any thread."""
+        taken, self._removed = self._removed, {}
+        if not taken:
+            return {}
+        with suppress(OSError, Damaged), self._database.snapshot() as connection:
+            return {name: last for name, last in taken.items() if agent_table.find_agent(connection, name) is None}
+        return {}
 
     def close(self) -> None:
         """End the thread after its step."""
@@ -142,8 +153,10 @@ class Upkeep:
         is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
         if is_unused and not is_noted:
             is_held = partial(self._budget.holds.is_held, but_by=agent_id)
-            forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
+            forgotten = forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
             self._ram_cache.drop(agent_id)
+            if len(self._removed) < _MOST_TOLD:
+                self._removed[agent_id] = forgotten.version
             _log.info("agent %r removed: unused since %s", agent_id, time.ctime(used_at))
         return is_unused and not is_noted
 

@@ -51,9 +51,10 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str, v
 JOBS_ENDED: Final = _counter(
     "jobs_ended",
     "Jobs that this worker ended. Replayed: answered from the agent's history. Agent_job: about an agent's memory. "
-    "Failed: RQ may retry it. Given_back: by a stop. Dropped: its result came too late.",
+    "Escalated: its answer was rejected, and it went on to another model. Failed: RQ may retry it. "
+    "Given_back: by a stop. Dropped: its result came too late.",
     "outcome",
-    values=("finished", "replayed", "agent_job", "failed", "withdrawn", "given_back", "dropped"),
+    values=("finished", "replayed", "agent_job", "escalated", "failed", "withdrawn", "given_back", "dropped"),
 )
 REQUEST_SUCCESS: Final = _counter(
     "request_success",

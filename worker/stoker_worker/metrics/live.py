@@ -58,6 +58,7 @@ class LiveFigures:
             "done": ended["finished"] + ended["replayed"] + ended["agent_job"],
             "failed": ended["failed"],
             "moved_in": int(counters[of.MOVED_IN, ()]),
+            **self._metrics.costs(),
             "shared_store": self._shared_store(),
         }
 

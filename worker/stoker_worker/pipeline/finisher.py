@@ -24,6 +24,7 @@ from stoker_shared.errors import (
 from stoker_worker.events.job_log import log_answer, log_failure, log_job
 from stoker_worker.events.outage import Outage
 from stoker_worker.pipeline.agent_jobs import carry_out
+from stoker_worker.pipeline.escalating import Escalating
 from stoker_worker.pipeline.job import (
     AgentChange,
     Cancelled,
@@ -36,7 +37,7 @@ from stoker_worker.pipeline.job import (
     cut_short,
 )
 from stoker_worker.pipeline.patience import Patience
-from stoker_worker.pipeline.results import save_turn, with_total_until_now
+from stoker_worker.pipeline.results import read_answers, save_turn, with_total_until_now
 from stoker_worker.ports import NOT_COUNTED, CacheStorePort, CompletedGeneration, LoadedModel, MetricsPort
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Finisher:
         self._loaded = loaded
         self._metrics = metrics
         self._redis = Patience(outage or Outage("Redis"), retry_s)
+        self._escalating = Escalating(self._redis, metrics)
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
 
@@ -147,8 +149,12 @@ class Finisher:
 
     def _finish(self, job: Job, completion: CompletedGeneration) -> None:
         self._check_ownership(job)
+        model = self._loaded.result()
+        answers = read_answers(job, completion, model)
+        if self._escalating.after_answer(job, completion, answers[0], model):
+            return
         try:
-            saved = save_turn(job, completion, self._store, self._loaded.result())
+            saved = save_turn(job, completion, answers, self._store, model)
         except (AgentVersionNotSaved, AgentVersionConflict) as error:
             self._fail(job, error)
             return
@@ -192,6 +198,8 @@ class Finisher:
             self._store.ended(agent_id, claimed.delivery, remember_s=claimed.lives_s)
 
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
+        if self._escalating.after_error(job, error, self._loaded.result()):
+            return
         log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
         may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
         self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from stoker_shared.agent_request import AgentRequest
+from stoker_shared.checking import make_ready
 from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import MAX_ATTEMPTS
@@ -95,8 +96,8 @@ class Loader(threading.Thread):
     def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | None:
         """Fill in what the engine needs, unless the job has been answered before."""
         request, claimed = job.request, job.claimed
-        if request.model is not None and request.model != model.name:
-            raise ModelMismatch(f"the job asks for model {request.model!r}; this worker has loaded {model.name!r}")
+        if claimed.model is not None and claimed.model != model.name:
+            raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
         if (answer := self._answer(job)) is not None:
             return Replayed(answer)
         job.filled_in = request = self._defaults.filled_in(request)
@@ -106,6 +107,8 @@ class Loader(threading.Thread):
             raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
         if agent is not None:
             check_expectations(request, agent)
+        if request.check is not None:
+            make_ready(request.check)
         job.prompt = build_prompt(request, agent.transcript if agent else None, model, tokenizer)
         if model.guides is not None:
             job.guide = model.guides.guide_for(request, job.prompt.ids)

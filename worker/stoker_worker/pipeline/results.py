@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, AgentVersionNotSaved
 from stoker_shared.result import CacheReport, Choice, GenerationResult, Timing, Usage
+from stoker_shared.task_class import class_of_verdicts
 from stoker_worker.pipeline.answer import Answer, read_answer
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.prompt import next_transcript, replaced_version
@@ -52,6 +53,8 @@ def build_result(
         attempt=claimed.attempt,
         prompt_logprobs=completion.prompt_logprobs,
         choices=choices if job.request.n > 1 else None,
+        task=class_of_verdicts(job.request),
+        attempts=[*job.claimed.tried, job.attempt] if job.attempt is not None else None,
         metadata=job.request.metadata,
     )
 
@@ -98,8 +101,17 @@ def _seconds(value: float) -> float:
     return round(max(0.0, value), 6)
 
 
+def read_answers(job: Job, completion: CompletedGeneration, model: LoadedModel) -> list[Answer]:
+    """One for each choice."""
+    seed = repr(job.claimed.delivery)
+    return [
+        read_answer(job.request, job.prompt, one, model, f"{seed} {number}" if number else seed)
+        for number, one in enumerate((completion, *job.further_choices))
+    ]
+
+
 def save_turn(
-    job: Job, completion: CompletedGeneration, store: CacheStorePort, model: LoadedModel
+    job: Job, completion: CompletedGeneration, answers: Sequence[Answer], store: CacheStorePort, model: LoadedModel
 ) -> Mapping[str, Any]:
     """The result, as JSON.
 
@@ -108,11 +120,6 @@ def save_turn(
         AgentVersionConflict: an `append` turn was not saved, because another job has made the agent meanwhile.
     """
     agent, request = job.agent, job.request
-    seed = repr(job.claimed.delivery)
-    answers = [
-        read_answer(request, job.prompt, one, model, f"{seed} {number}" if number else seed)
-        for number, one in enumerate((completion, *job.further_choices))
-    ]
 
     def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
         report = cache_report(job, completion, agent_version=version, saved=saved, save_error=save_error)

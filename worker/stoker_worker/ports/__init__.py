@@ -9,6 +9,7 @@ from stoker_worker.ports.agent_jobs import AgentJobsPort
 from stoker_worker.ports.agents import UNUSED, AgentHome, Busy, Delivery, HomeOf, MemoryUse, PlaceOf
 from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
 from stoker_worker.ports.cancel_token import CancelReason, CancelToken
+from stoker_worker.ports.claimed_job import ClaimedJob
 from stoker_worker.ports.engine import (
     Array,
     CacheSlice,
@@ -41,4 +42,4 @@ from stoker_worker.ports.memory import (
 )
 from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, SharedUse, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
-from stoker_worker.ports.queue import ClaimedJob, QueuePort, Serving, TextSoFar
+from stoker_worker.ports.queue import QueuePort, Serving, TextSoFar

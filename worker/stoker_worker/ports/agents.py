@@ -24,6 +24,11 @@ class AgentHome(NamedTuple):
     version: int
     kept_by: str
 
+    @property
+    def is_unnoted(self) -> bool:
+        """Whether the agent comes from a worker that had no shared store at its last turn, and may have one since."""
+        return self.former is not None and self.version == 0 and self.kept_by != "-"
+
 
 HomeOf = Callable[[str], AgentHome | None]
 """Of an agent with a job in flight; ``None``: nothing is known. Any thread; never blocks."""

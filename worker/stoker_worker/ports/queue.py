@@ -1,100 +1,13 @@
-"""The interface of the queue: claimed jobs, and the queue they come from. No I/O, no rq, no Redis."""
+"""The interface of the queue. No I/O, no rq, no Redis."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from stoker_shared.agent_request import AgentRequest
 from stoker_shared.markers import Markers
-from stoker_shared.request import GenerationRequest
-from stoker_worker.ports.agents import AgentHome, Busy, Delivery, MemoryUse
-from stoker_worker.ports.cancel_token import CancelToken
+from stoker_worker.ports.agents import AgentHome, Busy
+from stoker_worker.ports.claimed_job import ClaimedJob
 from stoker_worker.ports.engine import SequenceProgress
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ClaimedJob(Protocol):
-    """A job that is this worker's to run, until it is released. Two of them are equal only if they are the same object.
-
-    Each job is ended by one of `finish`, `fail`, `stop`, `give_back` and `drop`, and then released. They run on a
-    finisher thread, or on the fetcher thread for a job that is not passed on. They may be repeated after
-    `RedisUnavailable`, and each raises it.
-
-    Attributes:
-        attempt: 1, or more after a worker died with this job in flight.
-        losses_alone: how many of these workers ran nothing else.
-        enqueued_at, claimed_at: Unix time in seconds.
-        claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
-            this order.
-        lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
-        deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
-        former_home: the worker that had its agent until now; ``None`` if the agent has not moved.
-        cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
-    """
-
-    job_id: str
-    queue: str
-    request: GenerationRequest | AgentRequest = field(repr=False)
-    delivery: Delivery
-    attempt: int
-    losses_alone: int = 0
-    enqueued_at: float
-    claimed_at: float
-    claim_number: int
-    deadline: float | None
-    former_home: str | None = None
-    cancel: CancelToken = field(default_factory=CancelToken, repr=False)
-
-    @property
-    def lives_s(self) -> float: ...
-
-    @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self.request.access, self.request.agent_id, continues=self.request.continues)
-
-    def is_ours(self) -> bool:
-        """Whether this run of the job is still this worker's to end."""
-        ...
-
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Post the result (JSON values).
-
-        Raises:
-            OwnershipLost: the run is not ours any more; nothing was written.
-        """
-        ...
-
-    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
-        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself.
-
-        Raises:
-            OwnershipLost: the run is not ours any more; nothing was written.
-        """
-        ...
-
-    def stop(self) -> None:
-        """End a job that was withdrawn."""
-        ...
-
-    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
-        """Put the job back at the very front of its queue.
-
-        Args:
-            counts_as_attempt: count it as lost with its worker.
-            alone: nothing ran beside it when it was lost.
-
-        Returns:
-            ``False`` when it has ended meanwhile, or its queue is not ours any more.
-        """
-        ...
-
-    def drop(self) -> None:
-        """Remove our run of a job that is not ours any more; the job's own state is left as it is."""
-        ...
-
-    def release(self) -> None:
-        """Free the job's place and its agent: this worker has nothing more to do with it."""
-        ...
 
 
 @dataclass(frozen=True)

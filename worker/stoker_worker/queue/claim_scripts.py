@@ -35,8 +35,14 @@ end
 local function member_with(kept)
   local all = redis.call('HGETALL', KEYS[4])
   for i = 1, #all, 2 do
-    if string.find(all[i + 1], '"store": "' .. kept .. '"', 1, true) then return all[i] end
+    if string.find(all[i + 1], '"store": "' .. kept .. '"', 1, true) then return all[i], all[i + 1] end
   end
+end
+
+local function is_shared(kept)
+  local its_member, record = member_with(kept)
+  if its_member then return string.find(record, '"shared": "%x') end
+  return string.find(redis.call('HGET', KEYS[5], kept) or '', ' shared$')
 end
 
 local function decide(id, agent, continues)
@@ -44,7 +50,7 @@ local function decide(id, agent, continues)
   for i = first, #KEYS do
     local home, at, number, before = words(redis.call('HGET', KEYS[i], agent))
     if home ~= me then
-      if home ~= '-' and serves(KEYS[4], home, KEYS[i]) then
+      if home ~= '-' and home ~= '>' .. id and serves(KEYS[4], home, KEYS[i]) then
         local is_elsewhere = continues and not travels and at ~= '-' and at ~= store
         if is_elsewhere and not serves(KEYS[4], home, KEYS[first]) then return 'lost', at, home, number end
         return 'home', home, '', ''
@@ -56,20 +62,23 @@ local function decide(id, agent, continues)
     if at ~= '-' and (kept == '-' or kept == store) then kept, version = at, number end
     if home == me and former == '' then former = before end
   end
-  if continues and not travels and kept ~= '-' and kept ~= store then
+  -- A version is noted where there is a shared store. Without one, the turn is in that store alone, unless its worker
+  -- has got a shared store since.
+  if continues and kept ~= '-' and kept ~= store and not (travels and (version ~= '' or is_shared(kept))) then
     if is_home then -- nothing of the agent is in flight here, or it would not have been chosen
       enter(agent, entry_of('-', kept, version))
       redis.call('HINCRBY', KEYS[7], 'moves', 1)
     end
     local its_member = member_with(kept)
     if its_member and serves(KEYS[4], its_member, KEYS[first]) then return 'home', its_member, '', '' end
-    local left, who = string.match(redis.call('HGET', KEYS[5], kept) or '', '^(%d+) (%S+)$')
+    local left, who = string.match(redis.call('HGET', KEYS[5], kept) or '', '^(%d+) (%S+)')
     local left_s = left and wait_s - (redis.call('TIME')[1] - left) or 0
     if left_s > 0 then return redis.call('LPOS', KEYS[1], id) and 'away' or 'gone', kept, tostring(left_s), '' end
     return 'lost', kept, who or its_member or kept, version
   end
   if not is_home and has_moved then return 'stale', '', '', '' end
-  if not is_home and (former == '' or former == me or former == store) then former = '-' end
+  local was_elsewhere = former ~= '' and former ~= me and former ~= store and string.sub(former, 1, 1) ~= '>'
+  if not is_home and not was_elsewhere then former = '-' end
   return 'claimed', kept, former, version
 end
 
@@ -132,8 +141,8 @@ for i = 3, #KEYS do
 end
 local entries = #agents > 0 and redis.call('HMGET', KEYS[2], unpack(agents)) or {}
 for i = 1, #agents do
-  local home = words(entries[i])
-  if home ~= '-' and home ~= ARGV[1] then
+  local home, job_id = words(entries[i]), string.sub(KEYS[of_job[i] + 2], #job_of + 1)
+  if home ~= '-' and home ~= ARGV[1] and home ~= '>' .. job_id then
     if is_home[home] == nil then is_home[home] = serves(KEYS[1], home, KEYS[2]) end
     if is_home[home] then homes[of_job[i]] = home end
   end

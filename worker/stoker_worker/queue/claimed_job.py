@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stoker_shared.needs import Needs
+from stoker_shared.request import GenerationRequest
+from stoker_shared.result import Attempt
+from stoker_shared.route import Step
+from stoker_shared.task_class import task_of
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.callbacks import Callbacks
+from stoker_worker.queue.escalation import Escalation, Onward
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
@@ -34,6 +39,7 @@ class QueueParts:
 
     ownership: Ownership
     job_finish: JobFinish
+    escalation: Escalation
     requeue: Requeue
     streams: JobStreams
     progress: ProgressMeta
@@ -57,14 +63,14 @@ class RqClaimedJob(ClaimedJob):
     ending: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
-    def needs(self) -> Needs:
-        """What its worker has to serve, by the job's own data."""
-        return self.run.job.needs()
-
-    @property
     def lives_s(self) -> float:
         ttl_s = self.run.job.get_result_ttl(DEFAULT_RESULT_TTL_S)
         return _MARGIN_S + (ttl_s if 0 <= ttl_s < _FOR_EVER_S else _FOR_EVER_S)
+
+    @property
+    def needs(self) -> Needs:
+        """What this run of the job needs of its worker."""
+        return self.run.job.needs()
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:
@@ -93,6 +99,20 @@ class RqClaimedJob(ClaimedJob):
         self.parts.streams.close(self.claim_number, ended=True)
         if was_stopped:
             self.parts.callbacks.stopped(self.run.job)
+
+    @as_redis_unavailable()
+    def escalate(self, rejected: Attempt, to: Step) -> bool:
+        if self.parts.stop_requests.is_asked(self.job_id):
+            return False
+        self.ending.set()
+        assert isinstance(self.request, GenerationRequest)
+        agent_id = self.request.agent_id if self.request.access == "write" else None
+        onward = Onward((*self.tried, rejected), task_of(self.request), to, agent_id)
+        try:
+            self.parts.escalation.carry_out(self.run, onward)
+            return True
+        finally:
+            self.parts.streams.close(self.claim_number, ended=False)
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:

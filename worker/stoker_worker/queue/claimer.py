@@ -3,7 +3,7 @@
 Owns which agents turned out to be another member's; fetcher thread. What waits in the queue is known to `QueueView`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 from redis import Redis
@@ -19,6 +19,7 @@ from stoker_worker.queue.hints import Hint
 from stoker_worker.queue.homes import NOBODY, Home, as_field
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lines import Lines
+from stoker_worker.queue.members import Member
 from stoker_worker.queue.queue_view import QueueView
 from stoker_worker.queue.waiting_job import Granted, HomeRule, Waiting
 
@@ -49,6 +50,7 @@ class Claimer:
         self._to_look_at: list[str] = []
         self._away = Away(connection, self._waiting.lines)
         self._has_untried = False
+        self._could_travel = False
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
         """As `QueueView.read_ahead`."""
@@ -76,9 +78,9 @@ class Claimer:
         """As `FairQueue.next_agents`."""
         return self._waiting.next_agents(limit)
 
-    def first_aside(self, limit: int) -> list[tuple[str, str]]:
-        """As `Lines.first_aside`."""
-        return self._waiting.lines.first_aside(limit, memory_travels=self._rule.memory_travels)
+    def first_aside(self, limit: int, sharing: Container[str]) -> list[tuple[str, str]]:
+        """As `Lines.first_aside`. `sharing`: the members that have a shared store."""
+        return self._waiting.lines.first_aside(limit, with_memory_from=sharing if self._rule.memory_travels else ())
 
     def n_ahead(self, agent_id: str) -> int | None:
         """As `Lines.n_ahead`."""
@@ -143,18 +145,19 @@ class Claimer:
         """As `QueueView.correct`."""
         self._view.correct(job_id, hint, quarantined=quarantined)
 
-    def look_around(self, present: Mapping[str, str], asked: Sequence[str]) -> None:
+    def look_around(self, present: Mapping[str, Member], asked: Sequence[str]) -> None:
         """Take back the lines of agents that have no other member as their home any more, or whose store is back.
 
         Args:
-            present: the other members of this queue, each with its store.
+            present: the other members of this queue.
             asked: agents that their homes may have given up: they are looked at first.
         """
-        lines = self._waiting.lines
+        lines, could_travel = self._waiting.lines, self._could_travel
+        self._could_travel = self._rule.memory_travels
         if not lines.aside:
             return
-        stores = {store: name for name, store in present.items()}
-        if self._rule.memory_travels:
+        stores = {member.store: name for name, member in present.items()}
+        if self._could_travel and not could_travel:
             self._away.clear()
         self._away.look(stores)
         lines.take_back([name for name, home in lines.aside.items() if home not in present and name not in self._away])
@@ -171,13 +174,11 @@ class Claimer:
             for agent_id, entry in zip(page, entries, strict=True):
                 home = Home.of(entry)
                 head = lines.first_of(agent_id)
-                if (
-                    home.member not in present
-                    and head is not None
-                    and head.use.continues
-                    and not self._rule.memory_travels
-                ):
-                    home = home._replace(member=stores.get(home.store, NOBODY))
+                if home.member not in present and head is not None and head.use.continues:
+                    its_member = stores.get(home.store, NOBODY)
+                    is_shared = home.version or (its_member in present and present[its_member].shared)
+                    if not (self._could_travel and is_shared):
+                        home = home._replace(member=its_member)
                 if home.member in present:
                     lines.aside[agent_id] = home.member
                 else:

@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 
-from stoker_shared.error_line import message_line
+from stoker_shared.error_line import refusal_line
 from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.password_mask import mask_text, mask_url
 from stoker_worker.queue.beat import HeartbeatWriter
@@ -23,6 +23,8 @@ from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.members import Members
+from stoker_worker.queue.own_store import NO_STORE, OwnStore
 from stoker_worker.queue.registration import RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.queue.transient_errors import may_pass, reason_of
@@ -53,17 +55,18 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str, *, store: str | None = None) -> Iterator[OpenQueue]:
+def open_queue(settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE) -> Iterator[OpenQueue]:
     """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
 
     A standby waits while another worker has its name, or Redis is away, instead of refusing.
 
     Args:
-        store: the name of the worker's store, which stays: the worker is called like it, if the settings have no name.
+        store: the worker's.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker has this name.
+        StoreUnusable: the store, or the shared one, does not go with that of another live worker.
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     with ExitStack() as closing:
@@ -71,13 +74,13 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, store: str | None = 
         closing.callback(connection.close)
         callbacks = Callbacks(connection, settings.callback_modules)
         closing.callback(callbacks.finish, settings.grace_s)
-        member = settings.name or store or usual_name()
+        member = settings.name or store.name or usual_name()
         name = new_worker_name(member)
         in_flight = JobsInFlight[RqClaimedJob]()
         registration = _registration(settings, connection, name, StopRequests(in_flight))
         closing.callback(registration.unsubscribe)
         queues, ttl_s = settings.queue_names, settings.lease_ttl_s
-        lease = Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s, store=store)
+        lease = Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s, store=store.name, shared=store.shared)
         try:
             _take_over(lease, registration, standby=settings.standby)
         except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
@@ -96,6 +99,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, store: str | None = 
             heartbeat=HeartbeatWriter(beating, registration, lease),
             in_flight=in_flight,
             rule=HomeRule(settings.home_wait_s, memory_travels=settings.shared_store is not None),
+            take_removed=store.take_removed,
         )
         closing.callback(_sign_off, rq_queue)
         depths = QueueDepths(_client(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)
@@ -134,12 +138,14 @@ def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> 
 
     Raises:
         QueueHeld: another live worker has this name, and `standby` is not asked for.
+        StoreUnusable: as for `open_queue`.
         RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
     """
     said = ""
     while True:
         try:
             lease.acquire()
+            Members(registration.connection, lease, ttl_s=lease.ttl_s).check_stores()
             registration.sign_on()
             return
         except QueueHeld as error:
@@ -215,7 +221,7 @@ def _say_once(error: RedisError, said: str) -> str:
 
 
 def _without_password(error: Exception, connection: Redis) -> str:
-    return mask_text(message_line(error), connection.connection_pool.connection_kwargs.get("password"))
+    return mask_text(refusal_line(error), connection.connection_pool.connection_kwargs.get("password"))
 
 
 def _warn_if_forgetful(connection: Redis, shown: str) -> None:

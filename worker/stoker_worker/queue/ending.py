@@ -76,7 +76,8 @@ class Ending:
         self._partial_text = partial_text
         self._result = result or {}
         self._changes_meta = False
-        self.note = EndedNote(end, rate_limit=run.job.rate_limit_key or "", member=ownership.member)
+        rate_limit = None if end == "escalated" else run.job.rate_limit_key  # it keeps its place
+        self.note = EndedNote(end, rate_limit=rate_limit or "", member=ownership.member)
 
     def written(self) -> EndedNote | None:
         """The note, if this end was written already.
@@ -99,11 +100,11 @@ class Ending:
         if self._run.job.has_progress or self._partial_text is not None:
             self._read_meta(pipeline)
 
-    def open_failure(self, pipeline: Pipeline) -> None:
-        """RQ watches keys in the transaction of a success, and none in that of a failure."""
-        rq_job = self._run.job
+    def open(self, pipeline: Pipeline) -> None:
+        """Begin a transaction that is not a success: RQ watches no keys in that of a failure."""
         self.check(pipeline)
-        self.note.dependents = rq_job.dependent_ids
+        if self.note.end != "escalated":
+            self.note.dependents = self._run.job.dependent_ids
         pipeline.multi()
         self._write_meta(pipeline)
 

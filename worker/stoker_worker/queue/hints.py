@@ -18,12 +18,17 @@ class Hint(NamedTuple):
     needs: Needs
 
 
-def hint_in(data: bytes | None) -> Hint:
-    """Of a job with this stored `data`; `UNUSED` and `NOTHING` if it cannot be read."""
+def hint_in(data: bytes | None, needs_noted: bytes = b"") -> Hint:
+    """Of a job with this stored `data`; `UNUSED` and `NOTHING` if it cannot be read.
+
+    Args:
+        needs_noted: the end of `FIELD_NEEDS`, if the job has it. It comes before what the request has: a worker that
+            sent the job on to the next model of its route has written it.
+    """
     try:
         call = json.loads(unpacked(data or b""))
         task_path, request = call[0], call[3][REQUEST_KWARG]
-        needs = Needs.of(task_path, request)
+        needs = _noted(needs_noted) if needs_noted else Needs.of(task_path, request)
         agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return Hint(UNUSED, NOTHING)
@@ -37,4 +42,8 @@ def hint_noted(agent: bytes, needs: bytes) -> Hint:
     word, _, agent_id = agent.decode(errors="replace").partition(" ")
     access: Access = "read" if word in ("read", "ask") else "write"
     use = MemoryUse(access, agent_id, word in ("append", "ask")) if agent_id else UNUSED
-    return Hint(use, Needs.noted(needs.decode(errors="replace")))
+    return Hint(use, _noted(needs))
+
+
+def _noted(needs: bytes) -> Needs:
+    return Needs.noted(needs.decode(errors="replace"))

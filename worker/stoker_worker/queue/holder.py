@@ -17,7 +17,7 @@ def described(value: str) -> dict[str, Any]:
         "boot": "",
         "pid": 0,
     }
-    unknown |= {"started": "", "leaving": False, "pids": "", "model": "", "reads": {}}
+    unknown |= {"started": "", "leaving": False, "pids": "", "model": "", "reads": {}, "shared": ""}
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -5,12 +5,15 @@ RQ's transactions begin with a check that the run is ours, and end with a note (
 note has written the end before, and goes on with the follow-ups.
 """
 
+import logging
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from redis import Redis
+from redis.client import Pipeline
+from redis.exceptions import WatchError
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
@@ -24,8 +27,14 @@ from stoker_worker.queue.json_job import JobRun, JsonJob
 from stoker_worker.queue.ownership import EndedNote, Ownership
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.transient_errors import may_pass
+from stoker_worker.queue.verdicts import Verdicts
 
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """RQ logs each transaction that fails, with a traceback. One that met a heartbeat is only tried again."""
+    return not (record.exc_info and isinstance(record.exc_info[1], WatchError))
 
 
 class PackedJson(JSONSerializer):
@@ -49,9 +58,11 @@ class JobFinish:
     ) -> None:
         self._connection = connection
         self._registration = registration
+        registration.log.addFilter(_is_news)
         self._ownership = ownership
         self._homes = homes
         self._follow_up = follow_up
+        self._verdicts = Verdicts(connection)
 
     def finish(self, run: JobRun, result: Mapping[str, Any]) -> None:
         """
@@ -116,7 +127,12 @@ class JobFinish:
         rq_job._result = dict(result)
         rq_job.serializer = PackedJson if rq_job.packs_result else JSONSerializer
         rq_job._status = JobStatus.FINISHED
-        rq_job.at_end = ending.finish_with_note
+
+        def at_end(pipeline: Pipeline) -> None:
+            ending.finish_with_note(pipeline)
+            self._verdicts.count_last(pipeline, result)
+
+        rq_job.at_end = at_end
         repeat = rq_job.repeats_left, rq_job.repeat_intervals
         queue = self._queue_of(ending, rq_job)
         try:
@@ -139,7 +155,7 @@ class JobFinish:
         retries_left = rq_job.retries_left
         queue = self._queue_of(ending, rq_job)
         queue.retries_in_place = True
-        rq_job.before_end, rq_job.at_end = ending.open_failure, ending.write_note
+        rq_job.before_end, rq_job.at_end = ending.open, ending.write_note
         try:
             with suppress(AlreadyWritten):
                 self._registration.handle_job_failure(

@@ -135,6 +135,8 @@ class JobStart:
             self._parts.known_homes.claimed(target, NOBODY, 0, NOBODY)
 
     def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest, granted: Granted) -> RqClaimedJob:
+        if isinstance(request, GenerationRequest) and request.route and run.job.repeats_left:
+            raise PayloadRefused("a job with a route ends in another queue than it began in, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
         return RqClaimedJob(
@@ -148,6 +150,7 @@ class JobStart:
             claimed_at=now,
             claim_number=next(self._claim_numbers),
             deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
+            tried=rq_job.tried,
             former_home=None if granted.is_lost or granted.former in ("", NOBODY) else granted.former,
             run=replace(run, keeping=Keeping.of(request, granted, self._lease.store)),
             parts=self._parts,

@@ -18,12 +18,14 @@ from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.needs import Needs
 from stoker_shared.request import GenerationRequest, build_request, request_digest
+from stoker_shared.result import Attempt
 from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
     FIELD_PACKED,
     FIELD_STREAM,
+    FIELD_TRIED,
     MAX_REQUEST_BYTES,
     META_PROGRESS,
     PACKED_WITH_ZLIB,
@@ -31,6 +33,7 @@ from stoker_shared.wire import (
     TASK_PATH,
 )
 from stoker_worker.queue.keeping import Keeping
+from stoker_worker.queue.tried import tried_in
 
 _UNREADABLE = "<unreadable>"
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
@@ -60,6 +63,7 @@ class JsonJob(Job):
     raw_repeats_left: bytes = b""
     packs_result: bool = False
     """Whether its producer wants a compressed result."""
+    tried: tuple[Attempt, ...] = ()  # what the models before made of it
     stamp: str = ""
     """The `delivery_stamp` of the hash as it was read."""
 
@@ -80,6 +84,7 @@ class JsonJob(Job):
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
+        self.tried = tried_in(raw_data.get(FIELD_TRIED.encode()), self.raw_created_at)
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
         """The fields RQ writes back, without the payload, which may have megabytes and is never changed."""
@@ -186,8 +191,8 @@ class JsonJob(Job):
         return build_request(request) if func_name == TASK_PATH else build_agent_request(request)
 
     def needs(self) -> Needs:
-        """What the job needs of its worker. Call `read_request` first."""
-        return Needs.of(self.func_name or "", self.kwargs[REQUEST_KWARG])
+        """What this run of the job needs of its worker. Call `read_request` first."""
+        return Needs.of(self.func_name or "", self.kwargs[REQUEST_KWARG], len(self.tried))
 
     def digest(self) -> str:
         """The digest of the request, the same for every delivery of it. Call `read_request` first.

@@ -35,6 +35,10 @@ class Keeping(NamedTuple):
         forgets = isinstance(request, AgentRequest) and request.action == "forget"
         return cls(request.agent_id, granted.version, granted.store == store, forgets)
 
+    def unshared_version_after(self, result: Mapping[str, Any]) -> int:
+        """The same at a worker without a shared store: a number that no shared store has; 0: none was noted before."""
+        return max(self.version_after(result), self.version + (not self.is_here)) if self.version else 0
+
     def version_after(self, result: Mapping[str, Any]) -> int:
         """The newest version once the job has ended with this result (as JSON); 0: there is none.
 

@@ -35,6 +35,7 @@ class Lease:
         member: the name.
         store: the name of the member's store, which has what its agents remember.
         queues: where it claims.
+        shared: which shared store is behind that one; empty: none, or one that has never answered before the start.
         ttl_s: how long it lasts after a renewal.
         former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
     """
@@ -48,6 +49,7 @@ class Lease:
         worker_name: str,
         ttl_s: float,
         store: str | None = None,
+        shared: str = "",
     ) -> None:
         """
         Args:
@@ -56,6 +58,7 @@ class Lease:
         """
         self.member = member
         self.store = store or member
+        self.shared = shared
         self.queues = tuple(queues)
         self.ttl_s = ttl_s
         self.former_queues: tuple[str, ...] = ()
@@ -98,7 +101,7 @@ class Lease:
             QueueHeld: another worker, which is not certainly dead, holds it.
         """
         description: dict[str, Any] = {"worker": self._worker_name, "queues": self.queues, "store": self.store}
-        description["pids"] = pid_namespace()
+        description |= {"shared": self.shared, "pids": pid_namespace()}
         if recovers:
             description["recovers"] = self.member
         mine = json.dumps({**description, **asdict(ProcessIdentity.of_this_process())}, sort_keys=True)
@@ -122,11 +125,11 @@ class Lease:
             if not holder["recovers"] or recovers or time.monotonic() > gives_up_at:
                 break
             time.sleep(_RETRY_S)  # it only puts this member's jobs back
-        how = f"under the name {self.member!r}" if holder["queues"] else "alone, as earlier versions do"
-        raise QueueHeld(
-            f"queue {','.join(self.queues)!r} is held by worker {holder['worker']} on host {holder['host']}, "
-            f"pid {holder['pid']}, {how}; if that worker is gone, its lease runs out in {left_ms / 1000:.1f} s"
-        )
+        worker = f"worker {holder['worker']} on host {holder['host']}, pid {holder['pid']}"
+        held = f"the name {self.member!r} is held by {worker}"
+        if not holder["queues"]:
+            held = f"queue {','.join(self.queues)!r} is held by {worker}, alone, as earlier versions do"
+        raise QueueHeld(f"{held}; if that worker is gone, its lease runs out in {left_ms / 1000:.1f} s")
 
     def renew(self, connection: Redis | None = None) -> bool:
         """Postpone the expiry; ``False`` if another worker holds the lease, or has held it since: this one is deposed.

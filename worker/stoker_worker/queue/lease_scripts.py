@@ -71,8 +71,9 @@ return 1
 # From here on the member's agents are anybody's. After those KEYS: the counts of its queues.
 LEAVE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local is_shared = string.find(redis.call('HGET', KEYS[3], ARGV[2]) or '', '"shared": "%x')
 redis.call('HDEL', KEYS[3], ARGV[2])
-redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2])
+redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. (is_shared and ' shared' or ''))
 local n_queues, is_last = (#KEYS - 4) / 2, redis.call('HLEN', KEYS[3]) == 0
 for i = 5, 4 + n_queues do
   if is_last then redis.call('DEL', KEYS[i]) end -- else it expires, unless another one serves the queue

@@ -7,7 +7,7 @@ those left, whose next job this worker cannot serve. They stay in order and cost
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from heapq import nsmallest
 
 from stoker_shared.needs import NOTHING, Needs
@@ -106,16 +106,16 @@ class Lines:
         for agent_id in self.aside.keys() - self._lines.keys():
             del self.aside[agent_id]
 
-    def first_aside(self, limit: int, *, memory_travels: bool = False) -> list[tuple[str, str]]:
+    def first_aside(self, limit: int, *, with_memory_from: Container[str] = ()) -> list[tuple[str, str]]:
         """The agents aside whose next job this worker could run, the oldest job first, each with its home.
 
         Args:
-            memory_travels: as in `HomeRule`.
+            with_memory_from: the workers whose agents may come although the job continues what is stored.
         """
         heads = [line[0] for line in map(self._lines.get, self.aside) if line]
-        here = (job for job in heads if not job.quarantined and (memory_travels or not job.use.continues))
-        movable = nsmallest(limit, (job for job in here if not self.leaves(job)))
-        return [(name, self.aside[name]) for job in movable if (name := job.use.agent_id) is not None]
+        here = (job for job in heads if not job.quarantined and not self.leaves(job))
+        movable = (job for job in here if not job.use.continues or self.aside[job.line] in with_memory_from)
+        return [(name, self.aside[name]) for job in nsmallest(limit, movable) if (name := job.use.agent_id) is not None]
 
     def n_ahead(self, agent_id: str) -> int | None:
         """How many lines have an older head than this agent's; ``None`` if none of its jobs comes up here."""

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from redis import Redis
 
+from stoker_shared.errors import StoreUnusable
 from stoker_shared.needs import Needs
 from stoker_shared.wire import LEASE_KEY, LEFT_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
@@ -32,6 +33,7 @@ class Member:
         is_leaving: it drains: it claims nothing more, and gives up its agents.
         offer: ``None`` while it loads its model.
         pids: whose pids its own is among: that of a process in another container tells nothing here.
+        shared: as in `Lease`.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Member:
     process: ProcessIdentity
     is_leaving: bool = False
     pids: str = ""
+    shared: str = ""
     offer: Offer | None = None
 
     def takes(self, needs: Needs) -> bool:
@@ -78,9 +81,9 @@ class Members:
     def me(self) -> str:
         return self._lease.member
 
-    def of(self, queue: str) -> dict[str, str]:
-        """The other members of a queue, each with its store."""
-        return {name: member.store for name, member in self.others.items() if queue in member.queues}
+    def of(self, queue: str) -> dict[str, Member]:
+        """The other members of a queue."""
+        return {name: member for name, member in self.others.items() if queue in member.queues}
 
     def is_served_elsewhere(self, queue: str, needs: Needs) -> bool:
         """Whether another member, which does not drain, can serve such jobs of this queue."""
@@ -95,6 +98,30 @@ class Members:
         """Whether this worker is the first by name of those that can serve such jobs."""
         others = (member for name, member in self.others.items() if name < self.me)
         return not any(queue in member.queues and member.takes(needs) for member in others)
+
+    def check_stores(self) -> None:
+        """Leave the members again if another one, which lives, has a copy of this worker's store, or another shared
+        store.
+
+        Raises:
+            StoreUnusable: so it is.
+        """
+        self.look()
+        lease, living = self._lease, (one for name, one in self.others.items() if name not in self._missing_since)
+        for other in (one for one in living if not one.is_certainly_dead()):
+            if other.store == lease.store:
+                copied = "one is a copy of the other and needs another name: remove the file worker-name in its folder"
+                problem = f"has a store of the same name, {other.store!r}; {copied}"
+            elif lease.shared and other.shared and other.shared != lease.shared:
+                problem = "has another shared store; all workers of a queue have the same one"
+            else:
+                continue
+            if lease.former_queues:  # there are jobs to be put back
+                lease.release()
+            else:
+                lease.leave()
+            process = other.process
+            raise StoreUnusable(f"worker {other.name!r} on host {process.host}, pid {process.pid}, {problem}")
 
     def look_if_due(self) -> None:
         """As `look`, if the last one is some time ago. A part of a lease must not pass between two looks."""
@@ -172,5 +199,5 @@ def _is_held_by_the_dead(name: str, lease: bytes | None) -> bool:
 def _member(name: str, value: bytes) -> Member:
     found: dict[str, Any] = described(value.decode(errors="replace"))
     queues, process, offer = tuple(found["queues"]), identity_in(found), offer_in(found)
-    leaving, pids = found["leaving"], found["pids"]
-    return Member(name, found["worker"], queues, found["store"], process, is_leaving=leaving, pids=pids, offer=offer)
+    rest = {"is_leaving": found["leaving"], "pids": found["pids"], "shared": found["shared"], "offer": offer}
+    return Member(name, found["worker"], queues, found["store"], process, **rest)

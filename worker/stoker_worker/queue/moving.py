@@ -35,6 +35,8 @@ prefill, and free places do not mean that there is time for it. Without a limit,
 time on moves and falls further behind (EXP-026)."""
 
 _LOOK_S: Final = 0.5
+_REST_SHARE: Final = 20.0
+"""Rests last so many times as long as a look, which walks past all jobs of other workers: 0.1 s for 100,000."""
 _ASKED_AT_ONCE: Final = 32
 _CLAIMS_REMEMBERED: Final = 64
 
@@ -109,11 +111,13 @@ class Moving:
         self._rate.note(n_claimed, is_full=n_free == 0)
         if not self._look.is_due():
             return
+        begin = time.thread_time()
         # First: what is taken back is not aside any more.
         asked = self._ask(n_with_memory=max(0, _MOVING_IN_AT_ONCE - n_moved_in), has_room=n_free > 0)
         for queue, claimer in self._claimers.items():
             claimer.look_around(self._members.of(queue), self._has_asked)
         self._has_asked = asked
+        self._look.rest(_REST_SHARE * (time.thread_time() - begin))
 
     def answer(self, in_flight: Callable[[], frozenset[str]], *, is_full: bool) -> None:
         """Give up agents that were asked for, if their next jobs would wait for longer than a move takes; of those with
@@ -162,10 +166,11 @@ class Moving:
         wanted: dict[tuple[str, bool], list[str]] = defaultdict(list)
         others = self._members.others
         leaving = {name for name, member in others.items() if member.is_leaving}
+        sharing = {name for name, member in others.items() if member.shared}
         if not (has_room or leaving):
             return []
         for queue, claimer in self._claimers.items():
-            for agent_id, home in claimer.first_aside(_ASKED_AT_ONCE):
+            for agent_id, home in claimer.first_aside(_ASKED_AT_ONCE, sharing):
                 if home in others and (has_room or home in leaving):
                     wanted[home, queue not in others[home].queues].append(agent_id)
         furthest = max(wanted, key=lambda of: len(wanted[of]), default=None)

@@ -22,7 +22,7 @@ from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_sta
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 
-End = Literal["finished", "failed", "stopped"]
+End = Literal["finished", "failed", "stopped", "escalated"]
 
 
 @dataclass
@@ -33,7 +33,8 @@ class EndedNote:
     left to do.
 
     Attributes:
-        end: how the job ended; a failure that is retried is ``failed`` too.
+        end: how this run of the job ended: a failure that is retried is ``failed`` too, and a job that went on to the
+            queue of another model is ``escalated``.
         dependents: ids of jobs that may wait for this end.
         rate_limit: key of the rate limit under which the job held a place, or empty.
         member: in whose name the job ran.

@@ -90,13 +90,16 @@ class QueueView:
             args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, self._n_taken, len(anchors)]
             args += [*map(raw, anchors), *map(raw, ends)]
             reply = self._look_at(keys=self._look_keys, args=args)
-            length, anchor, before, behind, taken, self._n_taken, moves = reply
-            self.moves = moves.decode()
+            length, anchor, before, behind, taken, n_taken, moves = reply
+            knows_taken = 0 <= n_taken - self._n_taken <= len(taken)
+            self._n_taken, self.moves = n_taken, moves.decode()
             for job_id in filter(self.waiting.__contains__, map(text, taken)):
                 self.waiting.discard(job_id)
                 self._known.pop(job_id, None)  # if it comes back, its worker was lost with it, perhaps
             if not anchor:
                 self._start_over()
+            if not knows_taken:  # a job may have been taken, and be back because it needs another model now
+                self._known.clear()
             # Those that were taken, and are back already, are in front anew.
             known_before = [job_id for job_id in first[: _KNOWN[anchor - 1] if anchor else 0] if job_id in self.waiting]
             self.waiting.prepend(self._arriving(_without_known(before, known_before)))
@@ -153,7 +156,7 @@ class QueueView:
         with_data, quarantined = frozenset(reply[1]), frozenset(reply[2])
         found = zip(job_ids, reply[0], reply[3], reply[4], strict=False)
         for number, (job_id, value, home, note) in enumerate(found, start=1):
-            hint = hint_in(value) if number in with_data else hint_noted(value, note)
+            hint = hint_in(value, note) if number in with_data else hint_noted(value, note)
             self._known[job_id] = _Known(hint, number in quarantined, home.decode(errors="replace"))
 
 

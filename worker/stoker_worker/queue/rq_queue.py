@@ -18,6 +18,7 @@ from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claim_order import ClaimOrder
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.escalation import Escalation
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.hang_up import hang_up, shorten
 from stoker_worker.queue.homes import Homes
@@ -56,6 +57,7 @@ class RqQueue(QueuePort):
         heartbeat: HeartbeatWriter,
         in_flight: JobsInFlight[RqClaimedJob],
         rule: HomeRule,
+        take_removed: Callable[[], Mapping[str, int]],
     ) -> None:
         self._connection = connection
         self._registration = registration
@@ -74,13 +76,16 @@ class RqQueue(QueuePort):
         job_finish, stops = self._job_finish, registration.stop_requests
         own, streams, progress = self._ownership, self._streams, self._progress
         self._known_homes = known = KnownHomes()
+        onward = Escalation(connection, registration, own, homes, follow_up)
         self._parts = parts = QueueParts(
-            own, job_finish, self._requeue, streams, progress, callbacks, stops, in_flight, known
+            own, job_finish, onward, self._requeue, streams, progress, callbacks, stops, in_flight, known
         )
         self._job_start = JobStart(connection, registration, lease, homes, parts)
         to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
         self._recoverer = Recoverer(connection, to_recover, worker_name=registration.name, ttl_s=lease.ttl_s)
-        self._housekeeping = Housekeeping(connection, lease, members, follow_up, name=registration.name)
+        self._housekeeping = Housekeeping(
+            connection, lease, members, follow_up, homes=homes, take_removed=take_removed, name=registration.name
+        )
         claimers = {name: Claimer(connection, name, lease, rule) for name in queues}
         self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
         self._moving = Moving(connection, members, homes, claimers)
@@ -101,7 +106,7 @@ class RqQueue(QueuePort):
             self._suspended = is_suspended(self._connection)
         self._members.look_if_due()
         self._passing_on.before_claim()
-        is_held_up = self._quarantined_runs() or self._suspended
+        is_held_up = self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot())
         if not self._in_doubt:
             self._moving.answer(self._agents_in_flight, is_full=is_held_up or limit == 0)
         if is_held_up:
@@ -211,7 +216,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def tidy(self) -> bool:
-        return self._housekeeping.step(self._in_flight)
+        return self._housekeeping.step(self._in_flight, None if self._in_doubt else self._agents_in_flight())
 
     @as_redis_unavailable()
     def beat(self) -> bool:
@@ -242,6 +247,3 @@ class RqQueue(QueuePort):
         jobs = self._in_flight.snapshot()
         made = {job.run.keeping.agent_id for job in jobs if job.run.keeping is not None}
         return Busy().beside(job.memory_use for job in jobs).agents | made
-
-    def _quarantined_runs(self) -> bool:
-        return any(job.attempt > 1 for job in self._in_flight.snapshot())

@@ -37,7 +37,7 @@ def versions(share: Share) -> list[str]:
 def moved(*machines: Machine, version: int = 0) -> None:
     """The agents have had another home since the machines looked."""
     for one in machines:
-        one.store.know_homes(lambda agent_id: AgentHome("mac1", version, "mac1"))
+        one.store.know_homes(lambda agent_id: AgentHome("mac1", version, "mac1" if version else "-"))
 
 
 def cached(agent: SharedAgent, prompt: Sequence[int]) -> int:
@@ -200,6 +200,17 @@ def test_a_start_without_the_shared_store_serves_what_is_here_and_refuses_what_i
     one.write_through()
     assert one.agent("unknown").say(LONG[:10]) == 1
     assert machine("two").agent().tokens() == LONG[:400]
+
+
+def test_an_agent_of_a_machine_that_has_not_written_it_through_yet_is_not_begun_anew(machine: Start) -> None:
+    two = machine("two")
+    two.store.know_homes(lambda agent_id: AgentHome("mac1", 0, "mac1"))
+    with pytest.raises(AgentTranscriptUnreadable, match="worker 'mac1' has it, and has not written it") as refused:
+        two.agent().open()
+    assert refused.value.usable is not None  # a job that brings the whole conversation goes on
+    assert refused.value.usable.number == 0
+    machine("mac1").agent().say(LONG[:300])
+    assert two.agent().tokens() == LONG[:300]
 
 
 def test_turns_of_a_machine_that_is_lost_in_an_outage_are_missed_by_name(machine: Start, share: Share) -> None:

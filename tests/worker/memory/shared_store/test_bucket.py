@@ -65,6 +65,12 @@ def test_an_outage_is_told_once_and_ends(share: Share, caplog: pytest.LogCapture
     assert [record.message.partition(":")[0] for record in caplog.records] == ["outage begins", "outage over"]
 
 
+@pytest.mark.parametrize("call", [lambda bucket: bucket.get("a"), lambda bucket: bucket.listed("a")])
+def test_a_folder_that_is_not_there_is_named_at_the_first_use(call: Callable[[Bucket], object], tmp_path: Path) -> None:
+    with pytest.raises(BucketAway, match=f"{tmp_path}/away is not there: is the share mounted"):
+        call(Bucket(f"file://{tmp_path}/away"))
+
+
 @BOTH
 def test_a_share_that_hangs_is_not_waited_for(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, end = Bucket(share.url, commit_limit_s=0.02), threading.Event()

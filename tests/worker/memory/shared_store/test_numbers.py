@@ -32,7 +32,7 @@ def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) ->
 
 def moved(*machines: Machine, version: int = 0) -> None:
     for one in machines:
-        one.store.know_homes(lambda agent_id: AgentHome("elsewhere", version, "elsewhere"))
+        one.store.know_homes(lambda agent_id: AgentHome("elsewhere", version, "elsewhere" if version else "-"))
 
 
 def forgotten(one: Machine, agent_id: str = "agent") -> None:

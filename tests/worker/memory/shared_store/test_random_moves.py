@@ -66,7 +66,7 @@ class Play:
 
     def home_of(self, agent_id: str) -> AgentHome:
         known = self.agents[agent_id]
-        return AgentHome(self.moving.get(agent_id), known.version, known.kept_by)
+        return AgentHome(self.moving.get(agent_id), known.version, known.kept_by or "-")
 
     def crash(self, name: str) -> None:
         self.machines.pop(name).store.close()

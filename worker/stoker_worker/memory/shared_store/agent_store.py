@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StokerError
+from stoker_worker.memory import unshared
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.shared_store.agent_jobs import SharedAgentJobs
@@ -66,6 +67,12 @@ class SharedAgentStore(CacheStorePort):
             StoreUnusable: it cannot be one.
         """
         self._versions.meet()
+
+    def identity(self) -> str:
+        """Which shared store it is, wherever it is mounted; empty: it never answered. Raises `OSError`, `Damaged`."""
+        with self.local.parts.database.snapshot() as connection:
+            url, _, number = (unshared.shared_with(connection) or "").rpartition(" ")
+        return number if url == self._bucket.url else ""
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         self._look(agent_id)
@@ -191,8 +198,8 @@ class SharedAgentStore(CacheStorePort):
     def _home_here(self, agent_id: str) -> AgentHome | None:
         """As the queue knows it. An agent that was forgotten lacks no version."""
         home = self._versions.home_of(agent_id)
-        is_forgotten = home is not None and home.version <= self._versions.forgotten_at(agent_id)
-        return home._replace(version=0) if home is not None and is_forgotten else home
+        is_forgotten = home is not None and 0 < home.version <= self._versions.forgotten_at(agent_id)
+        return home._replace(version=0, kept_by="-") if home is not None and is_forgotten else home
 
     def _numbered(self, version: AgentVersion) -> AgentVersion:
         """An agent that was forgotten begins again after its last number."""

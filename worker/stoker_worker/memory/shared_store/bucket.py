@@ -82,7 +82,8 @@ class Bucket:
 
     @cached_property
     def _store(self) -> Any:
-        """A folder is opened when it is first used: it may be mounted later."""
+        """A folder is opened when it is first used: it may be mounted later. Raises `OSError`."""
+        self._check_mounted()
         return _opened(self.url, self._folder)
 
     def create(self, name: str, content: bytes) -> bool:

@@ -1,0 +1,214 @@
+"""EXP-019: the share of accepted answers and the cost of a small model that is asked first, beside the large one alone
+and an oracle. Two scripted workers of stated accuracies and costs, and `stoker batch run`; no model and no MLX."""
+
+import json
+import logging
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean
+
+from command import main
+from common import Json, server_machine
+from exp_019_report import render
+from redis import Redis
+
+from stoker import Producer
+from stoker.openai.fields import TEXT_URL
+from stoker_shared.result import Attempt
+from stoker_worker.embedded_redis.server import EmbeddedServer
+
+MODELS = ["small", "large"]
+COST_MS = {"small": 1.0, "large": 10.0}
+"""Of a token: what is stated, and about the speed of the workers."""
+STEPS_PER_S = {"small": 4000, "large": 400}
+TASKS = ("easy", "medium", "hard")
+SMALL = {"easy": 0.97, "medium": 0.9, "hard": 0.05}
+SMALL_TURNED_BAD = {**SMALL, "medium": 0.05}
+GOOD_PART = 0.6
+"""Of the lines, before the small model turns bad."""
+LARGE = 0.98
+MIN_TRUST = 0.6
+CHECK = {"regex": "^(?:yes)$"}
+PROMPTS = {
+    (True, True): "say yes", (True, False): "if small say yes else no", (False, True): "if large say yes else no",
+    (False, False): "say no",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """`small`: the small model's accuracy at this line; `passes`: whether each model would pass."""
+
+    number: int
+    task: str
+    small: float
+    passes: tuple[bool, bool]
+
+    @property
+    def text(self) -> str:
+        asked = PROMPTS[self.passes]
+        prompt = f"{self.number:0{40 - len(asked)}}\n{asked}"  # all are of one length
+        body = {"model": "any", "prompt": prompt, "task": self.task, "max_tokens": 20}
+        return json.dumps({"custom_id": str(self.number), "method": "POST", "url": TEXT_URL, "body": body})
+
+
+def lines_of(n_lines: int, seed: int) -> list[Line]:
+    dice, found = random.Random(seed), []
+    for number in range(n_lines):
+        task = TASKS[number % len(TASKS)]
+        small = (SMALL if number < _turn(n_lines) else SMALL_TURNED_BAD)[task]
+        found.append(Line(number, task, small, (dice.random() < small, dice.random() < LARGE)))
+    return found
+
+
+def _turn(n_lines: int) -> int:
+    """The line at which the small model turns bad."""
+    return int(GOOD_PART * n_lines)
+
+
+@contextmanager
+def workers(url: str, folder: Path) -> Iterator[None]:
+    started = []
+    for model in MODELS:
+        words = ["run", "--engine", "scripted", "--model", model, "--queues", model, "--name", model, "--redis", url]
+        words += ["--store", str(folder / model), "--scripted-steps-per-s", str(STEPS_PER_S[model]), "--quiet"]
+        started.append(subprocess.Popen([sys.executable, "-m", "stoker_worker", *words]))
+    try:
+        with Producer(url) as producer:
+            while {worker.model for worker in producer.workers()} != set(MODELS):
+                time.sleep(0.05)
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(60)
+
+
+def ran(url: str, folder: Path, lines: Sequence[Line]) -> list[list[Attempt]]:
+    """The attempts at all lines, in their order.
+
+    Raises:
+        CalledProcessError: not all have succeeded.
+    """
+    source, answers, check = (folder / name for name in ("in.jsonl", "out.jsonl", "check.json"))
+    source.write_text("".join(f"{line.text}\n" for line in lines))
+    check.write_text(json.dumps(CHECK))
+    words = ["--redis", url, "batch", "run", str(source), "--out", str(answers), "--models", ",".join(MODELS)]
+    words += ["--check", str(check), "--min-trust", str(MIN_TRUST)]
+    subprocess.run([sys.executable, "-c", "from stoker.cli import main; main()", *words], check=True)
+    found = {}
+    for answer in map(json.loads, answers.read_text().splitlines()):
+        found[int(answer["custom_id"])] = answer["response"]["body"]["attempts"]
+    return [[Attempt.model_validate(one) for one in found[line.number]] for line in lines]
+
+
+def expected(line: Line, first: str, tokens: float) -> float:
+    """Milliseconds that a line costs in the mean if it begins with this model."""
+    small, large = (COST_MS[model] * tokens for model in MODELS)
+    return large if first == "large" else small + (1 - line.small) * large
+
+
+def regrets(lines: Sequence[Line], begun: Sequence[str], tokens: float) -> dict[str, list[float]]:
+    """What each way of choosing costs above an oracle that knows the accuracies, summed up line by line."""
+    best = [min(expected(line, model, tokens) for model in MODELS) for line in lines]
+    ways = {"stoker": begun, "small first": ["small"] * len(lines), "large alone": ["large"] * len(lines)}
+    return {
+        name: list(
+            accumulate(
+                expected(line, first, tokens) - least for line, first, least in zip(lines, way, best, strict=True)
+            )
+        )
+        for name, way in ways.items()
+    }
+
+
+def followed_after(lines: Sequence[Line], begun: Sequence[str]) -> int | None:
+    """Lines from the one at which the small model turns bad to the first from which at most a tenth of the next 30 of
+    its class begin with it; ``None`` if there is none."""
+    turned = _turn(len(lines))
+    of_class = [line.number for line in lines[turned:] if line.task == "medium"]
+    for at in range(len(of_class) - 29):
+        if sum(begun[number] == "small" for number in of_class[at : at + 30]) <= 3:
+            return of_class[at] - turned
+    return None
+
+
+def run(folder: Path, *, quick: bool) -> Json:
+    logging.disable(logging.WARNING)
+    lines = lines_of(900 if quick else 5000, seed=19)
+    with EmbeddedServer(folder / "redis") as server, Redis.from_url(server.url) as connection:
+        machine = server_machine(connection)
+        with workers(server.url, folder):
+            began = time.perf_counter()
+            attempts = ran(server.url, folder, lines)
+            took_s = time.perf_counter() - began
+            with Producer(server.url) as producer:
+                measured = {one.model: one.now.token_s for one in producer.workers() if one.model and one.now}
+        n_left = connection.llen("rq:queue:small") + connection.llen("rq:queue:large")
+    tokens = [one.prompt_tokens + one.completion_tokens for made in attempts for one in made]
+    mean_tokens = sum(tokens) / len(tokens)
+    begun = [made[0].model for made in attempts]
+    costs_ms = [sum(map(_cost_ms, made)) for made in attempts]
+    accepted = 100 * sum(made[-1].accepted for made in attempts) / len(lines)
+    alone = 100 * sum(line.passes[1] for line in lines) / len(lines)
+    curves, after = regrets(lines, begun, mean_tokens), followed_after(lines, begun)
+    alone_ms, turn = COST_MS["large"] * mean_tokens, _turn(len(lines))
+    share, before, since = (100 * mean(part) / alone_ms for part in (costs_ms, costs_ms[:turn], costs_ms[turn:]))
+    step = max(1, len(lines) // 100)
+    return {
+        "machine": machine,
+        "verdict": {
+            "accepted_within_2_points_of_the_large_model": accepted >= alone - 2,
+            "under_60_percent_of_its_cost": share < 60,
+            "trust_follows_within_300_lines": after is not None and after <= 300,
+            "every_line_has_its_result": n_left == 0 and all(map(_is_right, lines, attempts)),
+        },
+        "lines": len(lines),
+        "lines_per_s": round(len(lines) / took_s),
+        "accepted_percent": round(accepted, 2),
+        "large_alone_percent": round(alone, 2),
+        "cost_percent": round(share, 1),
+        "cost_percent_before_and_since": [round(before, 1), round(since, 1)],
+        "oracle_cost_percent": round(share - 100 * curves["stoker"][-1] / (alone_ms * len(lines)), 1),
+        "turned_bad_at": turn,
+        "followed_after_lines": after,
+        "measured_ms_per_token": {model: round(1000 * (cost or 0), 4) for model, cost in measured.items()},
+        "begun_with_small_percent": _by_task(lines, begun),
+        "regret_ms": {name: round(curve[-1]) for name, curve in curves.items()},
+        "curves": {name: [round(value) for value in curve[::step]] for name, curve in curves.items()},
+        "curve_step": step,
+    }
+
+
+def _cost_ms(attempt: Attempt) -> float:
+    return COST_MS[attempt.model] * (attempt.prompt_tokens + attempt.completion_tokens)
+
+
+def _is_right(line: Line, made: Sequence[Attempt]) -> bool:
+    """Whether each model passed as drawn, and the large one was asked if the small one had not passed."""
+    passes = dict(zip(MODELS, line.passes, strict=True))
+    verdicts = all(one.accepted == passes[one.model] for one in made)
+    return verdicts and (made[-1].accepted or made[-1].model == "large")
+
+
+def _by_task(lines: Sequence[Line], begun: Sequence[str]) -> Json:
+    """By class, before and after the small model turns bad."""
+    turn = _turn(len(lines))
+    found = {}
+    for task in TASKS:
+        of_task = [line.number for line in lines if line.task == task]
+        parts = [n for n in of_task if n < turn], [n for n in of_task if n >= turn]
+        found[task] = [round(100 * sum(begun[n] == "small" for n in part) / len(part), 1) for part in parts]
+    return found
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", "019", run, render)

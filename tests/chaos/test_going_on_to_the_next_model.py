@@ -1,0 +1,145 @@
+"""Jobs go on from one model to another while workers are killed and connections are cut: each job has one result, each
+verdict counts once, and agents' jobs stay in order.
+
+Each job has a class of tasks of its own, so `TRUST_KEY` shows every verdict. ``CHAOS=long`` (`make chaos`): 2,000 jobs.
+"""
+
+import os
+import random
+import time
+from collections import defaultdict
+from contextlib import suppress
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import pytest
+from redis import Redis
+from tests.end_to_end.macs import LEASE_S, Macs
+from tests.forked_worker import wait_for
+from tests.lossy_proxy import LossyProxy
+from tests.store_reader import StoreReader
+
+from stoker import Producer
+from stoker_shared.errors import RedisUnavailable
+from stoker_shared.wire import TRUST_KEY
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+LONG = os.environ.get("CHAOS") == "long"
+N_JOBS, N_AGENTS, N_EPISODES, CALM_S = (2000, 40, 20, 900) if LONG else (60, 6, 3, 60)
+N_WORKERS = 4  # two of each model
+SMALL, LARGE = "model0", "model1"
+CHECK = {"contains": ["yes"]}
+VERDICTS = {
+    "say yes": [(SMALL, True)],
+    f"if {LARGE} say yes else no": [(SMALL, False), (LARGE, True)],
+    "say no": [(SMALL, False), (LARGE, False)],
+}
+"""Prompts, and the verdicts on the models' answers to them."""
+
+
+class Traffic:
+    """Attributes:
+    sent: prompt and agent by job id; every second job has an agent.
+    """
+
+    def __init__(self, producer, queues, chance):
+        self.producer, self.chance, self.sent = producer, chance, {}
+        self.route = [{"model": model, "queue": queue} for model, queue in zip((SMALL, LARGE), queues, strict=True)]
+
+    def send(self, n_jobs):
+        for number in range(len(self.sent), len(self.sent) + n_jobs):
+            job_id, agent_id = f"job-{number}", f"agent {number % N_AGENTS}" if number % 2 else None
+            prompt = self.chance.choice(list(VERDICTS))
+            self.sent[job_id] = prompt, agent_id
+            asked = {"prompt": f"{number}\n{prompt}", "max_tokens": 20, "agent_id": agent_id, "check": CHECK}
+            self.submit(**asked, route=self.route, task=task_of(job_id), job_id=job_id)
+
+    def submit(self, **fields):
+        """Again and again: under its id a job is enqueued once."""
+        while True:
+            with suppress(RedisUnavailable):
+                return self.producer.submit(**fields)
+
+
+def task_of(job_id):
+    return f"of-{job_id}"
+
+
+def rage(crew, proxy, chance, number):
+    """Replies to verdicts are lost, connections are cut, one or two workers are killed: all at any moment."""
+    proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds(TRUST_KEY), times=1 + chance.randrange(4))
+    time.sleep(chance.uniform(0, 0.4))
+    if number % 2:
+        proxy.cut_all()
+    killed = chance.sample(range(N_WORKERS), chance.choice((1, 1, 2)))
+    for n in killed:
+        crew.kill(n)
+    time.sleep(chance.choice((0, 0.3, 2 * LEASE_S)))
+    for n in killed:
+        crew.replace(n)
+    crew.see_to_all()
+
+
+@pytest.mark.timeout(1800 if LONG else 180)
+@pytest.mark.parametrize("queues", [("generate", "generate"), ("small", "large")], ids=["one queue", "two queues"])
+def test_each_job_has_one_result_and_each_verdict_counts_once(redis_url, tmp_path, queues):
+    chance = random.Random(19)
+    each = [("--model", model, "--queues", queue) for model, queue in zip((SMALL, LARGE), queues, strict=True)]
+    with (
+        Redis.from_url(redis_url) as connection,
+        LossyProxy(urlsplit(redis_url).port) as proxy,
+        Producer(proxy.url) as producer,
+    ):
+        crew = Macs(proxy.url, tmp_path, N_WORKERS, each=each, env={"STOKER_POLL_S": "0.1"})
+        traffic = Traffic(producer, queues, chance)
+        try:
+            crew.wait_until_ready()
+            traffic.send(N_JOBS // 2)
+            for number in range(N_EPISODES):
+                rage(crew, proxy, chance, number)
+                traffic.send(N_JOBS // 2 // N_EPISODES)
+            proxy.spare_all()
+            wait_for(lambda: is_over(crew, connection, traffic), CALM_S, crew.logs)
+        finally:
+            crew.end()
+        assert any(exchange.holds(TRUST_KEY) for exchange in proxy.lost)
+        check_results(connection, traffic)
+        check_agents(connection, crew, traffic)
+        for pattern in ("rq:queue:*", "stoker:claimed:*", "stoker:ended:*", "rq:wip:*", "rq:execution*"):
+            assert connection.keys(pattern) == [], pattern
+
+
+def is_over(crew, connection, traffic):
+    crew.see_to_all()
+    time.sleep(0.1)
+    return connection.exists(*map("rq:results:{}".format, traffic.sent)) == len(traffic.sent)
+
+
+def check_results(connection, traffic):
+    expected = {}
+    for job_id, (prompt, _) in traffic.sent.items():
+        result = traffic.producer.ticket(job_id).result(timeout_s=1)
+        assert [(tried.model, tried.accepted) for tried in result.attempts] == VERDICTS[prompt], job_id
+        assert connection.xlen(f"rq:results:{job_id}") == 1
+        expected |= {f"{task_of(job_id)} {model}": f"{yes:.4f} {not yes:.4f}" for model, yes in VERDICTS[prompt]}
+    counted = {field.decode(): counts.decode() for field, counts in connection.hgetall(TRUST_KEY).items()}
+    assert counted == expected
+
+
+def check_agents(connection, crew, traffic):
+    """None of an agent's jobs began before the one before it had ended; an answer that was rejected is no turn."""
+    by_agent = defaultdict(list)
+    for job_id, (_, agent_id) in traffic.sent.items():
+        if agent_id is not None:
+            by_agent[agent_id].append(job_id)
+    stores = [(StoreReader(crew.store(n)), (SMALL, LARGE)[n % 2]) for n in range(N_WORKERS)]
+    assert [store.problems() for store, _ in stores] == [[]] * N_WORKERS
+    for agent_id, job_ids in by_agent.items():
+        times = [connection.hmget(f"rq:job:{job_id}", "started_at", "ended_at") for job_id in job_ids]
+        assert all(later[0] >= earlier[1] for earlier, later in pairwise(times)), agent_id
+        last = {job_id: VERDICTS[traffic.sent[job_id][0]][-1][0] for job_id in job_ids}
+        for store, model in stores:
+            turns = store.turns(agent_id)
+            assert {last[job_id] for job_id in turns} <= {model}
+            assert turns == sorted(turns, key=job_ids.index)

@@ -1,0 +1,275 @@
+"""Two workers with a model each: jobs begin with the cheaper one, go on to the dearer one, and trust follows."""
+
+import json
+import signal
+import time
+from itertools import pairwise
+
+import pytest
+from tests.worker_process import fork_server
+
+from stoker import InvalidRequest, NobodyServes, Producer, first_accepted, routing
+from stoker.batch.feeding import Feeder
+from stoker.batch.model_choice import ModelChoice
+from stoker.cli import main
+from stoker_shared.trust import Counts
+from stoker_shared.wire import TRUST_KEY
+
+pytestmark = pytest.mark.server
+
+CHECK = {"contains": "yes"}
+EASY, HARD = "say yes", "if large say yes else no"
+BOTH = ["small", "large"]
+
+
+@pytest.fixture
+def workers(request, redis_url, tmp_path, producer):
+    started, queue = [], getattr(request, "param", "q-{}")
+    for model in BOTH:
+        options = ["--redis", redis_url, "--store", str(tmp_path / model), "--name", model]
+        options += ["--queues", queue.format(model), "--model", model, "--scripted-steps-per-s", "2000"]
+        short = {"STOKER_POLL_S": "0.01", "STOKER_HEARTBEAT_S": "0.2"}
+        log = tmp_path / f"{model}.log"
+        started.append(fork_server().run(["run", "--engine", "scripted", *options], log, env=short))
+    wait_for(lambda: {worker.model for worker in producer.workers()} == set(BOTH))
+    yield
+    for worker in started:
+        worker.signal(signal.SIGTERM)
+    assert [worker.wait() for worker in started] == [0, 0]
+
+
+def wait_for(condition, within_s=60.0):
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def attempts(result):
+    return [(attempt.model, attempt.accepted) for attempt in result.attempts]
+
+
+def trust(connection, model, task):
+    return Counts.parsed(connection.hget(TRUST_KEY, f"{task} {model}"))
+
+
+@pytest.mark.parametrize("workers", ["one-queue"], indirect=True)
+def test_models_may_share_a_queue(workers, producer):
+    requests = [{"prompt": HARD, "check": CHECK, "agent_id": agent} for agent in ("a", "b") * 3]
+    results = producer.results(producer.submit_many(requests, models=BOTH), timeout_s=60)
+    assert [attempts(result) for result in results] == [[("small", False), ("large", True)]] * 6
+    assert [result.cache.agent_version for result in results] == [1, 1, 2, 2, 3, 3]
+
+
+def test_jobs_begin_with_the_cheaper_model_and_end_with_one_that_passes(workers, producer, connection, redis_url):
+    requests = [{"prompt": prompt, "check": CHECK, "task": task} for task, prompt in (("e", EASY), ("h", HARD)) * 20]
+    tickets = producer.submit_many(requests, models=BOTH, min_trust=0.0)
+    results = producer.results(tickets, timeout_s=60)
+    assert [result.accepted for result in results] == [True] * 40
+    assert [attempts(result) for result in results] == [
+        [("small", True)],
+        [("small", False), ("large", True)],
+    ] * 20
+    assert all(attempt.seconds > 0 for attempt in results[1].attempts)
+    assert results[1].attempts[0].reason == "contains: 'yes' is missing"
+    # 20 verdicts each: all are there, each a little lighter than the next.
+    assert trust(connection, "small", "e").total == pytest.approx(trust(connection, "large", "h").total)
+    assert 18 < trust(connection, "small", "h").rejected < 20
+    assert connection.llen("rq:queue:q-small") == connection.llen("rq:queue:q-large") == 0
+
+    # Now small is known to be no good at the hard ones, and trusted with the easy ones.
+    with Producer(redis_url, seed=1) as later:  # it has not read the counts yet
+        tickets = later.submit_many(requests, models=BOTH, min_trust=0.8)
+        begun = [attempts(result)[0][0] for result in later.results(tickets, timeout_s=60)]
+    assert begun[::2] == ["small"] * 20
+    assert begun[1::2].count("large") > 15
+    auto = producer.submit(prompt=EASY, check=CHECK, models="auto").result(timeout_s=60)
+    assert auto.accepted
+    assert auto.task == "short/latin"
+
+
+def test_a_job_that_no_model_passes_has_the_last_ones_answer(workers, producer):
+    result = producer.submit(prompt="say no", check=CHECK, models=BOTH, min_trust=0.0).result(timeout_s=60)
+    assert (result.accepted, result.text, result.model) == (False, "no", "large")
+    assert attempts(result) == [("small", False), ("large", False)]
+    result = producer.submit(prompt="say no", check=CHECK, models=BOTH, min_trust=0.0, max_cost_s=1e-9).result(60)
+    assert attempts(result) == [("small", False)]
+
+
+def test_feedback_counts_once_and_in_place_of_the_check(workers, producer, connection):
+    ticket = producer.submit(prompt=EASY, check=CHECK, models=BOTH, min_trust=0.0, task="t")
+    ticket.result(timeout_s=60)
+    assert trust(connection, "small", "t") == Counts(1, 0)
+    assert ticket.feedback(accepted=False)
+    assert ticket.feedback(accepted=False)
+    assert not ticket.feedback(accepted=True)
+    assert trust(connection, "small", "t") == Counts(0, 1)
+    connection.hset(f"rq:job:{ticket.job_id}", "created_at", "2030-01-01T00:00:00Z")  # its id was used again
+    assert ticket.feedback(accepted=True)
+    unchecked = producer.submit(prompt=EASY, models=BOTH, task="u")
+    model = unchecked.result(timeout_s=60).model
+    assert unchecked.feedback(accepted=True)
+    assert trust(connection, model, "u") == Counts(1, 0)
+    plain = producer.submit(prompt=EASY, queue="q-small")
+    plain.result(timeout_s=60)
+    with pytest.raises(InvalidRequest, match="none of 'task', 'check' and 'models'"):
+        plain.feedback(accepted=True)
+    labelled = producer.submit(prompt=EASY, queue="q-small", task="v")
+    labelled.result(timeout_s=60)
+    assert labelled.feedback(accepted=True)
+    assert trust(connection, "small", "v") == Counts(1, 0)
+
+
+def test_nobody_serves_a_model(workers, producer):
+    with pytest.raises(NobodyServes, match=r"'huge'; 'large' in queue 'q-large': .*; 'small' in queue 'q-small'"):
+        producer.submit(prompt=EASY, check=CHECK, models=["small", "huge"])
+
+
+def test_a_call_that_is_repeated_gets_the_same_job_wherever_it_is(workers, producer):
+    def submit():
+        return producer.submit(prompt=HARD, check=CHECK, models=BOTH, min_trust=0.0, job_id="mine", task="t")
+
+    assert submit().result(timeout_s=60).model == "large"
+    assert submit().result(timeout_s=60).model == "large"
+
+
+def line(number, prompt):
+    body = {"model": "gpt-9", "prompt": prompt, "max_tokens": 20}
+    return {"custom_id": f"line {number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def run_batch(redis_url, folder, lines, *options):
+    """Runs the command; it has to end well."""
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    (folder / "check.json").write_text(json.dumps(CHECK))
+    words = ["--redis", redis_url, "batch", "run", str(folder / "in.jsonl"), "--out", str(folder / "out.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--models", "small,large", "--check", str(folder / "check.json"), *options])
+    assert left.value.code == 0
+
+
+def test_a_batch_reports_the_part_of_each_model_and_what_was_saved(workers, redis_url, connection, tmp_path, capsys):
+    lines = [line(n, (EASY, EASY, HARD, "say no")[n % 4]) for n in range(40)]
+    for _ in range(2):  # the second time, all answers are in the file already
+        run_batch(redis_url, tmp_path, lines, "--min-trust", "0", "--json")
+        report = json.loads(capsys.readouterr().out)
+        assert (report["succeeded"], report["checked"], report["accepted"]) == (40, 40, 30)
+        small, large = (report["models"][model] for model in BOTH)
+        assert (small["asked"], small["accepted"], large["asked"], large["accepted"]) == (40, 20, 20, 10)
+        assert report["largest_alone"]["model"] in BOTH
+        assert report["largest_alone"]["seconds"] > 0
+    answers = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    asked = {answer["custom_id"]: len(answer["response"]["body"]["attempts"]) for answer in answers}
+    assert [asked[f"line {n}"] for n in range(40)] == [1, 1, 2, 2] * 10
+    # Nothing is left: neither in the first queue nor where the lines went on to.
+    assert not [key for key in connection.keys("rq:*") if key.startswith((b"rq:job:", b"rq:finished:", b"rq:results:"))]
+
+
+def test_a_batch_learns_from_its_first_lines(workers, redis_url, tmp_path, monkeypatch, capsys):
+    """It sends few at a time: the model that a line begins with is chosen when it is sent."""
+    monkeypatch.setattr(routing, "_LOOK_S", 0.0)
+    run_batch(redis_url, tmp_path, [line(n, HARD) for n in range(300)], "--min-trust", "0.6", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["accepted"] == 300
+    assert report["models"]["small"]["asked"] < 90  # about 120, if all were sent at once
+
+
+def test_a_batch_goes_on_while_a_worker_is_away(workers, redis_url, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line(n, EASY))}\n" for n in range(6)))
+    (tmp_path / "check.json").write_text(json.dumps(CHECK))
+    options = ["--models", "small,large", "--check", str(tmp_path / "check.json")]
+    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    feed, n_times = Feeder.feed, [0]
+
+    def away(*_):
+        raise NobodyServes("no live worker serves model 'small'")
+
+    def away_at_times(self, record, room, done):
+        n_times[0] += 1
+        if n_times[0] == 2:  # the command is run again while nobody serves the models
+            monkeypatch.setattr(ModelChoice, "queues", away)
+            raise KeyboardInterrupt
+        if n_times[0] in (1, 3):
+            away()
+        return feed(self, record, room, done)
+
+    monkeypatch.setattr(Feeder, "feed", away_at_times)
+    for code in (130, 0):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *options])
+        assert left.value.code == code
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_batch_needs_its_models_and_its_check_together(redis_url, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text(json.dumps(line(0, EASY)))
+    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--models", "small,large"])
+    assert left.value.code == 2
+    assert "--models and --check go together" in capsys.readouterr().err
+
+
+def test_a_file_that_is_neither_a_check_nor_a_schema_is_refused(redis_url, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text(json.dumps(line(0, EASY)))
+    (tmp_path / "check.json").write_text('{"contians": "yes"}')
+    words = ["--redis", redis_url, "batch", "run", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--models", "small,large", "--check", str(tmp_path / "check.json")])
+    assert left.value.code == 2
+    assert "check.json has no condition of a check (json_schema, regex, contains," in capsys.readouterr().err
+
+
+def test_a_check_of_the_callers_own(workers, producer, connection):
+    def accept(result):
+        return result.text == "yes"
+
+    result = first_accepted(producer, accept, models=BOTH, min_trust=0.0, prompt=HARD, task="own", timeout_s=60)
+    assert (result.text, attempts(result)) == ("yes", [("small", False), ("large", True)])
+    assert (trust(connection, "small", "own"), trust(connection, "large", "own")) == (Counts(0, 1), Counts(1, 0))
+    result = first_accepted(producer, accept, models=BOTH, min_trust=0.0, prompt="say no", task="own", timeout_s=60)
+    assert (result.accepted, [attempt.model for attempt in result.attempts]) == (False, BOTH)
+    for wrong in ({"models": BOTH, "job_id": "mine"}, {"models": "auto"}):
+        with pytest.raises(InvalidRequest, match=r"an id|list of names|own id"):
+            first_accepted(producer, accept, prompt=EASY, **wrong)
+    with pytest.raises(InvalidRequest, match="would be a turn"):
+        first_accepted(producer, accept, models=BOTH, prompt=EASY, agent_id="a")
+
+
+def test_an_agents_jobs_begin_in_one_queue_whatever_is_known_of_the_model(workers, producer, connection):
+    connection.hset(TRUST_KEY, "t small", "0 90")
+    turns = [{"agent_id": "a", "prompt": prompt, "check": CHECK, "task": "t"} for prompt in (HARD, EASY, HARD)]
+    results = producer.results(producer.submit_many(turns, models=BOTH), timeout_s=60)
+    assert [len(result.attempts) for result in results] == [2, 1, 2]
+    times = [connection.hmget(f"rq:job:{result.job_id}", "started_at", "ended_at") for result in results]
+    assert all(after[0] >= before[1] for before, after in pairwise(times))
+    with pytest.raises(InvalidRequest, match="'auto' may begin in another queue"):
+        producer.submit(**turns[0], models="auto")
+
+
+def test_the_answers_of_the_large_model_become_a_training_set(workers, redis_url, tmp_path):
+    def chat(number):
+        messages = [{"role": "user", "content": f"{number}\n{(EASY, HARD)[number % 2]}"}]
+        body = {"model": "gpt-9", "messages": messages, "task": "t" if number > 1 else None}
+        return {**line(number, ""), "url": "/v1/chat/completions", "body": body}
+
+    run_batch(redis_url, tmp_path, [chat(n) for n in range(6)], "--min-trust", "0")
+    files = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                "batch",
+                "export-training",
+                *files,
+                "--to",
+                str(tmp_path / "training"),
+                "--model",
+                "large",
+                "--held-out",
+                "0",
+            ]
+        )
+    assert left.value.code == 0
+    rows = {path.parent.name: path.read_text().splitlines() for path in (tmp_path / "training").glob("*/train.jsonl")}
+    assert {task: len(found) for task, found in rows.items()} == {"short+latin": 1, "t": 2}
+    assert all("if large" in row and '"yes"' in row for found in rows.values() for row in found)

@@ -1,0 +1,50 @@
+"""Input and output lines of a batch of chats, as `stoker batch` writes them."""
+
+import json
+
+from tests.producer.played_worker import result_fields
+
+from stoker.batch import answers
+from stoker.batch.lines import BadLine, Line, read_line
+from stoker.batch.naming import answer_id_for, job_id_for
+from stoker.openai.fields import CHAT_URL
+from stoker.openai.rule import BodyOptions
+from stoker_shared.result import GenerationResult
+
+BATCH = "night-0123456789abcdef"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def asked(number, *messages, url=CHAT_URL, **body):
+    """The input line of this number; a message may be its text."""
+    given = {"model": "m", "messages": [user(x) if isinstance(x, str) else x for x in messages], **body}
+    return {"custom_id": f"c{number}", "method": "POST", "url": url, "body": given}
+
+
+def read(line, number=1) -> Line:
+    return read_line(number, json.dumps(line).encode(), BodyOptions())
+
+
+def answered(number, text="Yes.", *, model="large", task=None, accepted=None, url=CHAT_URL, **fields):
+    """The output line of a success.
+
+    Args:
+        accepted: the verdict of a check; ``None`` for a job without one.
+    """
+    if accepted is not None:
+        rejected = {"model": "small", "accepted": False, "reason": "regex: not found"}
+        fields["attempts"] = [rejected, {**rejected, "model": model, "accepted": accepted}]
+    result = GenerationResult.model_validate({**result_fields("j", text), "model": model, "task": task, **fields})
+    return answers.success(answer_id_for(job_id_for(BATCH, number, f"c{number}")), f"c{number}", url, 0, result)
+
+
+def failed(number):
+    return answers.not_run(answer_id_for(job_id_for(BATCH, number, None)), BadLine(number, None, "code", "why"))
+
+
+def write(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path

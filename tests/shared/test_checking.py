@@ -1,0 +1,187 @@
+"""Checks of answers: what each condition accepts, and that no check can hang or open anything."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker_shared import answer_schema
+from stoker_shared.check import Check
+from stoker_shared.checking import make_ready, rejection
+from stoker_shared.errors import InvalidRequest
+from stoker_shared.request import build_request
+from stoker_shared.result import Attempt, Choice, Logprobs, TokenLogprob
+
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+PRICE = {
+    "type": "object",
+    "properties": {"price": {"type": "integer", "minimum": 0}, "code": {"type": "string", "pattern": "^[A-Z]{3}$"}},
+    "required": ["price"],
+}
+
+
+def said(text, **fields):
+    return Choice(text=text, finish_reason=fields.pop("finish_reason", "stop"), **fields)
+
+
+def tokens(*logprobs):
+    return Logprobs(content=[TokenLogprob(token="t", logprob=logprob) for logprob in logprobs])
+
+
+@pytest.mark.parametrize(
+    ("check", "accepted", "rejected"),
+    [
+        ({"contains": ["a", "b"]}, said("ab"), said("a")),
+        ({"forbids": "sorry"}, said("yes"), said("I am sorry")),
+        ({"regex": r"\d{4}"}, said("in 1984"), said("in 84")),
+        ({"regex": r"^(?s:.{1,3000})$"}, said("a" * 3000), said("a" * 3001)),
+        ({"regex": r"^[]{9999}]+\{(\p{L}{2}\)){2}$"}, said("]9{ab)cd)"), said("]9{ab)")),
+        ({"regex": r"^(?:yes|no)$"}, said("no"), said("no!")),
+        ({"finish_reason": "stop"}, said(""), said("", finish_reason="length")),
+        ({"min_mean_logprob": -1.0}, said("", logprobs=tokens(-1.5, -0.5)), said("", logprobs=tokens(-1.5, -0.6))),
+        ({"min_mean_logprob": -1.0}, said("", logprobs=tokens(0.0)), said("", logprobs=tokens())),
+        ({"json_schema": PRICE}, said('{"price": 3, "code": "ABC"}'), said('{"price": 3, "code": "abc"}')),
+        ({"json_schema": PRICE}, said('{"price": 3}'), said('{"price": -3}')),
+        ({"json_schema": PRICE}, said(' {"price": 3}\n'), said('Here it is: {"price": 3}')),
+        ({"json_schema": {"$defs": {"n": {"type": "null"}}, "$ref": "#/$defs/n"}}, said("null"), said("NaN")),
+        ({"json_schema": {"pattern": r"^\p{L}+$"}}, said('"größer"'), said('"3"')),
+        ({"json_schema": {"uniqueItems": True}}, said('[1, true, "1", {"a": 1}, [1]]'), said('[{"a": 1}, {"a": 1.0}]')),
+        ({"json_schema": {"const": {"$schema": "x"}}}, said('{"$schema": "x"}'), said("{}")),
+        # The thinking is no part of the answer.
+        ({"forbids": "hm"}, said("<think>hm</think>yes", answer="yes"), said("hm")),
+    ],
+)
+def test_each_condition(check, accepted, rejected):
+    check = build_request({"prompt": "p", "logprobs": True, "check": check}).check
+    make_ready(check)
+    assert rejection(check, accepted) is None
+    assert rejection(check, rejected).startswith(next(iter(check.model_fields_set)))
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
+def test_every_json_value_passes_the_schema_that_allows_all(value):
+    assert (
+        rejection(Check(json_schema={"$schema": "http://json-schema.org/draft-07/schema#"}), said(json.dumps(value)))
+        is None
+    )
+
+
+@given(st.text(), st.text(min_size=1))
+def test_one_text_cannot_be_both_contained_and_forbidden(text, part):
+    contains, forbids = (rejection(check, said(text)) for check in (Check(contains=(part,)), Check(forbids=(part,))))
+    assert (contains is None) != (forbids is None)
+
+
+EVIL = "^(a+)+$"  # Python's `re` tries 2 to the 40 ways
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ({"regex": EVIL}, "regex: not found"),
+        ({"json_schema": {"pattern": EVIL}}, "json_schema: 'pattern' at $"),
+        (
+            {"json_schema": {"$schema": DRAFT_7, "pattern": EVIL}},
+            "json_schema: 'pattern'",
+        ),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: the schema cannot be applied (RecursionError)"),
+        (
+            {
+                "json_schema": {
+                    "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}},
+                    "$ref": "#/$defs/d0",
+                }
+            },
+            "json_schema: the schema cannot be applied (TooMuch)",
+        ),
+    ],
+    ids=["regex", "pattern", "dialect", "endless", "exponential"],
+)
+def test_no_check_hangs(check, reason, monkeypatch):
+    check, text = Check(**check), "a" * 40 + "!"
+    make_ready(check)
+    monkeypatch.setattr(answer_schema, "_MOST_S", 0.2)
+    assert rejection(check, said(json.dumps(text) if check.json_schema else text)).startswith(reason)
+
+
+CHAIN = {f"d{n}": {"dependentSchemas": {name: {"$ref": f"#/$defs/d{n + 1}"} for name in "ab"}} for n in range(40)} | {
+    "d40": {}
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "reason"),
+    [
+        ({"uniqueItems": True}, [{"a": n} for n in range(6000)], None),
+        ({"anyOf": [{"allOf": [False] * 1000}]}, list(range(50_000)), "TooMuch"),
+        ({"anyOf": [{"type": "string"}] * 1000}, list(range(50_000)), "TooMuch"),
+        ({"$defs": CHAIN, "$ref": "#/$defs/d0", "unevaluatedProperties": False}, {"a": 1, "b": 1}, "TooMuch"),
+        (
+            {
+                "$id": "urn:x",
+                "$dynamicAnchor": "meta",
+                "anyOf": [{"$ref": "https://json-schema.org/draft/2020-12/schema"}],
+                "pattern": EVIL,
+            },
+            {"properties": {"a": "a" * 40 + "!"}},
+            "'anyOf' at $",
+        ),
+    ],
+    ids=["each with each", "no keyword", "long messages", "before its keywords", "another dialect by reference"],
+)
+def test_no_schema_hangs(schema, answer, reason, monkeypatch):
+    check = Check(json_schema=schema)
+    make_ready(check)
+    monkeypatch.setattr(answer_schema, "_MOST_S", 0.2)
+    found = rejection(check, said(json.dumps(answer)))
+    assert found is reason is None or str(reason) in str(found)
+
+
+def test_a_schema_that_is_too_large_is_refused_and_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(answer_schema, "_MOST_S", 0.2)
+    with pytest.raises(InvalidRequest, match="too large"):
+        make_ready(Check(json_schema={"properties": {f"p{n}": {"type": "string"} for n in range(5000)}}))
+
+
+def test_a_reason_can_be_read_whatever_the_answer_names():
+    check = Check(json_schema={"additionalProperties": {"type": "string"}})
+    reason = rejection(check, said('{"\\ud800": 1}'))
+    assert Attempt(model="m", accepted=False, reason=reason).reason.startswith("json_schema: 'type' at $")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "objekt"},
+        {"properties": {"a": {"patternProperties": {"^a": {}}}}},
+        {"required": "a"},
+        {"items": {"pattern": "(?=a)"}},
+        {"items": {"$ref": "#/$defs/missing"}},
+        {"$ref": "http://127.0.0.1:9/schema.json"},
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_name(schema):
+    with pytest.raises(InvalidRequest, match=r"check\.json_schema"):
+        make_ready(Check(json_schema=schema))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"check": {}}, "at least one condition"),
+        ({"check": {"regex": "(?=a)"}}, "'regex' cannot be read"),
+        ({"check": {"regex": "(?:(?:a|b|ab|ba|.){1,60}x){50}"}}, "'regex' cannot be read: .* longer than 10,000"),
+        ({"check": {"regex": r"(?x) [a-z] # ("}}, "flag x"),
+        ({"check": {"min_mean_logprob": -1.0}}, "needs 'logprobs'"),
+        ({"check": {"contains": ["a"]}, "n": 2, "cache": "off"}, "one answer"),
+        ({"check": {"likes": "a"}}, "no such field"),
+        ({"route": [{"model": "m", "queue": "q"}], "model": "m"}, "'route' and 'model'"),
+        ({"route": [{"model": "m", "queue": "q"}] * 2}, "by a 'check'"),
+        ({"route": [{"model": "m", "queue": "q"}], "agent_id": "a", "context": "append"}, "'append'"),
+        ({"task": "two words"}, "task"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(InvalidRequest, match=message):
+        build_request({"prompt": "p", **fields})
