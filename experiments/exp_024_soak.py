@@ -65,7 +65,7 @@ class Load:
 
 
 def scripted(quick: bool) -> tuple[Load, Text]:
-    limits = ("--agent-ttl", "1m", "--store-max-bytes", "32000000", "--memory-max-bytes", "250000")
+    limits = ("--agent-ttl", "1m", "--store-max-bytes", "48000000", "--memory-max-bytes", "250000")
     jobs, seconds, agents = (400, 6.0, 20) if quick else (50_000, 480.0, 200)
 
     def text(dice: random.Random, turn: int, number: int) -> str:
