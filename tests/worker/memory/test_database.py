@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,21 @@ def test_a_snapshot_is_one_state_whatever_is_committed_meanwhile(database: Datab
         database.commit(add("b"))
         assert connection.execute("SELECT count(*) FROM models").fetchone()[0] == 1
     assert names(database) == ["a", "b"]
+
+
+@pytest.mark.parametrize("connector", [connect, WatchedSqlite(Disturbed())])
+def test_rows_that_nobody_fetched_do_not_keep_the_next_reader_in_their_state(
+    tmp_path: Path, connector: Callable[[Path], Connection]
+) -> None:
+    create_database(tmp_path, Disk())
+    with closing(open_database(tmp_path, connector)) as database:
+        for name in "ab":
+            database.commit(add(name))
+        with database.snapshot() as connection:
+            rows = iter(connection.execute("SELECT fingerprint FROM models ORDER BY 1"))
+            assert next(rows) == ("a",)
+        database.commit(add("c"))
+        assert names(database) == ["a", "b", "c"]
 
 
 def test_threads_that_come_and_go_leave_no_connections(tmp_path: Path) -> None:

@@ -80,6 +80,9 @@ class _Cursor:
     def fetchall(self) -> list[Any]:
         return list(self)
 
+    def close(self) -> None:
+        self._cursor.close(force=True)
+
     def __iter__(self) -> Iterator[Any]:
         while True:
             with _as_sqlite3():

@@ -9,13 +9,14 @@ means than SQLite would drop them, so nothing else in a process that has it open
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 from stoker_worker.events.outage import Outage
-from stoker_worker.memory.connection import BUSY_S, Connection, DatabaseFailed, connect, translated
+from stoker_worker.memory.connection import BUSY_S, Connection, Cursor, DatabaseFailed, connect, translated
 from stoker_worker.memory.witness import Witness
 
 T = TypeVar("T")
@@ -53,6 +54,28 @@ class _Change(Generic[T]):
         connection.execute("RELEASE change")
 
 
+class Reading:
+    """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
+    its next reader, in that state.
+
+    Attributes:
+        connection: without this care.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._cursors = WeakSet[Cursor]()
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
+        cursor = self.connection.execute(sql, parameters)
+        self._cursors.add(cursor)
+        return cursor
+
+    def close(self) -> None:
+        for cursor in self._cursors:
+            cursor.close()
+
+
 class Database:
     """An open database.
 
@@ -78,8 +101,8 @@ class Database:
             self._writer = connector(self.path)
 
     @contextmanager
-    def snapshot(self) -> Iterator[Connection]:
-        """Several reads of one state.
+    def snapshot(self) -> Iterator[Reading]:
+        """Several reads of one state. Rows that are not fetched by its end cannot be fetched any more.
 
         Raises:
             DatabaseFailed: it cannot be read now.
@@ -87,7 +110,8 @@ class Database:
         """
         with self._reading() as connection:
             connection.execute("BEGIN")
-            yield connection
+            with closing(Reading(connection)) as reading:
+                yield reading
             connection.execute("ROLLBACK")
 
     def commit(self, run: Callable[[Connection], T]) -> T:

@@ -71,7 +71,7 @@ def back_up(store: StoreParts, file: Path, *, names: Path | None = None) -> Back
         write_new(draft, ())
         with store.database.snapshot() as source:
             agents: int = source.execute("SELECT count(*) FROM agents").fetchone()[0]
-            copy_database(source, draft)
+            copy_database(source.connection, draft)
         with closing(connect_to_copy(draft)) as copy:
             with translated():
                 problem = copy.execute("PRAGMA integrity_check(1)").fetchone()[0]
