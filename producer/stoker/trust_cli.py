@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import click
 from redis import Redis
 
-from stoker.command_parts import agrees, json_option, or_usage_error, redis_option, show
+from stoker.command_parts import agrees, json_option, open_producer, or_usage_error, redis_option, show, ticket_of
 from stoker.connection import open_connection
 from stoker.driver import run
 from stoker.tables import Table
@@ -18,12 +18,12 @@ _task = _which("--task", metavar="CLASS", help="Only this class of tasks.")
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"Look": ("ls", "show", "export"), "Change": ("reset",)},
+    sections={"Look": ("ls", "show", "export"), "Change": ("accept", "reject", "reset")},
     context_settings=SETTINGS,
-    epilog=examples("stoker trust ls", "stoker trust reset small --task invoices --yes"),
+    epilog=examples("stoker trust ls", "stoker trust reject JOB_ID", "stoker trust reset small --task invoices --yes"),
 )
 def trust() -> None:
-    """Show or reset how far models are trusted, by class of tasks.
+    """Show or change how far models are trusted, by class of tasks.
 
     A verdict weighs less with each later one, so the counts are not whole numbers.
     """
@@ -59,6 +59,26 @@ def export(redis_url: str) -> None:
         click.echo(as_lines(known))
 
 
+@trust.command(epilog=examples("stoker trust accept JOB_ID"))
+@click.argument("job_id")
+@json_option
+@redis_option
+@click.pass_context
+def accept(context: click.Context, job_id: str, as_json: bool) -> None:
+    """Count the answer of a job as good, in place of its check's verdict."""
+    _judge(context, job_id, as_json, accepted=True)
+
+
+@trust.command(epilog=examples("stoker trust reject JOB_ID"))
+@click.argument("job_id")
+@json_option
+@redis_option
+@click.pass_context
+def reject(context: click.Context, job_id: str, as_json: bool) -> None:
+    """Count the answer of a job as bad, in place of its check's verdict."""
+    _judge(context, job_id, as_json, accepted=False)
+
+
 @trust.command(epilog=examples("stoker trust reset small --task invoices --yes", "stoker trust reset --yes"))
 @click.argument("model", required=False)
 @_task
@@ -80,6 +100,14 @@ def reset(context: click.Context, model: str | None, task: str | None, yes: bool
     )
     text = f"forgot the verdicts on {n_removed} pair{'s' * (n_removed > 1)} of a model and a class"
     show(as_json, {"removed": n_removed}, text if n_removed else "there are no such verdicts")
+
+
+def _judge(context: click.Context, job_id: str, as_json: bool, *, accepted: bool) -> None:
+    with open_producer(context.obj) as producer:
+        counted = ticket_of(producer, job_id).feedback(accepted=accepted)
+    text = "accepted" if accepted else "rejected"
+    show(as_json, {"job_id": job_id, "counted": counted}, text if counted else "the opposite verdict was given before")
+    context.exit(0 if counted else 1)
 
 
 def _server(url: str) -> Redis:

@@ -1,8 +1,13 @@
-"""`stoker trust`: what it shows, and what it asks before it forgets."""
+"""`stoker trust`: what it shows, the verdicts it counts, and what it asks before it forgets."""
+
+import json
 
 import pytest
 from redis import Redis
+from tests.producer.played_worker import PlayedWorker, result_fields
 
+from stoker import Producer
+from stoker_shared.trust import Counts
 from stoker_shared.wire import TRUST_KEY
 
 pytestmark = pytest.mark.server
@@ -35,3 +40,25 @@ def test_what_was_forgotten_is_counted(stoker, connection):
     assert (code, out) == (0, "forgot the verdicts on 1 pair of a model and a class\n")
     assert stoker("trust", "reset", "--yes")[1] == "forgot the verdicts on 2 pairs of a model and a class\n"
     assert stoker("trust", "reset", "--yes")[1] == "there are no such verdicts\n"
+
+
+def test_a_persons_verdict_on_an_answer_counts_once(stoker, connection, redis_url):
+    with Producer(redis_url) as producer:
+        job_id = producer.submit(prompt="p", task="poems").job_id
+    worker = PlayedWorker(connection)
+    worker.finish(job_id, {**result_fields(job_id), "task": "poems"})
+
+    def rejected() -> float:
+        return Counts.parsed(connection.hget(TRUST_KEY, "poems scripted")).rejected
+
+    assert stoker("trust", "reject", job_id) == (0, "rejected\n", "")
+    assert rejected() == 1
+    assert json.loads(stoker("trust", "reject", job_id, "--json")[1]) == {"job_id": job_id, "counted": True}
+    assert stoker("trust", "accept", job_id) == (1, "the opposite verdict was given before\n", "")
+    assert rejected() == 1
+
+
+def test_a_verdict_on_a_job_that_is_not_there_is_an_error(stoker, connection):
+    code, out, err = stoker("trust", "accept", "nothing")
+    assert (code, out) == (1, "")
+    assert err.startswith("JobNotFound: job nothing: not found")
