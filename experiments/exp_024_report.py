@@ -68,6 +68,7 @@ def _checks(part: Json) -> str:
     return (
         f"{len(part['verdict']) - len(missed)} of {len(part['verdict'])} criteria held"
         + (f"; **missed**: {'; '.join(missed)}" if missed else "")
+        + "".join(f"; without an answer: `{reason}`" for reason in part.get("unanswered", ()))
         + f". Caches: {found}. Stored tokens prefilled again, at most: {part['stored_tokens_prefilled_again']}."
     )
 

@@ -159,6 +159,7 @@ def part(load: Load, text: Text, facts: Json) -> Json:
         "jobs": len(served.results),
         "agents": len({result.agent_id for result in results}),
         "took_s": round(max(served.ends) - served.began_at),
+        "unanswered": served.unanswered[:20],
         "run_again": sum(result.attempt > 1 for result in results),
         "sources": dict(Counter(result.cache.source for result in results)),
         "stored_tokens_prefilled_again": again,

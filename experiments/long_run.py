@@ -58,12 +58,17 @@ class Served:
 
     @property
     def answered(self) -> list[tuple[GenerationResult, float]]:
-        """Results with their ends, in the order of submission, without errors and empty ones."""
+        """Results with their ends, in the order of submission, without errors and those that were not saved."""
         pairs = zip(self.results, self.ends, strict=True)
+        return [(one, end) for one, end in pairs if isinstance(one, GenerationResult) and one.cache.saved]
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Of the others, the reasons."""
         return [
-            (one, end)
-            for one, end in pairs
-            if isinstance(one, GenerationResult) and one.usage.completion_tokens and one.cache.saved
+            f"{one.cache.save_error} (not saved)" if isinstance(one, GenerationResult) else str(one)
+            for one in self.results
+            if not (isinstance(one, GenerationResult) and one.cache.saved)
         ]
 
     @property

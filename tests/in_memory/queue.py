@@ -143,6 +143,9 @@ class InMemoryQueue(QueuePort):
     def has_unread(self) -> bool:
         return False
 
+    def knows_all(self) -> bool:
+        return True
+
     def waiting_agents(self) -> frozenset[str]:
         with self.lock:
             requests = [self.entries[job_id].request for job_id in self.waiting]

@@ -187,7 +187,7 @@ def test_a_turn_that_ends_while_agents_are_removed_is_there_for_the_next(tmp_pat
 
     class TurnAtEachRemoval(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "removed: unused" in record.getMessage():
+            if "removed: it was not used" in record.getMessage():
                 agent.say(LONG[: 10 * len(versions)], ids(10, seed=len(versions)))
                 versions.append(agent.open().number)
 

@@ -68,6 +68,29 @@ def test_agents_with_work_are_pinned_before_the_loader_gets_their_job_and_until_
     assert events == [({"a"}, {"b"}), "a", ({"b"}, set()), "b", (set(), set())]
 
 
+def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> None:
+    """Otherwise a worker with no place free for days would remove no agent that is unused."""
+    pins = []
+
+    class Store(InMemoryAgentStore):
+        def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
+            pins.append((running, waiting, is_all))
+
+    queue, loader = InMemoryQueue(), NotedLoader()
+    queue.enqueue(agent_id="a")
+    fetcher = fetcher_of(queue, loader, Store(), poll_s=0.001)
+    job = loader.jobs.get(timeout=TIMEOUT_S)
+    queue.enqueue(agent_id="b")
+    until = time.monotonic() + TIMEOUT_S
+    while ({"a"}, {"b"}, True) not in pins:
+        assert time.monotonic() < until, pins
+        time.sleep(0.001)
+    fetcher.leave()
+    job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+    assert all(is_all for _, _, is_all in pins)
+
+
 def test_after_each_claim_the_caches_of_the_next_jobs_are_read_ahead_in_queue_order() -> None:
     queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
     for agent_id in "bacade":

@@ -9,6 +9,7 @@ from rq import Retry
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
+from rq.suspension import suspend
 from rq.worker import Worker as WorkerOfRq
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import CLAIMED, LEASE, places, taken_over
@@ -165,6 +166,23 @@ def test_the_agents_of_waiting_jobs_are_read_while_every_slot_is_taken(producer,
     for _ in range(50):
         assert queue.claim(0, Busy(writing=frozenset({"heavy"}))) == []
     assert queue.waiting_agents() == {"heavy", "other"}
+    assert queue.knows_all()
+
+
+@pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])
+def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, producer, queue, reason):
+    if reason == "suspended":
+        assert claim(queue) == []
+        assert queue.knows_all()
+        suspend(connection)
+        queue._look_if_suspended.make_due()
+    else:
+        submit(producer, "lost")
+        give_back(claim(queue), counts_as_attempt=True)
+        assert [job.attempt for job in claim(queue)] == [2]
+    submit(producer, "waits")
+    assert claim(queue) == []
+    assert not queue.knows_all()
 
 
 def test_a_lost_workers_job_with_an_overwritten_key_holds_up_no_other(redis_url, connection, producer):

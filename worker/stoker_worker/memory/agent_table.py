@@ -96,6 +96,22 @@ def last_used(connection: Connection, agent_id: str) -> float | None:
     return None if row is None else float(row[0])
 
 
+def unused_agents(
+    connection: Connection, *, before: float, after: tuple[float, int], limit: int
+) -> list[tuple[float, int, str]]:
+    """When agents were used last, their numbers and ids, in this order.
+
+    Args:
+        before: a Unix time.
+        after: the first two of the last agent that is known.
+    """
+    return connection.execute(
+        "SELECT last_used, number, agent_id FROM agents WHERE last_used < ? AND (last_used, number) > (?, ?)"
+        " ORDER BY last_used, number LIMIT ?",
+        (before, *after, limit),
+    ).fetchall()
+
+
 def write_version(connection: Connection, row: AgentRow | None, record: TurnRecord, *, keep_versions: int) -> AgentRow:
     """Make `record` the agent's newest version, and prune those beyond `keep_versions`.
 

@@ -8,10 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,7 @@ _REST_SHARE: Final = 4.0
 """Rests last four times as long as the step before, and at least 20 ms."""
 _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
+_MOST_PAGES: Final = 64
 _MOST_TOLD: Final = 10_000
 
 
@@ -60,6 +61,7 @@ class Upkeep:
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
+        self._lock = threading.Lock()
         self._removed: dict[str, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
@@ -69,7 +71,8 @@ class Upkeep:
 
     def take_removed(self) -> dict[str, int]:
         """The agents that were removed since the last call and are not back, each with its last version. Any thread."""
-        taken, self._removed = self._removed, {}
+        with self._lock:
+            taken, self._removed = self._removed, {}
         if not taken:
             return {}
         with suppress(OSError, Damaged), self._database.snapshot() as connection:
@@ -88,8 +91,8 @@ class Upkeep:
         yield
         while self._database.commit(partial(deliveries.forget_expired, now=time.time())):
             yield
-        while self._agent_ttl_s is not None and self._forget_agents(time.time() - self._agent_ttl_s):
-            yield
+        if self._agent_ttl_s is not None:
+            yield from self._forget_unused_agents(self._agent_ttl_s)
         self._budget.make_room()
         self._database.shorten_log()
 
@@ -127,38 +130,60 @@ class Upkeep:
                 return
             begin = time.perf_counter()
 
-    def _forget_agents(self, before: float) -> bool:
-        """Some of the agents unused since then; returns whether there may be more."""
-        with self._database.snapshot() as connection:
-            rows = agent_table.agent_rows(connection, "WHERE last_used < ? ORDER BY last_used", (before,))
-            idle = (row.agent_id for row in rows if not self._budget.holds.has_work(row.agent_id))
-            found = list(islice(idle, _AGENTS_AT_ONCE))
-        self._notes.write()  # a use that is not written yet keeps its agent
-        n_removed = 0
-        for agent_id in found:
-            try:
-                with working_on(self._parts.path, agent_id):
-                    n_removed += self._forget_agent(agent_id, before)
-            except AgentBusy:
-                continue
-            except (OSError, Damaged, StokerError) as error:
-                _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
-        return n_removed == _AGENTS_AT_ONCE
+    def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
+        """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
+        before, after = time.time() - ttl_s, (float("-inf"), 0)
+        for _ in range(_MOST_PAGES):
+            with self._database.snapshot() as connection:
+                page = agent_table.unused_agents(connection, before=before, after=after, limit=_ROWS_AT_ONCE)
+            if not page:
+                return
+            after = page[-1][:2]
+            self._notes.write()  # a use that is not written yet keeps its agent
+            names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
+            idle = [agent_id for agent_id in names if not self._budget.holds.has_work(agent_id)]
+            for first in range(0, len(idle), _AGENTS_AT_ONCE):
+                self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], before)
+                yield
+            yield
 
-    def _forget_agent(self, agent_id: str, before: float) -> bool:
-        """Whether it is removed: it may have been used meanwhile, and other machines may use it."""
-        with self._database.snapshot() as connection:
-            used_at = agent_table.last_used(connection, agent_id)
-            is_noted = unshared.find(connection, agent_id) is not None
+    def _forget_agents(self, agents: Sequence[str], before: float) -> None:
+        with ExitStack() as taken:
+            unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, before)]
+            with ThreadPoolExecutor(_AGENTS_AT_ONCE, "upkeep") as threads:  # their transactions share a sync
+                for _ in threads.map(self._forget_agent, unused):
+                    pass
+
+    def _takes(self, taken: ExitStack, agent_id: str, before: float) -> bool:
+        """Whether the agent is whole and unused, and no other machine lacks what is here. It is nobody else's until
+        `taken` ends."""
+        try:
+            taken.enter_context(working_on(self._parts.path, agent_id))
+            with self._database.snapshot() as connection:
+                row = agent_table.find_agent(connection, agent_id)
+                used_at = agent_table.last_used(connection, agent_id)
+                is_noted = unshared.find(connection, agent_id) is not None
+        except AgentBusy:
+            return False
+        except (OSError, Damaged) as error:
+            _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
+            return False
+        is_whole = row is not None and row.problem is None
         is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
-        if is_unused and not is_noted:
-            is_held = partial(self._budget.holds.is_held, but_by=agent_id)
+        return is_whole and is_unused and not is_noted
+
+    def _forget_agent(self, agent_id: str) -> None:
+        is_held = partial(self._budget.holds.is_held, but_by=agent_id)
+        try:
             forgotten = forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
-            self._ram_cache.drop(agent_id)
+        except (OSError, Damaged, StokerError) as error:
+            _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
+            return
+        self._ram_cache.drop(agent_id)
+        with self._lock:
             if len(self._removed) < _MOST_TOLD:
                 self._removed[agent_id] = forgotten.version
-            _log.info("agent %r removed: unused since %s", agent_id, time.ctime(used_at))
-        return is_unused and not is_noted
+        _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
 
     def _remove_orphans(self, folder: Path) -> None:
         find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)

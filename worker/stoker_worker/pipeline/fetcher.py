@@ -142,7 +142,7 @@ class Fetcher(threading.Thread):
         room = self._leaving.room(max(0, self._max_in_flight - len(in_flight)))
         claimed = self._queue.claim(room, busy_beside(in_flight))
         self._leaving.claimed(len(claimed))
-        self._pin_agents(is_all=room > 0 and not self._queue.has_unread())
+        self._pin_agents(is_all=self._queue.knows_all())
         for job in claimed:
             waited_s = round(max(0.0, job.claimed_at - job.enqueued_at), 3)
             moved = {} if job.former_home is None else {"moved_from": job.former_home}

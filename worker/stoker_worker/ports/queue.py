@@ -71,6 +71,10 @@ class QueuePort(Protocol):
         """Whether the last `claim` stopped before it knew all that waits, so that the next may find more."""
         ...
 
+    def knows_all(self) -> bool:
+        """Whether the last `claim` has looked at all that waits: then `waiting_agents` are all that there are."""
+        ...
+
     def waiting_agents(self) -> frozenset[str]:
         """Agents of waiting jobs, as far as `claim` has looked. No round trip; the same object until they change."""
         ...

@@ -36,6 +36,7 @@ class ClaimOrder:
         claimers: of the queues, by name, in the order in which they are served.
         has_claimed: whether there was a claim.
         has_unread: whether the last claim stopped before it knew all waiting jobs.
+        knows_all: whether it came to know all of them. Neither is true after one that did not look.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ClaimOrder:
         in_flight: JobsInFlight[RqClaimedJob],
     ) -> None:
         self.claimers = claimers
-        self.has_unread = False
+        self.has_unread = self.knows_all = False
         self._members = members
         self._job_start = job_start
         self._requeue = requeue
@@ -103,6 +104,7 @@ class ClaimOrder:
                 for granted in claimer.claim(room - len(claimed), beside):
                     self._start(name, granted, busy, claimed)
         self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())
+        self.knows_all = not self.has_unread
 
     def _claim_quarantined(self, claimed: list[RqClaimedJob]) -> bool:
         """While nothing is in flight, the quarantined jobs of all queues come first: they delay nobody then."""

@@ -100,7 +100,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
-        self._claim_order.has_unread = False
+        self._claim_order.has_unread = self._claim_order.knows_all = False
         self._registration.settle_state(is_busy=len(self._in_flight) > 0)
         if self._look_if_suspended.is_due():
             self._suspended = is_suspended(self._connection)
@@ -145,6 +145,9 @@ class RqQueue(QueuePort):
 
     def has_unread(self) -> bool:
         return self._claim_order.has_unread
+
+    def knows_all(self) -> bool:
+        return self._claim_order.knows_all
 
     def waiting_agents(self) -> frozenset[str]:
         return self._claim_order.waiting_agents()
