@@ -139,7 +139,7 @@ def _as_response_format(context: click.Context, parameter: click.Parameter, valu
 @_template(
     "--chat-template-kwargs", metavar="JSON", callback=_as_object, help="""For example '{"enable_thinking": false}'."""
 )
-@_job("--model", metavar="NAME", help="Fail unless the worker has loaded this model.")
+@_job("--model", metavar="NAME", help="Only a worker that has loaded this model runs the job.")
 @_checked("--models", metavar="NAMES", callback=_as_models,
           help="Models to ask, the cheapest first, as a,b; or auto: all that are served.")  # fmt: skip
 @_checked("--check-file", type=_text_file, metavar="FILE",

@@ -242,6 +242,7 @@ def test_submitting_and_waiting(said, redis_url, producer, tmp_path):
     expect_rows("Submitting and waiting", [
         said(f"stoker submit --message x --redis redis://127.0.0.1:{free_port()}"),
         said(f"{submit} --message x --queue unserved --wait --timeout-s 0.1"),
+        said(f"{submit} --message x --models nobody"),
         said(f"{submit} --message x --job-id mine"),
         said(f"stoker result nothing --redis {redis_url}"),
         said(f"stoker result {canceled.job_id} --redis {redis_url}"),

@@ -201,7 +201,7 @@ def model() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 def import_model(file: Path, folder: Path) -> None:
-    """Turn a GGUF FILE (Q4_0, Q4_1, Q8_0, F16) into an mlx-lm FOLDER."""
+    """Turn a GGUF FILE (F32, F16, Q4_0, Q4_1, Q8_0, Q6_K) into an mlx-lm FOLDER."""
     with errors_in_one_line():
         from stoker_worker.models.gguf.importer import import_gguf
 

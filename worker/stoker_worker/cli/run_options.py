@@ -117,7 +117,7 @@ _OPTIONS: Final = (
     _ending("--burst", is_flag=True, default=None, help="Leave when the queues are empty."),
     _ending("--max-jobs", type=click.IntRange(min=1), help="Leave after so many jobs.  [no limit]"),
     _ending("--max-idle-s", type=_SECONDS, help="Leave after so many seconds without a job.  [never]"),
-    _ending("--standby", is_flag=True, default=None, help="Wait while another worker holds the queue, then take over."),
+    _ending("--standby", is_flag=True, default=None, help="Wait while another worker has the name or store; then run."),
     _watching("--log-format", type=click.Choice(["text", "json"]), help="json: an object on each line.  [text]"),
     _watching("-q", "--quiet", is_flag=True, default=None, help="Log warnings and errors only."),
     _watching("-v", "--verbose", is_flag=True, default=None, help="Log more."),
