@@ -1,5 +1,6 @@
 """The cost of a turn, in bytes, statements and syncs: that of its own tokens, however long the conversation is."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Iterable
@@ -100,10 +101,11 @@ def steps_to_open(agent: Agent) -> int:
     def count() -> None:
         steps[0] += 1
 
-    with agent.store.parts.database.snapshot() as connection:
-        connection.set_progress_handler(count, 10)  # type: ignore[attr-defined]
-        read_agent(connection, agent.name)
-        connection.set_progress_handler(None, 0)  # type: ignore[attr-defined]
+    with agent.store.parts.database.snapshot() as reading:
+        assert isinstance(reading.connection, sqlite3.Connection)
+        reading.connection.set_progress_handler(count, 10)
+        read_agent(reading, agent.name)
+        reading.connection.set_progress_handler(None, 0)
     return steps[0]
 
 

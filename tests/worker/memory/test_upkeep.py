@@ -325,13 +325,15 @@ def set_used(store: AgentCacheStore, sql: str) -> None:
 
 def test_an_agent_that_cannot_be_removed_keeps_no_other_from_it(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
-        for name in ("damaged", "old"):
-            Agent(store, name).say(LONG[:300])
+        damaged = [f"damaged {number}" for number in range(20)]  # more than are removed at once
+        for name in (*damaged, "old"):
+            Agent(store, name).say(LONG[:10])
         set_used(store, "UPDATE agents SET last_used = last_used - 3700")
-        set_used(store, "UPDATE agents SET last_used = last_used - 1, key = x'00' WHERE agent_id = 'damaged'")
+        spoilt = "last_used = last_used - 1, key = CAST(number AS BLOB)"
+        set_used(store, f"UPDATE agents SET {spoilt} WHERE agent_id != 'old'")
         store.pin(NOBODY, NOBODY)
         one_round(store)
-        assert [row[0] for row in rows(store, "SELECT agent_id FROM agents")] == ["damaged"]
+        assert [row[0] for row in rows(store, "SELECT agent_id FROM agents ORDER BY number")] == damaged
 
 
 @pytest.mark.parametrize("damage", ["piece_bytes = 'z'", "last_block = 'zz'"])

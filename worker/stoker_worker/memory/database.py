@@ -8,7 +8,7 @@ means than SQLite would drop them, so nothing else in a process that has it open
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,20 @@ _LONG_LOG_BYTES: Final = 1 << 20
 
 
 @dataclass
-class _Change(Generic[T]):
-    """A change that waits for its transaction."""
+class Change(Generic[T]):
+    """A change, before or after its transaction."""
 
     run: Callable[[Connection], T]
     is_done: bool = False
     result: T | None = None
     error: BaseException | None = None
+
+    def outcome(self) -> T:
+        """After it: what it returned. Raises what it raised, or why the transaction failed: nothing has changed."""
+        if self.error is not None:
+            raise self.error
+        result: Any = self.result
+        return result  # type: ignore[no-any-return]
 
     def try_alone(self, connection: Connection) -> None:
         """Raises what the change raises: the transaction is to be undone."""
@@ -94,7 +101,7 @@ class Database:
         self._connector = connector
         self._lock = threading.Lock()
         self._leading = threading.Lock()
-        self._waiting: list[_Change[Any]] = []
+        self._waiting: list[Change[Any]] = []
         self._idle: list[Connection] = []
         self._is_closed = False
         with translated():
@@ -127,19 +134,22 @@ class Database:
             Damaged: the same, because a page is damaged.
             Exception: what `run` raised; nothing has changed.
         """
-        change = _Change(run)
+        return self.commit_each([run])[0].outcome()
+
+    def commit_each(self, runs: Sequence[Callable[[Connection], T]]) -> list[Change[T]]:
+        """As `commit`, for changes that share a transaction. One that raises fails alone. Raises nothing."""
+        changes = [Change(run) for run in runs]
         with self._lock:
-            self._waiting.append(change)
+            self._waiting += changes
         with self._leading:
-            if not change.is_done:
+            if not all(change.is_done for change in changes):
                 self._lead()
-        if isinstance(change.error, DatabaseFailed):
-            self.outage.met(change.error)
-        if change.error is not None:
-            raise change.error
-        self.outage.answered()
-        result: Any = change.result
-        return result  # type: ignore[no-any-return]
+        for change in changes:
+            if isinstance(change.error, DatabaseFailed):
+                self.outage.met(change.error)
+            elif change.error is None:
+                self.outage.answered()
+        return changes
 
     def log_bytes(self) -> int:
         """Size of the write-ahead log."""
@@ -210,7 +220,7 @@ class Database:
             with self._lock:
                 self._waiting += [change for change in group if not change.is_done]
 
-    def _carry_out(self, group: list[_Change[Any]]) -> None:
+    def _carry_out(self, group: list[Change[Any]]) -> None:
         """Run them in one transaction. If that fails as a whole, each gets one of its own."""
         try:
             self._transaction(group)
@@ -223,7 +233,7 @@ class Database:
         for change in group:
             change.is_done = True
 
-    def _transaction(self, group: list[_Change[Any]]) -> None:
+    def _transaction(self, group: list[Change[Any]]) -> None:
         """Raises `DatabaseFailed`, `Damaged`: nothing has changed."""
         self._check_open()
         with translated():

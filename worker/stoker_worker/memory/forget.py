@@ -1,22 +1,29 @@
-"""Removes an agent: its conversation, its answers, and the blocks that only it used. Finisher threads, and commands of
-the shell.
+"""Removes agents: their conversations, answers, and the blocks that only they used. Finisher threads, the upkeep's, and
+commands of the shell.
 
 One transaction removes the rows; the files go after it. A crash in between leaves files that no row names (see
 `orphans.py`), and never half an agent.
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from typing import NamedTuple
 
 from stoker_shared.agent_result import AgentForgotten
+from stoker_shared.errors import StokerError
 from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.cache_index import Block
+from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
+
+_log = logging.getLogger(__name__)
 
 
 def forget_agent(
@@ -38,31 +45,71 @@ def forget_agent(
         AgentVersionConflict: see `Asked`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
     """
-
-    def change(connection: Connection) -> tuple[AgentForgotten, list[Block]]:
-        row = agent_table.find_agent(connection, agent_id)
-        forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
-        going: list[Block] = []
-        asked.check(agent_id, row.version if row else 0)
-        if row is not None:
-            ends = _ends_of_chains(connection, row)
-            cache_index.set_piece_bytes(connection, row.number, 0)
-            agent_table.delete_agent(connection, row)
-            if not only_here:
-                unshared.note_forgotten(connection, agent_id, row.version)
-            going, shared = _take_blocks(connection, ends, is_held)
-            counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
-            forgotten = forgotten.model_copy(update={"version": row.version, **counts})
-        asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten)
-        return forgotten, going
-
+    change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held, only_here=only_here)
     with naming(agent_id):
-        forgotten, going = parts.database.commit(change)
-    blocks = [parts.blocks.path_of(block.model, block.address) for block in going if not is_held(block.address)]
+        removed = parts.database.commit(change)
+    _remove_files(parts, removed, is_held)
+    return removed.answer
+
+
+def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> dict[str, int]:
+    """Remove these agents here; returns the last versions of those that are removed. One that cannot be keeps no other
+    from it, and is logged.
+
+    Args:
+        is_held: `Holds.is_held`.
+    """
+    versions = {}
+    held_by_others = [partial(is_held, but_by=agent_id) for agent_id in agents]
+    changes = parts.database.commit_each([
+        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held, only_here=True)
+        for agent_id, held in zip(agents, held_by_others, strict=True)
+    ])  # fmt: skip
+    for agent_id, held, change in zip(agents, held_by_others, changes, strict=True):
+        try:
+            removed = change.outcome()
+            versions[agent_id] = removed.answer.version
+            _remove_files(parts, removed, held)
+        except (OSError, Damaged, StokerError) as error:
+            _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
+    return versions
+
+
+class _Removed(NamedTuple):
+    """`blocks`: nothing refers to them any more, and their files are still there."""
+
+    answer: AgentForgotten
+    blocks: list[Block]
+
+
+def _remove(
+    connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool], only_here: bool
+) -> _Removed:
+    """Remove an agent's rows, and those of the blocks that only it used."""
+    row = agent_table.find_agent(connection, agent_id)
+    forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
+    going: list[Block] = []
+    asked.check(agent_id, row.version if row else 0)
+    if row is not None:
+        ends = _ends_of_chains(connection, row)
+        cache_index.set_piece_bytes(connection, row.number, 0)
+        agent_table.delete_agent(connection, row)
+        if not only_here:
+            unshared.note_forgotten(connection, agent_id, row.version)
+        going, shared = _take_blocks(connection, ends, is_held)
+        counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
+        forgotten = forgotten.model_copy(update={"version": row.version, **counts})
+    asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten)
+    return _Removed(forgotten, going)
+
+
+def _remove_files(parts: StoreParts, removed: _Removed, is_held: Callable[[str], bool]) -> None:
+    """Raises `OSError`: some are left."""
+    pieces = parts.pieces.paths(removed.answer.agent_id, removed.answer.version)
+    blocks = (parts.blocks.path_of(one.model, one.address) for one in removed.blocks if not is_held(one.address))
     with ExitStack() as removals:  # each is tried, also after one that fails
-        for path in (*parts.pieces.paths(agent_id, forgotten.version), *blocks):
+        for path in (*pieces, *blocks):
             removals.callback(parts.files.remove, path)
-    return forgotten
 
 
 def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:

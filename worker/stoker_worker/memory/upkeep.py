@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged, key_of
 from stoker_worker.memory.connection import DatabaseFailed
-from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.forget import forget_unused
 from stoker_worker.memory.in_flight import working_on
 from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.orphans import YOUNG_S, cache_folders, orphans_in
@@ -143,16 +142,23 @@ class Upkeep:
             names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
             idle = [agent_id for agent_id in names if not self._budget.holds.has_work(agent_id)]
             for first in range(0, len(idle), _AGENTS_AT_ONCE):
-                self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], before)
+                if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], before):
+                    return
                 yield
             yield
 
-    def _forget_agents(self, agents: Sequence[str], before: float) -> None:
+    def _forget_agents(self, agents: Sequence[str], before: float) -> bool:
+        """``False`` if none of those that should go can: the disk fails, perhaps."""
         with ExitStack() as taken:
             unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, before)]
-            with ThreadPoolExecutor(_AGENTS_AT_ONCE, "upkeep") as threads:  # their transactions share a sync
-                for _ in threads.map(self._forget_agent, unused):
-                    pass
+            removed = forget_unused(self._parts, unused, is_held=self._budget.holds.is_held)
+        for agent_id in removed:
+            self._ram_cache.drop(agent_id)
+            _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
+        with self._lock:
+            if len(self._removed) < _MOST_TOLD:
+                self._removed |= removed
+        return bool(removed or not unused)
 
     def _takes(self, taken: ExitStack, agent_id: str, before: float) -> bool:
         """Whether the agent is whole and unused, and no other machine lacks what is here. It is nobody else's until
@@ -171,19 +177,6 @@ class Upkeep:
         is_whole = row is not None and row.problem is None
         is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
         return is_whole and is_unused and not is_noted
-
-    def _forget_agent(self, agent_id: str) -> None:
-        is_held = partial(self._budget.holds.is_held, but_by=agent_id)
-        try:
-            forgotten = forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
-        except (OSError, Damaged, StokerError) as error:
-            _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
-            return
-        self._ram_cache.drop(agent_id)
-        with self._lock:
-            if len(self._removed) < _MOST_TOLD:
-                self._removed[agent_id] = forgotten.version
-        _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
 
     def _remove_orphans(self, folder: Path) -> None:
         find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)
