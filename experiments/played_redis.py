@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from stoker_shared.wire import LEASE_KEY, LEFT_KEY, MEMBERS_KEY
 from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
-from stoker_worker.queue.homes import _GIVE_UP
+from stoker_worker.queue.home_scripts import GIVE_UP
 
 _JOB: Final = len("rq:job:")
 _MOST_TAKEN: Final = 2000
@@ -53,7 +53,7 @@ class PlayedRedis:
         self._left: dict[str, Left] = {}
         self._taken: list[bytes] = []
         self._n_taken, self._moves = 0, 0
-        self._scripts = {LOOK: self._look, READ: self._read, CLAIM: self._claim, _GIVE_UP: self._give_up}
+        self._scripts = {LOOK: self._look, READ: self._read, CLAIM: self._claim, GIVE_UP: self._give_up}
 
     # --- what happens to the keys beside the routing ---
 

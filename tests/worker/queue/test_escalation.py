@@ -8,8 +8,8 @@ from rq import Repeat
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, stop
-from tests.worker.queue.looking import taken_over
-from tests.worker.queue.members import claim, claim_within, ids
+from tests.worker.queue.looking import MEMBER, taken_over
+from tests.worker.queue.members import claim, claim_within, home_of, ids
 
 from stoker_shared.errors import EngineFailed, OwnershipLost, RedisUnavailable
 from stoker_shared.result import Attempt
@@ -235,6 +235,55 @@ def test_the_agents_later_jobs_wait_until_the_job_has_ended(connection, queue, p
         rq_job.cancel() if end == "canceled" else rq_job.delete()
     assert ids(claim_within(queue)) == ["second"]
     assert queue.in_flight()[0].former_home is None
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_a_turn_of_the_next_models_store_is_not_left_out_in_silence(connection, queue, plain, join, asked_before):
+    if asked_before:
+        enqueue(plain, "before", agent_id="a")
+        finish(claim(queue)[0], result_of(REJECTED))
+    enqueue(plain, "first", agent_id="a")
+    escalated(queue)
+    [later] = claim(join("large", queues="large"))
+    finish(later, result_of(REJECTED, ACCEPTED))
+    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="next")
+    enqueue(plain, "whole", agent_id="a")
+    [whole] = claim_within(queue)
+    assert whole.job_id == "whole"
+    failed = Job.fetch("next", connection, JSONSerializer).latest_result()
+    assert failed is not None
+    assert "AgentElsewhere: the memory of agent 'a' is in store 'large'" in (failed.exc_string or "")
+    finish(whole, result_of(REJECTED))
+    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="again")
+    assert ids(claim_within(queue)) == ["again"]
+
+
+def test_a_job_that_is_requeued_late_changes_nothing_for_those_that_went_on_without_it(connection, queue, plain, join):
+    enqueue(plain, "first", agent_id="a")
+    escalated(queue)
+    large = join("large", queues="large")
+    [job] = claim(large)
+    fail(job, EngineFailed("broken"))
+    enqueue(plain, "second", agent_id="a")
+    [second] = claim_within(queue)
+    Job.fetch("first", connection, JSONSerializer).requeue()
+    [job] = claim_within(large)
+    finish(job, result_of(REJECTED, ACCEPTED))
+    assert home_of(connection, "a") == f"{MEMBER} -"
+    finish(second, result_of(REJECTED))
+    assert home_of(connection, "a") == f"{MEMBER} ="
+
+
+@pytest.mark.parametrize(("is_sharing", "version"), [(True, 8), (False, 9)])
+def test_the_version_of_the_next_models_turn_is_noted_where_versions_are(connection, plain, join, is_sharing, version):
+    share = {"shared": "b1", "shared_store": "file:///shared"}
+    small, large = join("small", **share), join("large", queues="large", **(share if is_sharing else {}))
+    enqueue(plain, "before", agent_id="a")
+    finish(claim(small)[0], {"cache": {"agent_version": 8 - is_sharing, "saved": True}})
+    enqueue(plain, "first", agent_id="a")
+    escalated(small)
+    finish(claim_within(large)[0], {"cache": {"agent_version": 8 if is_sharing else 1, "saved": True}})
+    assert home_of(connection, "a") == f">first large {version}"
 
 
 def test_a_later_job_with_the_id_holds_nobody_back(connection, queue, plain, join):
