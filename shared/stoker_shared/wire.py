@@ -105,7 +105,7 @@ another worker puts a dead member's jobs back, the lease is that worker's, and h
 `recovers`."""
 
 FENCE_KEY: Final = "stoker:fence:{member}"
-"""Integer: the last fencing number handed out for this member, with its lease."""
+"""Integer: the last fencing number handed out for this member, with its lease; expires long after it left."""
 
 MEMBERS_KEY: Final = "stoker:members"
 """Hash: the members that joined and have not left, each with its lease's value, once its model is loaded also `model`
@@ -113,8 +113,8 @@ and `reads` (as in `WORKER_KEY`), and while it drains `leaving`. A member that d
 put its jobs back."""
 
 LEFT_KEY: Final = "stoker:left"
-"""Hash: the stores of members that left or died, each with the Unix time at which its member was removed from
-`MEMBERS_KEY`, that member's name, and `shared` if it had a shared store."""
+"""Hash: the stores of the last 1,000 members that left or died, each with the Unix time at which its member was removed
+from `MEMBERS_KEY`, that member's name, and `shared` if it had a shared store."""
 
 SERVED_KEY: Final = "stoker:lease:{queue}"
 """String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue

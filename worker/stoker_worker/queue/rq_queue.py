@@ -197,8 +197,7 @@ class RqQueue(QueuePort):
     def leave(self) -> None:
         # What the holder of this name before has left is not put back: its agents must not go yet.
         if not (self._registration.is_leaving or self._lease.former_queues):
-            self._lease.announce({"leaving": True})
-            self._registration.is_leaving = True
+            self._registration.is_leaving = self._lease.announce({"leaving": True})
         if not self._in_doubt:
             self._moving.leave(self._agents_in_flight)
 
