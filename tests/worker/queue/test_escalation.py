@@ -252,6 +252,7 @@ def test_the_agents_later_jobs_wait_until_the_job_has_ended(connection, queue, p
     finish(jobs[1], {})
     for _ in range(3):
         assert claim(queue) == []
+    assert queue.place_of("a") < queue.place_of("nobody")  # it has work, though it does not come up
     large = join("large", queues="large")
     [later] = claim(large)
     assert ids([later]) == ["first"]

@@ -38,6 +38,7 @@ _REST_SHARE: Final = 4.0
 _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
 _MOST_TOLD: Final = 10_000
+_NO_AGENT: Final = ""
 
 
 class Upkeep:
@@ -131,7 +132,7 @@ class Upkeep:
         """Some of the agents unused since then; returns whether there may be more."""
         with self._database.snapshot() as connection:
             rows = agent_table.agent_rows(connection, "WHERE last_used < ? ORDER BY last_used", (before,))
-            idle = (row.agent_id for row in rows if not self._budget.holds.has_work(row.agent_id))
+            idle = (row.agent_id for row in rows if not self._has_work(row.agent_id))
             found = list(islice(idle, _AGENTS_AT_ONCE))
         self._notes.write()  # a use that is not written yet keeps its agent
         n_removed = 0
@@ -145,12 +146,17 @@ class Upkeep:
                 _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
         return n_removed == _AGENTS_AT_ONCE
 
+    def _has_work(self, agent_id: str) -> bool:
+        """Also if its jobs do not come up here: they wait for a job in another queue, or another worker is its home."""
+        budget = self._budget
+        return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
+
     def _forget_agent(self, agent_id: str, before: float) -> bool:
         """Whether it is removed: it may have been used meanwhile, and other machines may use it."""
         with self._database.snapshot() as connection:
             used_at = agent_table.last_used(connection, agent_id)
             is_noted = unshared.find(connection, agent_id) is not None
-        is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
+        is_unused = used_at is not None and used_at < before and not self._has_work(agent_id)
         if is_unused and not is_noted:
             is_held = partial(self._budget.holds.is_held, but_by=agent_id)
             forgotten = forget_agent(self._parts, agent_id, is_held=is_held, only_here=True)
