@@ -263,7 +263,7 @@ class _Asker(NamedTuple):
 
 def _words(entry: str) -> tuple[str, str, str, str]:
     home, kept, version, former = (*entry.split(" "), "", "", "")[:4]
-    return home or "-", (home if kept == "=" else kept) or "-", version, former
+    return home or "-", (home if kept == "=" else kept) or "-", "" if version == "0" else version, former
 
 
 def _entry_of(home: str, kept: str, version: str, former: str = "") -> str:

@@ -128,8 +128,8 @@ HOMES_KEY: Final = "stoker:homes:{queue}"
 member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it
 until it has ended. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
 ``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there is
-a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the agent.
-The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
+a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the agent;
+0: none is known. The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
 
 TAKEN_KEY: Final = "stoker:taken:{queue}"
 """List: the last ids that were claimed while there was more than one member, so that the others need not look for

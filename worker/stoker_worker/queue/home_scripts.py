@@ -14,6 +14,7 @@ local homes_of, job_of, tried = '{HOMES_KEY.format(queue="")}', '{Job.redis_job_
 local function words(entry)
   local home, kept, version, former = string.match(entry or '', '^(%S+) (%S+) ?(%d*) ?(%S*)$')
   if kept == '=' then kept = home end
+  if version == '0' then version = '' end
   return home or '-', kept or '-', version or '', former or ''
 end
 local function entry_of(home, kept, version, former)

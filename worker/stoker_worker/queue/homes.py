@@ -39,7 +39,8 @@ class Home(NamedTuple):
         found = (entry or b"").decode(errors="replace").split(" ")
         if not 2 <= len(found) <= 4:
             return cls(NOBODY, NOBODY)
-        return cls(found[0], found[0] if found[1] == _HERE else found[1], *found[2:3])
+        version = "" if found[2:3] == ["0"] else "".join(found[2:3])
+        return cls(found[0], found[0] if found[1] == _HERE else found[1], version)
 
 
 class Homes:
