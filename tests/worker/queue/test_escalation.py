@@ -1,5 +1,6 @@
 """A rejected answer: its job goes on to the next model's queue, once, and its agent's later jobs wait for it."""
 
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -9,7 +10,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, stop
 from tests.worker.queue.looking import MEMBER, taken_over
-from tests.worker.queue.members import claim, claim_within, home_of, ids
+from tests.worker.queue.members import claim, claim_within, die, home_of, ids, impatient, recovered
 
 from stoker_shared.errors import EngineFailed, OwnershipLost, RedisUnavailable
 from stoker_shared.result import Attempt
@@ -342,6 +343,32 @@ def test_a_worker_of_both_queues_keeps_the_agents_order(submit, join):
     assert (later.job_id, later.model) == (first, "large")
     finish(later, result_of(REJECTED, ACCEPTED))
     assert ids(claim_within(both)) == [second]
+
+
+def test_a_lost_job_whose_agent_waits_for_one_that_has_gone_on_holds_nobody_up(plain, join, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claim_order._QUARANTINED_WAITS_S", 0.2)
+    worker, dying = impatient(join("w", queues="high,generate")), join("z", queues="high,generate")
+    (lost,) = submit("a")
+    assert ids(claim(dying)) == [lost]
+    submit("long")
+    [long] = claim_within(worker)
+    die(dying)
+    assert recovered(worker) == 1
+    route = ({"model": "small", "queue": "high"}, ROUTE[1])
+    (first,) = submit("a", queue="high", check={"contains": ["x"]}, route=route)
+    [job] = claim_within(worker)
+    assert job.job_id == first
+    job.escalate(REJECTED, LARGE)
+    job.release()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:  # beside a job that goes on for long
+        (other,) = submit(None)
+        [found] = claim_within(worker, within_s=0.15)
+        assert found.job_id == other
+        finish(found, {})
+    Job.fetch(first, plain.connection, JSONSerializer).cancel()
+    finish(long, {})
+    assert ids(claim_within(worker)) == [lost]
 
 
 def test_a_reader_holds_nobody_back(queue, plain):

@@ -42,6 +42,10 @@ class Home(NamedTuple):
         version = "" if found[2:3] == ["0"] else "".join(found[2:3])
         return cls(found[0], found[0] if found[1] == _HERE else found[1], version)
 
+    def waits_for_another(self, job_id: str) -> bool:
+        """Whether the agent had to wait for another job than this one, which has gone on to another queue."""
+        return self.member.startswith(_UNTIL) and self.member != f"{_UNTIL}{job_id}"
+
 
 class Homes:
     """The entries of one worker's queues."""
