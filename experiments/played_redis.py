@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from stoker_shared.wire import LEASE_KEY, LEFT_KEY, MEMBERS_KEY
 from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
-from stoker_worker.queue.homes import _GIVE_UP
+from stoker_worker.queue.home_scripts import GIVE_UP
 
 _JOB: Final = len("rq:job:")
 _MOST_TAKEN: Final = 2000
@@ -53,7 +53,7 @@ class PlayedRedis:
         self._left: dict[str, Left] = {}
         self._taken: list[bytes] = []
         self._n_taken, self._moves = 0, 0
-        self._scripts = {LOOK: self._look, READ: self._read, CLAIM: self._claim, _GIVE_UP: self._give_up}
+        self._scripts = {LOOK: self._look, READ: self._read, CLAIM: self._claim, GIVE_UP: self._give_up}
 
     # --- what happens to the keys beside the routing ---
 
@@ -263,7 +263,7 @@ class _Asker(NamedTuple):
 
 def _words(entry: str) -> tuple[str, str, str, str]:
     home, kept, version, former = (*entry.split(" "), "", "", "")[:4]
-    return home or "-", (home if kept == "=" else kept) or "-", version, former
+    return home or "-", (home if kept == "=" else kept) or "-", "" if version == "0" else version, former
 
 
 def _entry_of(home: str, kept: str, version: str, former: str = "") -> str:

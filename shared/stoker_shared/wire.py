@@ -105,7 +105,7 @@ another worker puts a dead member's jobs back, the lease is that worker's, and h
 `recovers`."""
 
 FENCE_KEY: Final = "stoker:fence:{member}"
-"""Integer: the last fencing number handed out for this member, with its lease."""
+"""Integer: the last fencing number handed out for this member, with its lease; expires long after it left."""
 
 MEMBERS_KEY: Final = "stoker:members"
 """Hash: the members that joined and have not left, each with its lease's value, once its model is loaded also `model`
@@ -113,8 +113,8 @@ and `reads` (as in `WORKER_KEY`), and while it drains `leaving`. A member that d
 put its jobs back."""
 
 LEFT_KEY: Final = "stoker:left"
-"""Hash: the stores of members that left or died, each with the Unix time at which its member was removed from
-`MEMBERS_KEY`, that member's name, and `shared` if it had a shared store."""
+"""Hash: the stores of the last 1,000 members that left or died, each with the Unix time at which its member was removed
+from `MEMBERS_KEY`, that member's name, and `shared` if it had a shared store."""
 
 SERVED_KEY: Final = "stoker:lease:{queue}"
 """String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue
@@ -125,11 +125,11 @@ CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
 
 HOMES_KEY: Final = "stoker:homes:{queue}"
 """Hash: for each agent two words, or three. The first is its home, the member that alone claims its jobs while it is a
-member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it.
-The second is the store that has the agent's last finished turn; ``=``: it is called like the home, ``-``: none. A store
-is called like its member, unless an operator gave that one another name. The third, where there is a shared store, is
-the number of the newest version whose job has finished, or at which a job has forgotten the agent. The fourth is its
-home before, or ``-``, until a job of the agent has finished at this one."""
+member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it
+until it has ended. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
+``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there is
+a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the agent;
+0: none is known. The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
 
 TAKEN_KEY: Final = "stoker:taken:{queue}"
 """List: the last ids that were claimed while there was more than one member, so that the others need not look for

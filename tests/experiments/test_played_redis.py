@@ -21,7 +21,7 @@ from stoker_shared.wire import (
     TAKEN_KEY,
 )
 from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
-from stoker_worker.queue.homes import _GIVE_UP
+from stoker_worker.queue.home_scripts import GIVE_UP
 
 pytestmark = pytest.mark.server
 
@@ -107,7 +107,7 @@ def without_seconds(found):
     return [b"" if at % 4 == 2 and found[at - 2] == b"away" else word for at, word in enumerate(found)]
 
 
-SCRIPTS = (LOOK, READ, CLAIM, _GIVE_UP)
+SCRIPTS = (LOOK, READ, CLAIM, GIVE_UP)
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ class History:
         args: list[Any] = [self.values.get(name, "none"), name]
         for agent in self.chance.sample(AGENTS, 4):
             args += [agent, self.chance.choice([0, 1])]
-        self.both.script(_GIVE_UP, [LEASE_KEY.format(member=name), COUNTS, HOMES], args)
+        self.both.script(GIVE_UP, [LEASE_KEY.format(member=name), COUNTS, HOMES], args)
 
     def set_home(self) -> None:
         home, store = self.chance.choice([*NAMES, "-"]), self.chance.choice([*STORES.values(), "-"])

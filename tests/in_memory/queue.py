@@ -299,6 +299,9 @@ class InMemoryJob(ClaimedJob):
         with self.owner.lock:
             if not self.is_ours():
                 return False
+            if self.entry.stop_asked:
+                self.stop()
+                return False
             if counts_as_attempt:
                 self.entry.lost += 1
                 self.entry.losses_alone += alone

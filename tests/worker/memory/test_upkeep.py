@@ -172,6 +172,17 @@ def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tm
         assert problems_of(store) == []
 
 
+def test_an_agent_whose_jobs_wait_and_do_not_come_up_here_is_not_removed(tmp_path: Path) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        for name in ("old", "waiting"):
+            Agent(store, name).say(LONG[:300])
+        set_used(store, "UPDATE agents SET last_used = last_used - 3700")
+        store.pin(NOBODY, NOBODY)
+        store.order_by(lambda agent_id: (0, 7) if agent_id == "waiting" else (1, 0))
+        one_round(store)
+        assert [Agent(store, name).open().number for name in ("old", "waiting")] == [0, 1]
+
+
 def test_hundreds_of_old_agents_go_in_one_round(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for number in range(30):

@@ -1,5 +1,6 @@
 """A rejected answer: its job goes on to the next model's queue, once, and its agent's later jobs wait for it."""
 
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -8,8 +9,8 @@ from rq import Repeat
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, stop
-from tests.worker.queue.looking import taken_over
-from tests.worker.queue.members import claim, claim_within, ids
+from tests.worker.queue.looking import MEMBER, taken_over
+from tests.worker.queue.members import claim, claim_within, die, home_of, ids, impatient, recovered
 
 from stoker_shared.errors import EngineFailed, OwnershipLost, RedisUnavailable
 from stoker_shared.result import Attempt
@@ -185,6 +186,34 @@ def test_a_stop_that_was_asked_for_is_not_lost_with_the_move(connection, queue, 
     assert (waiting(connection), verdicts(connection)) == ([], {})
 
 
+@pytest.mark.parametrize("where", ["waits", "runs", "has ended"])
+def test_a_stop_that_comes_with_the_move_ends_the_job_at_the_next_model(
+    connection, queue, plain, join, monkeypatch, where
+):
+    enqueue(plain)
+    [job] = claim(queue)
+    large = join("large", queues="large")
+    assert isinstance(job, RqClaimedJob)
+    write, next_ones = Escalation._write, []
+
+    def asked_meanwhile(*args, **kwargs):
+        write(*args, **kwargs)
+        job.parts.stop_requests.ask("job")
+        if where != "waits":
+            next_ones.extend(claim(large))
+        if where == "has ended":
+            finish(next_ones[0], result_of(REJECTED, ACCEPTED))
+
+    monkeypatch.setattr(Escalation, "_write", asked_meanwhile)
+    assert job.escalate(REJECTED, LARGE)
+    job.release()
+    state = b"finished" if where == "has ended" else b"canceled"
+    assert connection.hget("rq:job:job", "status") == state
+    assert (waiting(connection), claim(large)) == ([], [])
+    assert bool(connection.zscore("rq:canceled:large", "job")) == (where != "has ended")
+    assert large.withdrawn({}) == (next_ones if where == "runs" else [])
+
+
 def test_a_job_may_wait_as_long_in_the_next_queue(connection, queue, plain, join):
     request = {"v": 4, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE}
     plain.enqueue(TASK_PATH, request=request, job_id="job", ttl=1000)
@@ -224,6 +253,7 @@ def test_the_agents_later_jobs_wait_until_the_job_has_ended(connection, queue, p
     finish(jobs[1], {})
     for _ in range(3):
         assert claim(queue) == []
+    assert queue.place_of("a") < queue.place_of("nobody")  # it has work, though it does not come up
     large = join("large", queues="large")
     [later] = claim(large)
     assert ids([later]) == ["first"]
@@ -235,6 +265,55 @@ def test_the_agents_later_jobs_wait_until_the_job_has_ended(connection, queue, p
         rq_job.cancel() if end == "canceled" else rq_job.delete()
     assert ids(claim_within(queue)) == ["second"]
     assert queue.in_flight()[0].former_home is None
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_a_turn_of_the_next_models_store_is_not_left_out_in_silence(connection, queue, plain, join, asked_before):
+    if asked_before:
+        enqueue(plain, "before", agent_id="a")
+        finish(claim(queue)[0], result_of(REJECTED))
+    enqueue(plain, "first", agent_id="a")
+    escalated(queue)
+    [later] = claim(join("large", queues="large"))
+    finish(later, result_of(REJECTED, ACCEPTED))
+    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="next")
+    enqueue(plain, "whole", agent_id="a")
+    [whole] = claim_within(queue)
+    assert whole.job_id == "whole"
+    failed = Job.fetch("next", connection, JSONSerializer).latest_result()
+    assert failed is not None
+    assert "AgentElsewhere: the memory of agent 'a' is in store 'large'" in (failed.exc_string or "")
+    finish(whole, result_of(REJECTED))
+    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="again")
+    assert ids(claim_within(queue)) == ["again"]
+
+
+def test_a_job_that_is_requeued_late_changes_nothing_for_those_that_went_on_without_it(connection, queue, plain, join):
+    enqueue(plain, "first", agent_id="a")
+    escalated(queue)
+    large = join("large", queues="large")
+    [job] = claim(large)
+    fail(job, EngineFailed("broken"))
+    enqueue(plain, "second", agent_id="a")
+    [second] = claim_within(queue)
+    Job.fetch("first", connection, JSONSerializer).requeue()
+    [job] = claim_within(large)
+    finish(job, result_of(REJECTED, ACCEPTED))
+    assert home_of(connection, "a") == f"{MEMBER} -"
+    finish(second, result_of(REJECTED))
+    assert home_of(connection, "a") == f"{MEMBER} ="
+
+
+@pytest.mark.parametrize(("is_sharing", "version"), [(True, 8), (False, 9)])
+def test_the_version_of_the_next_models_turn_is_noted_where_versions_are(connection, plain, join, is_sharing, version):
+    share = {"shared": "b1", "shared_store": "file:///shared"}
+    small, large = join("small", **share), join("large", queues="large", **(share if is_sharing else {}))
+    enqueue(plain, "before", agent_id="a")
+    finish(claim(small)[0], {"cache": {"agent_version": 8 - is_sharing, "saved": True}})
+    enqueue(plain, "first", agent_id="a")
+    escalated(small)
+    finish(claim_within(large)[0], {"cache": {"agent_version": 8 if is_sharing else 1, "saved": True}})
+    assert home_of(connection, "a") == f">first large {version}"
 
 
 def test_a_later_job_with_the_id_holds_nobody_back(connection, queue, plain, join):
@@ -264,6 +343,32 @@ def test_a_worker_of_both_queues_keeps_the_agents_order(submit, join):
     assert (later.job_id, later.model) == (first, "large")
     finish(later, result_of(REJECTED, ACCEPTED))
     assert ids(claim_within(both)) == [second]
+
+
+def test_a_lost_job_whose_agent_waits_for_one_that_has_gone_on_holds_nobody_up(plain, join, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claim_order._QUARANTINED_WAITS_S", 0.2)
+    worker, dying = impatient(join("w", queues="high,generate")), join("z", queues="high,generate")
+    (lost,) = submit("a")
+    assert ids(claim(dying)) == [lost]
+    submit("long")
+    [long] = claim_within(worker)
+    die(dying)
+    assert recovered(worker) == 1
+    route = ({"model": "small", "queue": "high"}, ROUTE[1])
+    (first,) = submit("a", queue="high", check={"contains": ["x"]}, route=route)
+    [job] = claim_within(worker)
+    assert job.job_id == first
+    job.escalate(REJECTED, LARGE)
+    job.release()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:  # beside a job that goes on for long
+        (other,) = submit(None)
+        [found] = claim_within(worker, within_s=0.15)
+        assert found.job_id == other
+        finish(found, {})
+    Job.fetch(first, plain.connection, JSONSerializer).cancel()
+    finish(long, {})
+    assert ids(claim_within(worker)) == [lost]
 
 
 def test_a_reader_holds_nobody_back(queue, plain):

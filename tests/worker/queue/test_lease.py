@@ -21,6 +21,7 @@ from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBE
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import FENCE_KEPT_S, MOST_LEFT
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -196,6 +197,42 @@ def test_a_worker_that_was_deposed_does_not_become_a_member_again_by_draining(co
     taker.leave()
     first.announce({"leaving": True})
     assert not connection.exists(MEMBERS_KEY)
+
+
+def test_of_members_that_left_only_the_last_are_known(connection):
+    before = {f"s{n}": f"{1000 + n} s{n}" for n in range(MOST_LEFT)}
+    connection.hset(LEFT_KEY, mapping={**before, "s7": "1 s7"})
+    mine = lease(connection, "mine")
+    mine.acquire()
+    mine.leave()
+    assert {name.decode() for name in connection.hkeys(LEFT_KEY)} == {*before, "m"} - {"s7"}
+
+
+def test_the_number_of_a_name_expires_only_when_nobody_has_that_name(connection):
+    first, second = lease(connection, "first"), lease(connection, "second")
+    first.acquire()
+    assert connection.ttl(FENCE) == -1
+    first.leave()
+    assert 0 < connection.ttl(FENCE) <= FENCE_KEPT_S
+    second.acquire()
+    assert connection.ttl(FENCE) == -1
+    assert json.loads(second.value)["fence"] == 2
+    second.release()  # it stays a member
+    assert connection.ttl(FENCE) == -1
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_holder_whose_lease_had_run_out_for_a_moment_is_seen_all_the_same(connection, is_taken):
+    first, second = lease(connection, "first"), lease(connection, "second")
+    first.acquire()
+    first.release()
+    second.acquire()
+    connection.delete(LEASE)
+    if is_taken:
+        lease(connection, "third").acquire(recovers=True)
+    second.settle()
+    assert bool(second.former_queues) == is_taken
+    assert json.loads(connection.hget(MEMBERS_KEY, "m"))["worker"] == ("first" if is_taken else "second")
 
 
 def test_a_worker_waits_for_another_that_puts_its_jobs_back(connection):

@@ -3,10 +3,10 @@
 import time
 
 import pytest
-from tests.worker.queue.ends import finish
+from tests.worker.queue.ends import fail, finish
 from tests.worker.queue.members import claim, claim_in_turn, claim_within, die, home_of, ids
 
-from stoker_shared.errors import StoreUnusable
+from stoker_shared.errors import EngineFailed, StoreUnusable
 from stoker_shared.wire import AGENT_TASK_PATH, MEMBERS_KEY
 from stoker_worker.ports import AgentHome
 
@@ -59,6 +59,23 @@ def test_what_was_not_continued_since_its_worker_has_a_shared_store_is_looked_fo
     assert ids(claim_within(b)) == [second]
     assert b.home_of("x") == AgentHome("a", 0, "a")
     assert b.home_of("x").is_unnoted
+
+
+def test_an_agent_that_moved_without_a_number_still_has_none(connection, join, share, submit):
+    a = join("a")
+    one_turn(a, submit, 1)
+    a.sign_off()
+    a, b = share("a"), share("b")
+    submit("x", context="append")
+    a.sign_off()
+    [second] = claim_within(b)
+    assert home_of(connection, "x") == "b a 0 a"
+    fail(second, EngineFailed("broken"))
+    b._moving._homes.give_up({"x": True})
+    a = join("a", home_wait_s=600)  # without it again
+    (third,) = submit("x", context="append")
+    assert claim(b) == []
+    assert claim_in_turn(a, b) == [third]
 
 
 def test_a_worker_that_drains_keeps_its_agents_from_workers_that_could_not_continue_them(

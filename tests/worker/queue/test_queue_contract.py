@@ -286,6 +286,17 @@ def test_a_job_that_has_ended_is_not_given_back(outside: Outside) -> None:
     assert (outside.state("job"), outside.waiting()) == ("canceled", [])
 
 
+def test_a_stop_that_was_asked_for_is_not_lost_when_the_worker_gives_the_job_back(outside: Outside) -> None:
+    outside.enqueue("stopped", "a")
+    [job] = claim(outside)
+    outside.ask_to_stop("stopped")
+    while not outside.queue.withdrawn({}):
+        pass
+    assert not job.give_back(counts_as_attempt=False)
+    job.release()
+    assert (outside.state("stopped"), outside.waiting()) == ("stopped", [])
+
+
 def test_canceled_and_stopped_jobs_are_withdrawn_and_ended(outside: Outside) -> None:
     for name in ("canceled", "stopped", "fine"):
         outside.enqueue(name, name)

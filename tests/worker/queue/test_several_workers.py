@@ -10,7 +10,7 @@ from tests.worker.queue.looking import places
 from tests.worker.queue.members import TTL_S, claim, claim_within, die, home_of, ids, impatient, recovered, run
 
 from stoker_shared.errors import JobFailed, OwnershipLost, QueueHeld
-from stoker_shared.wire import AGENT_TASK_PATH, CLAIMED_KEY, HOMES_KEY, MEMBERS_KEY, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, CLAIMED_KEY, FENCE_KEY, HOMES_KEY, LEASE_KEY, MEMBERS_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -109,6 +109,21 @@ def test_a_worker_that_slept_is_deposed_by_whoever_puts_its_jobs_back(connection
     assert (again.job_id, again.attempt) == (job_id, 2)
     finish(again, {})
     assert places(connection, job_id) == ["finished"]
+
+
+def test_a_worker_that_slept_for_longer_than_its_number_is_kept_ends_nothing(connection, join, submit):
+    a, b = join("a"), impatient(join("b"))
+    submit("x")
+    (slept,) = claim(a)
+    die(a)
+    assert recovered(b) == 1
+    run(claim_within(b))
+    connection.delete(FENCE_KEY.format(member="a"))
+    with pytest.raises(OwnershipLost):
+        slept.finish({})
+    assert Job.fetch(slept.job_id, connection, JSONSerializer).return_value() == {}
+    assert connection.xlen(f"rq:results:{slept.job_id}") == 1
+    assert a.recover() == 0
 
 
 def test_leases_that_ran_out_while_redis_was_away_cost_no_worker_its_name(connection, join, submit):
@@ -295,6 +310,16 @@ def test_a_worker_that_drains_gives_up_its_agents_as_their_jobs_end(connection, 
         assert time.monotonic() < end
         claim(b)
         a.leave()
+
+
+def test_a_worker_whose_lease_had_run_out_for_a_moment_is_seen_to_drain_all_the_same(connection, join):
+    a, b = join("a"), join("b")
+    connection.delete(LEASE_KEY.format(member="a"))
+    a.leave()
+    assert a.beat()
+    a.leave()
+    b._members.look()
+    assert b._members.others["a"].is_leaving
 
 
 def test_one_worker_of_several_has_the_duties_of_a_queue(join):

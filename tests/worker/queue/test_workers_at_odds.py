@@ -9,7 +9,7 @@ from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import places
 from tests.worker.queue.members import claim, claim_within, die, home_of, ids, impatient, recovered, run
 
-from stoker_shared.errors import JobFailed, QueueHeld
+from stoker_shared.errors import JobFailed, QueueHeld, RedisUnavailable
 from stoker_shared.wire import AGENT_TASK_PATH, CLAIMED_KEY, HOMES_KEY, MEMBERS_KEY, SERVED_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
@@ -161,6 +161,23 @@ def test_a_claim_whose_reply_was_lost_costs_no_job_its_place(join, submit, monke
     assert ids(claim(a)) == [first]
     run(a.in_flight())
     assert ids(claim(a)) == [second]
+
+
+@pytest.mark.parametrize("what", ["_moving", "_passing_on"])
+def test_a_connection_that_is_lost_after_a_claim_leaves_no_job_in_flight_that_nobody_runs(
+    join, submit, monkeypatch, what
+):
+    a, b = join("a"), join("b")
+    assert claim(a) == claim(b) == []
+    (job_id,) = submit("x")
+
+    def lost(*args):
+        raise NoConnection
+
+    monkeypatch.setattr(getattr(a, what), "look_around", lost)
+    assert ids(claim(a)) == ids(a.in_flight()) == [job_id]
+    with pytest.raises(RedisUnavailable):
+        claim(a)
 
 
 def test_a_queue_is_not_read_anew_because_others_took_its_last_jobs(join, submit, monkeypatch):

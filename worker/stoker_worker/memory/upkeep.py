@@ -38,6 +38,7 @@ _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
 _MOST_PAGES: Final = 64
 _MOST_TOLD: Final = 10_000
+_NO_AGENT: Final = ""
 
 
 class Upkeep:
@@ -140,7 +141,7 @@ class Upkeep:
             after = page[-1][:2]
             self._notes.write()  # a use that is not written yet keeps its agent
             names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
-            idle = [agent_id for agent_id in names if not self._budget.holds.has_work(agent_id)]
+            idle = [agent_id for agent_id in names if not self._has_work(agent_id)]
             for first in range(0, len(idle), _AGENTS_AT_ONCE):
                 if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], before):
                     return
@@ -160,6 +161,11 @@ class Upkeep:
                 self._removed |= removed
         return bool(removed or not unused)
 
+    def _has_work(self, agent_id: str) -> bool:
+        """Also if its jobs do not come up here: they wait for a job in another queue, or another worker is its home."""
+        budget = self._budget
+        return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
+
     def _takes(self, taken: ExitStack, agent_id: str, before: float) -> bool:
         """Whether the agent is whole and unused, and no other machine lacks what is here. It is nobody else's until
         `taken` ends."""
@@ -175,7 +181,7 @@ class Upkeep:
             _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
             return False
         is_whole = row is not None and row.problem is None
-        is_unused = used_at is not None and used_at < before and not self._budget.holds.has_work(agent_id)
+        is_unused = used_at is not None and used_at < before and not self._has_work(agent_id)
         return is_whole and is_unused and not is_noted
 
     def _remove_orphans(self, folder: Path) -> None:

@@ -106,7 +106,7 @@ class ClaimedJob(Protocol):
             alone: nothing ran beside it when it was lost.
 
         Returns:
-            ``False`` when it has ended meanwhile, or its queue is not ours any more.
+            ``False`` when it has ended meanwhile, a stop was asked for, or its queue is not ours any more.
         """
         ...
 

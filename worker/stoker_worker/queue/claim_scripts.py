@@ -6,7 +6,7 @@ fields.
 
 from typing import Final
 
-from stoker_worker.queue.homes import WORDS
+from stoker_worker.queue.home_scripts import WORDS
 
 # KEYS: queue, this member's claimed ids, its lease, members, stores of members that left, taken ids, counts, and the
 # homes of all of this worker's queues, those of this queue first. ARGV: lease's value, member, its store, the `moves`

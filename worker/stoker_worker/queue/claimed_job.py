@@ -6,9 +6,11 @@ from then on (`ending`).
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from stoker_shared.errors import OwnershipLost
 from stoker_shared.needs import Needs
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt
@@ -110,12 +112,18 @@ class RqClaimedJob(ClaimedJob):
         onward = Onward((*self.tried, rejected), task_of(self.request), to, agent_id)
         try:
             self.parts.escalation.carry_out(self.run, onward)
+            if self.parts.stop_requests.is_asked(self.job_id):  # it came too late for this run, and concerns the job
+                self.parts.escalation.cancel(self.run)
             return True
         finally:
             self.parts.streams.close(self.claim_number, ended=False)
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        if self.parts.stop_requests.is_asked(self.job_id):  # nobody else knows of it
+            with suppress(OwnershipLost):
+                self.stop()
+            return False
         self.ending.set()
         try:
             claim = Claim(self.job_id, self.queue, self.run.execution, alone=alone)

@@ -114,12 +114,16 @@ class Claimer:
         return [] if job_id is None else self._take([job_id])[0]
 
     def settle_quarantined(self) -> list[Granted]:
-        """If the oldest quarantined job continues what another store has, it cannot run here: its line is put aside, or
-        the job is granted to be failed. It need not be alone for that."""
+        """If the oldest quarantined job continues what another store has, or its agent waits for a job that has gone
+        on, it cannot run here: its line is put aside, or the job is granted to be failed. It need not be alone for
+        that."""
         job_id = self.next_quarantined()
-        if job_id is None or self._rule.memory_travels or not self._waiting.use_of(job_id).continues:
+        if job_id is None:
             return []
-        return [] if self._home_of(job_id).store in (NOBODY, self._lease.store) else self._take([job_id])[0]
+        home, use = self._home_of(job_id), self._waiting.use_of(job_id)
+        needs_store = use.continues and not self._rule.memory_travels
+        is_elsewhere = needs_store and home.store not in (NOBODY, self._lease.store)
+        return self._take([job_id])[0] if is_elsewhere or home.waits_for_another(job_id) else []
 
     def next_quarantined(self) -> str | None:
         """The oldest quarantined job that can be claimed, of those the server still has in the queue."""

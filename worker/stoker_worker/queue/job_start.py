@@ -139,6 +139,7 @@ class JobStart:
             raise PayloadRefused("a job with a route ends in another queue than it began in, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
+        keeping = Keeping.of(request, granted, self._lease.store, n_tried=len(rq_job.tried))
         return RqClaimedJob(
             job_id=rq_job.id,
             queue=rq_job.origin,
@@ -152,7 +153,7 @@ class JobStart:
             deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
             tried=rq_job.tried,
             former_home=None if granted.is_lost or granted.former in ("", NOBODY) else granted.former,
-            run=replace(run, keeping=Keeping.of(request, granted, self._lease.store)),
+            run=replace(run, keeping=keeping),
             parts=self._parts,
         )
 

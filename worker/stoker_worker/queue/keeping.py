@@ -15,25 +15,34 @@ class Keeping(NamedTuple):
         version: the newest version whose job had ended before.
         is_here: whether the entry already names this worker's store.
         forgets: whether the job removes the agent.
+        came_from: the queues of the models that have been asked before, where the agent's later jobs wait for `job_id`.
     """
 
     agent_id: str
     version: int = 0
     is_here: bool = False
     forgets: bool = False
+    came_from: tuple[str, ...] = ()
+    job_id: str = ""
 
     @classmethod
-    def of(cls, request: GenerationRequest | AgentRequest, granted: Granted, store: str) -> Self | None:
+    def of(
+        cls, request: GenerationRequest | AgentRequest, granted: Granted, store: str, *, n_tried: int = 0
+    ) -> Self | None:
         """
         Args:
             store: the name of this worker's store.
+            n_tried: how many models of its route have been asked.
         """
         if isinstance(request, AgentRequest) and request.target is not None:
             return cls(request.target)
         if request.access != "write" or request.agent_id is None:
             return None
-        forgets = isinstance(request, AgentRequest) and request.action == "forget"
-        return cls(request.agent_id, granted.version, granted.store == store, forgets)
+        is_here = granted.store == store
+        if isinstance(request, AgentRequest):
+            return cls(request.agent_id, granted.version, is_here, forgets=request.action == "forget")
+        came_from = tuple(dict.fromkeys(step.queue for step in request.route[:n_tried]))
+        return cls(request.agent_id, granted.version, is_here, came_from=came_from, job_id=granted.job_id)
 
     def unshared_version_after(self, result: Mapping[str, Any]) -> int:
         """The same at a worker without a shared store: a number that no shared store has; 0: none was noted before."""

@@ -148,8 +148,8 @@ class Lease:
         """The jobs of the earlier holder are put back: the others see this one as it is."""
         if self.former_queues:
             counts = [COUNTS_KEY.format(queue=name) for name in self.former_queues if name not in self.queues]
-            self._show(counts)
-            self.former_queues = ()
+            if self._show(counts) or (self.renew() and self._show(counts)):  # it may have run out for a moment
+                self.former_queues = ()
 
     def announce(self, what: Mapping[str, Any]) -> bool:
         """Let the others know more of this member; ``False`` if its lease has run out for a moment: try again."""

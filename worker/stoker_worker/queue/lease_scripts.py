@@ -21,6 +21,7 @@ end
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] then return {held, 0, redis.call('PTTL', KEYS[1]), ''} end
 local fence = redis.call('INCRBY', KEYS[2], 1)
+redis.call('PERSIST', KEYS[2])
 local mine = '{"fence": ' .. fence .. ', ' .. string.sub(ARGV[2], 2)
 local before = redis.call('HGET', KEYS[3], ARGV[4]) or ''
 redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
@@ -68,16 +69,36 @@ for i = 5 + ARGV[4], #KEYS do redis.call('HINCRBY', KEYS[i], 'moves', 1) end
 return 1
 """
 
+MOST_LEFT: Final = 1000
+FENCE_KEPT_S: Final = 30 * 86_400
+"""Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
+finds that its executions and claimed ids are gone."""
+
 # From here on the member's agents are anybody's. After those KEYS: the counts of its queues.
-LEAVE: Final = """
+LEAVE: Final = (
+    """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local is_shared = string.find(redis.call('HGET', KEYS[3], ARGV[2]) or '', '"shared": "%x')
 redis.call('HDEL', KEYS[3], ARGV[2])
 redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. (is_shared and ' shared' or ''))
+"""
+    + f"if redis.call('HLEN', KEYS[4]) > {MOST_LEFT} then"
+    + """
+  local all, oldest, least = redis.call('HGETALL', KEYS[4]), '', math.huge
+  for i = 1, #all, 2 do
+    local at = tonumber(string.match(all[i + 1], '^%d+')) or 0
+    if at < least then oldest, least = all[i], at end
+  end
+  redis.call('HDEL', KEYS[4], oldest)
+end
 local n_queues, is_last = (#KEYS - 4) / 2, redis.call('HLEN', KEYS[3]) == 0
 for i = 5, 4 + n_queues do
   if is_last then redis.call('DEL', KEYS[i]) end -- else it expires, unless another one serves the queue
   redis.call('HINCRBY', KEYS[i + n_queues], 'moves', 1)
 end
+"""
+    + f"redis.call('PEXPIRE', KEYS[2], {FENCE_KEPT_S}000)"
+    + """
 return redis.call('DEL', KEYS[1])
 """
+)

@@ -115,26 +115,24 @@ class RqQueue(QueuePort):
             if not self._lease.is_ours():
                 return []
             self.recover()
-        self._in_doubt = True
         claimed: list[RqClaimedJob] = []
         try:
+            self._in_doubt = True
             self._claim_order.claim(limit, busy, claimed)
+            self._in_doubt = False
+            n_moved_in = sum(job.former_home is not None for job in self._in_flight.snapshot())
+            self._moving.look_around(len(claimed), limit - len(claimed), n_moved_in)
+            self._passing_on.look_around(self._agents_in_flight)
         except Exception as error:
             if not claimed:
                 raise
-            # The jobs that were started are ours and run; the rest is put back before the next claim.
+            # What was started is ours, and runs only if it is returned. The rest is put back before the next claim.
             log.warning("a claim broke off (%s: %s)", type(error).__name__, error)
-        else:
-            self._in_doubt = False
         finally:
             self._registration.stop_requests.all_started()
         for job in claimed:
             if job.run.job.is_listened_to:
                 self._streams.open(job.claim_number, job.run)
-        if not self._in_doubt:
-            n_moved_in = sum(job.former_home is not None for job in self._in_flight.snapshot())
-            self._moving.look_around(len(claimed), limit - len(claimed), n_moved_in)
-            self._passing_on.look_around(self._agents_in_flight)
         return list(claimed)
 
     def in_flight(self) -> tuple[ClaimedJob, ...]:
@@ -202,8 +200,7 @@ class RqQueue(QueuePort):
     def leave(self) -> None:
         # What the holder of this name before has left is not put back: its agents must not go yet.
         if not (self._registration.is_leaving or self._lease.former_queues):
-            self._lease.announce({"leaving": True})
-            self._registration.is_leaving = True
+            self._registration.is_leaving = self._lease.announce({"leaving": True})
         if not self._in_doubt:
             self._moving.leave(self._agents_in_flight)
 
