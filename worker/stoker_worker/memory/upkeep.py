@@ -42,13 +42,7 @@ _MOST_TOLD: Final = 10_000
 
 class Upkeep:
     def __init__(
-        self,
-        parts: StoreParts,
-        notes: Notes,
-        budget: DiskBudget,
-        ram_cache: RamCache,
-        *,
-        agent_ttl_s: float | None = None,
+        self, parts: StoreParts, notes: Notes, budget: DiskBudget, ram_cache: RamCache, *, agent_ttl_s: float | None
     ) -> None:
         """
         Args:
