@@ -124,7 +124,7 @@ def test_hadolint_finds_nothing():
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_a_container_starts_a_valid_command(name, monkeypatch, tmp_path):
+def test_a_container_starts_a_valid_command(name, monkeypatch):
     service = BUILT[name]
     text = (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).read_text()
     [entry] = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in text.splitlines() if "ENTRYPOINT" in line]

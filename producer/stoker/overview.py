@@ -1,4 +1,4 @@
-"""The whole at one moment: queues with the time that is left, workers, dead ones too, the slowest jobs. Reads only."""
+"""Everything at one moment: queues with the time that is left, workers, dead ones too, the slowest jobs. Reads only."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""`stoker status`: one job, or the whole at one moment. Only command-line texts."""
+"""`stoker status`: one job, or everything at one moment. Only command-line texts."""
 
 import sys
 import time

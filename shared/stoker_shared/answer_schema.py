@@ -1,4 +1,4 @@
-"""The JSON Schema of a check: whether it is one, and whether an answer is valid for it. Pure; the worker's loader and
+"""The JSON Schema of a check: whether it is valid, and whether an answer matches it. Pure; the worker's loader and
 finisher threads, and producers.
 
 A schema is somebody else's program. Reading it and applying it to one answer take a bounded time, patterns take time in

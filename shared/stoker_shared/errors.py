@@ -1,6 +1,6 @@
-"""The errors that a failed job has, or that cross from one room into another, as one tree.
+"""The errors that a failed job has, or that cross from one package into another, as one tree.
 
-An error of one room alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`::
+An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`::
 
     StokerError
     ├── RequestError                    the job can never succeed as it is: failed at once, never retried
@@ -21,10 +21,10 @@ An error of one room alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is
     │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
     │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
     │   ├── AgentNotFound               there is no such agent, or it has no such version
-    │   ├── AgentExists                 an agent that was to be made is there already
+    │   ├── AgentExists                 the agent that was to be made exists already
     │   ├── AgentElsewhere              the agent's memory is in the store of a worker that is away
     │   ├── AgentBusy                   another process is working on the agent: a worker, or a command of the shell
-    │   └── StoreUnusable               the store folder is missing rights, locked or of an unknown format
+    │   └── StoreUnusable               the store folder cannot be accessed, is locked or has an unknown format
     ├── EngineError
     │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
     │   ├── GenerationTimedOut          the job's own timeout passed while it ran

@@ -124,7 +124,7 @@ CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
 """List: ids that a member took out of a queue and has not started yet."""
 
 HOMES_KEY: Final = "stoker:homes:{queue}"
-"""Hash: for each agent two words, or three. The first is its home, the member that alone claims its jobs while it is a
+"""Hash: for each agent two to four words. The first is its home, the member that alone claims its jobs while it is a
 member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it
 until it has ended. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
 ``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there is

@@ -19,10 +19,11 @@ class Arrow:
 
     Attributes:
         place: where RQ's keys have the job right after the loss.
-        end: the job's last status; `attempt` and `versions` belong to a finished job.
+        end: the job's last status; `attempt` belongs to a finished job.
         generations: how often the engine got the job, over both workers.
-        turns: whether the job's turn is in its agent's history right after the loss.
-        act: called with the first worker once the job runs.
+        turn_saved: whether the job's turn is in its agent's history right after the loss.
+        act: what else happens to the job: it falls ``due``, is told to ``stop``, has a ``callback``, or its worker is
+            told to ``terminate``.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""The rules for the agents' transcripts after a chaos run: design 5 and the order of docs/lifecycle.md."""
+"""The rules for the agents' transcripts after a chaos run: the order of docs/lifecycle.md."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

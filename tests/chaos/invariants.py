@@ -1,4 +1,4 @@
-"""The rules for the jobs after a chaos run, one by one: design 7 and docs/lifecycle.md."""
+"""The rules for the jobs after a chaos run, one by one: those of docs/lifecycle.md."""
 
 from collections import Counter
 

@@ -54,7 +54,7 @@ def test_a_result_comes_back_and_a_failure_carries_the_workers_reason(node, work
     assert "for a reason" in failed["reason"]
 
 
-def test_waiting_and_running_jobs_are_canceled(node, worker, redis_url):
+def test_waiting_and_running_jobs_are_canceled(node, worker):
     shown = node("""
         const long = { agent_id: "c", prompt: "x", max_tokens: 100000 };
         const running = await submit(redis, long), waiting = await submit(redis, long);

@@ -56,12 +56,24 @@ def reference(smollm2):
     return Reference()
 
 
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory):
+    """The proofs of the model so far: one is enough for all stores."""
+    return tmp_path_factory.mktemp("proofs") / "model-proofs.json"
+
+
 @pytest.fixture
-def run_worker(redis_url, tmp_path, smollm2):
+def run_worker(redis_url, tmp_path, smollm2, proofs):
+    store = tmp_path / "store"
+
     def run(*arguments):
+        if proofs.exists():
+            store.mkdir(exist_ok=True)
+            shutil.copy(proofs, store)
         options = ("--burst", "--model", str(smollm2), "--max-batch", "8", *arguments)
-        with running_worker(redis_url, tmp_path / "store", *options) as worker:
+        with running_worker(redis_url, store, *options) as worker:
             assert worker.wait(240) == 0, worker.log
+        shutil.copy(store / proofs.name, proofs)
         return worker
 
     return run
@@ -168,8 +180,8 @@ def test_a_damaged_block_and_another_models_store_cost_time_and_never_an_answer(
 
 def test_the_lines_of_a_batch_get_the_answers_of_single_jobs(redis_url, run_worker, tmp_path):
     bodies = []
-    for n in range(60):
-        limits = {"model": "any", "max_tokens": 6, "temperature": 0, "user": f"batch {n % 20}"}
+    for n in range(24):
+        limits = {"model": "any", "max_tokens": 6, "temperature": 0, "user": f"batch {n % 8}"}
         given = {"prompt": RAW[n % 2] + f" {n}"} if n % 3 == 0 else {"messages": [user(f"{CHATS[n % 2]} ({n})")]}
         bodies.append({**limits, **given})
     lines = [

@@ -7,10 +7,10 @@ import time
 
 import pytest
 from redis import Redis
+from tests.chaos.restarting_server import RestartingServer
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
 
 pytestmark = pytest.mark.server
 
@@ -19,24 +19,10 @@ SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER
 
 @pytest.fixture
 def server(redis_server, tmp_path):
-    """A server for this test alone, to kill; depends on `redis_server`, which skips where there is none."""
-    server = EmbeddedServer(tmp_path / "redis")
-    server.start()
+    """Depends on `redis_server`, which skips where there is none."""
+    server = RestartingServer(tmp_path / "redis")
     yield server
     server.stop()
-
-
-def kill(server):
-    pid = Redis.from_url(server.url).info("server")["process_id"]
-    time.sleep(1.1)  # the append-only file is synced every second
-    os.kill(pid, signal.SIGKILL)
-
-
-def start_again(server, folder):
-    port = int(server.url.rpartition(":")[2])
-    again = EmbeddedServer(folder, port)
-    again.start()
-    return again
 
 
 def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_when_it_is_back(server, tmp_path):
@@ -45,18 +31,13 @@ def test_jobs_that_end_while_redis_is_away_longer_than_the_lease_are_finished_wh
     options = ("--scripted-steps-per-s", "30", "--max-batch", "4")
     with running_worker(server.url, tmp_path / "store", *options, env=SHORT) as worker:
         worker.wait_for(lambda: sum(ticket.status().state == "started" for ticket in tickets) == 4)
-        kill(server)
+        server.kill()
         time.sleep(3)
-        again = start_again(server, tmp_path / "redis")
-        try:
-            results = [ticket.result(timeout_s=40) for ticket in tickets]
-            connection = Redis.from_url(server.url)
+        server.start()
+        results = [ticket.result(timeout_s=40) for ticket in tickets]
+        with server.connection() as connection:
             assert [connection.xlen(f"rq:results:{ticket.job_id}") for ticket in tickets] == [1] * 6
-            worker.wait_for(lambda: "outage over: Redis works again" in worker.log)
-        finally:
-            worker.signal(signal.SIGTERM)
-            worker.wait()
-            again.stop()
+        worker.wait_for(lambda: "outage over: Redis works again" in worker.log)
     warnings = [line for line in worker.log.splitlines() if " W " in line]
     assert len(warnings) == 2, "one line for the outage, one for its end"
     assert "outage begins: Redis is away" in warnings[0]
@@ -99,9 +80,8 @@ def test_a_stop_while_redis_is_away_ends_soon_and_loses_no_finished_turn(server,
     with running_worker(server.url, tmp_path / "store", "--scripted-steps-per-s", "50") as worker:
         worker.wait_for(lambda: all(ticket.status().state == "started" for ticket in [*tickets, long]))
         if how == "killed":
-            kill(server)
+            server.kill()
         else:
-            time.sleep(1.1)
             os.kill(pid := Redis.from_url(server.url).info("server")["process_id"], signal.SIGSTOP)
         time.sleep(3)  # three of the jobs end meanwhile
         assert "finished" not in worker.log
@@ -110,19 +90,15 @@ def test_a_stop_while_redis_is_away_ends_soon_and_loses_no_finished_turn(server,
         assert worker.wait(60) == 0, worker.log
         took_s = time.monotonic() - began
     if how == "killed":
-        again = start_again(server, tmp_path / "redis")
+        server.start()
     else:
         os.kill(pid, signal.SIGCONT)
-        again = server
     print(f"the stop took {took_s:.2f} s")
-    try:
-        env = {"STOKER_GRACE_S": "0"}
-        with running_worker(server.url, tmp_path / "store", log_name="next.log", env=env) as successor:
-            results = [ticket.result(timeout_s=40) for ticket in tickets]
-            successor.wait_for(lambda: len(re.findall(r"replayed job=.* version=1$", successor.log, re.MULTILINE)) == 3)
-            assert long.status().state != "failed"
-    finally:
-        again.stop()
+    env = {"STOKER_GRACE_S": "0"}
+    with running_worker(server.url, tmp_path / "store", log_name="next.log", env=env) as successor:
+        results = [ticket.result(timeout_s=40) for ticket in tickets]
+        successor.wait_for(lambda: len(re.findall(r"replayed job=.* version=1$", successor.log, re.MULTILINE)) == 3)
+        assert long.status().state != "failed"
     assert [result.cache.agent_version for result in results] == [1] * 3
     assert took_s < 15  # 2 to 4; with a grace of a minute, the machine's speed does not matter
 
@@ -131,6 +107,6 @@ def test_a_stop_ends_also_when_redis_does_not_come_back(server, tmp_path):
     ticket = Producer(server.url).submit(agent_id="a", prompt="x", max_tokens=100_000)
     with running_worker(server.url, tmp_path / "store", env=SHORT) as worker:
         worker.wait_for(lambda: ticket.status().state == "started")
-        kill(server)
+        server.kill()
         worker.signal(signal.SIGTERM)
         assert worker.wait(60) == 0, worker.log

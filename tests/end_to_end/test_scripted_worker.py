@@ -14,7 +14,6 @@ from rq import Callback, Queue
 from rq.job import Job
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
-from tests.answers import without_total
 from tests.store_reader import StoreReader
 from tests.worker_process import WorkerProcess, running_worker
 
@@ -26,14 +25,14 @@ from stoker_worker.memory.store_name import store_name
 pytestmark = pytest.mark.server
 
 
-def registries(connection, queue="generate"):
+def registries(connection):
     """Ids by registry, read the way RQ's own tools do."""
     options = {"connection": connection, "serializer": JSONSerializer}
     return {
-        "queued": Queue(queue, **options).get_job_ids(),
-        "started": StartedJobRegistry(queue, **options).get_job_ids(cleanup=False),
-        "finished": FinishedJobRegistry(queue, **options).get_job_ids(),
-        "failed": FailedJobRegistry(queue, **options).get_job_ids(),
+        "queued": Queue("generate", **options).get_job_ids(),
+        "started": StartedJobRegistry("generate", **options).get_job_ids(cleanup=False),
+        "finished": FinishedJobRegistry("generate", **options).get_job_ids(),
+        "failed": FailedJobRegistry("generate", **options).get_job_ids(),
     }
 
 
@@ -59,16 +58,15 @@ def test_a_short_job_overtakes_long_ones_and_rq_sees_all_of_them_executing(produ
     long = [producer.submit(agent_id=f"long-{n}", prompt="x", max_tokens=200) for n in range(8)]
     with running_worker(redis_url, store, "--scripted-steps-per-s", "12") as worker:
         worker.wait_for(lambda: len(registries(connection)["started"]) == 8)
-        short = producer.submit(agent_id="short", prompt="x", max_tokens=70)
-        worker.wait_for(lambda: len(registries(connection)["started"]) == 9)
         info = subprocess.run(
             [sys.executable, "-m", "rq.cli", "info", "--url", redis_url], capture_output=True, text=True, check=True
         ).stdout
-        assert "9 executing" in info, info
+        assert "8 executing" in info, info
         assert "busy" in info
-        short.result(timeout_s=30)
+        producer.submit(agent_id="short", prompt="x", max_tokens=10).result(timeout_s=30)
         assert {ticket.status().state for ticket in long} == {"started"}
         assert sorted(registries(connection)["started"]) == sorted(ticket.job_id for ticket in long)
+        worker.kill()  # else it would let them finish
 
 
 @pytest.mark.parametrize("context", ["full", "append"])
@@ -229,45 +227,11 @@ def test_a_running_job_can_be_cancelled_and_the_others_go_on(producer, redis_url
         worker.wait_for(lambda: registries(connection)["started"] == [])
 
 
-@pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_rqs_own_cancel_and_delete_of_a_running_job_are_not_undone_by_the_worker(
-    producer, redis_url, connection, store, how
-):
-    ticket = producer.submit(agent_id="victim", prompt="x", max_tokens=100_000)
-    with running_worker(redis_url, store) as worker:
-        worker.wait_for(lambda: len(registries(connection)["started"]) == 1)
-        job = Job.fetch(ticket.job_id, connection, JSONSerializer)
-        getattr(job, how)()
-        worker.wait_for(lambda: "cancelled job=" in worker.log)
-    assert registries(connection)["finished"] == registries(connection)["started"] == []
-    assert Job.exists(ticket.job_id, connection) == (how == "cancel")
-
-
 def test_a_job_over_its_own_timeout_fails_and_keeps_its_partial_text(producer, redis_url, store):
     ticket = producer.submit(agent_id="slow", prompt="x", max_tokens=100_000, job_timeout_s=1)
     with running_worker(redis_url, store), pytest.raises(JobFailed, match="GenerationTimedOut") as caught:
         ticket.result(timeout_s=30)
     assert caught.value.partial_text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "salts", "cached"),
-    [
-        ((), (None, None), 512),
-        (("--no-share-prefixes",), (None, None), 0),
-        ((), ("tenant a", "tenant b"), 0),
-        ((), ("tenant a", "tenant a"), 512),
-    ],
-)
-def test_a_common_system_prompt_is_cached_once_for_all_agents_that_may_share_it(
-    producer, redis_url, store, arguments, salts, cached
-):
-    brief = "You are one of many agents. " * 20
-    for agent_id, salt, expected in zip("ab", salts, (0, cached), strict=True):
-        ticket = producer.submit(agent_id=agent_id, prompt=f"{brief}I am {agent_id}", max_tokens=3, cache_salt=salt)
-        with running_worker(redis_url, store, "--burst", *arguments) as worker:
-            worker.wait()
-        assert ticket.result(timeout_s=1).usage.cached_tokens == expected
 
 
 def test_a_read_only_question_uses_the_agents_memory_and_writes_no_version(producer, redis_url, store):
@@ -286,29 +250,6 @@ def test_a_read_only_question_uses_the_agents_memory_and_writes_no_version(produ
         *((1, True), (1, False), (None, False), (2, True)),
     ]
     assert StoreReader(store).turns("a") == [asked[0].job_id, asked[3].job_id]
-
-
-def test_a_delivery_that_was_saved_but_not_finished_is_answered_from_the_agents_history(
-    producer, redis_url, connection, store
-):
-    ticket = producer.submit(agent_id="a", prompt="x", max_tokens=5)
-    with running_worker(redis_url, store, "--burst", log_name="1.log") as worker:
-        worker.wait()
-    first = ticket.result(timeout_s=1)
-    # As after a kill between saving the version and finishing the job.
-    key, execution = f"rq:job:{ticket.job_id}", uuid.uuid4().hex
-    connection.zrem("rq:finished:generate", ticket.job_id)
-    connection.delete(f"rq:results:{ticket.job_id}")
-    connection.hset(key, mapping={"status": "started"})
-    connection.zadd("rq:wip:generate", {f"{ticket.job_id}:{execution}": time.time() + 3600})
-    connection.hset(
-        f"rq:execution:{ticket.job_id}:{execution}", mapping={"worker_name": "stoker-gone", "created_at": 1}
-    )
-    with running_worker(redis_url, store, "--burst", log_name="2.log") as worker:
-        worker.wait()
-    second = ticket.result(timeout_s=1)
-    assert "replayed job=" in worker.log
-    assert without_total(second) == without_total(first)
 
 
 def test_plain_rq_and_four_redis_commands_enqueue_like_the_producer(redis_url, connection, store):

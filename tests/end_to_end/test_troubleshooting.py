@@ -253,7 +253,7 @@ def test_submitting_and_waiting(said, redis_url, producer, tmp_path):
     ])  # fmt: skip
 
 
-def test_stoker_serve(said, redis_url, connection, tmp_path):
+def test_stoker_serve(said, redis_url, tmp_path):
     def asked(**headers):
         return httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers).text
 

@@ -120,7 +120,7 @@ def test_an_invalid_command_is_exit_code_2_and_enqueues_nothing(stoker, redis_ur
         assert connection.keys("rq:*") == []
 
 
-def test_a_job_of_ones_own_id_is_made_once(stoker, requests, redis_url):
+def test_a_job_of_ones_own_id_is_made_once(stoker, requests):
     asked, answers = requests
     answers.append(ANSWERS["fork", "a", "b"][0])
     for _ in range(2):

@@ -29,7 +29,7 @@ def submitted(producer, count):
     return producer.submit_many([REQUEST] * count)
 
 
-def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, connection, monkeypatch):
+def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, monkeypatch):
     first, second, third, fourth = tickets = submitted(producer, 4)
     fourth.cancel()
     worker.fail(third.job_id, "ModelMismatch: x")
@@ -100,7 +100,7 @@ def test_a_time_limit_of_nothing_looks_at_every_job_once(producer, worker):
     assert set(seen) == set(tickets[::50])
 
 
-def test_a_try_that_failed_is_not_the_end_of_a_job_that_is_tried_again(producer, worker, connection):
+def test_a_try_that_failed_is_not_the_end_of_a_job_that_is_tried_again(producer, worker):
     ticket = producer.ticket(producer.submit(**REQUEST).job_id)
     for _ in range(3):
         worker.start(ticket.job_id)

@@ -117,8 +117,12 @@ def test_a_job_that_went_on_before_its_reply_was_lost_is_left_as_it_is(proxy, pr
     assert queued(server) == []
 
 
-def test_a_transaction_that_arrives_after_its_second_try_is_refused(redis_url, server, monkeypatch):
-    """As with a server that hangs for longer than the socket timeout: the packet is already on its way."""
+@pytest.fixture
+def late(monkeypatch):
+    """The first transaction, for which its sender gave up waiting: its connection and its commands.
+
+    As with a server that hangs for longer than the socket timeout: the packet is already on its way.
+    """
     late, execute = [], Pipeline.execute
 
     def times_out_once(self, **options):
@@ -129,6 +133,10 @@ def test_a_transaction_that_arrives_after_its_second_try_is_refused(redis_url, s
         raise RedisTimeoutError
 
     monkeypatch.setattr(Pipeline, "execute", times_out_once)
+    return late
+
+
+def test_a_transaction_that_arrives_after_its_second_try_is_refused(redis_url, server, late):
     ticket = Producer(redis_url).submit(**REQUEST)
     [(connection, commands)] = late
     with server.pipeline() as pipeline, pytest.raises(WatchError):
@@ -136,15 +144,10 @@ def test_a_transaction_that_arrives_after_its_second_try_is_refused(redis_url, s
     assert queued(server) == [ticket.job_id]
 
 
-def test_a_transaction_that_arrives_just_before_its_second_try_makes_that_one_needless(redis_url, server, monkeypatch):
-    late, execute, watch = [], Pipeline.execute, Pipeline.watch
-
-    def times_out_once(self, **options):
-        if late or not self.explicit_transaction:
-            return execute(self, **options)
-        late.append((self.connection, list(self.command_stack)))
-        self.connection, self.watching = None, False
-        raise RedisTimeoutError
+def test_a_transaction_that_arrives_just_before_its_second_try_makes_that_one_needless(
+    redis_url, server, late, monkeypatch
+):
+    watch = Pipeline.watch
 
     def after_the_late_one(self, *keys):
         if late:
@@ -152,7 +155,6 @@ def test_a_transaction_that_arrives_just_before_its_second_try_makes_that_one_ne
                 pipeline._execute_transaction(*late[0], True)
         return watch(self, *keys)
 
-    monkeypatch.setattr(Pipeline, "execute", times_out_once)
     monkeypatch.setattr(Pipeline, "watch", after_the_late_one)
     ticket = Producer(redis_url).submit(**REQUEST)
     assert queued(server) == [ticket.job_id]

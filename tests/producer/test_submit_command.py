@@ -226,7 +226,7 @@ def test_stdin_is_read_for_one_option_only(stoker):
     assert "one option" in err
 
 
-def test_without_any_input_the_ways_to_give_one_are_named(stoker, redis_url, monkeypatch, capsys):
+def test_without_any_input_the_ways_to_give_one_are_named(stoker, monkeypatch, capsys):
     assert "--message" in stoker("submit", "--agent", "a")[2]  # as under cron
     _, terminal = pty.openpty()
     with open(terminal) as stdin:

@@ -80,7 +80,7 @@ def test_meta_written_by_other_clients_does_no_harm(ticket, worker, connection, 
     assert caught.value.partial_text is None
 
 
-def test_a_failure_without_any_words_still_has_a_reason(ticket, worker, connection):
+def test_a_failure_without_any_words_still_has_a_reason(ticket, worker):
     worker.fail(ticket.job_id, "")
     with pytest.raises(JobFailed, match="gave no reason"):
         ticket.result()
@@ -186,7 +186,7 @@ def test_a_deferred_job_is_canceled(producer, connection, ticket):
 
 
 @pytest.mark.parametrize("end", ["finish", "fail", "stop", "cancel"])
-def test_a_job_that_has_ended_cannot_be_canceled(ticket, worker, connection, end):
+def test_a_job_that_has_ended_cannot_be_canceled(ticket, worker, end):
     {
         "finish": lambda: worker.finish(ticket.job_id),
         "fail": lambda: worker.fail(ticket.job_id, "E: x"),

@@ -171,7 +171,7 @@ def test_one_sleep_in_the_server_is_shorter_than_the_clients_patience(socket_tim
 
 
 @pytest.mark.slow
-def test_a_wrong_password_is_not_waited_out(producer, connection, redis_url):
+def test_a_wrong_password_is_not_waited_out(redis_url):
     with pytest.raises(RedisUnavailable, match=r"^refused by the Redis server") as caught:
         Producer(redis_url.replace("redis://", "redis://nobody:hunter2@")).result("x", timeout_s=30)
     assert "hunter2" not in str(caught.value)

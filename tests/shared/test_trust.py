@@ -67,13 +67,13 @@ def candidate(model, cost, counts=None):
 GOOD, BAD = Counts(95, 5), Counts(5, 95)
 
 
-def begins(counts, n=2000, **options):
+def begins(counts, **options):
     """How often jobs begin with the small model."""
     dice, options = random.Random(1), {"min_trust": None, "escalates": True, **options}
     models = [candidate("small", 1, counts), candidate("large", 10)]
-    routes = [route_of(models, dice=dice, **options) for _ in range(n)]
+    routes = [route_of(models, dice=dice, **options) for _ in range(2000)]
     assert all(route[-1].model == "large" for route in routes)
-    return sum(route[0].model == "small" for route in routes) / n
+    return sum(route[0].model == "small" for route in routes) / 2000
 
 
 def test_the_cheapest_trusted_model_begins_and_others_are_tried_now_and_then():

@@ -34,7 +34,6 @@ class Surveyed:
         wrong: for each wider mode that was tried, the histories with an answer unlike that of the sequence alone.
         proved: the mode that the proof at load takes.
         why: the proof's reasons against wider modes.
-        proof_s: the duration of the proof.
         sees_padding: whether a history is wrong when masks let padding through: otherwise they prove nothing.
         died: the way the process ended, if it ended early.
     """
@@ -45,7 +44,6 @@ class Surveyed:
     wrong: dict[str, list[str]] = field(default_factory=dict)
     proved: str = ""
     why: list[str] = field(default_factory=list)
-    proof_s: float = 0.0
     sees_padding: bool = True
     died: str = ""
 
@@ -64,7 +62,7 @@ def survey(name: str) -> Surveyed:
             break
         found.wrong[str(mode)] = wrong
     verdict = prove(specimen.model, specimen.loaded, max_batch=16)
-    found.proved, found.why, found.proof_s = str(verdict.mode), list(verdict.why), verdict.seconds
+    found.proved, found.why = str(verdict.mode), list(verdict.why)
     return found
 
 

@@ -21,7 +21,7 @@ from stoker.overview_tables import (
 
 
 def add_stoker_page(app: Flask, connection: Redis) -> None:
-    """Show the whole at one moment. rq-dashboard knows neither rates nor the time left, as of 0.9.0."""
+    """Show everything at one moment. rq-dashboard knows neither rates nor the time left, as of 0.9.0."""
 
     def view(instance_number: int) -> Response:
         now = run(connection, overview())

@@ -281,7 +281,7 @@ def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, some
     wait_for(lambda: len(somebody.ends) == 3)
 
 
-def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, connection, somebody, tmp_path):
+def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, somebody, tmp_path):
     write(tmp_path, ["one", "two", "three"])
     somebody.begin()
     assert batch("run", "in.jsonl", "--out", "out.jsonl", "--max-redis-bytes", "1")[0] == 0

@@ -79,7 +79,7 @@ def test_a_process_that_waited_for_another_one_does_not_continue_without_its_ans
     assert not connection.exists(f"stoker:batch:{name}:holder")
 
 
-def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_process(connection, monkeypatch):
+def test_a_connection_that_is_lost_under_a_watch_is_not_taken_for_another_process():
     steps = hold("b", "here 1:2 /out.jsonl")
     watched = next(steps)
     assert steps.throw(WatchError("a connection error while watching")) == watched

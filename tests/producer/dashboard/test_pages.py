@@ -82,8 +82,8 @@ def register(connection, name, *queues, beat_s_ago=0.0, alive=True, **more):
             connection.set(SERVED_KEY.format(queue=queue), name)
 
 
-def run_on(connection, producer, name, agent=MARKUP):
-    job_id = producer.submit(prompt="a secret", agent_id=agent).job_id
+def run_on(connection, producer, name):
+    job_id = producer.submit(prompt="a secret", agent_id=MARKUP).job_id
     PlayedWorker(connection).start(job_id, tokens=34)
     connection.hset(f"rq:job:{job_id}", "worker_name", name)
     connection.zadd("rq:wip:generate", {f"{job_id}:e": 2e9})
@@ -117,7 +117,7 @@ def test_a_queues_name_from_the_address_cannot_run_as_a_script(page, name):
     assert "alert(1);('" not in scripts
 
 
-def test_a_queue_with_slashes_in_its_name_has_a_page(page, producer, connection):
+def test_a_queue_with_slashes_in_its_name_has_a_page(page, producer):
     job_id = producer.submit(prompt="x", queue="team//nightly").job_id
     [link] = set(re.findall(r'href="(/0/view/jobs/.*?)"', page("/0/view/stoker")))
     assert opened(page(link)) == ("team//nightly", "queued")

@@ -81,7 +81,7 @@ def test_a_right_engine_passes_with_figures(tmp_path: Path) -> None:
     assert found["decode, batch 32"].line == "not applicable: the worker would run 16 at once"
 
 
-def test_the_rate_of_a_batch_is_that_of_all_its_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_a_batch_is_that_of_all_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = count()  # the clock of the measurement: each step takes one second
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(seconds), monotonic=time.monotonic))
     engine, loaded = ScriptedProvider(max_batch=16, steps_per_s=1e6).load()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, work
+from tests.worker.engine.layouts import Layout, Numbers, prefix_of, random_ids, run, work
 from tests.worker.engine.reading import STAGES, read_along
 
 from stoker_shared import build_request
@@ -70,15 +70,6 @@ class Scripted:
 @pytest.fixture(scope="module", params=[pytest.param(Real, marks=pytest.mark.mlx), Scripted])
 def side(request):
     return request.param()
-
-
-def run(engine, works):
-    uids = [engine.submit(one) for one in works]
-    done = {}
-    while engine.in_flight:
-        done |= {completion.uid: completion for completion in engine.step()}
-    engine.close()
-    return [done[uid] for uid in uids]
 
 
 def changed(one, **fields):

@@ -112,9 +112,9 @@ def answer_of(layout, one):
     return tuple(answer)
 
 
-def ending_layout(name="llama"):
+def ending_layout():
     """One whose end-of-sequence token is likely."""
-    layout = Layout(name)
+    layout = Layout("llama")
     head = layout.model.lm_head
     head.weight = mx.where(mx.arange(VOCABULARY)[:, None] == EOS, head.weight * 1.4, head.weight)
     return layout

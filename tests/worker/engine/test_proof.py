@@ -204,7 +204,7 @@ def verdicts(tmp_path):
         def of(self, fingerprint="f", max_batch=8, device="cpu"):
             def prove():
                 self.proofs += 1
-                return Verdict(ServingMode(Batching.SINGLE_PREFILL), ("batched: wrong",), 2.0)
+                return Verdict(ServingMode(Batching.SINGLE_PREFILL), ("batched: wrong",))
 
             return remembered_or_proved(self.memo, fingerprint, max_batch=max_batch, device=device, prove=prove)
 

@@ -54,7 +54,7 @@ def test_a_piece_comes_back_bit_for_bit(tmp_path: Path, dtype: str) -> None:
             assert np.array_equal(ours[:, 4:7].view(np.uint8), theirs.view(np.uint8))
 
 
-def test_arrays_of_any_memory_order_are_written_alike(tmp_path: Path) -> None:
+def test_arrays_of_any_memory_order_are_written_alike() -> None:
     layers = random_layers(PIECE.spec, 3)
     turned = tuple((np.asfortranarray(keys), np.asfortranarray(values)) for keys, values in layers)
     assert b"".join(PIECE.encode(layers, 0)) == b"".join(PIECE.encode(turned, 0))

@@ -46,10 +46,10 @@ class Index:
         blocks = "".join(self.letters[block.address] for block in plan.blocks)
         return blocks, " ".join(row.agent_id for row in plan.agents)
 
-    def unused(self, need: int, held: str = "", *, unused_before: float = -1.0, most: int = 64) -> str:
+    def unused(self, need: int, held: str = "", *, unused_before: float = -1.0) -> str:
         addresses = frozenset(map(self.address, held))
         return self.named(
-            plan_unused(self.connection, need_bytes=need, held=addresses, unused_before=unused_before, most=most)
+            plan_unused(self.connection, need_bytes=need, held=addresses, unused_before=unused_before, most=64)
         )[0]
 
     def agents(self, need: int, pinned: str = "", held: str = "", *, most: int = 64) -> tuple[str, str]:

@@ -107,9 +107,9 @@ def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: P
             tables.add(table)
         return sqlite3.SQLITE_OK
 
-    with closing(sqlite3.connect(store.parts.database.path)) as connection:
-        connection.set_authorizer(note)
-        assert list(list_agents(connection, Page("size"))) == expected
+    with closing(sqlite3.connect(store.parts.database.path)) as watched:
+        watched.set_authorizer(note)
+        assert list(list_agents(watched, Page("size"))) == expected
     assert tables == {"agents", "blocks"}
 
 

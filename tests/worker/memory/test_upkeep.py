@@ -289,7 +289,7 @@ def test_a_wrong_sum_of_all_sizes_is_corrected(store: AgentCacheStore) -> None:
     assert problems_of(store) == []
 
 
-def test_a_walk_changes_nothing_in_a_store_that_is_right(tmp_path: Path, store: AgentCacheStore) -> None:
+def test_a_walk_changes_nothing_in_a_store_that_is_right(store: AgentCacheStore) -> None:
     for number in range(300):
         Agent(store, f"agent {number}").say(ids(270, seed=number % 100), (number,))
     for _ in store._upkeep.tidy():

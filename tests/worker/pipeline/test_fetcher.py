@@ -82,7 +82,7 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
     job = loader.jobs.get(timeout=TIMEOUT_S)
     queue.enqueue(agent_id="b")
     until = time.monotonic() + TIMEOUT_S
-    while ({"a"}, {"b"}, True) not in pins:
+    while (frozenset("a"), frozenset("b"), True) not in pins:
         assert time.monotonic() < until, pins
         time.sleep(0.001)
     fetcher.leave()

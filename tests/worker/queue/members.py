@@ -18,18 +18,18 @@ def claim(queue: RqQueue, limit: int = 16) -> list[ClaimedJob]:
     return queue.claim(limit, Busy().beside(job.memory_use for job in queue.in_flight()))
 
 
-def claim_within(queue: RqQueue, limit: int = 16, within_s: float = 20.0) -> list[ClaimedJob]:
+def claim_within(queue: RqQueue, within_s: float = 20.0) -> list[ClaimedJob]:
     """Claims until there is something, as a fetcher does again and again."""
     end = time.monotonic() + within_s
-    while not (found := claim(queue, limit)):
+    while not (found := claim(queue)):
         assert time.monotonic() < end, "nothing to claim"
         time.sleep(0.02)
     return found
 
 
-def claim_in_turn(claiming: RqQueue, idle: RqQueue, within_s: float = 20.0) -> list[str]:
+def claim_in_turn(claiming: RqQueue, idle: RqQueue) -> list[str]:
     """What one worker claims while another one, which must not claim anything, looks as well."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + 20
     while not (found := claim(claiming)):
         assert claim(idle) == []
         assert time.monotonic() < end, "nothing to claim"

@@ -151,9 +151,7 @@ def test_the_jobs_of_a_quarantined_jobs_agent_stay_in_order(connection, producer
     assert ids(claim(queue)) == [second]
 
 
-def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(
-    connection, producer, opened, monkeypatch
-):
+def test_a_job_found_quarantined_at_its_start_beside_others_goes_back_and_waits(connection, producer, opened):
     queue = opened()
     submit(producer, "u", queue="high")
     running = claim(queue)

@@ -4,7 +4,6 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
@@ -18,13 +17,6 @@ pytestmark = pytest.mark.server
 
 CLAIMED = CLAIMED_KEY.format(queue="generate", member="me")
 LEASE = LEASE_KEY.format(member="me")
-SIDES = ("before", "behind")
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -99,7 +91,7 @@ def test_an_agents_first_job_is_claimed_next_but_one_at_most_behind_agents_with_
     assert len(waiting(connection)) == 28
 
 
-def test_an_agents_first_job_is_found_while_every_slot_is_taken(connection, producer, claimer, submit):
+def test_an_agents_first_job_is_found_while_every_slot_is_taken(producer, claimer, submit):
     producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 1500)
     (other,) = submit("other")
     for _ in range(200):
@@ -332,7 +324,7 @@ def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, mon
     assert claim(claimer, limit=50) == names
 
 
-def test_the_claimer_reports_whether_every_waiting_job_was_read(connection, producer, claimer, submit, monkeypatch):
+def test_the_claimer_reports_whether_every_waiting_job_was_read(producer, claimer, submit, monkeypatch):
     monkeypatch.setattr("stoker_worker.queue.queue_view._READ_S", 0)
     assert not claimer.has_unread
     producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 600)

@@ -31,7 +31,7 @@ def left_behind(connection, plain):
     return leave
 
 
-def test_a_deferred_job_left_behind_by_its_failed_dependency_is_enqueued(connection, plain, queue, monkeypatch):
+def test_a_deferred_job_left_behind_by_its_failed_dependency_is_enqueued(connection, plain, queue):
     """A worker of RQ's own that is lost just after the failure leaves such a job."""
     failed, finished, waiting, another = (enqueue(plain) for _ in range(4))
     allows = enqueue(plain, depends_on=Dependency(jobs=[failed, finished], allow_failure=True))

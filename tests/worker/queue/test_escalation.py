@@ -52,12 +52,12 @@ def waiting(connection, queue="large"):
     return [job_id.decode() for job_id in connection.lrange(f"rq:queue:{queue}", 0, -1)]
 
 
-def assert_moved_once(connection, job_id="job"):
-    assert waiting(connection) == [job_id]
+def assert_moved_once(connection):
+    assert waiting(connection) == ["job"]
     assert waiting(connection, "generate") == []
-    assert connection.hmget(f"rq:job:{job_id}", "status", "origin") == [b"queued", b"large"]
+    assert connection.hmget("rq:job:job", "status", "origin") == [b"queued", b"large"]
     assert verdicts(connection) == {"t small": "0.0000 1.0000"}
-    assert not connection.exists("rq:wip:generate", ENDED_KEY.format(queue="generate"), f"rq:executions:{job_id}")
+    assert not connection.exists("rq:wip:generate", ENDED_KEY.format(queue="generate"), "rq:executions:job")
     assert not connection.keys("rq:execution:*")
 
 
@@ -316,7 +316,7 @@ def test_the_version_of_the_next_models_turn_is_noted_where_versions_are(connect
     assert home_of(connection, "a") == f">first large {version}"
 
 
-def test_a_later_job_with_the_id_holds_nobody_back(connection, queue, plain, join):
+def test_a_later_job_with_the_id_holds_nobody_back(queue, plain, join):
     enqueue(plain, "nightly", agent_id="a")
     escalated(queue)
     [later] = claim(join("large", queues="large"))
@@ -328,7 +328,7 @@ def test_a_later_job_with_the_id_holds_nobody_back(connection, queue, plain, joi
     assert ids(claim_within(queue)) == ["other"]
 
 
-def test_a_worker_of_both_queues_gets_the_agents_job(connection, queue, plain, join):
+def test_a_worker_of_both_queues_gets_the_agents_job(queue, plain, join):
     enqueue(plain, "first", agent_id="a")
     escalated(queue)
     assert ids(claim_within(join("both", queues="large,generate"))) == ["first"]

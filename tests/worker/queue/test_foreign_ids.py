@@ -72,7 +72,7 @@ def test_a_job_with_an_id_rq_cannot_read_is_failed_with_the_reason_and_other_job
 STRANGE = [job_id.encode() for job_id in IDS] + [b"\xff\xfe", b"line\nbreak", b""]
 
 
-def test_ids_of_any_bytes_claimed_by_a_lost_worker_go_back_and_are_failed(server, redis_url, queue):
+def test_ids_of_any_bytes_claimed_by_a_lost_worker_go_back_and_are_failed(server, queue):
     for job_id in STRANGE:
         enqueue(server, job_id)
         server.lmove("rq:queue:generate", CLAIMED, "RIGHT", "RIGHT")

@@ -22,8 +22,8 @@ def restored(data: bytes, **fields: bytes) -> JsonJob:
     return job
 
 
-def payload(func=TASK_PATH, instance=None, args=(), kwargs=None) -> bytes:
-    return json.dumps([func, instance, list(args), {"request": REQUEST} if kwargs is None else kwargs]).encode()
+def payload(func=TASK_PATH, args=(), kwargs=None) -> bytes:
+    return json.dumps([func, None, list(args), {"request": REQUEST} if kwargs is None else kwargs]).encode()
 
 
 @pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis import Redis
 from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
 
@@ -25,12 +24,6 @@ from stoker_worker.queue.lease_scripts import FENCE_KEPT_S, MOST_LEFT
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 LEASE, FENCE = LEASE_KEY.format(member="m"), FENCE_KEY.format(member="m")

@@ -219,7 +219,7 @@ def test_a_job_given_back_twice_is_in_front_once_and_is_counted(connection, prox
 
 
 @pytest.mark.parametrize("end", ["finish", "fail"])
-def test_a_place_under_a_rate_limit_is_passed_on_at_once(connection, proxy, queue, enqueue, end):
+def test_a_place_under_a_rate_limit_is_passed_on_at_once(proxy, queue, enqueue, end):
     for job_id, agent in (("first", "a"), ("second", "b")):
         enqueue(job_id, agent, rate_limit=RateLimit(key="one", concurrency=1))
     (job,) = claim(queue)

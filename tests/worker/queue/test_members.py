@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from redis import Redis
 
 from stoker_shared.wire import LEASE_KEY
 from stoker_worker.queue.lease import Lease
@@ -24,12 +23,6 @@ class Clock:
 @pytest.fixture
 def clock():
     return Clock()
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -129,7 +122,7 @@ def test_a_record_that_is_garbage_breaks_nothing(members, connection, clock, gar
     members.look(asks_processes=True)
 
 
-def test_a_process_of_another_container_is_not_looked_for_among_ones_own(members, connection, join, clock):
+def test_a_process_of_another_container_is_not_looked_for_among_ones_own(members, connection, join):
     join("a")
     record = json.loads(connection.hget("stoker:members", "a"))
     unseen = json.dumps({**record, "started": "unseen from here", "pids": "pid:[1]"})

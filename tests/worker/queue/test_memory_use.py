@@ -1,7 +1,6 @@
 """The order of an agent's jobs: those that write its memory, that read it, and that do not use it."""
 
 import pytest
-from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.server
 READS, WRITES, IS_OFF = {"agent_id": "a", "cache": "read"}, {"agent_id": "a"}, {"agent_id": "a", "cache": "off"}
 NOBODY: dict[str, str] = {}
 NOTHING = Busy()
-
-
-@pytest.fixture
-def connection(redis_url):
-    with Redis.from_url(redis_url) as connection:
-        yield connection
 
 
 @pytest.fixture(params=["our producer", "plain RQ"])

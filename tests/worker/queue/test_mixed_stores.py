@@ -46,9 +46,7 @@ def test_what_a_worker_without_a_shared_store_has_waits_for_it_until_it_has_one(
     assert home_of(connection, "x") == "a ="
 
 
-def test_what_was_not_continued_since_its_worker_has_a_shared_store_is_looked_for_there(
-    connection, join, share, submit
-):
+def test_what_was_not_continued_since_its_worker_has_a_shared_store_is_looked_for_there(join, share, submit):
     a = join("a")
     one_turn(a, submit, 1)
     a.sign_off()

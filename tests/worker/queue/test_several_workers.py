@@ -153,7 +153,7 @@ def test_ids_that_a_dead_worker_had_claimed_and_not_started_go_back_without_an_a
     assert (job.job_id, job.attempt) == (job_id, 1)
 
 
-def test_the_same_name_finds_its_own_jobs_and_agents_again(connection, join, submit):
+def test_the_same_name_finds_its_own_jobs_and_agents_again(join, submit):
     a = join("a")
     (job_id,) = submit("x")
     claim(a)
@@ -290,7 +290,7 @@ def test_a_full_worker_gives_up_an_agent_that_waits_to_one_that_has_room(connect
     assert home_of(connection, "x") == "b a"
 
 
-def test_a_worker_that_drains_gives_up_its_agents_as_their_jobs_end(connection, join, submit):
+def test_a_worker_that_drains_gives_up_its_agents_as_their_jobs_end(join, submit):
     a, b = join("a"), join("b")
     submit("x", "y")
     run(claim(a))
@@ -351,7 +351,7 @@ def test_the_memory_is_known_by_the_store_not_by_the_workers_name(connection, pr
     assert ids(claim_within(again)) == [waits]
 
 
-def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(connection, join, submit, monkeypatch):
+def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(join, submit, monkeypatch):
     a, b = join("a"), join("b")
     first, second = submit("x", "x")
     jobs = claim(a, limit=1)
@@ -370,7 +370,7 @@ def test_a_new_agent_whose_job_was_given_back_unseen_keeps_its_order(connection,
     assert ids(claim_within(b)) == [second]
 
 
-def test_agents_in_a_queue_that_their_home_serves_no_more_are_free(connection, producer, join, submit):
+def test_agents_in_a_queue_that_their_home_serves_no_more_are_free(producer, join, submit):
     a, b = join("a", queues="low,generate"), join("b", queues="low")
     [running] = [producer.submit(agent_id="x", prompt="x", queue="low").job_id]
     assert ids(claim(a)) == [running]

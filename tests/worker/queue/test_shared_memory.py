@@ -84,9 +84,9 @@ def test_an_agent_of_a_home_that_is_gone_is_no_obstacle_for_a_fork_but_the_store
     assert home_of(connection, "y") == "a b 4 -"
 
 
-def move(a, b, connection, within_s=20.0):
+def move(a, b, connection):
     """Until `b` has claimed a job of `a`'s agent, which drains."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + 20
     while not (found := claim(b)):
         assert time.monotonic() < end, home_of(connection, "x")
         a.leave()
@@ -109,7 +109,7 @@ def test_a_worker_that_drains_keeps_an_agent_until_it_is_written_through(connect
     assert b.home_of("x") == AgentHome("a", 1, "a")
 
 
-def test_a_full_worker_gives_up_an_agent_that_waits_to_go_on_unless_it_is_only_there(connection, share, submit):
+def test_a_full_worker_gives_up_an_agent_that_waits_to_go_on_unless_it_is_only_there(share, submit):
     a, b = share("a"), share("b")
     only_here, weighed = {"x"}, []
 

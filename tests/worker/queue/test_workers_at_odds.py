@@ -274,7 +274,7 @@ def test_a_lost_job_that_waits_for_a_store_holds_nobody_up(join, submit, monkeyp
 # --- starts and stops at bad moments ---
 
 
-def test_a_worker_that_stops_before_it_has_put_its_predecessors_jobs_back_stays_a_member(connection, join, submit):
+def test_a_worker_that_stops_before_it_has_put_its_predecessors_jobs_back_stays_a_member(join, submit):
     a = join("a")
     first, second = submit("x", "x")
     assert ids(claim(a)) == [first]

@@ -132,7 +132,7 @@ class EmbeddedServer:
             port = self._wanted_port or _free_port(usual_port if attempt == 0 else None)
             password = ((last and last.password) or secrets.token_hex(32)) if self._has_password else ""
             state = ServerState(port, ProcessIdentity.of_this_process(), password)
-            self._files.write_state(state)  # before the server can be asked: who finds it alive needs the password
+            self._files.write_state(state)  # before the server answers: whoever finds it alive needs the password
             self._process = process = self._popen(program, state, lock)
             if self._answers(process, state):
                 self._state, self._owned = state, True

@@ -1,1 +1,1 @@
-"""The continuous batch. Only the engine thread uses this package; only it and `models` import mlx or mlx_lm."""
+"""The continuous batch. Engine thread, unless a module names another one. Only `engine` and `models` import mlx_lm."""

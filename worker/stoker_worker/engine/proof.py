@@ -48,14 +48,13 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
         max_batch: most sequences that will run together.
         load_s: seconds that loading the model took.
     """
-    began = time.perf_counter()
     runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
         planned = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
         in_groups = _in_groups(model, loaded, max_batch) if runs_in_rows else []
     except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
         alone = f"alone: {one_line(error)}"
-        return Verdict(WIDEST_FIRST[-1], (alone,), time.perf_counter() - began, may_pass(error))
+        return Verdict(WIDEST_FIRST[-1], (alone,), may_pass(error))
     why = [planned.untried] if planned.untried else []
     if not can_be_batched(model):
         why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
@@ -85,7 +84,7 @@ def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.
         if found.fresh is None:
             right_when_fresh.add(candidate.batching)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
-    return Verdict(mode, tuple(why), time.perf_counter() - began, passing)
+    return Verdict(mode, tuple(why), passing)
 
 
 def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator[ServingMode]:

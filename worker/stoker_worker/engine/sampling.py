@@ -19,7 +19,7 @@ from stoker_worker.engine.logits import LogitsProcessor, make_processors
 from stoker_worker.ports import TokenizerPort
 
 _LEAST: Final = 1e-30
-"""The likeliest token is drawn at this temperature or `top_p`; at much less, float32 would leave no token at all."""
+"""Least temperature and `top_p`: they draw the likeliest token, and far below float32 would leave no token at all."""
 
 Filter = Callable[[mx.array], mx.array]
 """From normalised log-probabilities (1, vocabulary) to those that may be drawn."""

@@ -106,7 +106,9 @@ class _Script:
 
     def __init__(self, work: GenerationWork, end_ids: frozenset[int], model: str) -> None:
         self._min_tokens = work.request.min_tokens
-        said = said_by(model, _last_line(work))
+        line = _last_line(work)
+        self.words = line.split(" ", 1)
+        said = said_by(model, line)
         if said is not None:
             self._tokens = [*said.encode(), END]
         else:
@@ -188,7 +190,8 @@ class ScriptedEngine(GenerationEnginePort):
 
     def _advance(self, sequence: Sequence) -> CompletedGeneration | None:
         error = wrong_prefix(sequence.work) if not sequence.generated else None
-        words = _last_line(sequence.work).split(" ", 1)
+        script = self._scripts[sequence.uid]
+        words = script.words
         if words == ["crash"]:
             os.kill(os.getpid(), signal.SIGKILL)
         if words[0] == "break":
@@ -197,12 +200,12 @@ class ScriptedEngine(GenerationEnginePort):
             error = EngineFailed(words[-1])
         if error is not None:
             return sequence.completion("failed", self._tokenizer, error=error)
-        ids = sequence.work.prompt_ids[:-1]
         if sequence.work.request.max_tokens == 0:
+            ids = sequence.work.prompt_ids[:-1]
             sequence.ended_by = "length"
         else:
             sequence.first_token_at = sequence.first_token_at or time.perf_counter()
-            sequence.add(self._scripts[sequence.uid].token(len(sequence.generated)))
+            sequence.add(script.token(len(sequence.generated)))
             if sequence.ended_by is None:
                 return None
             ids = (*sequence.work.prompt_ids, *sequence.generated[: sequence.n_kept])
@@ -216,7 +219,6 @@ class ScriptedProvider(ModelProviderPort):
 
     max_batch: int
     steps_per_s: float
-    context_tokens: int = 1 << 20
     model: str = "scripted"
 
     def load(self) -> tuple[ScriptedEngine, LoadedModel]:
@@ -224,7 +226,7 @@ class ScriptedProvider(ModelProviderPort):
             name=self.model,
             fingerprint=hashlib.sha256(f"stoker {self.model} engine 1".encode()).hexdigest(),
             tokenizer_fingerprint=hashlib.sha256(b"stoker scripted codec 1").hexdigest(),
-            context_tokens=self.context_tokens,
+            context_tokens=1 << 20,
             spec=_SPEC,
             tokenizer=ScriptedTokenizer(),
             mode=ServingMode(Batching.BATCHED),

@@ -23,13 +23,11 @@ class Verdict:
     Attributes:
         mode: the widest mode that is right.
         why: the faults of wider modes, and the trials that were left out; empty when there is nothing to report.
-        seconds: duration of the proof.
         may_pass: whether a wider mode failed for a reason that may pass by itself.
     """
 
     mode: ServingMode
     why: tuple[str, ...]
-    seconds: float
     may_pass: bool = False
 
 
@@ -58,6 +56,6 @@ def remembered_or_proved(
 def _verdict(entry: Any) -> Verdict | None:
     try:
         mode = ServingMode(Batching[entry["rows"]], memory=entry["memory"] is True)
-        return Verdict(mode, tuple(str(reason) for reason in entry["why"]), 0.0)
+        return Verdict(mode, tuple(str(reason) for reason in entry["why"]))
     except (KeyError, TypeError):
         return None

@@ -1,4 +1,6 @@
-"""A connection to a store's database: its interface, its settings, and what SQLite's errors mean. Any thread."""
+"""A connection to a store's database: its interface, its settings, the end of its reads, and the meaning of SQLite's
+errors. Any thread.
+"""
 
 import sqlite3
 from collections.abc import Iterator
@@ -6,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 from urllib.parse import quote
+from weakref import WeakSet
 
 from stoker_worker.memory.checksum import Damaged
 
@@ -32,6 +35,28 @@ class Connection(Protocol):
 
     def execute(self, sql: str, parameters: Any = (), /) -> Cursor: ...
     def close(self) -> None: ...
+
+
+class Reading:
+    """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
+    its next reader, in that state.
+
+    Attributes:
+        connection: without this care.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._cursors = WeakSet[Cursor]()
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
+        cursor = self.connection.execute(sql, parameters)
+        self._cursors.add(cursor)
+        return cursor
+
+    def close(self) -> None:
+        for cursor in self._cursors:
+            cursor.close()
 
 
 class DatabaseFailed(OSError):

@@ -10,13 +10,12 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
-from weakref import WeakSet
+from typing import Any, Final, TypeVar
 
 from stoker_worker.events.outage import Outage
-from stoker_worker.memory.connection import BUSY_S, Connection, Cursor, DatabaseFailed, connect, translated
+from stoker_worker.memory.change import Change
+from stoker_worker.memory.connection import BUSY_S, Connection, DatabaseFailed, Reading, connect, translated
 from stoker_worker.memory.witness import Witness
 
 T = TypeVar("T")
@@ -24,63 +23,6 @@ T = TypeVar("T")
 NAME: Final = "agents.db"
 _COUNT: Final = "UPDATE store SET commits = commits + 1 RETURNING commits"
 _LONG_LOG_BYTES: Final = 1 << 20
-
-
-@dataclass
-class Change(Generic[T]):
-    """A change, before or after its transaction."""
-
-    run: Callable[[Connection], T]
-    is_done: bool = False
-    result: T | None = None
-    error: BaseException | None = None
-
-    def outcome(self) -> T:
-        """After it: what it returned. Raises what it raised, or why the transaction failed: nothing has changed."""
-        if self.error is not None:
-            raise self.error
-        result: Any = self.result
-        return result  # type: ignore[no-any-return]
-
-    def try_alone(self, connection: Connection) -> None:
-        """Raises what the change raises: the transaction is to be undone."""
-        self.error = None
-        self.result = self.run(connection)
-
-    def try_in(self, connection: Connection) -> None:
-        """Undo what a change that fails has done, and nothing else. Raises `sqlite3.Error`: the transaction is over."""
-        self.error = None
-        connection.execute("SAVEPOINT change")
-        try:
-            self.result = self.run(connection)
-        except sqlite3.Error:  # SQLite may have rolled back the whole transaction
-            raise
-        except BaseException as error:  # of another thread, perhaps
-            self.error = error
-            connection.execute("ROLLBACK TO change")
-        connection.execute("RELEASE change")
-
-
-class Reading:
-    """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
-    its next reader, in that state.
-
-    Attributes:
-        connection: without this care.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._cursors = WeakSet[Cursor]()
-
-    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
-        cursor = self.connection.execute(sql, parameters)
-        self._cursors.add(cursor)
-        return cursor
-
-    def close(self) -> None:
-        for cursor in self._cursors:
-            cursor.close()
 
 
 class Database:

@@ -1,5 +1,5 @@
 """Facts about the store that may be written a little later, in a transaction of their own: no turn waits for them, and
-most are many. Any thread.
+there are many. Any thread.
 
 If the process dies before, an agent counts as used a little earlier, and an answer is kept longer.
 """

@@ -31,7 +31,7 @@ class RamCacheEntry:
 
     @cached_property
     def n_bytes(self) -> int:
-        """Of all memory that the arrays keep alive."""
+        """All memory that the arrays keep alive."""
         arrays = [array for pair in self.layers for array in pair]
         arrays += [array for snapshot in self.snapshots for state in snapshot.states for array in state]
         return sum(base.nbytes for base in {id(base): base for base in map(_base_of, arrays)}.values())

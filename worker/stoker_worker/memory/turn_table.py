@@ -19,7 +19,7 @@ VERSION_BYTES: Final = f"SELECT coalesce(sum({_SIZES}), 0) FROM turns"
 _RECORD: Final = f"SELECT {COLUMNS} FROM turns WHERE agent = ? AND version = ?"
 
 
-def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None = None) -> list[TurnRecord]:
+def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None) -> list[TurnRecord]:
     """The records to replay for `version`, oldest first: from the last one that keeps nothing.
 
     Args:

@@ -43,13 +43,7 @@ _NO_AGENT: Final = ""
 
 class Upkeep:
     def __init__(
-        self,
-        parts: StoreParts,
-        notes: Notes,
-        budget: DiskBudget,
-        ram_cache: RamCache,
-        *,
-        agent_ttl_s: float | None = None,
+        self, parts: StoreParts, notes: Notes, budget: DiskBudget, ram_cache: RamCache, *, agent_ttl_s: float | None
     ) -> None:
         """
         Args:

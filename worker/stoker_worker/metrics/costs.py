@@ -1,6 +1,6 @@
 """The seconds that the model needs for a token of a prompt and for one that it generates. Pure; `Metrics` calls it.
 
-A step without prefill costs its seconds for the tokens that it generates. The others cost more, and what they cost more
+A step without prefill costs its seconds for the tokens that it generates. The others cost more, and the difference
 is the prefill's. So a worker whose batch is full has cheap tokens: the figures are those of the load that it has.
 """
 

@@ -1,4 +1,4 @@
-"""The engine thread: everything MLX, loading the model included. Touches neither Redis nor disk.
+"""The engine thread: runs everything MLX, loading the model included. Touches neither Redis nor disk.
 
 Owns which job each sequence belongs to; a job with several choices has several sequences. Arrays belong to the thread
 that made them, so the model is loaded here and nothing lazy ever leaves.

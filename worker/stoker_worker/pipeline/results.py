@@ -75,12 +75,12 @@ def cache_report(
     completion: CompletedGeneration,
     *,
     agent_version: int | None,
-    saved: bool = False,
+    saved: bool,
     save_error: str | None = None,
 ) -> CacheReport:
     """
     Args:
-        saved: as `agent_version`, which then may have replaced another conversation.
+        saved: whether the turn is the agent's `agent_version`; then it may have replaced another conversation.
     """
     restored, agent = job.restored, job.agent
     # A restored prefix is lost when a step breaks: the sequence then begins again from its tokens.

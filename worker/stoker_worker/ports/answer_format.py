@@ -11,7 +11,7 @@ ToolParser = Callable[[str, Sequence[Mapping[str, Any]] | None], Any]
 them. It may raise anything, and return anything. Any thread."""
 
 _MOST_AFTER_THINK_START: Final = 4
-"""Tokens that a template writes at most after the marker: a line break, perhaps a word. A turn has more."""
+"""Most tokens that a template writes after the marker: a line break, perhaps a word. A turn has more."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The interface of the metrics: what the stages report, and what can be asked about a running worker. No I/O.
 
-A stage reports an event in the terms of its own work. Only the room `metrics/` knows the names under which it is
-counted. `NOT_COUNTED` is for whoever counts nothing.
+A stage reports an event in the terms of its own work. Only the package `metrics` knows the names under which it
+is counted. `NOT_COUNTED` is for callers that count nothing.
 """
 
 from collections.abc import Mapping, Sequence

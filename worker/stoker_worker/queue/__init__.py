@@ -1,1 +1,1 @@
-"""RQ under a worker that runs many jobs at once. Only modules in here import rq."""
+"""RQ under a worker that runs many jobs at once. In the worker, only these modules import rq."""

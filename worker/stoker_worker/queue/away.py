@@ -24,7 +24,7 @@ class _Wait(NamedTuple):
 
 
 class Away:
-    """`in`: whether an agent's next job waits so."""
+    """``agent_id in away``: whether the agent's next job waits for a store that is away."""
 
     def __init__(self, connection: Redis, lines: Lines) -> None:
         self._connection = connection
@@ -36,7 +36,7 @@ class Away:
         return agent_id in self._waits
 
     def clear(self) -> None:
-        """None of them waits any more."""
+        """No agent waits any more."""
         self._waits.clear()
 
     def note(self, agent_id: str, left_s: float) -> None:

@@ -20,6 +20,8 @@ from stoker_worker.queue.transient_errors import may_pass
 
 log = logging.getLogger(__name__)
 
+_EVERY_S: Final = 300.0
+"""From the beginning of one round to the next."""
 _PAGE: Final = 100
 _DEFERRED: Final = JobStatus.DEFERRED.value.encode()
 _FINISHED: Final = JobStatus.FINISHED.value.encode()
@@ -29,18 +31,14 @@ _FAILED: Final = JobStatus.FAILED.value.encode()
 class DeferredJobs:
     """Looks through the deferred jobs of some queues, in small steps."""
 
-    def __init__(
-        self, connection: Redis, queues: Callable[[], list[str]], follow_up: FollowUp, *, every_s: float = 300.0
-    ) -> None:
+    def __init__(self, connection: Redis, queues: Callable[[], list[str]], follow_up: FollowUp) -> None:
         """
         Args:
             queues: those to look through now; asked when a round begins.
-            every_s: time from the beginning of one round to the next.
         """
         self._connection = connection
         self._queues = queues
         self._follow_up = follow_up
-        self._every_s = every_s
         self._next_round_at = float("-inf")
         self._left: list[bytes] = []
         self._in_vain: set[str] = set()
@@ -54,7 +52,7 @@ class DeferredJobs:
         if not self._left and time.monotonic() >= self._next_round_at:
             keys = [DeferredJobRegistry(name, connection=self._connection).key for name in self._queues()]
             self._left = [job_id for key in keys for job_id in cast(list[bytes], self._connection.zrange(key, 0, -1))]
-            self._next_round_at = time.monotonic() + self._every_s
+            self._next_round_at = time.monotonic() + _EVERY_S
         if self._left:
             self._look_at(self._left[:_PAGE])
             del self._left[:_PAGE]

@@ -1,6 +1,6 @@
 """How many jobs wait in each queue, and for how long. Any thread; reads only.
 
-Owns a connection of its own with a short time limit: whoever asks for metrics delays neither the fetcher nor the
+Owns a connection of its own with a short time limit: a request for metrics delays neither the fetcher nor the
 heartbeat, and a server that hangs is not waited for.
 """
 

@@ -71,7 +71,7 @@ class FollowUp:
         if note.rate_limit:
             RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
 
-    def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str] = frozenset()) -> None:
+    def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str]) -> None:
         """Carry out what a dead worker left, or this one.
 
         Args:

@@ -1,6 +1,6 @@
 """Fails claimed jobs whose ids RQ cannot read, in one script and without RQ's help. Owns no state; fetcher thread.
 
-In Redis an id is any bytes, of which RQ accepts only some. Jobs of other ids are never started: an entry `<job
+In Redis an id may be any bytes, and RQ accepts only some. Jobs with other ids are never started: an entry `<job
 id>:<execution id>` with another colon in it stops `rq info`, and RQ's `Job` accepts no such id. The reason is written
 where producers look: hash, result stream, failed jobs.
 """

@@ -66,7 +66,7 @@ class LeftToOthers:
             self.look()
 
     def some_agents(self, count: int) -> list[str]:
-        """Some of the agents whose next job is left to others; others each time, until all have been looked at."""
+        """Some of the agents whose next job is left to others; at each call others, until all were looked at."""
         if not self._pages:
             self._pages = [name for name in self._lines.left if isinstance(name, str)]
         page, self._pages = self._pages[:count], self._pages[count:]
@@ -88,7 +88,7 @@ class LeftToOthers:
             self._lines.reconsider()
 
     def served_by_nobody(self, most: int) -> list[tuple[Needs, int]]:
-        """What the waiting jobs need that no worker can serve, and how many jobs do, in falling numbers."""
+        """What the waiting jobs need that no worker can serve, and how many jobs do; the most frequent first."""
         jobs = Counter({needs: self._lines.asked[needs] for needs in self._unserved})
         return [(needs, n_jobs) for needs, n_jobs in jobs.most_common(most) if n_jobs]
 

@@ -1,10 +1,10 @@
 """Recovers jobs that are in no list though they are queued or started by their hash. Fetcher thread.
 
 Owns what it has seen so far. Such a job is left by a stock worker that died just after it popped an id, by a tool of an
-old RQ that removed a started job's entry, or by a hand in `redis-cli`. They are looked for when the worker starts, and
-then rarely, one page per step: the ids in the queues first, then the job hashes. An enqueue or a claim of a job that is
-in no queue may be under way, so it is looked at again a minute later. A script puts it back if it has not changed by
-then, and is in no list and no registry, and no member has claimed or started it.
+old RQ that removed a started job's entry, or by somebody in `redis-cli`. They are looked for when the worker starts
+and then rarely, one page per step: the ids in the queues first, then the job hashes. An enqueue or a claim of a job
+that is in no queue may be under way, so it is looked at again a minute later. A script puts it back if it has not
+changed by then, and is in no list and no registry, and no member has claimed or started it.
 """
 
 import logging

@@ -90,8 +90,8 @@ class Members:
         return any(queue in member.queues and member.takes(needs) for member in self.others.values())
 
     def had_company(self, queue: str, within_s: float) -> bool:
-        """Whether the queue has another member, or had one so lately. One that left before this worker came may have
-        had other queues."""
+        """Whether the queue has another member, or had one within that time. One that left before this worker came may
+        have had other queues."""
         return self._clock() - self._company_at.get(queue, float("-inf")) < within_s
 
     def is_first(self, queue: str, needs: Needs) -> bool:

@@ -1,7 +1,7 @@
 """Puts back what this worker's name left behind, and what dead members left. Owns no state; fetcher thread.
 
-A dead member's jobs are put back in its own name: whoever takes its lease has deposed it, should it only have slept,
-and is the only one that puts its jobs back. The member is removed when that is done, so nobody takes one of its agents
+A dead member's jobs are put back in its own name: whoever takes its lease has deposed it, even if it only slept, and
+is the only one that puts its jobs back. The member is removed when that is done, so nobody takes one of its agents
 before that agent's jobs are in the queue again.
 """
 

@@ -1,4 +1,7 @@
-"""This worker as RQ's own tools see it: its hash, its heartbeats, the commands sent to it."""
+"""This worker as RQ's own tools see it: its hash, its heartbeats, the commands sent to it.
+
+Owns the registration and the thread of RQ's commands. Main thread; the heartbeat and finisher threads write through it.
+"""
 
 import json
 import logging

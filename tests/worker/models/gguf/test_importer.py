@@ -168,7 +168,7 @@ def test_packed_layers_keep_their_bits_and_everything_else_becomes_half_precisio
     ours["token_embd.weight"] = packed("Q8_0", (VOCAB, HIDDEN), 34)
     file = write_gguf(tmp_path / "tiny.gguf", metadata("llama", pre="gpt-2"), ours)
 
-    import_gguf(file, tmp_path / "tiny", name="renamed")
+    import_gguf(file, tmp_path / "tiny")
 
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
     assert config["quantization"] == {
@@ -176,7 +176,7 @@ def test_packed_layers_keep_their_bits_and_everything_else_becomes_half_precisio
         "bits": 4,
         "model.embed_tokens": {"group_size": 32, "bits": 8},
     }
-    assert config["_name_or_path"] == "renamed"
+    assert config["_name_or_path"] == "Tiny"
     assert logits(tmp_path / "tiny").dtype == np.float16
 
 

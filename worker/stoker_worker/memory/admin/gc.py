@@ -23,7 +23,7 @@ _UNUSED: Final = (
     " UNION SELECT parent FROM blocks JOIN kept USING (address))"
     " SELECT lower(hex(address)), model, CAST(n_bytes AS INTEGER) FROM blocks WHERE address NOT IN kept"
 )
-"""The blocks that no agent uses, and none that is young needs."""
+"""The blocks that no agent uses and no young block needs."""
 
 
 @dataclass(frozen=True)

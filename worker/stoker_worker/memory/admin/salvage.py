@@ -37,7 +37,7 @@ _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 _LOST: Final = "lost id "
 """Before the hash of an agent's id that no page has any more."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
-_AGENT_COLUMNS, _TURN_COLUMNS, _ANSWER_COLUMNS = 15, 12, 5
+_AGENT_COLUMNS, _TURN_COLUMNS = 15, 12
 _WITHOUT_PARENT: Final = (
     "parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM turns AS before WHERE before.agent = turns.agent"
     " AND before.version = turns.version - 1 AND before.checksum = turns.parent)"

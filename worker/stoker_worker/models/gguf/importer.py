@@ -26,14 +26,13 @@ _GROUP: Final = 32
 """Weights per scale in every supported packed type."""
 
 
-def import_gguf(file: Path, folder: Path, *, name: str | None = None) -> None:
+def import_gguf(file: Path, folder: Path) -> None:
     """Write the model in `file` as an mlx-lm folder; `folder` appears whole or not at all.
 
     Needs about the file's size in memory, and again on disk.
 
     Args:
         folder: must not exist, or be empty.
-        name: the model's name in its config; by default the one in the file.
 
     Raises:
         ModelNotLoadable: the file is missing, damaged, or of an unsupported type or architecture; or `folder` is in
@@ -49,7 +48,7 @@ def import_gguf(file: Path, folder: Path, *, name: str | None = None) -> None:
         )
     arrays, metadata = _load(file)
     tokenizer = GgufTokenizer({key: value for key, value in metadata.items() if key.startswith("tokenizer.")})
-    config = _config(metadata, arrays, tokenizer, name or str(metadata.get("general.name") or file.stem))
+    config = _config(metadata, arrays, tokenizer, str(metadata.get("general.name") or file.stem))
     weights = _weights(arrays, architecture_of(metadata))
     config.update(_quantization(weights))
     built = tokenizer.build()

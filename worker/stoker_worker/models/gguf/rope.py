@@ -11,7 +11,7 @@ from typing import Any, Final
 from stoker_shared.errors import ModelNotLoadable
 
 _FACTORS: Final = (8.0, 32.0)
-"""Llama 3.1 and 3.3; 3.2."""
+"""Of Llama 3.1 and 3.3, and of 3.2."""
 _LOW: Final = 1.0
 _HIGH: Final = 4.0
 """Turns of a pair over the original context, below and above which it is stretched wholly, and not at all."""

@@ -28,7 +28,7 @@ _LIMITS: Final = LLParserLimits(
     max_lexer_states=50_000,  # 1 to 2 kB each
     verbose_errors=False,
 )
-"""They are under llguidance's own, because a mask that takes long delays every sequence of the batch."""
+"""Lower than llguidance's own limits, because a mask that takes long delays every sequence of the batch."""
 
 
 class GrammarGuides:

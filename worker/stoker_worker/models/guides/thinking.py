@@ -10,8 +10,8 @@ class Thinking:
     Attributes:
         start_ids, end_ids: the markers around it.
         opened: whether the prompt ends inside it.
-        most: its tokens at most, without its markers; ``None``: any number.
-        is_inside: whether the answer is in it now. Its start marker may come wherever it is not.
+        most: most tokens that it may have, without its markers; ``None``: any number.
+        is_inside: whether the answer is in it now. Elsewhere its start marker may come.
         n_tokens: its tokens so far, with the part of an end marker that has begun.
     """
 
