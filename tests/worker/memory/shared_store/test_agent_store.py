@@ -507,6 +507,21 @@ def test_what_was_made_here_under_an_id_that_others_used_gives_way(
     assert (two.waiting(), problems_of(two.store.local)) == (0, [])
 
 
+def test_reading_ahead_does_not_get_in_the_way_of_the_job_that_brings_the_agent_in(machine: Start) -> None:
+    """It looked before the agent came here, and the job is claimed meanwhile: then the agent's home is known."""
+    machine("one").agent().say(LONG[:300])
+    two = machine("two")
+    assert two.agent().open().number == 1
+    two.store.know_homes(lambda agent_id: AgentHome("one", 7, "one"))
+    two.store._prepare("agent")
+    with two.store.local.parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, "agent")
+    assert row is not None
+    assert row.version == 1
+    with pytest.raises(AgentTranscriptUnreadable, match="made version 7, which is not here"):
+        two.agent().open()
+
+
 def test_a_copy_that_is_unused_here_goes_once_it_is_there_and_comes_back(machine: Start, share: Share) -> None:
     one = machine("one")
     one.agent().say(LONG[:300])

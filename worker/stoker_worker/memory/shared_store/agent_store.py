@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StokerError
-from stoker_worker.memory import unshared
+from stoker_worker.memory import agent_table, unshared
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.shared_store.agent_jobs import SharedAgentJobs
@@ -216,8 +216,11 @@ class SharedAgentStore(CacheStorePort):
         return False
 
     def _prepare(self, agent_id: str) -> None:
-        """The agent's job is next: what it needs comes here meanwhile."""
+        """The agent's job is next: what it needs comes here meanwhile. Notes nothing: its job may be opening it now."""
         with suppress(StokerError, OSError, Damaged):
-            version = self.open_agent(agent_id)
-            if version.cache is not None and self._model in (None, version.cache.model):
-                self._caches.bring(version)
+            self._look(agent_id)
+            with self.local.parts.database.snapshot() as connection:
+                state = agent_table.read_agent(connection, agent_id)
+            cache = state.version.cache
+            if state.problem is None and cache is not None and self._model in (None, cache.model):
+                self._caches.bring(state.version)
