@@ -207,6 +207,22 @@ def test_a_fetcher_outlives_an_outage_of_redis_and_an_entry_it_cannot_handle(
     fetcher.join(TIMEOUT_S)
 
 
+def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
+    queue, loader = InMemoryQueue(), NotedLoader()
+    queue.enqueue(job_id="late", timeout_s=0.2)
+    fetcher = fetcher_of(queue, loader, poll_s=0.01)
+    job = loader.jobs.get(timeout=TIMEOUT_S)
+    queue.away = True
+    end_at = time.monotonic() + TIMEOUT_S
+    while job.cancel.reason is None:
+        assert time.monotonic() < end_at
+        time.sleep(0.01)
+    assert job.cancel.reason == "timed out"
+    fetcher.leave()
+    job.claimed.release()
+    fetcher.join(TIMEOUT_S)
+
+
 def test_the_fetcher_counts_writing_and_reading_agents_and_free_slots() -> None:
     queue = InMemoryQueue()
     for job_id, cache in (("a", "readwrite"), ("b", "read"), ("none", "off")):

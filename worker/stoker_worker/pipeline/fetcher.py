@@ -88,6 +88,7 @@ class Fetcher(threading.Thread):
     def run(self) -> None:
         self._max_in_flight = self._loaded.result().max_batch.jobs
         while not self.left.is_set():
+            self._cancel_overdue()
             try:
                 self._tick()
             except Exception as error:
@@ -127,7 +128,7 @@ class Fetcher(threading.Thread):
                 log.warning("%d jobs of a dead worker are back in the queue", recovered)
                 self._metrics.recovered(recovered)
             idle = not self._claim() and idle
-        self._cancel_overdue_and_withdrawn()
+        self._cancel_withdrawn()
         if listened_to := self._queue.listened_to():
             self._queue.tell(self._engine.texts(listened_to))
         if self._tidy.is_due() and self._queue.tidy():
@@ -163,12 +164,14 @@ class Fetcher(threading.Thread):
             self._pinned = pinned
             self._store.pin(pinned[0], pinned[1], is_all=pinned[2])
 
-    def _cancel_overdue_and_withdrawn(self) -> None:
-        now, in_flight = time.monotonic(), self._queue.in_flight()
-        for job in in_flight:
+    def _cancel_overdue(self) -> None:
+        now = time.monotonic()
+        for job in self._queue.in_flight():
             if job.deadline is not None and now > job.deadline:
                 job.cancel.set("timed out")
-        if self._watch.is_due() and in_flight:
+
+    def _cancel_withdrawn(self) -> None:
+        if self._watch.is_due() and self._queue.in_flight():
             for job in self._queue.withdrawn(self._engine.progress()):
                 job.cancel.set("withdrawn")
 
