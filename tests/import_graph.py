@@ -26,10 +26,6 @@ class Module:
         return ast.get_docstring(self.tree) or ""
 
     @cached_property
-    def lines(self) -> int:
-        return len(self.path.read_text().splitlines())
-
-    @cached_property
     def imports(self) -> frozenset[str]:
         """All names imported anywhere in the file, in functions and for type checkers too: ``from a import b`` is
         ``a.b``, whether ``b`` is a module or not."""
