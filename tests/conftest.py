@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores, and OpenBLAS's threads would spin for them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -23,6 +24,10 @@ from tests.node_fixture import node_folder  # noqa: E402, F401
 from tests.real_model import make_engine, real_model  # noqa: E402, F401
 from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
 from tests.small_disk import small_disk  # noqa: E402, F401
+
+# A busy machine is no fault of the code: no example has a deadline, and none is generated too slowly.
+settings.register_profile("stoker", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("stoker")
 
 OF_A_WORKER = ("callback", "commands", "engine", "fetcher", "finisher", "heartbeat", "loader", "recovery")
 

@@ -306,7 +306,6 @@ def test_hundreds_of_random_operations(model: LoadedModel) -> None:
                 stateful_step_count=STEPS,
                 derandomize=not DEEP,
                 phases=PHASES,
-                deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )

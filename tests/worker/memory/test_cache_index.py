@@ -100,7 +100,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(operations, max_size=25))
 def test_the_index_agrees_with_a_plain_model_after_any_operations(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:

@@ -148,7 +148,7 @@ def test_a_model_without_blocks_has_no_cache_left_after_its_snapshots_are_droppe
     assert agent.open().cache is None
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sorted(SNAPSHOT_SPECS)),
     st.lists(st.tuples(st.integers(0, 700), st.integers(1, 400), st.integers(0, 60)), min_size=1, max_size=5),

@@ -60,7 +60,7 @@ def test_an_agent_id_is_never_a_path(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 800), st.integers(0, 800), st.integers(0, 300))
 def test_any_longest_common_prefix_is_reused(tmp_path: Path, stored: int, shared: int, new: int) -> None:
     agent = Agent(open_store(tmp_path / f"{stored}-{shared}-{new}"))
@@ -72,7 +72,7 @@ def test_any_longest_common_prefix_is_reused(tmp_path: Path, stored: int, shared
     agent.store.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 400)), min_size=1, max_size=6), st.integers(0, 10**9))
 def test_any_run_of_turns_keeps_the_transcript_and_its_cache(
     tmp_path: Path, turns: list[tuple[int, int]], run: int

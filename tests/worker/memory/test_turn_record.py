@@ -8,7 +8,7 @@ import sqlite3
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_shared.message import Message
@@ -103,7 +103,6 @@ def exact(transcript: Transcript) -> object:
     return dataclasses.replace(transcript, messages=None), shown
 
 
-@settings(deadline=None)
 @given(st.lists(transcripts, min_size=1, max_size=6))
 def test_any_sequence_of_transcripts_replays_to_each_of_them(versions: list[Transcript]) -> None:
     records: list[TurnRecord] = []

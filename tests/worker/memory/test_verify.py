@@ -247,10 +247,10 @@ def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
             tracemalloc.stop()
 
     with closing(open_store(tmp_path / "store")) as store:
-        peaks = []
-        for first, last in ((0, 150), (150, 600)):
-            for n in range(first, last):
-                Agent(store, f"agent-{n}").say((n, 1, 2))
-            # What other threads of this process, or a warning, allocate meanwhile counts too, but not each time.
-            peaks.append(min(peak(store.parts) for _ in range(3)))
-    assert peaks[1] < peaks[0] * 1.3
+        for n in range(150):
+            Agent(store, f"agent-{n}").say((n, 1, 2))
+        # What other threads of this process allocate meanwhile counts too, but not each time.
+        first = min(peak(store.parts) for _ in range(3))
+        for n in range(150, 600):
+            Agent(store, f"agent-{n}").say((n, 1, 2))
+        assert any(peak(store.parts) < first + 450 * 128 for _ in range(20))

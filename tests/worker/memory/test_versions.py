@@ -91,7 +91,7 @@ HOW = st.sampled_from(["go on"] * 6 + ["cut", "replace", "repeat", "other form"]
 STEPS = st.lists(st.tuples(st.integers(0, 2), HOW, st.integers(0, 40)), min_size=1, max_size=30)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.integers(1, 20), st.integers(3, 8))
 def test_transcripts_stay_right_over_hundreds_of_turns(
     tmp_path: Path, steps: list[tuple[int, str, int]], keep_versions: int, rounds: int

@@ -20,7 +20,7 @@ TEXTS = [
     *("👩‍👩‍👧 é e\u0301 日本語", "it's I'LL don't", "\x00\x01\x7f", "\U0010fffd", "\U0010fffd\U00100000 \U0010fffd"),
 ]
 CONTROL = ["<|im_end|>", "<|im_start|>", "<filename>", "<|endoftext|>"]
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 words = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "hi ", "\n", "\U0010fffd", "\U00100000", "7", "é"]))
 
 
