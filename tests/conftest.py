@@ -22,7 +22,7 @@ HAS_FAST_BLAS = BLAS is not None or sys.platform != "linux"
 from tests.model_fixture import smollm2  # noqa: E402, F401
 from tests.node_fixture import node_folder  # noqa: E402, F401
 from tests.real_model import make_engine, real_model  # noqa: E402, F401
-from tests.server_fixture import redis_server, redis_url  # noqa: E402, F401
+from tests.server_fixture import redis_server, redis_url, server_version  # noqa: E402, F401
 from tests.small_disk import small_disk  # noqa: E402, F401
 
 # A busy machine is no fault of the code: no example has a deadline, and none is generated too slowly.
@@ -32,10 +32,9 @@ settings.load_profile("stoker")
 OF_A_WORKER = ("callback", "commands", "engine", "fetcher", "finisher", "heartbeat", "loader", "recovery")
 
 
-def pytest_report_header() -> str:
-    if HAS_FAST_BLAS:
-        return f"BLAS: {BLAS or 'Accelerate'}"
-    return "BLAS: only MLX's own, which is slow: tests marked `fast_blas` are skipped"
+def pytest_report_header() -> list[str]:
+    slow = "only MLX's own, which is slow: tests marked `fast_blas` are skipped"
+    return [f"BLAS: {(BLAS or 'Accelerate') if HAS_FAST_BLAS else slow}", f"server: {server_version()}"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

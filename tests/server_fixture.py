@@ -1,6 +1,7 @@
 """A private Redis or Valkey server for the whole session, empty at the start of each test that asks for it."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,14 @@ def connection(redis_url: str) -> Iterator[Redis]:
 def producer(redis_url: str) -> Iterator[Producer]:
     with Producer(redis_url) as producer:
         yield producer
+
+
+def server_version() -> str:
+    """The line that the server's program prints of itself, or why there is none."""
+    try:
+        return subprocess.run([find_program(), "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    except RedisUnavailable as error:
+        return str(error)
 
 
 def require_server_program() -> None:
