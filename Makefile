@@ -17,8 +17,9 @@ export PATH := $(SERVER):$(PATH)
 endif
 
 # Files of tests run beside each other, in this many processes, each with a server of its own.
-PROCESSES ?= 2
+PROCESSES ?= 3
 BESIDE = $(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+LANE = -m "not scheduled"
 # It plays with time: nothing of ours runs beside it.
 ALONE := tests/chaos/test_chaos.py
 
@@ -27,6 +28,8 @@ SITE_PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs docker experim
 
 .PHONY: all demo quick test fuzz zoo models deep chaos bench lint types format docs fast-blas clean
 
+# What runs on a schedule: the tests of `make test`, and with them the experiments' quick runs, their reports and figures.
+all: LANE =
 all: lint types test
 
 demo: .venv/worker fast-blas
@@ -36,13 +39,13 @@ demo: .venv/worker fast-blas
 # No model weights, no worker processes, no chaos, no browser.
 quick: PROCESSES = 4
 quick: .venv/dev $(SERVER:valkey=.cache/valkey)
-	$(BESIDE) -m "not model and not slow" tests/test_*.py tests/shared tests/producer tests/worker
+	$(BESIDE) -m "not model and not slow and not scheduled" tests/test_*.py tests/shared tests/producer tests/worker
 
 test: .venv/dev fast-blas $(SERVER:valkey=.cache/valkey)
-	$(BESIDE) $(ALONE:%=--ignore=%)
-	$(BIN)/pytest $(ALONE)
+	$(BESIDE) $(LANE) $(ALONE:%=--ignore=%)
+	$(BIN)/pytest $(LANE) $(ALONE)
 
-# Every cache layout against single, uncached runs, fifty times as long as in `make test`; FUZZ_SEED chooses others.
+# Every cache layout against single, uncached runs, a hundred times as long as in `make test`; FUZZ_SEED chooses others.
 fuzz: .venv/dev
 	FUZZ_ROUNDS=220 $(BIN)/pytest --timeout=0 -s tests/worker/engine/test_fuzz.py
 

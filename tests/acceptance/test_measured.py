@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.scheduled
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "first-documents.md"
 PLAN, EXP_003, EXP_004, EXP_006 = "Sprint 2 plan", "EXP-003 report", "EXP-004 report", "EXP-006 plan"

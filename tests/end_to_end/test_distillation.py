@@ -16,7 +16,7 @@ from tests.worker_process import running_worker
 from stoker import Producer
 from stoker.cli import main
 
-pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas]
+pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas, pytest.mark.scheduled]
 
 THINGS = ("lamp", "kettle", "jacket", "phone", "chair", "clock", "bicycle", "radio")
 CITIES = ("Oslo", "Lima", "Cairo", "Delhi", "Quito", "Osaka", "Tunis", "Perth")

@@ -8,7 +8,7 @@ from tests.worker.memory.agents import files_below
 from tests.worker.queue.members import home_of
 from tests.worker_process import running_worker
 
-pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas]
+pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas, pytest.mark.scheduled]
 
 pytest.importorskip("obstore")
 

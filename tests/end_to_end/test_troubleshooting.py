@@ -50,7 +50,7 @@ from stoker_worker.memory.witness import Witness
 from stoker_worker.pipeline.wakefulness import Wakefulness
 from stoker_worker.ports import AgentHome
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 TITLES = re.findall(r"^## (.+)$", PAGE.read_text(), re.MULTILINE)

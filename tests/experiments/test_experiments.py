@@ -95,6 +95,7 @@ def test_every_experiment_is_run_or_named_as_not_run() -> None:
     assert scripts == set(QUICK) | NOT_RUN
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("script", [pytest.param(script, marks=marks) for script, marks in QUICK.items()])
 def test_a_quick_run_is_right_and_writes_results_report_index_and_plot(
     experiments: ExperimentsProcess, script: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -23,7 +23,7 @@ from stoker_shared.wire import (
 from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
 from stoker_worker.queue.home_scripts import GIVE_UP
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 QUEUE = "generate"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.experiments.experiments_process import EXPERIMENTS, ExperimentsProcess
 
+pytestmark = pytest.mark.scheduled
+
 REPORTS = sorted(EXPERIMENTS.glob("EXP-*.md"))
 RUN = [report for report in REPORTS if (EXPERIMENTS / "results" / f"exp_{report.name[4:7]}_results.json").exists()]
 NOT_RUN = [report for report in REPORTS if report not in RUN]

@@ -1,6 +1,6 @@
 """The proof at load takes the widest mode in which every history is right, no wider and no narrower.
 
-`make test` runs a few, with every mode and every kind of layer; `make zoo` runs all architectures.
+`make all` runs a few, with every mode and every kind of layer; `make zoo` runs all architectures.
 """
 
 import os
@@ -11,7 +11,7 @@ from tests.zoo.causes import cause_of
 from tests.zoo.models_page import PAGE, WIDEST, line, page
 from tests.zoo.survey import survey_all
 
-pytestmark = pytest.mark.mlx
+pytestmark = [pytest.mark.mlx, pytest.mark.scheduled]
 
 ALL = os.environ.get("ZOO") == "all"
 SHORT = (

@@ -15,7 +15,7 @@ from stoker_worker.ports.serving_mode import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
-ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "2"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SEQUENCES_IN_A_ROUND = 6
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 130, 254, 255, 256, 257, 300, 511, 513)
