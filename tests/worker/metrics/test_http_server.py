@@ -1,5 +1,6 @@
 """What Prometheus and a health check see: every metric by its declared name, and why a worker is not ready."""
 
+import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -9,16 +10,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.cli.main import main
-from stoker_worker.metrics.declared import DECLARED
+from stoker_worker.metrics.declared import DECLARED, REDIS_SERVER
 from stoker_worker.metrics.exposition import exposition
 from stoker_worker.metrics.http_server import MetricsServer, Pages
-from stoker_worker.metrics.looking import Look
+from stoker_worker.metrics.looking import Look, Looking
 from stoker_worker.metrics.watch import Watch
-from stoker_worker.ports import QueueDepth, Serving, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports import QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
-STORE = StoreUse(100, 1000, 2**30, 10, 50, SharedUse(0.0, 7, 8, 2))
+STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8, 2))
 WAITING = QueueDepth("generate", 3, 1.5)
+REDIS = RedisUse({"misspelt": 2}, {metric.name.removeprefix("stoker_"): 1.0 for metric in REDIS_SERVER})
 
 
 class KV:
@@ -42,7 +44,7 @@ def test_every_declared_metric_is_shown_once_there_is_something_to_show():
     watch = Watch()
     watch.metrics.failed(ValueError())
     watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
-    samples = parsed(watch, Look(state(), STORE, [WAITING]))
+    samples = parsed(watch, Look(state(), STORE, [WAITING], REDIS))
     names = {name for name, *_ in samples}
     declared = {f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name for metric in DECLARED}
     assert declared <= names
@@ -61,6 +63,43 @@ def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
     assert not {"stoker_store_bytes", "stoker_model_info"} & {name for name, *_ in samples}
 
 
+def test_a_standby_is_shown_as_one_until_it_holds_its_queues():
+    looking = Looking()
+    assert not looking.now().is_standing_by
+    looking.is_standby = True
+    assert parsed(Watch(), looking.now())["stoker_standby",] == 1
+    looking.queues = lambda: [WAITING]
+    assert parsed(Watch(), looking.now())["stoker_standby",] == 0
+
+
+def test_the_start_is_that_of_the_worker():
+    before = time.time()
+    started = parsed(Watch(), Looking().now())["process_start_time_seconds",]
+    assert before <= started <= time.time()
+
+
+def test_free_bytes_are_at_most_5_s_old(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("stoker_worker.metrics.looking.time.monotonic", lambda: now[0])
+    looking, free = Looking(), iter([5, 4, 3])
+    looking.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
+    seen = [looking.now().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
+    assert seen == [5, 5, 4, 4, 3]
+
+
+def test_redis_is_asked_for_its_figures_only_while_it_answers():
+    def refuse():
+        raise RedisUnavailable("Redis is away")
+
+    looking, asked = Looking(), []
+    looking.redis = lambda: asked.append(1)
+    looking.queues = refuse
+    assert looking.now().redis is None
+    assert not asked
+    looking.queues, looking.redis = list, refuse
+    assert looking.now().redis is None
+
+
 @pytest.mark.parametrize(
     ("look", "said"),
     [
@@ -69,7 +108,7 @@ def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
         (Look(state(), STORE, RedisUnavailable("Redis is away")), ["Redis is away"]),
         (Look(state(redis_away_s=3), STORE, [WAITING]), ["no heartbeat"]),
         (Look(state(), PermissionError("no rights"), [WAITING]), ["no rights"]),
-        (Look(state(), StoreUse(1, 2, 0, 0, 0), [WAITING]), ["disk is full"]),
+        (Look(state(), StoreUse(1, 2, 0, 9, 0, 0), [WAITING]), ["disk is full"]),
         (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
     ],
 )

@@ -92,6 +92,7 @@ def _run(settings: "WorkerSettings") -> None:
     log.info("settings: %s", settings.describe())
     provider = _provider(settings)
     watch = Watch()
+    watch.looking.is_standby = settings.standby
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
         redis_url = settings.redis_url
@@ -117,7 +118,7 @@ def _run(settings: "WorkerSettings") -> None:
             watch.looking.shared_store = agents.glance
         agents.start_upkeep()
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=_own_store(settings, store, agents)))
-        watch.looking.queues = queue.depths.read
+        watch.looking.queues, watch.looking.redis = queue.depths.read, queue.depths.server
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.looking.state = worker.state
         queue.registration.figures, queue.registration.on_shutdown = watch.figures, worker.request_stop

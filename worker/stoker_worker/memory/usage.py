@@ -18,6 +18,7 @@ def store_use(agents: AgentCacheStore | SharedAgentStore) -> StoreUse:
     folder = store.parts.path
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} is not writable")
+    disk = shutil.disk_usage(folder)
     try:
         disk_bytes = store.budget.total_bytes
     except Damaged as error:
@@ -25,7 +26,8 @@ def store_use(agents: AgentCacheStore | SharedAgentStore) -> StoreUse:
     return StoreUse(
         disk_bytes=disk_bytes,
         disk_max_bytes=store.budget.max_bytes,
-        disk_free_bytes=shutil.disk_usage(folder).free,
+        disk_free_bytes=disk.free,
+        disk_size_bytes=disk.total,
         ram_bytes=store.ram_cache.n_bytes,
         ram_max_bytes=store.ram_cache.max_bytes,
         shared=shared,

@@ -103,10 +103,17 @@ STEP_TOKENS: Final = _counter(
 
 BUILD: Final = _gauge("build_info", "Always 1.", "version", "python", "mlx")
 MODEL: Final = _gauge("model_info", "Always 1, once the model is loaded.", "model_name", "mode", "max_model_len")
+STARTED: Final = Metric("process_start_time_seconds", "gauge", "When the worker was started, in Unix time.")
 READY: Final = _gauge("ready", "Whether /readyz answers with 200.")
+STANDBY: Final = _gauge("standby", "Whether it waits, by --standby, for the name or the store of another worker.")
 RUNNING: Final = _gauge("num_requests_running", "Jobs in the batch.")
 WAITING: Final = _gauge("num_requests_waiting", "Jobs that wait in the queue.", "queue")
 OLDEST_WAIT: Final = _gauge("queue_oldest_wait_seconds", "How long the queue's oldest job has waited.", "queue")
+UNHEARD: Final = _gauge(
+    "num_requests_without_worker",
+    "Jobs that wait in queues of this Redis server that no live worker listens to: the 100 queues with most.",
+    "queue",
+)
 IN_FLIGHT: Final = _gauge(
     "jobs_in_flight",
     "Claimed jobs. Memory: an agent's memory is loaded or saved. Waiting: for a place in the batch.",
@@ -122,7 +129,8 @@ PREEMPTIONS: Final = _counter("num_preemptions", "Sequences that left the batch 
 STEP_AGE: Final = _gauge("engine_step_age_seconds", "How long the step under way has taken; 0 while there is no work.")
 STORE_BYTES: Final = _gauge("store_bytes", "Bytes of the agents' memory on disk.")
 STORE_MAX: Final = _gauge("store_max_bytes", "The limit of that.")
-STORE_FREE: Final = _gauge("store_free_bytes", "Free bytes of the store's file system.")
+STORE_FREE: Final = _gauge("store_free_bytes", "Free bytes of the store's file system, at most 5 s old.")
+STORE_DISK: Final = _gauge("store_disk_bytes", "Size of the store's file system.")
 RAM_BYTES: Final = _gauge("ram_cache_bytes", "Bytes of agents' caches in RAM.")
 RAM_MAX: Final = _gauge("ram_cache_max_bytes", "The limit of that.")
 SHARED_UP: Final = _gauge("shared_store_up", "Whether the shared store answers; only if there is one.")
@@ -133,6 +141,18 @@ SHARED_WAITING: Final = _gauge(
 )
 REDIS_UP: Final = _gauge("redis_up", "Whether Redis answers, and has the last heartbeat.")
 REDIS_AWAY: Final = _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.")
+REDIS_SERVER: Final = (
+    _gauge("redis_memory_used_bytes", "Memory that the Redis server uses for its data."),
+    _gauge("redis_memory_max_bytes", "Its limit (maxmemory); 0: none."),
+    _gauge("redis_aof_enabled", "Whether it keeps an append-only file."),
+    _gauge("redis_aof_last_write_status", "Whether its last write to that file succeeded."),
+    _gauge("redis_rdb_last_bgsave_status", "Whether its last snapshot succeeded."),
+    _gauge("redis_rdb_last_save_timestamp_seconds", "When it took its last snapshot, in Unix time."),
+)
+"""From the server's INFO, where it tells; the names after `stoker_` are those of Prometheus' redis_exporter."""
 
-DECLARED: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+DECLARED: Final[tuple[Metric, ...]] = (
+    *(value for value in list(globals().values()) if isinstance(value, Metric)),
+    *REDIS_SERVER,
+)
 """In the order of this file."""

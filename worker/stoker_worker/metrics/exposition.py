@@ -67,7 +67,9 @@ def _family(metric: Metric) -> Family:
 def _of_worker(look: Look, live: LiveFigures, is_ready: bool) -> Iterator[Value]:
     state = look.state
     yield of.BUILD, (_version("stoker"), platform.python_version(), _version("mlx")), 1
+    yield of.STARTED, (), look.started_at
     yield of.READY, (), is_ready
+    yield of.STANDBY, (), look.is_standing_by
     yield of.TOKENS_PER_S, (), live.tokens_per_s
     yield of.RUNNING, (), state.in_batch
     for stage in of.IN_FLIGHT.values:
@@ -78,6 +80,12 @@ def _of_worker(look: Look, live: LiveFigures, is_ready: bool) -> Iterator[Value]
     for queue in look.queues if isinstance(look.queues, list) else ():
         yield of.WAITING, (queue.name,), queue.waiting
         yield of.OLDEST_WAIT, (queue.name,), queue.oldest_wait_s
+    if (redis := look.redis) is not None:
+        for name, waiting in redis.waiting_without_worker.items():
+            yield of.UNHEARD, (name,), waiting
+        for metric in of.REDIS_SERVER:
+            if (value := redis.figures.get(metric.name.removeprefix(of.PREFIX))) is not None:
+                yield metric, (), value
     if (serving := state.serving) is not None:
         yield of.MODEL, (serving.model, serving.mode, str(serving.context_tokens)), 1
         yield of.MAX_BATCH, (), serving.max_batch
@@ -95,6 +103,7 @@ def _of_memory(look: Look) -> Iterator[Value]:
         yield of.STORE_BYTES, (), store.disk_bytes
         yield of.STORE_MAX, (), store.disk_max_bytes
         yield of.STORE_FREE, (), store.disk_free_bytes
+        yield of.STORE_DISK, (), store.disk_size_bytes
         yield of.RAM_BYTES, (), store.ram_bytes
         yield of.RAM_MAX, (), store.ram_max_bytes
         if (shared := store.shared) is not None:

@@ -1,7 +1,7 @@
 """`/metrics`, `/healthz` and `/readyz` on a loopback port. Threads of its own, one for each request.
 
 A request waits for nothing of the worker's: it reads counts, asks Redis on a connection of its own, and looks at the
-store at most every ten seconds.
+store at most every five seconds.
 """
 
 import logging

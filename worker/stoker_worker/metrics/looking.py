@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.ports import QueueDepth, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports import QueueDepth, RedisUse, SharedUse, StoreUse, WorkerState
 
-STORE_EVERY_S: Final = 10.0
+STORE_EVERY_S: Final = 5.0
 """A look at the store reads a few hundred folders."""
 
 _LEAST_FREE_BYTES: Final = 2**20
@@ -20,11 +20,17 @@ class Look:
     """
     Attributes:
         store, queues: or the error that came instead; ``None`` while the worker has not got that far.
+        redis: ``None`` as well while the server is away.
+        is_standing_by: it waits for another worker's name or store.
+        started_at: when the worker was started, in Unix time.
     """
 
     state: WorkerState
     store: StoreUse | OSError | None
     queues: list[QueueDepth] | RedisUnavailable | None
+    redis: RedisUse | None = None
+    is_standing_by: bool = False
+    started_at: float = 0.0
 
     @property
     def is_redis_up(self) -> bool:
@@ -54,27 +60,40 @@ class Looking:
     """Where to look.
 
     Attributes:
-        state, store, queues: set as these parts of the worker are made.
+        is_standby: whether it waits while another worker has its name or store.
+        state, store, queues, redis: set as these parts of the worker are made.
         shared_store: without I/O, if there is one; the heartbeat looks there.
     """
 
     def __init__(self) -> None:
+        self.is_standby = False
         self.state: Callable[[], WorkerState] = WorkerState
         self.store: Callable[[], StoreUse] | None = None
         self.queues: Callable[[], list[QueueDepth]] | None = None
+        self.redis: Callable[[], RedisUse] | None = None
         self.shared_store: Callable[[], SharedUse] | None = None
         self._lock = threading.Lock()
         self._store_seen: StoreUse | OSError | None = None
         self._look_at = 0.0
+        self._started_at = time.time()
 
     def now(self) -> Look:
-        return Look(self.state(), self._store(), self._queues())
+        queues = self._queues()
+        redis = self._redis() if isinstance(queues, list) else None
+        is_standing_by = self.is_standby and queues is None
+        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at)
 
     def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
         try:
             return None if self.queues is None else self.queues()
         except RedisUnavailable as error:
             return error
+
+    def _redis(self) -> RedisUse | None:
+        try:
+            return None if self.redis is None else self.redis()
+        except RedisUnavailable:  # since the look at the queues
+            return None
 
     def _store(self) -> StoreUse | OSError | None:
         with self._lock:

@@ -40,6 +40,6 @@ from stoker_worker.ports.memory import (
     Transcript,
     Turn,
 )
-from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, RedisUse, SharedUse, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
 from stoker_worker.ports.queue import QueuePort, Serving, TextSoFar

@@ -126,11 +126,13 @@ class SharedUse:
 
 @dataclass(frozen=True)
 class StoreUse:
-    """Sizes in bytes. `disk_free_bytes` are those of the store's file system. `shared`: if there is a shared store."""
+    """Sizes in bytes. `disk_free_bytes` and `disk_size_bytes` are of the store's file system. `shared`: if there is a
+    shared store."""
 
     disk_bytes: int
     disk_max_bytes: int
     disk_free_bytes: int
+    disk_size_bytes: int
     ram_bytes: int
     ram_max_bytes: int
     shared: SharedUse | None = None
@@ -143,3 +145,17 @@ class QueueDepth:
     name: str
     waiting: int
     oldest_wait_s: float
+
+
+@dataclass(frozen=True)
+class RedisUse:
+    """The Redis server, and the queues in it that no live worker listens to.
+
+    Attributes:
+        waiting_without_worker: jobs by queue, without empty queues; the 100 queues with most jobs.
+        figures: of the server's INFO, by the names that Prometheus' redis_exporter gives them; without those that the
+            server does not tell.
+    """
+
+    waiting_without_worker: Mapping[str, int]
+    figures: Mapping[str, float]

@@ -1,9 +1,10 @@
-"""How many jobs wait in each queue, and for how long. Any thread; reads only.
+"""How many jobs wait in each queue, and for how long; and how the server is. Any thread; reads only.
 
 Owns a connection of its own with a short time limit: a request for metrics delays neither the fetcher nor the
 heartbeat, and a server that hangs is not waited for.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Final
@@ -12,13 +13,20 @@ from redis import Redis
 from rq.job import Job
 from rq.queue import Queue
 from rq.utils import utcparse
+from rq.worker_registration import REDIS_WORKER_KEYS
 
-from stoker_worker.ports import QueueDepth
+from stoker_worker.ports import QueueDepth, RedisUse
 from stoker_worker.queue.foreign_ids import raw, text
 from stoker_worker.queue.transient_errors import as_redis_unavailable
 
 _LOOKED_AT: Final = 100
 """Of so many jobs at the front, the oldest is looked for: newer ones may have been put before it."""
+
+_MOST_QUEUES: Final = 100
+"""Without a worker: whoever may enqueue can make queues, and each is a series in Prometheus."""
+
+_QUEUE: Final = Queue.redis_queue_namespace_prefix.encode()
+_WORKERS: Final = f"{REDIS_WORKER_KEYS}:".encode()
 
 
 class QueueDepths:
@@ -53,8 +61,53 @@ class QueueDepths:
             for queue, waiting, wait_s in zip(self._queues, replies[::2], waits, strict=True)
         ]
 
+    @as_redis_unavailable()
+    def server(self) -> RedisUse:
+        """The server's memory and files, and the jobs that no worker will take, in three round trips.
+
+        Raises:
+            RedisUnavailable: the server is away.
+        """
+        with self._connection.pipeline(transaction=False) as pipeline:
+            pipeline.info("memory").info("persistence").smembers(Queue.redis_queues_keys)
+            *sections, keys = pipeline.execute(raise_on_error=False)
+            queues = [key.removeprefix(_QUEUE) for key in keys] if isinstance(keys, set) else []
+            for queue in queues:
+                pipeline.llen(_QUEUE + queue).smembers(_WORKERS + queue)
+            replies = pipeline.execute(raise_on_error=False)
+            waiting = {
+                queue: (n_jobs, workers)
+                for queue, n_jobs, workers in zip(queues, replies[::2], replies[1::2], strict=True)
+                if isinstance(n_jobs, int) and n_jobs and isinstance(workers, set)
+            }
+            for _, workers in waiting.values():
+                pipeline.exists(_WORKERS, *workers)  # a killed worker is still in the set, but its own key has expired
+            alive = pipeline.execute(raise_on_error=False)
+        unheard = [
+            (n_jobs, queue.decode(errors="replace"))
+            for (queue, (n_jobs, _)), n_alive in zip(waiting.items(), alive, strict=True)
+            if n_alive == 0
+        ]
+        info = {field: value for section in sections if isinstance(section, dict) for field, value in section.items()}
+        return RedisUse({name: n_jobs for n_jobs, name in sorted(unheard)[-_MOST_QUEUES:]}, _figures(info))
+
     def close(self) -> None:
         self._connection.close()
+
+
+def _figures(info: Mapping[str, object]) -> dict[str, float]:
+    """By the names of `RedisUse.figures`."""
+    fields = {
+        "redis_memory_used_bytes": "used_memory",
+        "redis_memory_max_bytes": "maxmemory",
+        "redis_aof_enabled": "aof_enabled",
+        "redis_aof_last_write_status": "aof_last_write_status",
+        "redis_rdb_last_bgsave_status": "rdb_last_bgsave_status",
+        "redis_rdb_last_save_timestamp_seconds": "rdb_last_save_time",
+    }
+    values = {name: info.get(field) for name, field in fields.items()}
+    found = {name: value == "ok" if isinstance(value, str) else value for name, value in values.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _wait_s(enqueued_at: object, now: datetime) -> float:
