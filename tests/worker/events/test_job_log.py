@@ -3,6 +3,9 @@
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +48,42 @@ def test_a_finished_job_is_one_line_of_text(logged):
     assert line == (
         "finished job=j-1 agent='a b' prompt=23 cached=7 generated=5 seconds=0.250 ended_by=length version=3\n"
     )
+
+
+def test_in_the_journal_each_line_of_text_has_its_priority(logged, monkeypatch, tmp_path):
+    with (tmp_path / "journal").open("w+") as journal, (tmp_path / "other").open("w") as other:
+        seen = os.fstat(journal.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{seen.st_dev}:{seen.st_ino}")
+        out = logged(verbose=True)
+        log = logging.getLogger("stoker_worker")
+        for stderr in (other, journal):
+            monkeypatch.setattr(out, "fileno", stderr.fileno)
+            out.truncate(0), out.seek(0)
+            logged(verbose=True)
+            log.debug("d"), log.info("i"), log.warning("w"), log.critical("c")
+            try:
+                raise ValueError("two\nlines")
+            except ValueError:
+                log.exception("broken")
+            found = [line[:3] for line in out.getvalue().splitlines()]
+            expected = ["<7>", "<6>", "<4>", "<2>", *["<3>"] * (len(found) - 4)]
+            assert (found == expected) is (stderr is journal)
+            assert len(found) > 7
+        out.truncate(0), out.seek(0)
+        logged(log_format="json")
+        log.error("e")
+        assert json.loads(out.getvalue())["level"] == "error"
+
+
+def test_the_reason_why_a_command_ends_is_an_error_in_the_journal(tmp_path):
+    command = f"{sys.executable} -m stoker_worker run --engine scripted --redis redis://127.0.0.1:1"
+    with (tmp_path / "journal").open("w+") as journal:
+        seen = os.fstat(journal.fileno())
+        env = {**os.environ, "JOURNAL_STREAM": f"{seen.st_dev}:{seen.st_ino}"}
+        store = ["--store", str(tmp_path / "store")]
+        assert subprocess.run([*command.split(), *store], stderr=journal, env=env, check=False).returncode == 1
+        journal.seek(0)
+        assert journal.readlines()[-1].startswith("<3>Error: RedisUnavailable: ")
 
 
 def test_as_json_each_line_is_an_object_with_the_same_fields(logged):

@@ -1,13 +1,16 @@
 """How a command of `stoker-worker` ends: by one line for an error that an operator can mend, and quietly."""
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO, Any
 
 import click
 
 from stoker_shared.errors import StokerError
+from stoker_worker.cli.journal import is_journal, prefixed
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 
@@ -38,6 +41,14 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise click.ClickException(_MISSING.format(error.name)) from error
+        raise _ErrorLine(_MISSING.format(error.name)) from error
     except StokerError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+        raise _ErrorLine(f"{type(error).__name__}: {error}") from error
+
+
+class _ErrorLine(click.ClickException):
+    """In the journal, an error by its priority too: it is the line that tells why a service does not start."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        line = f"Error: {self.format_message()}"
+        click.echo(prefixed(line, logging.ERROR) if is_journal() else line, file=file, err=True)

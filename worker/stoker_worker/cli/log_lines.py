@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 
+from stoker_worker.cli.journal import is_journal, prefixed
 from stoker_worker.events.job_log import FIELDS
 from stoker_worker.settings import WorkerSettings
 
@@ -14,14 +15,20 @@ CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")
 def configure_logging(settings: WorkerSettings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = settings.log_format == "json"
+    text_line = _JournalLine if is_journal() else logging.Formatter
     handler.setFormatter(
-        _JsonLine() if is_json else logging.Formatter("%(asctime)s %(levelname).1s %(threadName)-10s %(message)s")
+        _JsonLine() if is_json else text_line("%(asctime)s %(levelname).1s %(threadName)-10s %(message)s")
     )
     level = logging.DEBUG if settings.verbose else logging.WARNING if settings.quiet else logging.INFO
     logging.basicConfig(level=level, handlers=[handler])
     if not settings.verbose:
         for name in CHATTY:
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class _JournalLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return prefixed(super().format(record), record.levelno)
 
 
 class _JsonLine(logging.Formatter):
