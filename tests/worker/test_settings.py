@@ -17,6 +17,24 @@ def test_settings_describe_themselves_without_the_password():
     assert "redis://:***@host:1/0" in settings.describe()
 
 
+def test_a_redis_url_may_be_in_a_file(tmp_path):
+    file = tmp_path / "a b.url"
+    file.write_text("redis://:secret@host:1/0\n/the/lock\n")
+    settings = read_settings({"redis_url": file.as_uri()})
+    assert settings.redis_url == "redis://:secret@host:1/0"
+    assert "secret" not in settings.describe()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\nredis://:secret@h", b"redis://:secret@\xff", b"file:///secret"])
+def test_a_file_without_a_redis_url_is_named_and_not_quoted(tmp_path, content):
+    file = tmp_path / "redis.url"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=file.name) as refused:
+        read_settings({"redis_url": file.as_uri()})
+    assert "secret" not in "".join(error["msg"] for error in refused.value.errors())
+
+
 @pytest.mark.parametrize("url", ["redis://host/0?password=secret&x=1", "redis://user:secret@host/0?password=secret"])
 def test_passwords_in_the_query_are_not_shown_either(url):
     assert "secret" not in read_settings({"redis_url": url}).describe()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -78,6 +79,20 @@ class WorkerSettings(BaseSettings):
         if not all(names) or len(set(names)) != len(names):
             raise ValueError("must be a comma-separated list of different queue names")
         return ",".join(names)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url_from_a_file(cls, value: str) -> str:
+        """Of a ``file:`` URL, the file's first line: every user sees the arguments of a process."""
+        if not value.startswith("file:"):
+            return value
+        try:
+            url = Path(unquote(urlsplit(value).path)).read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {value}: {getattr(error, 'strerror', None) or 'no text'}") from None
+        if not url or url.startswith("file:"):
+            raise ValueError(f"{value} has no Redis URL in its first line")
+        return url
 
     @field_validator("defaults")
     @classmethod

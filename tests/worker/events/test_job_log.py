@@ -58,9 +58,10 @@ def test_in_the_journal_each_line_of_text_has_its_priority(logged, monkeypatch, 
         log = logging.getLogger("stoker_worker")
         for stderr in (other, journal):
             monkeypatch.setattr(out, "fileno", stderr.fileno)
-            out.truncate(0), out.seek(0)
+            out.seek(out.truncate(0))
             logged(verbose=True)
-            log.debug("d"), log.info("i"), log.warning("w"), log.critical("c")
+            for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.CRITICAL):
+                log.log(level, "one line")
             try:
                 raise ValueError("two\nlines")
             except ValueError:
@@ -69,7 +70,7 @@ def test_in_the_journal_each_line_of_text_has_its_priority(logged, monkeypatch, 
             expected = ["<7>", "<6>", "<4>", "<2>", *["<3>"] * (len(found) - 4)]
             assert (found == expected) is (stderr is journal)
             assert len(found) > 7
-        out.truncate(0), out.seek(0)
+        out.seek(out.truncate(0))
         logged(log_format="json")
         log.error("e")
         assert json.loads(out.getvalue())["level"] == "error"

@@ -10,7 +10,8 @@ from stoker_worker.cli.main import main
 LAUNCHCTL = """
 case "$1 $2" in
     bootstrap*) [ ! -e broken ] || { echo "it is broken" >&2; exit 5; }; touch loaded ;;
-    "print gui/"*/*) [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
+    "print gui/"*/*|"print system/"*)
+        [ -e loaded ] && printf '\\tstate = running\\n\\tpid = 7\\n\\t\\tstate = inner\\n' ;;
     "print "*) [ ! -e no-session ] ;;
     bootout*) touch leaving ;;
 esac
@@ -73,4 +74,5 @@ def managed(request, tmp_path, monkeypatch) -> Managed:
     monkeypatch.setenv("NOT_OURS", "1")
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr("platform.system", lambda: request.param)
+    monkeypatch.setattr("stoker_worker.service.here.ROOT", on.home)
     return on

@@ -1,9 +1,12 @@
 """`stoker-worker service` on both systems: the manager's calls, what is left behind, what is refused."""
 
 import plistlib
+import pwd
 import stat
 
 import pytest
+
+from stoker_worker.settings import read_settings
 
 BOTH = pytest.mark.parametrize("managed", ["Darwin", "Linux"], indirect=True)
 MAC = pytest.mark.parametrize("managed", ["Darwin"], indirect=True)
@@ -26,14 +29,84 @@ def test_print_shows_the_file_and_changes_nothing(managed):
 
 
 @BOTH
-def test_only_the_user_can_read_the_file_which_has_the_variables(managed, monkeypatch):
-    monkeypatch.setenv("STOKER_REDIS_URL", "redis://:secret@10.0.0.1")
+def test_only_the_user_can_read_the_file_which_has_the_variables(managed):
     managed.install()
     [file] = files(managed)
-    assert "secret" in file.read_text()
     assert "/models" in file.read_text()
     assert "NOT_OURS" not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@BOTH
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_redis_url_with_a_password_has_a_file_that_only_the_user_can_read(managed, monkeypatch, by_variable):
+    def install(url):
+        if by_variable:
+            monkeypatch.setenv("STOKER_REDIS_URL", url)
+        return managed.install(*([] if by_variable else ["--redis", url]))
+
+    out = install("redis://:pw-first@10.0.0.1").output
+    secret = managed.home / ".config/stoker/stoker-worker.redis-url"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    unit, [command] = next(file for file in files(managed) if file != secret), [secret.as_uri()]
+    assert command in unit.read_text()
+    assert read_settings({"redis_url": secret.as_uri()}).redis_url == "redis://:pw-first@10.0.0.1"
+    out += managed.service("install", "--print", "--", "--engine", "scripted", "--redis", "redis://:pw-first@h").output
+    managed.calls()
+    out += install("redis://:pw-second@10.0.0.1").output
+    assert managed.calls()[-1].split()[0 if unit.suffix == ".plist" else 1] in ("bootstrap", "restart")
+    assert "pw-second" in secret.read_text()
+    assert not [word for word in ("pw-first", "pw-second") if word in out + unit.read_text()]
+    install("redis://10.0.0.1")
+    assert files(managed) == [unit]
+    install("redis://:pw-third@10.0.0.1")
+    managed.service("uninstall")
+    assert not files(managed)
+
+
+@BOTH
+def test_a_service_of_the_machine_needs_root_and_a_user(managed, monkeypatch):
+    def install(*options, redis="redis://:secret@h"):
+        return managed.service("install", "--system", *options, "--", "--engine", "scripted", "--redis", redis)
+
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    monkeypatch.setattr("os.geteuid", lambda: 501)
+    chowned = []
+    monkeypatch.setattr("os.chown", lambda path, uid, gid: chowned.append((path.name, uid, gid)))
+    for refused, reason in (
+        (install(), "--user NAME"),
+        (install("--user", "no-such-user"), "no user no-such-user"),
+        (install("--user", "root"), "no rights of root"),
+        (install("--user", "nobody"), "by root only"),
+        (managed.service("uninstall", "--system"), "by root only"),
+        (managed.service("install", "--user", "nobody", "--", "--engine", "scripted"), "--system"),
+    ):
+        assert refused.exit_code
+        assert reason in refused.output
+    assert not files(managed)
+    assert "nobody" in install("--user", "nobody", "--print").output
+    assert not files(managed)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setenv("SUDO_USER", "nobody")
+    done = install()
+    assert done.exit_code == 0, done.output
+    assert "at each boot" in done.output
+    written = {str(file.relative_to(managed.home)): file for file in files(managed)}
+    secret = written.pop("etc/stoker/stoker-worker.redis-url")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    nobody = pwd.getpwnam("nobody")
+    assert (secret.name, nobody.pw_uid, nobody.pw_gid) in chowned
+    assert written.keys() <= {
+        "Library/LaunchDaemons/stoker-worker.plist",
+        "Library/Logs/stoker/stoker-worker.log",
+        "etc/systemd/system/stoker-worker.service",
+    }
+    assert not [file for file in written.values() if "secret" in file.read_text()]
+    assert not [call for call in managed.calls() if "--user" in call or "gui" in call]
+    assert managed.service("status", "--system").exit_code == 0
+    assert managed.service("status").exit_code == 4
+    assert managed.service("uninstall", "--system").exit_code == 0
+    assert [file.suffix for file in files(managed)] in ([], [".log"])
 
 
 @MAC

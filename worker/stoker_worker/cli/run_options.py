@@ -47,7 +47,7 @@ _OPTIONS: Final = (
         "--redis",
         "redis_url",
         metavar="URL",
-        help="URL, or `embedded` for a server of the worker's own.  [redis://127.0.0.1:6379]",
+        help="URL, file:///PATH of a file with it, or `embedded` for an own server.  [redis://127.0.0.1:6379]",
     ),
     _serving(
         "--redis-port",

@@ -69,11 +69,14 @@ class QueueDepths:
             RedisUnavailable: the server is away.
         """
         with self._connection.pipeline(transaction=False) as pipeline:
-            pipeline.info("memory").info("persistence").smembers(Queue.redis_queues_keys)
+            pipeline.info("memory")
+            pipeline.info("persistence")
+            pipeline.smembers(Queue.redis_queues_keys)
             *sections, keys = pipeline.execute(raise_on_error=False)
             queues = [key.removeprefix(_QUEUE) for key in keys] if isinstance(keys, set) else []
             for queue in queues:
-                pipeline.llen(_QUEUE + queue).smembers(_WORKERS + queue)
+                pipeline.llen(_QUEUE + queue)
+                pipeline.smembers(_WORKERS + queue)
             replies = pipeline.execute(raise_on_error=False)
             waiting = {
                 queue: (n_jobs, workers)

@@ -1,5 +1,6 @@
-"""The worker as a launchd agent of the user. Owns the agent's plist and the place of its log."""
+"""The worker as a launchd agent of the user, or a daemon of the Mac. Owns its plist and the place of its log."""
 
+import os
 import plistlib
 import re
 import time
@@ -13,8 +14,9 @@ from stoker_worker.service.manager import (
     ServiceRefused,
     called,
     called_well,
+    remove_files,
     require_program,
-    write_if_other,
+    write_files,
 )
 from stoker_worker.service.unit import RESTART_S, ServiceUnit
 
@@ -24,21 +26,26 @@ _FIELDS: Final = re.compile(r"^\t(state|pid|runs|last exit code) = (.+)$", re.MU
 
 
 class Launchd:
-    """Talks to the launchd of the user's login session, `launchctl ... gui/UID`."""
+    """Talks to the launchd of the user's login session, `launchctl ... gui/UID`, or to the system's."""
 
-    def __init__(self, library: Path, uid: int) -> None:
+    def __init__(self, library: Path, uid: int | None, secrets: Path) -> None:
         """
         Args:
-            library: the user's ``~/Library``.
+            library: the user's ``~/Library``, or ``/Library``.
+            uid: ``None``: a daemon of the system.
+            secrets: folder of Redis URLs with passwords.
         """
-        self._agents = library / "LaunchAgents"
+        self._is_system = uid is None
+        self._agents = library / ("LaunchDaemons" if self._is_system else "LaunchAgents")
         self._logs = library / "Logs" / "stoker"
-        self._session = f"gui/{uid}"
+        self._session = "system" if self._is_system else f"gui/{uid}"
+        self._secrets = secrets
 
     def text(self, unit: ServiceUnit) -> str:
         log = str(self._log(unit.name))
         agent = {
             "Label": unit.name,
+            **({"UserName": unit.account.pw_name} if unit.account else {}),
             "ProgramArguments": list(unit.command),
             "WorkingDirectory": str(unit.folder),
             "EnvironmentVariables": dict(unit.environment),
@@ -57,7 +64,10 @@ class Launchd:
         path, is_loaded = self.path(unit.name), self._is_loaded(unit.name)
         stop_timeout_s = self._stop_timeout_s(unit.name)
         self._logs.mkdir(parents=True, exist_ok=True)  # launchd would make it as root
-        changed = write_if_other(path, self.text(unit))
+        if unit.account is not None:
+            self._log(unit.name).touch()
+            os.chown(self._log(unit.name), unit.account.pw_uid, unit.account.pw_gid)
+        changed = write_files(self, unit)
         say(f"{'wrote' if changed else 'unchanged:'} {path}")
         if changed and is_loaded:
             say("it runs: it stops first, once its running jobs have ended")
@@ -66,15 +76,15 @@ class Launchd:
             called_well("launchctl", "bootstrap", self._session, str(path))
         else:  # it may have ended well, and stays so until it is told
             called_well("launchctl", "kickstart", self._target(unit.name))
-        say(f"{unit.name} is started, and will be at each login")
+        say(f"{unit.name} is started, and will be at each {'boot' if self._is_system else 'login'}")
 
     def uninstall(self, name: str, say: Say) -> None:
-        path = self.path(name)
         self._require()
+        path = self.path(name)
         if self._is_loaded(name):
             say(f"stopping {name}: its running jobs may end first")
             self._unload(name, self._stop_timeout_s(name))
-        path.unlink()
+        remove_files(self, name)
         say(f"removed {path}; the store and {self._log(name)} stay")
 
     def status(self, name: str, say: Say) -> int:
@@ -116,10 +126,15 @@ class Launchd:
     def path(self, name: str) -> Path:
         return self._agents / f"{name}.plist"
 
+    def redis_url_file(self, name: str) -> Path:
+        return self._secrets / f"{name}.redis-url"
+
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
 
     def _require(self) -> None:
         require_program("launchctl", "launchd")
         if called("launchctl", "print", self._session).returncode != 0:
-            raise ServiceRefused("launchd has no session of yours: log in on the Mac's own screen first")
+            raise ServiceRefused(
+                "launchd has no session of yours: log in on the Mac's own screen first, or install it with --system"
+            )

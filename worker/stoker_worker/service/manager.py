@@ -1,5 +1,6 @@
 """The service manager of this system, and what its two kinds have in common. Runs their programs; reads no settings."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -31,6 +32,9 @@ class ServiceManager(Protocol):
 
     def path(self, name: str) -> Path:
         """Where `install` writes it: the service is installed if it is there."""
+
+    def redis_url_file(self, name: str) -> Path:
+        """Where `install` writes a Redis URL with a password."""
 
     def install(self, unit: ServiceUnit, say: Say) -> None:
         """Write the file and start the service; start it anew if it runs with another file."""
@@ -72,8 +76,29 @@ def called_well(*command: str) -> str:
     return done.stdout
 
 
-def write_if_other(path: Path, text: str) -> bool:
-    """Whether it was written. Only the user can read it: it may have the password of the Redis URL."""
+def write_files(manager: ServiceManager, unit: ServiceUnit) -> bool:
+    """Write the service's file, and that of its Redis URL, which only the user of the service can read.
+
+    Returns:
+        whether one of them has changed.
+    """
+    url_file, changed = manager.redis_url_file(unit.name), False
+    if unit.redis_url:
+        changed = _write_if_other(url_file, f"{unit.redis_url}\n")
+        if unit.account is not None:
+            os.chown(url_file, unit.account.pw_uid, unit.account.pw_gid)
+    else:
+        url_file.unlink(missing_ok=True)
+    return _write_if_other(manager.path(unit.name), manager.text(unit)) or changed
+
+
+def remove_files(manager: ServiceManager, name: str) -> None:
+    manager.path(name).unlink()
+    manager.redis_url_file(name).unlink(missing_ok=True)
+
+
+def _write_if_other(path: Path, text: str) -> bool:
+    """Whether it was written. Only its owner can read it: variables may have passwords too."""
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
