@@ -4,6 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from stoker_shared.environment import VARIABLES
 from stoker_worker.cli.main import main, run
@@ -30,7 +31,7 @@ def test_a_file_without_a_redis_url_is_named_and_not_quoted(tmp_path, content):
     file = tmp_path / "redis.url"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=file.name) as refused:
+    with pytest.raises(ValidationError, match=file.name) as refused:
         read_settings({"redis_url": file.as_uri()})
     assert "secret" not in "".join(error["msg"] for error in refused.value.errors())
 
