@@ -319,8 +319,10 @@ def test_an_agent_that_an_index_has_lost_is_never_begun_anew(
     agent.store.close()
     assert salvage(tmp_path).whole == 2
     agent.store = open_store(tmp_path)
-    assert agent.tokens() == LONG[:700]
-    agent.say(NEXT)
+    message, usable = unreadable(agent, tmp_path)
+    assert "its last turn was not saved" in message
+    assert usable.transcript == make_transcript(LONG[:700])
+    agent.say(NEXT, agent=usable)
 
 
 def test_versions_that_the_index_has_lost_are_noticed(agent: Agent, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
 from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.orphans import cache_folders, orphans_in
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import LoadedModel, Turn
 
 LONG = ids(900)
@@ -117,27 +119,69 @@ def test_a_store_that_cannot_be_made_for_lack_of_space_is_made_when_there_is_som
     assert fail_at > 10
 
 
-def mark_on_a_full_disk(tmp_path: Path, stored: int, n_failures: int) -> AgentCacheStore:
-    files = FullFiles()
-    store = on_full_disk(tmp_path / "store", files)
+def lose_a_turn(folder: Path, sqlite: FullFiles, *, stored: int) -> AgentCacheStore:
+    """The database takes neither the agent's second turn nor the mark that it is missing."""
+    store = AgentCacheStore(folder, connector=sqlite.connector, max_bytes=1 << 30)
     if stored:
         Agent(store).say(LONG[:stored])
-    files.arm(1, n_failures)
+    turn = Agent(store).turn(LONG[:500])
+    sqlite.arm(1, 10**9, number=errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        store.save(turn)
     store.mark_unsaved("agent")
-    files.arm(10**9, 0)
-    with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
-        store.open_agent("agent")
     return store
 
 
 @pytest.mark.parametrize("stored", [0, 400])
-def test_a_turn_that_was_not_saved_is_marked_as_long_as_the_worker_lives(tmp_path: Path, stored: int) -> None:
-    store = mark_on_a_full_disk(tmp_path, stored, 1000)
-    agent = Agent(store)
-    with pytest.raises(AgentTranscriptUnreadable) as caught:
-        agent.open()
-    agent.say(LONG[:500], agent=caught.value.usable)
-    assert agent.tokens() == LONG[:500]
+def test_a_lost_turn_that_the_database_refuses_too_is_remembered_across_a_restart(tmp_path: Path, stored: int) -> None:
+    sqlite, folder = FullFiles(), tmp_path / "later"
+    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=stored)):
+        after_a_crash(tmp_path / "store", folder).close()
+        sqlite.arm(1, 0)
+    for _ in range(2):  # also once the database has it
+        with closing(open_store(folder)) as store:
+            with pytest.raises(AgentTranscriptUnreadable, match="not saved") as caught:
+                store.open_agent("agent")
+            assert caught.value.usable.number == bool(stored)
+    assert files_below(folder / "unsaved") == []
+    with closing(open_store(folder)) as store:
+        Agent(store).say(LONG[:600], agent=caught.value.usable)
+    with closing(open_store(folder)) as store:
+        assert Agent(store).tokens() == LONG[:600]
+
+
+def test_the_next_turn_mends_an_agent_whose_lost_turn_the_database_never_heard_of(tmp_path: Path) -> None:
+    sqlite = FullFiles()
+    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=10)) as store:
+        sqlite.arm(1, 0)
+        agent = Agent(store)
+        with pytest.raises(AgentTranscriptUnreadable) as caught:
+            agent.open()
+        agent.say(LONG[:500], agent=caught.value.usable)
+        assert agent.tokens() == LONG[:500]
+        with closing(after_a_crash(tmp_path / "store", tmp_path / "after a crash")) as later:
+            assert Agent(later).tokens() == LONG[:500]
+
+
+def test_a_command_beside_the_worker_knows_of_a_lost_turn_that_the_database_refused(tmp_path: Path) -> None:
+    sqlite = FullFiles()
+    with closing(lose_a_turn(tmp_path / "store", sqlite, stored=400)):
+        with opened(tmp_path / "store") as parts, pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            fork_agent(parts, "agent", "fork")
+        sqlite.arm(1, 0)
+
+
+def test_a_turn_that_nothing_can_remember_as_lost_is_an_error(tmp_path: Path) -> None:
+    files = FullFiles()
+    store = on_full_disk(tmp_path / "store", files)
+    Agent(store).say(LONG[:400])
+    files.arm(1, 10**9)
+    with pytest.raises(OSError, match="No space"):
+        store.mark_unsaved("agent")
+    files.arm(1, 0)
+    assert Agent(store).tokens() == LONG[:400]
+    store = reopen(store, tmp_path / "store")
+    assert Agent(store).tokens() == LONG[:400]
     store.close()
 
 

@@ -102,7 +102,8 @@ def test_a_disk_that_refuses_is_one_line_in_the_log_and_one_when_it_takes_again(
             with pytest.raises(OSError, match=r"No space|is full"):
                 agent.say(LONG[:700])
             store.ended(agent.name, Delivery("job-1", ""), remember_s=HOUR_S)  # to be noted
-            store.mark_unsaved(agent.name)
+            with pytest.raises(OSError, match=r"No space"):
+                store.mark_unsaved(agent.name)
         tries = count()
         monkeypatch.setattr(store._upkeep, "tidy", partial(_counted, tries, store._upkeep.tidy))
         wait_until(lambda: next(tries) > 50)

@@ -17,7 +17,13 @@ from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
 
 from stoker_shared.agent_request import build_agent_request
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, RedisUnavailable, WorkerLostTooOften
+from stoker_shared.errors import (
+    AgentTranscriptUnreadable,
+    AgentVersionConflict,
+    AgentVersionNotSaved,
+    RedisUnavailable,
+    WorkerLostTooOften,
+)
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.finisher import Finisher
@@ -325,6 +331,18 @@ def test_a_job_without_an_answer_in_the_store_leaves_nothing_to_forget(
     scene.wait_for_release()
     assert scene.queue.state("not saved") == "finished"
     assert ended == []
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_job_whose_lost_turn_cannot_be_remembered_fails(
+    scene: Scene, context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.store.memory.before_write = raise_no_space
+    monkeypatch.setattr(scene.store, "mark_unsaved", raise_no_space)
+    scene.put_finished("a", context=context)
+    scene.wait_for_release()
+    assert isinstance(scene.queue.entries["job-a"].error, AgentVersionNotSaved)
+    assert scene.store.open_agent("a").number == 0
 
 
 def raise_no_space(agent_id: str | None) -> None:

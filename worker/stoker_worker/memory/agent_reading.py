@@ -1,5 +1,5 @@
-"""Reads an agent's newest version and the answers to its jobs, and knows of turns that are missing. Loader and finisher
-threads.
+"""Reads an agent's newest version and the answers to its jobs, and refuses it when a turn is missing. Loader and
+finisher threads.
 """
 
 import logging
@@ -10,12 +10,11 @@ from typing import Any
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, deliveries, turn_table
-from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database_file import with_way_on
 from stoker_worker.memory.in_flight import InFlight
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_saver import LOG_BYTES
+from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.ports import UNKNOWN_VERSION, AgentVersion, Delivery, HomeOf
 
 _log = logging.getLogger(__name__)
@@ -24,16 +23,16 @@ _log = logging.getLogger(__name__)
 class AgentReading:
     """
     Attributes:
-        unsaved: agents whose last turn is lost, and that the database could not mark.
+        unsaved: the turns that are lost, and that the database has not heard of.
         home_of: as `CacheStorePort.know_homes` was told.
     """
 
-    def __init__(self, parts: StoreParts, in_flight: InFlight, budget: DiskBudget) -> None:
-        self.unsaved: set[str] = set()
+    def __init__(self, parts: StoreParts, in_flight: InFlight) -> None:
+        """Raises `OSError`."""
+        self.unsaved = UnsavedTurns(parts.path, parts.database, parts.writer)
         self.home_of: HomeOf = lambda agent_id: None
         self._database = parts.database
         self._in_flight = in_flight
-        self._budget = budget
 
     def open(self, agent_id: str) -> AgentVersion:
         """See `CacheStorePort.open_agent`."""
@@ -82,25 +81,16 @@ class AgentReading:
             log_way_on(agent_id, error)
             raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {error}") from error
         if row is not None and is_whole and (row.unsaved or agent_id in self.unsaved):
-            self.mark(agent_id, unsaved=False)  # the disk failed after its version was written
+            self._is_saved(agent_id)  # the disk failed after its version was written
         return known
 
-    def mark(self, agent_id: str, *, unsaved: bool) -> None:
-        """Whether its last turn is lost: in the database, or in this process while the database fails. A mark is worth
-        more than cache: without space for it, some of that goes."""
-        change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=unsaved, now=time.time())
-        self.unsaved.add(agent_id)
+    def _is_saved(self, agent_id: str) -> None:
+        self.unsaved.discard(agent_id)
         try:
-            try:
-                self._database.commit(change)
-            except OSError:
-                self._budget.free(LOG_BYTES)
-                self._database.commit(change)
-            self.unsaved.discard(agent_id)
-        except OSError as error:
-            self._database.outage.met(error)
-        except Damaged as error:
-            _log.error("agent %r: could not note whether its last turn is saved: %s", agent_id, error)
+            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=False, now=time.time())
+            self._database.commit(change)
+        except (OSError, Damaged) as error:
+            _log.error("agent %r: could not note that its last turn is saved: %s", agent_id, error)
 
 
 def log_way_on(agent_id: str, error: Exception) -> None:

@@ -93,12 +93,14 @@ class AgentCacheStore(CacheStorePort):
                 parts, self._notes, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
             )
             self._in_flight = opened.enter_context(closing(InFlight(folder)))
+            self._agents = AgentReading(parts, self._in_flight)
             self._close_files = opened.pop_all().close
         self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
         self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
-        self._upkeep = Upkeep(parts, self._notes, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
+        self._upkeep = Upkeep(
+            parts, self._notes, self._agents.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s
+        )
         self._read_ahead = ReadAhead(parts, self.ram_cache)
-        self._agents = AgentReading(parts, self._in_flight, self.budget)
         self.agent_jobs = AgentJobs(parts, self._in_flight, self.budget, self.ram_cache, self._agents)
 
     @property
@@ -172,7 +174,11 @@ class AgentCacheStore(CacheStorePort):
 
     def mark_unsaved(self, agent_id: str) -> None:
         self.ram_cache.drop(agent_id)
-        self._agents.mark(agent_id, unsaved=True)
+        try:
+            self._agents.unsaved.add(agent_id)
+        except OSError:  # a note is worth more than cache
+            self.budget.free(LOG_BYTES)
+            self._agents.unsaved.add(agent_id)
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self._in_flight.pin(running)
@@ -221,5 +227,6 @@ class AgentCacheStore(CacheStorePort):
         if misses := ", ".join(f"{n_times} {reason}" for reason, n_times in self.misses.most_common()):
             _log.info("cache misses since the store was opened: %s", misses)
         self._upkeep.close()
-        self._notes.write()  # never raises
+        self._notes.write()  # never raises, and nor does this:
+        self._agents.unsaved.move_all()
         self._close_files()

@@ -22,6 +22,7 @@ from stoker_worker.memory.database_file import (
     refused_if_unusable,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.unsaved import UnsavedTurns
 
 
 @dataclass(frozen=True)
@@ -90,4 +91,6 @@ def opened(path: Path) -> Iterator[StoreParts]:
         StoreUnusable: as `open_parts`, or the command came to a damaged page.
     """
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
+        with refused_if_unusable(path):
+            UnsavedTurns(path, parts.database, parts.writer).move_all()
         yield parts

@@ -25,6 +25,7 @@ from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.orphans import YOUNG_S, cache_folders, orphans_in
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.periodic import Periodic
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,14 @@ _NO_AGENT: Final = ""
 
 class Upkeep:
     def __init__(
-        self, parts: StoreParts, notes: Notes, budget: DiskBudget, ram_cache: RamCache, *, agent_ttl_s: float | None
+        self,
+        parts: StoreParts,
+        notes: Notes,
+        unsaved: UnsavedTurns,
+        budget: DiskBudget,
+        ram_cache: RamCache,
+        *,
+        agent_ttl_s: float | None,
     ) -> None:
         """
         Args:
@@ -52,6 +60,7 @@ class Upkeep:
         self._parts = parts
         self._database = parts.database
         self._notes = notes
+        self._unsaved = unsaved
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
@@ -82,6 +91,7 @@ class Upkeep:
     def tidy(self) -> Iterator[None]:
         """The steps of each second. Each raises `OSError`, `Damaged`, `StokerError`."""
         self._notes.write()
+        self._unsaved.move_all()
         yield
         while self._database.commit(partial(deliveries.forget_expired, now=time.time())):
             yield

@@ -1,6 +1,7 @@
 """The result of a generated turn: saved with the turn, and built from what happened to the job. Finisher threads.
 
-Decides the end of a job whose save fails: an `append` turn fails too, any other is answered all the same.
+Decides the end of a job whose save fails: an `append` turn fails too, any other is answered all the same, once it is
+noted that its turn is missing.
 """
 
 import logging
@@ -116,7 +117,7 @@ def save_turn(
     """The result, as JSON.
 
     Raises:
-        AgentVersionNotSaved: an `append` turn could not be saved.
+        AgentVersionNotSaved: an `append` turn could not be saved; or another one, and not even that could be noted.
         AgentVersionConflict: an `append` turn was not saved, because another job has made the agent meanwhile.
     """
     agent, request = job.agent, job.request
@@ -149,7 +150,10 @@ def save_turn(
         if request.context == "append":
             raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
         if not isinstance(error, AgentVersionConflict):  # after a conflict, a newer version is there, and sound
-            store.mark_unsaved(agent.agent_id)
+            try:
+                store.mark_unsaved(agent.agent_id)
+            except OSError as not_noted:
+                raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
         return result(_number_of(agent), saved=False, save_error=reason)
     return saved
 

@@ -198,7 +198,12 @@ class CacheStorePort(Protocol):
         ...
 
     def mark_unsaved(self, agent_id: str) -> None:
-        """Remember that a finished turn of this agent is not in its transcript: `append` is refused from now on."""
+        """Remember durably that a turn of this agent is not in its transcript, before its job finishes: `append` is
+        refused from now on.
+
+        Raises:
+            OSError: it cannot be remembered, and is not.
+        """
         ...
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stoker_shared.durable_file import write_new
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import schema
+from stoker_worker.memory import schema, unsaved
 from stoker_worker.memory.admin.backup import connect_to_copy, copy_database
 from stoker_worker.memory.admin.recount import recount
 from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
@@ -69,6 +69,7 @@ def restore(folder: Path, backup: Path) -> Restored:
             copy_database(source, draft / NAME)
 
         done = exchange(folder, copy, lambda _: None)
+    shutil.rmtree(folder / unsaved.FOLDER, ignore_errors=True)  # of turns after the backup
     return Restored(done.blocks, done.kept, agents, newest_use)
 
 
