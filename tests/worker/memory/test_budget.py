@@ -86,10 +86,10 @@ def test_the_default_limit_is_80_percent_of_the_stores_and_the_free_bytes(tmp_pa
 
 
 def test_a_store_stays_within_its_limit_and_keeps_the_agents_used_last(tmp_path: Path) -> None:
-    store = open_store(tmp_path, max_bytes=2_000_000)
+    store = open_store(tmp_path, max_bytes=1_800_000)
     for number in range(20):
         Agent(store, f"agent {number}").say(ids(600, seed=number), ids(30, seed=100 + number))
-        assert store.budget.total_bytes <= 2_000_000
+        assert store.budget.total_bytes <= 1_800_000
     for number in range(20):
         assert Agent(store, f"agent {number}").tokens() == ids(600, seed=number) + ids(30, seed=100 + number)
     assert Agent(store, "agent 19").cached((*ids(600, seed=19), *ids(30, seed=119), 1)) == 630

@@ -202,7 +202,7 @@ def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: S
     store.close()
 
 
-@pytest.mark.parametrize("small_disk", [800_000], indirect=True)
+@pytest.mark.parametrize("small_disk", [850_000], indirect=True)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_a_disk_that_is_really_full_leaves_whole_files_and_whole_conversations(
     small_disk: SmallDisk, model: LoadedModel

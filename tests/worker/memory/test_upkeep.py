@@ -153,7 +153,7 @@ def test_agents_unused_for_longer_than_their_ttl_are_removed_with_their_files(tm
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for name in ("old", "read today", "busy", "waiting", "new"):
             Agent(store, name).say(LONG[:300], ids(10, seed=len(name)))
-        set_used(store, "UPDATE agents SET last_used = last_used - 3700 WHERE agent_id != 'new'")
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE agent_id != 'new'")
         one_round(store)  # nobody knows yet who has work
         store.pin(frozenset({"busy"}), frozenset({"waiting"}), is_all=False)
         one_round(store)
@@ -177,7 +177,7 @@ def test_an_agent_whose_jobs_wait_and_do_not_come_up_here_is_not_removed(tmp_pat
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for name in ("old", "waiting"):
             Agent(store, name).say(LONG[:300])
-        set_used(store, "UPDATE agents SET last_used = last_used - 3700")
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700")
         store.pin(NOBODY, NOBODY)
         store.order_by(lambda agent_id: (0, 7) if agent_id == "waiting" else (1, 0))
         one_round(store)
@@ -188,7 +188,7 @@ def test_hundreds_of_old_agents_go_in_one_round(tmp_path: Path) -> None:
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for number in range(30):
             Agent(store, f"agent {number}").say(ids(10, seed=number))
-        set_used(store, "UPDATE agents SET last_used = last_used - 3700 WHERE number > 10")
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700 WHERE number > 10")
         store.pin(NOBODY, NOBODY)
         one_round(store)
         assert rows(store, "SELECT count(*) FROM agents") == [(10,)]
@@ -206,7 +206,7 @@ def test_a_turn_that_ends_while_agents_are_removed_is_there_for_the_next(tmp_pat
     with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
         for number in range(20):
             Agent(store, f"old {number}").say(LONG[:10], ids(10))
-        set_used(store, "UPDATE agents SET last_used = last_used - 3700")
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700")
         agent = Agent(store, "busy")
         store.pin(frozenset({"busy"}), NOBODY)
         log, handler = logging.getLogger(upkeep.__name__), TurnAtEachRemoval(logging.INFO)
@@ -221,9 +221,69 @@ def test_a_turn_that_ends_while_agents_are_removed_is_there_for_the_next(tmp_pat
     assert versions == list(range(1, 21))
 
 
+def test_no_agent_is_removed_for_what_the_clock_of_the_machine_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time()
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        store.pin(NOBODY, NOBODY)
+        Agent(store, "before").say(LONG[:10])
+        for name, now in (("2001", 1e9), ("ahead", right + 60 * 86_400), ("right", right)):
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            one_round(store)
+            Agent(store, name).say(LONG[:10])
+            Agent(store, "before").restore(LONG[:20])
+            one_round(store)
+            assert last_used(store, "before") == pytest.approx(right + 60 * 86_400 * (name != "2001"), abs=60)
+        assert rows(store, "SELECT count(*) FROM agents") == [(4,)]
+
+
+def test_the_time_for_which_workers_have_run_is_added_up_over_their_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot_s = 0.0
+
+    def run_for(minutes: int, *, used: str) -> set[str]:
+        nonlocal boot_s
+        boot_s += 12_345.0  # each life has its own monotonic clock, and is down for months
+        with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+            store._upkeep._ticked_at = boot_s
+            store.pin(NOBODY, NOBODY)
+            Agent(store, used).say(LONG[:10])
+            for minute in range(minutes):
+                monkeypatch.setattr(store._upkeep, "_monotonic", lambda m=minute: boot_s + 60.0 * (m + 1))
+                one_round(store)
+            return {name for (name,) in rows(store, "SELECT agent_id FROM agents")}
+
+    assert run_for(40, used="a") == {"a"}
+    assert run_for(20, used="b") == {"a", "b"}
+    assert run_for(2, used="c") == {"b", "c"}
+
+
+def test_a_leap_of_the_clock_that_should_not_leap_removes_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), agent_ttl_s=HOUR_S)) as store:
+        store.pin(NOBODY, NOBODY)
+        Agent(store).say(LONG[:10])
+        for leap_s in (1e7, -1e9, 1e12):
+            monkeypatch.setattr(store._upkeep, "_monotonic", lambda s=leap_s: s)
+            one_round(store)
+        assert rows(store, "SELECT clock_s <= 180 FROM store, agents") == [(1,)]
+
+
+def test_a_worker_of_seconds_counts_its_seconds(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+            store._upkeep._ticked_at -= 5.0
+            store.start_upkeep()
+    with closing(AgentCacheStore(tmp_path, files=FastDisk())) as store:
+        assert 10 <= rows(store, "SELECT clock_s FROM store")[0][0] < 60
+
+
 def test_without_a_ttl_no_agent_is_removed(store: AgentCacheStore) -> None:
     Agent(store).say(LONG[:10])
-    set_used(store, "UPDATE agents SET last_used = 0")
+    set_used(store, "UPDATE agents SET used_clock_s = -1e9")
     one_round(store)
     assert Agent(store).tokens() == LONG[:10]
 
@@ -340,8 +400,8 @@ def test_an_agent_that_cannot_be_removed_keeps_no_other_from_it(tmp_path: Path) 
         damaged = [f"damaged {number}" for number in range(20)]  # more than are removed at once
         for name in (*damaged, "old"):
             Agent(store, name).say(LONG[:10])
-        set_used(store, "UPDATE agents SET last_used = last_used - 3700")
-        spoilt = "last_used = last_used - 1, key = CAST(number AS BLOB)"
+        set_used(store, "UPDATE agents SET used_clock_s = used_clock_s - 3700")
+        spoilt = "used_clock_s = used_clock_s - 1, key = CAST(number AS BLOB)"
         set_used(store, f"UPDATE agents SET {spoilt} WHERE agent_id != 'old'")
         store.pin(NOBODY, NOBODY)
         one_round(store)

@@ -21,6 +21,10 @@ _FIND: Final = (
     f"SELECT 1, {COLUMNS} FROM agents WHERE agent_id = ?"
     f" UNION ALL SELECT 2, number{', NULL' * COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
 )
+_CLOCK: Final = "(SELECT clock_s FROM store)"
+_LAST_USED: Final = "last_used = max(CAST(last_used AS REAL), ?)"
+_NOTE_CLOCK: Final = f"UPDATE agents SET used_clock_s = {_CLOCK}"
+"""Only if it is another one: else its index stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +94,37 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
         return AgentRow(by_id[0], agent_id, newest, b"", False, None, 0, False, problem=str(damage))
 
 
-def last_used(connection: Connection, agent_id: str) -> float | None:
-    """Unix time; ``None`` for an unknown agent."""
-    row = connection.execute("SELECT CAST(last_used AS REAL) FROM agents WHERE agent_id = ?", (agent_id,)).fetchone()
+def advance_clock(connection: Connection, seconds: float) -> None:
+    """A worker has run for so long since the last call."""
+    connection.execute("UPDATE store SET clock_s = clock_s + ?", (seconds,))
+
+
+def note_use(connection: Connection, agent_id: str, used_at: float) -> None:
+    """The agent is used, at this Unix time. A clock that was set back takes no agent back."""
+    connection.execute(f"UPDATE agents SET {_LAST_USED} WHERE agent_id = ?", (used_at, agent_id))
+    connection.execute(f"{_NOTE_CLOCK} WHERE agent_id = ? AND used_clock_s IS NOT {_CLOCK}", (agent_id,))
+
+
+def unused_s(connection: Connection, agent_id: str) -> float | None:
+    """For how long workers have run since the agent's last use; ``None`` for an unknown agent."""
+    sql = f"SELECT CAST({_CLOCK} - used_clock_s AS REAL) FROM agents WHERE agent_id = ?"
+    row = connection.execute(sql, (agent_id,)).fetchone()
     return None if row is None else float(row[0])
 
 
 def unused_agents(
-    connection: Connection, *, before: float, after: tuple[float, int], limit: int
+    connection: Connection, *, for_s: float, after: tuple[float, int], limit: int
 ) -> list[tuple[float, int, str]]:
-    """When agents were used last, their numbers and ids, in this order.
+    """Agents that were not used while workers ran for this time: the store's clock at their last use, their numbers
+    and ids, in this order.
 
     Args:
-        before: a Unix time.
         after: the first two of the last agent that is known.
     """
     return connection.execute(
-        "SELECT last_used, number, agent_id FROM agents WHERE last_used < ? AND (last_used, number) > (?, ?)"
-        " ORDER BY last_used, number LIMIT ?",
-        (before, *after, limit),
+        f"SELECT used_clock_s, number, agent_id FROM agents WHERE used_clock_s < {_CLOCK} - ?"
+        " AND (used_clock_s, number) > (?, ?) ORDER BY used_clock_s, number LIMIT ?",
+        (for_s, *after, limit),
     ).fetchall()
 
 
@@ -125,10 +141,10 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
     head, n_bytes = turn_table.add_version(connection, row, record, keep_versions=keep_versions)
     cache = record.about.cache
-    shared = connection.execute(
+    ((shared, is_of_now),) = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
-        " cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, last_used = ? WHERE number = ?"
-        " RETURNING (SELECT shared FROM store)",
+        f" cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, {_LAST_USED} WHERE number = ?"
+        f" RETURNING (SELECT shared FROM store), used_clock_s IS {_CLOCK}",
         (
             record.version,
             head,
@@ -141,7 +157,9 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
             row.number,
         ),
     ).fetchall()
-    if shared and shared[0][0] is not None:
+    if not is_of_now:
+        connection.execute(f"{_NOTE_CLOCK} WHERE number = ?", (row.number,))
+    if shared is not None:
         unshared.note(connection, record.agent_id)
     return replace(row, version=record.version, head=head, unsaved=False, evicted=False)
 
@@ -159,8 +177,8 @@ def put_row(connection: Connection, row: AgentRow, *, last_used: float, or_else:
     proof = (row.version, row.head, int(row.unsaved))
     connection.execute(
         f"INSERT {or_else} INTO agents (number, agent_id, key, version, head, unsaved, checksum, turns, tokens,"
-        " cached_tokens, transcript_bytes, piece_bytes, evicted, last_used)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, ?)",
+        " cached_tokens, transcript_bytes, piece_bytes, evicted, last_used, used_clock_s)"
+        f" VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, ?, {_CLOCK})",
         (
             row.number,
             row.agent_id,

@@ -223,11 +223,6 @@ def correct_size(connection: Connection, address: str, n_bytes: int) -> None:
         count_bytes(connection, n_bytes - known[0])
 
 
-def touch(connection: Connection, agent_id: str, used_at: float) -> None:
-    """The agent was used at this Unix time."""
-    connection.execute("UPDATE agents SET last_used = ? WHERE agent_id = ?", (used_at, agent_id))
-
-
 def touch_block(connection: Connection, address: str, used_at: float) -> None:
     """If nothing refers to the block, it has been unused since this Unix time only."""
     sql = "UPDATE blocks SET unused_since = ? WHERE address = ? AND unused_since IS NOT NULL"

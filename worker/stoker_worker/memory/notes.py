@@ -42,7 +42,7 @@ class Notes:
         return len(self._notes)
 
     def used(self, agent_id: str) -> None:
-        self._keep(("used", agent_id), partial(cache_index.touch, agent_id=agent_id, used_at=time.time()))
+        self._keep(("used", agent_id), partial(agent_table.note_use, agent_id=agent_id, used_at=time.time()))
 
     def saved(self, agent_id: str) -> None:
         """Its row has the time of the save."""

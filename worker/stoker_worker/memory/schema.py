@@ -5,7 +5,7 @@
 
 from typing import Final
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """SQLite's `user_version`. Formats 1 to 4 were files without a database, and no release wrote them."""
 
 APPLICATION_ID: Final = 0x53544F4B
@@ -19,7 +19,13 @@ CREATE TABLE unshared (
 ) WITHOUT ROWID;
 """
 
-MIGRATIONS: Final[dict[int, str]] = {5: f"ALTER TABLE store ADD COLUMN shared TEXT;\n{_UNSHARED}"}
+_BY_CLOCK: Final = "CREATE INDEX agents_by_clock ON agents (used_clock_s);"
+
+MIGRATIONS: Final[dict[int, str]] = {
+    5: f"ALTER TABLE store ADD COLUMN shared TEXT;\n{_UNSHARED}",
+    6: "ALTER TABLE store ADD COLUMN clock_s REAL NOT NULL DEFAULT 0;\n"
+    f"ALTER TABLE agents ADD COLUMN used_clock_s REAL NOT NULL DEFAULT 0;\n{_BY_CLOCK}\n",
+}
 """From a format to the next one: SQL that runs in one transaction."""
 
 TABLES: Final = f"""
@@ -28,9 +34,10 @@ CREATE TABLE store (
     commits INTEGER NOT NULL,
     cache_bytes INTEGER NOT NULL,
     tables BLOB NOT NULL,
-    shared TEXT
+    shared TEXT,
+    clock_s REAL NOT NULL DEFAULT 0
 );
-INSERT INTO store VALUES (1, 0, 0, x'', NULL);
+INSERT INTO store VALUES (1, 0, 0, x'', NULL, 0);
 
 CREATE TABLE agents (
     number INTEGER PRIMARY KEY,
@@ -47,10 +54,12 @@ CREATE TABLE agents (
     piece_bytes INTEGER NOT NULL,
     last_block BLOB,
     evicted INTEGER NOT NULL,
-    last_used REAL NOT NULL
+    last_used REAL NOT NULL,
+    used_clock_s REAL NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX agents_by_key ON agents (key);
 CREATE INDEX agents_by_use ON agents (last_used);
+{_BY_CLOCK}
 CREATE INDEX agents_with_cache ON agents (last_used) WHERE piece_bytes > 0 OR last_block IS NOT NULL;
 CREATE INDEX agents_by_block ON agents (last_block) WHERE last_block IS NOT NULL;
 

@@ -37,6 +37,8 @@ _REST_SHARE: Final = 4.0
 """Rests last four times as long as the step before, and at least 20 ms."""
 _ROWS_AT_ONCE: Final = 128
 _AGENTS_AT_ONCE: Final = 8
+_TICK_S: Final = 60.0
+"""How long the store's clock is the same."""
 _MOST_PAGES: Final = 64
 _MOST_TOLD: Final = 10_000
 _NO_AGENT: Final = ""
@@ -55,7 +57,7 @@ class Upkeep:
     ) -> None:
         """
         Args:
-            agent_ttl_s: how long an agent may be unused until it is removed; ``None``: it stays.
+            agent_ttl_s: for how long workers may run without a use of an agent until it is removed; ``None``: it stays.
         """
         self._parts = parts
         self._database = parts.database
@@ -67,6 +69,8 @@ class Upkeep:
         self._lock = threading.Lock()
         self._removed: dict[str, int] = {}
         self._stop = threading.Event()
+        self._monotonic = time.monotonic
+        self._ticked_at = self._monotonic()
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
 
     def start(self) -> None:
@@ -83,15 +87,19 @@ class Upkeep:
         return {}
 
     def close(self) -> None:
-        """End the thread after its step."""
+        """End the thread after its step. Never raises."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
+            with suppress(OSError, Damaged):
+                self._tick()
 
     def tidy(self) -> Iterator[None]:
         """The steps of each second. Each raises `OSError`, `Damaged`, `StokerError`."""
         self._notes.write()
         self._unsaved.move_all()
+        if self._monotonic() - self._ticked_at >= _TICK_S:
+            self._tick()
         yield
         while self._database.commit(partial(deliveries.forget_expired, now=time.time())):
             yield
@@ -134,12 +142,19 @@ class Upkeep:
                 return
             begin = time.perf_counter()
 
+    def _tick(self) -> None:
+        """Add to the store's clock for how long this worker has run. It knows no date, stands still while the machine
+        sleeps, and adds a tick at most, whatever the system's clock does. Raises `OSError`, `Damaged`."""
+        now = self._monotonic()
+        seconds, self._ticked_at = min(max(0.0, now - self._ticked_at), _TICK_S), now
+        self._database.commit(partial(agent_table.advance_clock, seconds=seconds))
+
     def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
-        before, after = time.time() - ttl_s, (float("-inf"), 0)
+        for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
-                page = agent_table.unused_agents(connection, before=before, after=after, limit=_ROWS_AT_ONCE)
+                page = agent_table.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
             if not page:
                 return
             after = page[-1][:2]
@@ -147,15 +162,15 @@ class Upkeep:
             names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
             idle = [agent_id for agent_id in names if not self._has_work(agent_id)]
             for first in range(0, len(idle), _AGENTS_AT_ONCE):
-                if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], before):
+                if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], for_s):
                     return
                 yield
             yield
 
-    def _forget_agents(self, agents: Sequence[str], before: float) -> bool:
+    def _forget_agents(self, agents: Sequence[str], for_s: float) -> bool:
         """``False`` if none of those that should go can: the disk fails, perhaps."""
         with ExitStack() as taken:
-            unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, before)]
+            unused = [agent_id for agent_id in agents if self._takes(taken, agent_id, for_s)]
             removed = forget_unused(self._parts, unused, is_held=self._budget.holds.is_held)
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
@@ -170,14 +185,14 @@ class Upkeep:
         budget = self._budget
         return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
 
-    def _takes(self, taken: ExitStack, agent_id: str, before: float) -> bool:
+    def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
         """Whether the agent is whole and unused, and no other machine lacks what is here. It is nobody else's until
         `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:
                 row = agent_table.find_agent(connection, agent_id)
-                used_at = agent_table.last_used(connection, agent_id)
+                unused_s = agent_table.unused_s(connection, agent_id)
                 is_noted = unshared.find(connection, agent_id) is not None
         except AgentBusy:
             return False
@@ -185,7 +200,7 @@ class Upkeep:
             _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
             return False
         is_whole = row is not None and row.problem is None
-        is_unused = used_at is not None and used_at < before and not self._has_work(agent_id)
+        is_unused = unused_s is not None and unused_s > for_s and not self._has_work(agent_id)
         return is_whole and is_unused and not is_noted
 
     def _remove_orphans(self, folder: Path) -> None:

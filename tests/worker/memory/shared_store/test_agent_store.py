@@ -528,7 +528,7 @@ def test_a_copy_that_is_unused_here_goes_once_it_is_there_and_comes_back(machine
     one.store.pin(frozenset(), frozenset())
 
     def is_here() -> bool:
-        list(one.store.local._upkeep._forget_unused_agents(-60))
+        list(one.store.local._upkeep._forget_unused_agents(-120))
         with one.store.local.parts.database.snapshot() as connection:
             return agent_table.find_agent(connection, "agent") is not None
 

@@ -38,6 +38,7 @@ _LOST: Final = "lost id "
 """Before the hash of an agent's id that no page has any more."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
 _AGENT_COLUMNS, _TURN_COLUMNS = 15, 12
+"""An agent's last column is left out: it is by the clock of the store that was. Rows of before format 7 lack it."""
 _WITHOUT_PARENT: Final = (
     "parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM turns AS before WHERE before.agent = turns.agent"
     " AND before.version = turns.version - 1 AND before.checksum = turns.parent)"
@@ -103,9 +104,9 @@ class _Salvage:
         file, doubt = _open(self._folder, root)
         for row in file.rows():
             match row:
-                case int(number), (None, str(agent_id), *rest) if len(rest) == _AGENT_COLUMNS - 2:
+                case int(number), (None, str(agent_id), *rest) if 0 <= len(rest) - (_AGENT_COLUMNS - 2) <= 1:
                     self._names.setdefault(number, set()).add(agent_id)
-                    self._take_agent(number, agent_id, *rest)
+                    self._take_agent(number, agent_id, *rest[: _AGENT_COLUMNS - 2])
                 case None, (str(agent_id), int(number)):  # of the index by id
                     self._names.setdefault(number, set()).add(agent_id)
         known = dict(connection.execute("SELECT number, agent_id FROM agents").fetchall())
@@ -139,7 +140,7 @@ class _Salvage:
             places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS + 1))
             # Of two rows of one agent, one lies in a page that lacks its newest change.
             self._to.execute(
-                f"INSERT OR REPLACE INTO agents SELECT {places} WHERE NOT EXISTS (SELECT 1 FROM agents"
+                f"INSERT OR REPLACE INTO agents SELECT {places}, 0 WHERE NOT EXISTS (SELECT 1 FROM agents"
                 " WHERE (number = ?1 OR agent_id = ?2) AND (number, version) > (?1, ?4))",
                 (*row[:7], *counts),
             )
