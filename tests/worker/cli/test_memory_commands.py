@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 from tests.worker.cli.conftest import LONG, Command
-from tests.worker.memory.agents import SNAPSHOT_SPECS, Agent, make_model, make_transcript, make_turn, open_store, using
+from tests.worker.memory.agents import (
+    SNAPSHOT_SPECS,
+    Agent,
+    ids,
+    make_model,
+    make_transcript,
+    make_turn,
+    open_store,
+    using,
+)
 
+from stoker_worker.memory.admin import listing
+from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.store_parts import opened
 
 # --- reading ---
@@ -42,6 +53,40 @@ def test_ls_shows_fifty_and_tells_of_the_others(command: Command, folder: Path) 
         "agent-7"
     ]
     command("ls", "--all", "--limit", "3", ok=False)
+
+
+@pytest.mark.parametrize("form", ["--all", "--json"])
+def test_ls_holds_nothing_of_the_store_while_it_prints(
+    command: Command, folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output may stand still in a pager for days."""
+    monkeypatch.setattr(listing, "AT_ONCE", 5)
+    printed = []
+
+    def echo(text: str = "", **options: object) -> None:
+        printed.append(text)
+        agent("busy").say(ids(len(printed)))
+        agent("busy").store.parts.database.empty_log()
+        assert agent("busy").store.parts.database.log_bytes() == 0
+        if len(printed) == 2:  # while most agents are still to come
+            forget_agent(agent("busy").store.parts, "agent-11")
+
+    with using(folder) as agent:
+        for n in range(12):
+            agent(f"agent-{n}").say((1,))
+        monkeypatch.setattr("click.echo", echo)
+        command("ls", form, "--sort", "turns")
+    names = [f"agent-{n}" for n in range(11)]
+    assert [name for name in [*names, "agent-11"] if f"{name} " in "".join(printed).replace('"', " ")] == names
+
+
+def test_ls_widens_its_columns_where_it_has_to(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "AT_ONCE", 2)
+    with using(folder) as agent:
+        for name in ("a", "b", "a long name", "d", "e"):
+            agent(name).say((1,))
+    lines = command("ls", "--sort", "turns").stdout.splitlines()
+    assert [line.index("1") for line in lines[1:]] == [7, 7, 13, 13, 13]
 
 
 def test_unsaved_and_unreadable_agents_are_shown_as_such(command: Command, two_agents: Path) -> None:

@@ -4,8 +4,9 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,7 @@ def fill(store: AgentCacheStore) -> None:
 
 
 def lines(store: AgentCacheStore, page: Page) -> list[dict[str, Any]]:
-    with store.parts.database.snapshot() as connection:
-        return [json.loads(line) for line in list_agents(connection, page)]
+    return [json.loads(line) for some in list_agents(store.parts.database.snapshot, page) for line in some]
 
 
 def names(store: AgentCacheStore, page: Page) -> list[str]:
@@ -96,8 +96,7 @@ def test_the_checksum_of_an_agents_row_is_that_of_any_row() -> None:
 
 def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: Path) -> None:
     fill(store)
-    with store.parts.database.snapshot() as connection:
-        expected = list(list_agents(connection, Page("size")))
+    expected = list(list_agents(store.parts.database.snapshot, Page("size")))
     for folder in ("blocks", "pieces"):
         shutil.rmtree(tmp_path / "store" / folder)
     tables = set()
@@ -109,7 +108,7 @@ def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: P
 
     with closing(sqlite3.connect(store.parts.database.path)) as watched:
         watched.set_authorizer(note)
-        assert list(list_agents(watched, Page("size"))) == expected
+        assert list(list_agents(partial(nullcontext, watched), Page("size"))) == expected
     assert tables == {"agents", "blocks"}
 
 
@@ -128,6 +127,7 @@ def test_a_page_costs_the_same_among_many_agents(store: AgentCacheStore, sort: s
                 Agent(store, f"agent-{number}").say((1,))
             steps.append(0)
             connection.set_progress_handler(step, 1)
-            assert len(list(list_agents(connection, Page(sort, None, 10)))) == 10  # type: ignore[arg-type]
+            (some,) = list_agents(partial(nullcontext, connection), Page(sort, None, 10))  # type: ignore[arg-type]
+            assert len(some) == 10
             connection.set_progress_handler(None, 0)
     assert steps[1] < steps[0] * 1.1

@@ -1,7 +1,8 @@
 """Makes one command of `stoker-worker memory`: the common options, the handling of errors, the output as JSON.
 
-With ``--json``, stdout is exactly one JSON value, also for an error: ``{"error": {"type": …, "message": …}}``. Exit
-codes: 0 done, 1 failed or `verify` found a problem, 2 wrong usage.
+With ``--json``, stdout is exactly one JSON value, also for an error: ``{"error": {"type": …, "message": …}}``. (A list
+of agents is printed while it is read: an error in its midst cuts it off.) Exit codes: 0 done, 1 failed or `verify`
+found a problem, 2 wrong usage.
 """
 
 import functools
@@ -30,6 +31,8 @@ def command(run: Callable[..., None]) -> click.Command:
             raise click.UsageError(str(error)) from None
         try:
             run(store=store.expanduser(), as_json=as_json, **options)
+        except BrokenPipeError:  # as of `head`; click ends quietly
+            raise
         except (StokerError, OSError, ModuleNotFoundError) as error:
             message = _MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)
             if not as_json:

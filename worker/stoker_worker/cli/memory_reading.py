@@ -38,14 +38,20 @@ def ls(
     if is_all and limit is not None:
         raise click.UsageError("--all has no --limit")
     page = Page(sort, match, limit or (None if is_all or as_json else _PAGE), offset)
-    with closing(open_database(store)) as database, refused_if_damaged(store), database.snapshot() as connection:
-        agents = list_agents(connection, page)
+    with closing(open_database(store)) as database, refused_if_damaged(store):
+        agents = list_agents(database.snapshot, page)
         if as_json:
-            click.echo("[" + ", ".join(agents) + "]")
+            comma = "["
+            for some in filter(None, agents):
+                click.echo(comma + ", ".join(some), nl=False)
+                comma = ", "
+            click.echo("]" if comma != "[" else "[]")
             return
         from stoker_worker.cli.memory_tables import print_list
 
-        n_shown, n_all = print_list(agents), count_agents(connection, page)
+        n_shown = print_list(agents)
+        with database.snapshot() as connection:
+            n_all = count_agents(connection, page)
     if n_shown < n_all:
         more = f"; --offset {offset + n_shown} for more" if offset + n_shown < n_all else ""
         click.echo(f"{n_shown} of {n_all} agents{more}; --all for all", err=True)

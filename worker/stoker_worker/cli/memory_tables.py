@@ -14,20 +14,27 @@ if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_worker.ports import Transcript
 
 
-def print_list(agents: Iterable[str]) -> int:
-    """Print one line for each agent, from its JSON; returns how many."""
-    rows = [
-        (
-            *(agent[name] for name in ("agent_id", "version", "turns", "tokens", "cached_tokens")),
-            *(decimal(agent[name]) for name in ("size_bytes", "transcript_bytes", "piece_bytes", "block_bytes")),
-            _time(agent["last_used"]),
-            agent["state"] if agent["problem"] is None else f"{agent['state']}: {agent['problem']}",
-        )
-        for agent in map(json.loads, agents)
+def print_list(agents: Iterable[Sequence[str]]) -> int:
+    """Print one line for each agent, from its JSON, some at a time; returns how many."""
+    lines: list[Sequence[object]] = [
+        ["AGENT", "VERSION", "TURNS", "TOKENS", "CACHED", "SIZE", "TRANSCRIPT", "PIECES", "BLOCKS", "USED", "STATE"]
     ]
-    titles = "AGENT VERSION TURNS TOKENS CACHED SIZE TRANSCRIPT PIECES BLOCKS USED STATE"
-    _print_table(titles.split(), rows)
-    return len(rows)
+    widths, n_agents = [0] * len(lines[0]), 0
+    for some in agents:
+        lines += [
+            (
+                *(agent[name] for name in ("agent_id", "version", "turns", "tokens", "cached_tokens")),
+                *(decimal(agent[name]) for name in ("size_bytes", "transcript_bytes", "piece_bytes", "block_bytes")),
+                _time(agent["last_used"]),
+                agent["state"] if agent["problem"] is None else f"{agent['state']}: {agent['problem']}",
+            )
+            for agent in map(json.loads, some)
+        ]
+        widths = _print_lines(lines, widths)
+        n_agents, lines = n_agents + len(some), []
+    if lines:
+        _print_lines(lines, widths)
+    return n_agents
 
 
 def print_agent(agent: "AgentSummary") -> None:
@@ -94,12 +101,19 @@ def _time(iso: str | None) -> str | None:
 
 def _print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Plain columns, because tens of thousands of rows have to be quick."""
-    lines = [titles, *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    _print_lines([titles, *rows], [0] * len(titles))
+
+
+def _print_lines(lines: Sequence[Sequence[object]], at_least: Sequence[int]) -> list[int]:
+    """Returns the widths of the columns."""
+    cells = [[_cell(value) for value in line] for line in lines]
+    columns = zip(at_least, zip(*cells, strict=True), strict=True)
+    widths = [max(width, *map(cell_len, column)) for width, column in columns]
     padded = (
-        "  ".join(x + " " * (width - cell_len(x)) for x, width in zip(line, widths, strict=True)) for line in lines
+        "  ".join(x + " " * (width - cell_len(x)) for x, width in zip(line, widths, strict=True)) for line in cells
     )
     click.echo("\n".join(line.rstrip() for line in padded))
+    return widths
 
 
 def _cell(value: object) -> str:

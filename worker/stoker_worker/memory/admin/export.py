@@ -55,12 +55,15 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path, *, with_blocks:
                 with suppress(Damaged, FileNotFoundError):
                     check(path)
                     pieces[name] = opened.enter_context(path.open("rb"))
+            texts = [
+                (f"turns/{record.version:08d}.json", ArchivedTurn.encode(record))
+                for record, can_return in turn_table.read_history(connection, row)
+                if can_return
+            ]
             turns = connection.execute("SELECT turns FROM agents WHERE number = ?", (row.number,)).fetchone()[0]
-            head = ArchivedAgent(agent_id=agent_id, version=version.number, head=version.head, turns=turns)
-            add(archive, AGENT_NAME, head.model_dump_json().encode())
-            for record, can_return in turn_table.read_history(connection, row):
-                if can_return:
-                    add(archive, f"turns/{record.version:08d}.json", ArchivedTurn.encode(record))
+        head = ArchivedAgent(agent_id=agent_id, version=version.number, head=version.head, turns=turns)
+        for name, text in ((AGENT_NAME, head.model_dump_json().encode()), *texts):  # the target may be slow
+            add(archive, name, text)
         for name, piece in pieces.items():
             add(archive, name, piece)
         with suppress(Damaged, FileNotFoundError):  # no block is of use without those before it
