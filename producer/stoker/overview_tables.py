@@ -1,10 +1,10 @@
 """The figures of an overview as ready texts: `stoker status` and the dashboard's page show the same. No I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
-from stoker.presence import LiveWorker, UnservedJobs
+from stoker.presence import DataLoss, LiveWorker, UnservedJobs
 from stoker.tables import Table, duration
 
 DEAD: Final = "DEAD"
@@ -76,8 +76,23 @@ def unserved_table(now: Overview) -> Table:
 
 
 def trouble_text(now: Overview) -> str:
-    """Why the server may refuse to write, and what follows; empty if nothing is known against it."""
-    return f"{now.trouble}. A worker shown as {DEAD} may be alive." if now.trouble else ""
+    """Why the server may refuse to write, and what follows; that it lost data; that the workers are suspended. A line
+    for each; empty if nothing is known against it."""
+    refuses = f"{now.trouble}. A worker shown as {DEAD} may be alive." if now.trouble else ""
+    figures = {worker.name: worker.live.now for worker in now.workers if worker.live and worker.live.now}
+    is_suspended = any(of_worker.suspended for of_worker in figures.values())
+    suspended = "Suspended by `rq suspend`: no job is claimed until `rq resume`." if is_suspended else ""
+    lost = _data_loss_text({name: of_worker.data_loss for name, of_worker in figures.items() if of_worker.data_loss})
+    return "\n".join(filter(None, (refuses, lost, suspended)))
+
+
+def _data_loss_text(losses: Mapping[str, DataLoss]) -> str:
+    """What the workers, by name, have noticed."""
+    if not losses:
+        return ""
+    ago = duration(min(loss.ago_s for loss in losses.values()))
+    jobs = ", ".join(f"{loss.jobs} on {name}" for name, loss in losses.items())
+    return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. In flight then: {jobs}."
 
 
 def _needs_text(jobs: UnservedJobs) -> str:

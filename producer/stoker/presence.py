@@ -37,6 +37,20 @@ class SharedStoreFigures:
 
 
 @dataclass(frozen=True)
+class DataLoss:
+    """What a worker has noticed of data that Redis lost.
+
+    Attributes:
+        times, jobs: how often since its start, and how many jobs it had in flight then.
+        ago_s: time since the last one.
+    """
+
+    times: int
+    jobs: int
+    ago_s: float
+
+
+@dataclass(frozen=True)
 class WorkerFigures:
     """What a worker did until its last heartbeat.
 
@@ -51,6 +65,8 @@ class WorkerFigures:
         shared_store: ``None``: it has none.
         prompt_token_s, token_s: seconds that its model needs for a token of a prompt and for a generated one, under the
             load that it had; ``None`` before they are known.
+        suspended: it claims no jobs, because of `rq suspend`.
+        data_loss: ``None``: none in the last day, or since its start.
     """
 
     at: float
@@ -65,6 +81,8 @@ class WorkerFigures:
     shared_store: SharedStoreFigures | None = None
     prompt_token_s: float | None = None
     token_s: float | None = None
+    suspended: bool = False
+    data_loss: DataLoss | None = None
 
 
 @dataclass(frozen=True)

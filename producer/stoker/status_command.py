@@ -91,7 +91,7 @@ def _screen() -> Iterator[Callable[[str], None]]:
 
 def overview_text(now: Overview) -> str:
     queues, workers = queue_table(now.queues), worker_table(now.workers)
-    parts = [trouble_text(now)] if now.trouble else []
+    parts = [trouble] if (trouble := trouble_text(now)) else []
     parts += [f"{NOT_SERVED}:\n{unserved_table(now).text()}"] if now.unserved else []
     parts += [queues.text() if queues.rows else "no queues", workers.text() if workers.rows else "no workers"]
     if (shared := shared_store_table(now.workers)).rows:

@@ -34,6 +34,7 @@ An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`)
     │   ├── RedisUnavailable            no server at the URL, or it refused this client
     │   ├── QueueHeld                   another live worker has this worker's name
     │   └── OwnershipLost               another process has the execution: the result is dropped
+    │       └── JobLost                 Redis has lost the execution, with other data
     ├── JobError                        raised in a producer that waits for the job
     │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
     │   ├── JobCanceled                 canceled before it ran, or stopped while it ran
@@ -192,6 +193,10 @@ class QueueHeld(QueueError):
 
 class OwnershipLost(QueueError):
     """The execution is no longer this worker's: the job was recovered by another worker, canceled or deleted."""
+
+
+class JobLost(OwnershipLost):
+    """Redis has lost data, and with it the execution: no process has it."""
 
 
 class JobError(StokerError):

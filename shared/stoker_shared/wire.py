@@ -93,7 +93,9 @@ without it. RQ's set of workers has the names. `now` has the worker's figures at
 `hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start),
 `moved_in` (agents that came from another home since the start), `shared_store` (null, or `away_s`, for how long it has
 not answered, 0 if it does, and `waiting_agents`, of which it lacks something), `prompt_token_s` and `token_s` (seconds
-for a token of a prompt and for a generated one; null before they are known). It may be empty."""
+for a token of a prompt and for a generated one; null before they are known), `suspended` (whether it claims no jobs
+because of `rq suspend`), `data_loss` (null, or for a day after it has noticed that Redis had lost data: `ago_s`, `times`
+and `jobs`, how many it had in flight then, the last two since the start). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""
@@ -119,6 +121,10 @@ from `MEMBERS_KEY`, that member's name, and `shared` if it had a shared store.""
 SERVED_KEY: Final = "stoker:lease:{queue}"
 """String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue
 alone: they begin with JSON here, and refuse to start while anything else is here."""
+
+RENEWALS_KEY: Final = "stoker:renewals"
+"""Hash: for each member in `MEMBERS_KEY`, how often its lease was renewed in all. A number that is not higher than the
+one before shows the worker that Redis has lost data."""
 
 CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
 """List: ids that a member took out of a queue and has not started yet."""

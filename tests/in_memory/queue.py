@@ -18,7 +18,18 @@ from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
-from stoker_worker.ports import AgentHome, Busy, ClaimedJob, Delivery, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.ports import (
+    NOTHING_LOST,
+    AgentHome,
+    Busy,
+    ClaimedJob,
+    DataLoss,
+    Delivery,
+    QueuePort,
+    SequenceProgress,
+    Serving,
+    TextSoFar,
+)
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.passed_over import PassedOver
 
@@ -216,6 +227,12 @@ class InMemoryQueue(QueuePort):
     def beat(self) -> bool:
         self.ask()
         return self.is_held
+
+    def data_loss(self) -> DataLoss:
+        return NOTHING_LOST
+
+    def is_suspended(self) -> bool:
+        return False
 
     def hang_up(self) -> None:
         self.hung_up = True

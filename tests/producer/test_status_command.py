@@ -56,6 +56,19 @@ def test_the_time_left_counts_what_the_workers_prefer(producer, connection):
     assert {queue.name: queue.left_s for queue in producer.overview().queues}["generate"] == 15
 
 
+def test_lost_data_and_a_suspension_come_first(connection, stoker):
+    figures = {"at": time.time(), "tokens_per_s": 1, "jobs_per_min": 1, "in_flight": 0, "in_batch": 0}
+    figures |= {"hit_share": None, "done": 0, "failed": 0}
+    loss = {"times": 1, "jobs": 3, "ago_s": 130.0}
+    publish(connection, "stoker-mac", "generate", now={**figures, "suspended": True, "data_loss": loss})
+    publish(connection, "stoker-mini", "generate", now=figures)
+    lost, suspended = stoker("status")[1].splitlines()[:2]
+    assert lost.startswith("Redis lost data 2 min ago")
+    assert lost.endswith("In flight then: 3 on stoker-mac.")
+    assert "rq resume" in suspended
+    assert json.loads(stoker("status", "--json")[1])["workers"][0]["live"]["now"]["data_loss"]["jobs"] == 3
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -15,7 +15,7 @@ from stoker_worker.metrics.exposition import exposition
 from stoker_worker.metrics.http_server import MetricsServer, Pages
 from stoker_worker.metrics.looking import Look, Looking
 from stoker_worker.metrics.watch import Watch
-from stoker_worker.ports import QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
+from stoker_worker.ports import DataLoss, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
 STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8, 2))
@@ -55,6 +55,16 @@ def test_every_declared_metric_is_shown_once_there_is_something_to_show():
     assert samples["stoker_num_requests_waiting", "generate"] == 3
     assert samples["stoker_kv_cache_usage_perc",] == 0.75
     assert samples["stoker_e2e_request_latency_seconds_bucket", "+Inf"] == 1
+
+
+def test_lost_data_and_a_suspension_are_counted_from_zero():
+    def values(**fields):
+        samples = parsed(Watch(), Look(state(**fields), STORE, [WAITING]))
+        names = ("redis_data_lost_total", "redis_data_lost_jobs_total", "suspended")
+        return [samples[f"stoker_{name}",] for name in names]
+
+    assert values() == [0, 0, 0]
+    assert values(data_loss=DataLoss(2, 7, 1e6), is_suspended=True) == [2, 7, 1]
 
 
 def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
@@ -110,6 +120,8 @@ def test_redis_is_asked_for_its_figures_only_while_it_answers():
         (Look(state(), PermissionError("no rights"), [WAITING]), ["no rights"]),
         (Look(state(), StoreUse(1, 2, 0, 9, 0, 0), [WAITING]), ["disk is full"]),
         (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
+        (Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]), ["lost data 3 s ago; 7 jobs were in flight"]),
+        (Look(state(data_loss=DataLoss(2, 7, 181.0)), STORE, [WAITING]), []),
     ],
 )
 def test_a_worker_is_ready_unless_there_is_a_reason_against_it(look, said):

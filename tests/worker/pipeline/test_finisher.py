@@ -21,13 +21,14 @@ from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     AgentVersionConflict,
     AgentVersionNotSaved,
+    JobLost,
     RedisUnavailable,
     WorkerLostTooOften,
 )
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import AgentChange, Failed, GivenBack, Job, Replayed
+from stoker_worker.pipeline.job import AgentChange, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.worker import Worker
 from stoker_worker.ports import CacheSlice, Delivery, Restored, Turn
@@ -108,6 +109,23 @@ def test_late_results_of_a_deposed_worker_are_dropped_and_logged(
     assert [line for line in caplog.messages if "dropped" in line] == [
         "dropped job=job-b",
         "dropped job=job-a",
+    ]
+
+
+def test_a_job_that_redis_has_lost_ends_in_a_log_line_with_its_id_and_saves_nothing(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(job: object) -> bool:
+        raise JobLost("Redis has lost data")
+
+    monkeypatch.setattr(InMemoryJob, "is_ours", lost)
+    for agent_id, outcome in (("a", generated()), ("b", Cancelled())):
+        scene.finisher.put(loaded_job(scene.queue, agent_id), outcome)
+        scene.wait_for_release()
+    assert scene.store.memory.agents == {}
+    assert [line for line in caplog.messages if "job=" in line] == [
+        "lost job=job-a agent=a reason='Redis has lost data'",
+        "lost job=job-b agent=b reason='Redis has lost data'",
     ]
 
 

@@ -9,7 +9,7 @@ from rq import Retry
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from rq.suspension import suspend
+from rq.suspension import resume, suspend
 from rq.worker import Worker as WorkerOfRq
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import CLAIMED, LEASE, places, taken_over
@@ -167,6 +167,22 @@ def test_the_agents_of_waiting_jobs_are_read_while_every_slot_is_taken(producer,
         assert queue.claim(0, Busy(writing=frozenset({"heavy"}))) == []
     assert queue.waiting_agents() == {"heavy", "other"}
     assert queue.knows_all()
+
+
+def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue, connection, caplog):
+    def look():
+        queue._look_if_suspended.make_due()
+        queue.claim(0, Busy())
+        return queue.is_suspended()
+
+    assert not look()
+    suspend(connection)
+    assert [look(), look()] == [True, True]
+    resume(connection)
+    assert [look(), look()] == [False, False]
+    began, ended = [line for line in caplog.messages if "suspended" in line]
+    assert began.startswith("suspended by `rq suspend`")
+    assert ended.startswith("no longer suspended")
 
 
 @pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])

@@ -9,7 +9,9 @@ from typing import Any, Final, Literal
 
 from stoker_shared.errors import RequestError, StokerError
 
-JobEvent = Literal["claimed", "finished", "escalated", "replayed", "failed", "cancelled", "dropped", "given back"]
+JobEvent = Literal[
+    "claimed", "finished", "escalated", "replayed", "failed", "cancelled", "dropped", "lost", "given back"
+]
 
 FIELDS: Final = "fields"
 """The attribute of a log record that has its fields, in their order."""

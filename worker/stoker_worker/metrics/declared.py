@@ -52,7 +52,7 @@ JOBS_ENDED: Final = _counter(
     "jobs_ended",
     "Jobs that this worker ended. Replayed: answered from the agent's history. Agent_job: about an agent's memory. "
     "Escalated: its answer was rejected, and it went on to another model. Failed: RQ may retry it. "
-    "Given_back: by a stop. Dropped: its result came too late.",
+    "Given_back: by a stop. Dropped: its result came too late, or Redis had lost the job.",
     "outcome",
     values=("finished", "replayed", "agent_job", "escalated", "failed", "withdrawn", "given_back", "dropped"),
 )
@@ -141,6 +141,10 @@ SHARED_WAITING: Final = _gauge(
 )
 REDIS_UP: Final = _gauge("redis_up", "Whether Redis answers, and has the last heartbeat.")
 REDIS_AWAY: Final = _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.")
+DATA_LOST: Final = _counter("redis_data_lost", "How often this worker has noticed that Redis had lost data.")
+DATA_LOST_JOBS: Final = _counter("redis_data_lost_jobs", "Jobs that it had in flight then.")
+SUSPENDED: Final = _gauge("suspended", "Whether workers are suspended, by `rq suspend`.")
+
 REDIS_SERVER: Final = (
     _gauge("redis_memory_used_bytes", "Memory that the Redis server uses for its data."),
     _gauge("redis_memory_max_bytes", "Its limit (maxmemory); 0: none."),
@@ -150,7 +154,6 @@ REDIS_SERVER: Final = (
     _gauge("redis_rdb_last_save_timestamp_seconds", "When it took its last snapshot, in Unix time."),
 )
 """From the server's INFO, where it tells; the names after `stoker_` are those of Prometheus' redis_exporter."""
-
 DECLARED: Final[tuple[Metric, ...]] = (
     *(value for value in list(globals().values()) if isinstance(value, Metric)),
     *REDIS_SERVER,

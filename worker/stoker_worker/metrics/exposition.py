@@ -77,6 +77,9 @@ def _of_worker(look: Look, live: LiveFigures, is_ready: bool) -> Iterator[Value]
     yield of.STEP_AGE, (), state.step_age_s
     yield of.REDIS_UP, (), look.is_redis_up
     yield of.REDIS_AWAY, (), state.redis_away_total_s
+    yield of.DATA_LOST, (), state.data_loss.times
+    yield of.DATA_LOST_JOBS, (), state.data_loss.jobs
+    yield of.SUSPENDED, (), state.is_suspended
     for queue in look.queues if isinstance(look.queues, list) else ():
         yield of.WAITING, (queue.name,), queue.waiting
         yield of.OLDEST_WAIT, (queue.name,), queue.oldest_wait_s

@@ -6,7 +6,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from stoker_worker.metrics import declared as of
@@ -16,6 +16,9 @@ from stoker_worker.metrics.looking import Looking
 TOKENS_WINDOW_S: Final = 10.0
 JOBS_WINDOW_S: Final = 300.0
 """Long enough for jobs of a minute each to have a rate."""
+
+DATA_LOSS_SHOWN_S: Final = 86_400.0
+"""An operator who comes in the next morning sees it too."""
 
 _ENDED: Final = ("finished", "replayed", "agent_job", "failed", "withdrawn")
 
@@ -60,6 +63,8 @@ class LiveFigures:
             "moved_in": int(counters[of.MOVED_IN, ()]),
             **self._metrics.costs(),
             "shared_store": self._shared_store(),
+            "suspended": state.is_suspended,
+            "data_loss": asdict(state.data_loss) if state.data_loss.ago_s < DATA_LOSS_SHOWN_S else None,
         }
 
     def _shared_store(self) -> dict[str, Any] | None:

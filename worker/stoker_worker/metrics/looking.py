@@ -14,6 +14,10 @@ STORE_EVERY_S: Final = 5.0
 
 _LEAST_FREE_BYTES: Final = 2**20
 
+DATA_LOSS_SHOWN_S: Final = 180.0
+"""Some looks of a monitor, and shorter than the five minutes after which a worker that is not ready raises an alarm:
+this one works."""
+
 
 @dataclass(frozen=True)
 class Look:
@@ -45,6 +49,9 @@ class Look:
             found.append(str(self.queues))
         elif self.state.redis_away_s > 0:
             found.append(f"no heartbeat has reached Redis for {self.state.redis_away_s:.1f} s")
+        if (loss := self.state.data_loss).ago_s < DATA_LOSS_SHOWN_S:
+            lost = f"Redis lost data {loss.ago_s:.0f} s ago; {loss.jobs} jobs were in flight"
+            found.append(f"{lost}; this line goes {DATA_LOSS_SHOWN_S:.0f} s after the loss")
         if isinstance(self.store, OSError):
             found.append(f"the store cannot be used: {self.store}")
         elif self.store is not None and self.store.disk_free_bytes < _LEAST_FREE_BYTES:

@@ -17,6 +17,7 @@ from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import (
     AgentVersionConflict,
     AgentVersionNotSaved,
+    JobLost,
     OwnershipLost,
     RedisUnavailable,
     WorkerLostTooOften,
@@ -116,8 +117,11 @@ class Finisher:
             return
         try:
             self._end(job, outcome)
-        except OwnershipLost:
-            log_job("dropped", job.job_id, logging.WARNING)
+        except OwnershipLost as error:
+            if isinstance(error, JobLost):
+                log_job("lost", job.job_id, logging.WARNING, agent=job.claimed.request.agent_id, reason=str(error))
+            else:
+                log_job("dropped", job.job_id, logging.WARNING)
             self._metrics.ended("dropped")
             self._drop(job)
         except RedisUnavailable as error:  # only once abandoned: a stop fails nothing

@@ -141,6 +141,8 @@ class Worker:
             step_age_s=self._engine.step_age_s(),
             redis_away_s=self._heartbeat.redis_away_s(),
             redis_away_total_s=self._heartbeat.redis_away_total_s(),
+            data_loss=self._queue.data_loss(),
+            is_suspended=self._queue.is_suspended(),
         )
 
     def _prepare(self) -> None:

@@ -42,4 +42,4 @@ from stoker_worker.ports.memory import (
 )
 from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, RedisUse, SharedUse, StoreUse, WorkerState
 from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
-from stoker_worker.ports.queue import QueuePort, Serving, TextSoFar
+from stoker_worker.ports.queue import NOTHING_LOST, DataLoss, QueuePort, Serving, TextSoFar

@@ -63,7 +63,11 @@ class ClaimedJob(Protocol):
         return route[min(len(self.tried), len(route) - 1)].model if route else self.request.model
 
     def is_ours(self) -> bool:
-        """Whether this run of the job is still this worker's to end."""
+        """Whether this run of the job is still this worker's to end.
+
+        Raises:
+            JobLost: it is not, because Redis has lost the job. The ends below raise it too.
+        """
         ...
 
     def finish(self, result: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from stoker_worker.ports.engine import CompletedGeneration, KVMemory, SequenceProgress
-from stoker_worker.ports.queue import Serving
+from stoker_worker.ports.queue import NOTHING_LOST, DataLoss, Serving
 
 End = Literal["agent_job", "withdrawn", "given_back", "dropped"]
 """Ends without a result of their own: a job about an agent's memory was done; a job was canceled, stopped or deleted;
@@ -90,6 +90,8 @@ class WorkerState:
         step_age_s: how long the step under way has taken; 0 while the engine is empty.
         redis_away_s: for how long no heartbeat has reached Redis; 0 when the last one did.
         redis_away_total_s: the same, over all outages since the start.
+        data_loss: data that Redis lost.
+        is_suspended: an operator has suspended the workers (`rq suspend`).
     """
 
     serving: Serving | None = None
@@ -98,6 +100,8 @@ class WorkerState:
     step_age_s: float = 0.0
     redis_away_s: float = 0.0
     redis_away_total_s: float = 0.0
+    data_loss: DataLoss = NOTHING_LOST
+    is_suspended: bool = False
 
     @property
     def in_flight(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from stoker_shared.markers import Markers
 from stoker_worker.ports.agents import AgentHome, Busy
@@ -30,6 +30,24 @@ class Serving:
     def __str__(self) -> str:
         width = f"at most {self.max_batch} jobs in flight ({self.max_batch_why})"
         return f"model {self.model}, context {self.context_tokens} tokens, rows {self.mode}, {width}"
+
+
+@dataclass(frozen=True)
+class DataLoss:
+    """What a worker has noticed of data that Redis lost, since the worker's start.
+
+    Attributes:
+        times: how often.
+        jobs: how many jobs it had in flight then, over all times.
+        ago_s: time since the last one; infinite if there was none.
+    """
+
+    times: int
+    jobs: int
+    ago_s: float
+
+
+NOTHING_LOST: Final = DataLoss(0, 0, float("inf"))
 
 
 class TextSoFar(NamedTuple):
@@ -154,6 +172,14 @@ class QueuePort(Protocol):
 
     def beat(self) -> bool:
         """Show that this worker lives; ``False`` when another has taken over its queues. Heartbeat thread."""
+        ...
+
+    def data_loss(self) -> DataLoss:
+        """What was noticed of data that Redis lost. Any thread; no round trip."""
+        ...
+
+    def is_suspended(self) -> bool:
+        """Whether the last `claim` saw that an operator has suspended the workers. Any thread; no round trip."""
         ...
 
     def hang_up(self) -> None:

@@ -5,8 +5,8 @@ from then on (`ending`).
 """
 
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -76,19 +76,24 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:
-        return self.parts.ownership.of(self.run) == "ours"
+        if self.parts.ownership.of(self.run) == "ours":
+            return True
+        self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
+        return False
 
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> None:
         self.ending.set()
-        self.parts.job_finish.finish(self.run, result)
+        with self._lost_is_told():
+            self.parts.job_finish.finish(self.run, result)
         self.parts.streams.close(self.claim_number, ended=True)
         self.parts.callbacks.succeeded(self.run.job, result)
 
     @as_redis_unavailable()
     def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
         self.ending.set()
-        self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
+        with self._lost_is_told():
+            self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
         self.parts.streams.close(self.claim_number, ended=True)
         self.parts.callbacks.failed(self.run.job, error)
 
@@ -97,6 +102,7 @@ class RqClaimedJob(ClaimedJob):
         self.ending.set()
         was_stopped = self.parts.job_finish.stop(self.run)
         if not was_stopped:
+            self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
             self._clear_progress()
         self.parts.streams.close(self.claim_number, ended=True)
         if was_stopped:
@@ -146,6 +152,14 @@ class RqClaimedJob(ClaimedJob):
         self.parts.stop_requests.forget(self.job_id)
         self.parts.in_flight.remove(self)
         self.parts.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+
+    @contextmanager
+    def _lost_is_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OwnershipLost:
+            self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
+            raise
 
     def _clear_progress(self) -> None:
         if self.run.job.has_progress:

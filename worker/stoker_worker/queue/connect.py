@@ -23,6 +23,7 @@ from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lost_data import LostData
 from stoker_worker.queue.members import Members
 from stoker_worker.queue.own_store import NO_STORE, OwnStore
 from stoker_worker.queue.registration import RqRegistration, new_worker_name
@@ -80,7 +81,16 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO
         registration = _registration(settings, connection, name, StopRequests(in_flight))
         closing.callback(registration.unsubscribe)
         queues, ttl_s = settings.queue_names, settings.lease_ttl_s
-        lease = Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s, store=store.name, shared=store.shared)
+        lease = Lease(
+            connection,
+            member,
+            queues,
+            worker_name=name,
+            ttl_s=ttl_s,
+            store=store.name,
+            shared=store.shared,
+            lost_data=LostData(in_flight.snapshot),
+        )
         try:
             _take_over(lease, registration, standby=settings.standby)
         except RedisError as error:  # a replica, or an ACL that forbids a worker's commands

@@ -20,10 +20,11 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from stoker_shared.errors import QueueHeld
-from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY, SERVED_KEY
+from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY, RENEWALS_KEY, SERVED_KEY
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
 from stoker_worker.queue.holder import described, identity_in
 from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
+from stoker_worker.queue.lost_data import LostData
 
 _RETRY_S: Final = 0.05
 
@@ -38,6 +39,7 @@ class Lease:
         shared: which shared store is behind that one; empty: none, or one that has never answered before the start.
         ttl_s: how long it lasts after a renewal.
         former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
+        lost_data: what the renewals have shown.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Lease:
         ttl_s: float,
         store: str | None = None,
         shared: str = "",
+        lost_data: LostData | None = None,
     ) -> None:
         """
         Args:
@@ -61,10 +64,11 @@ class Lease:
         self.shared = shared
         self.queues = tuple(queues)
         self.ttl_s = ttl_s
+        self.lost_data = lost_data or LostData()
         self.former_queues: tuple[str, ...] = ()
         self.keys = [LEASE_KEY.format(member=member), FENCE_KEY.format(member=member)]
         served = [SERVED_KEY.format(queue=queue) for queue in queues]
-        self._all_keys = [*self.keys, MEMBERS_KEY, LEFT_KEY, *served]
+        self._all_keys = [*self.keys, MEMBERS_KEY, LEFT_KEY, RENEWALS_KEY, *served]
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._worker_name = worker_name
         self._take = connection.register_script(TAKE)
@@ -137,8 +141,13 @@ class Lease:
         Args:
             connection: used instead of the lease's own.
         """
-        args = [*self.args, self.member, self._record]
-        return self.is_held and self._renew(keys=self._all_keys, args=args, client=connection) == 1
+        if not self.is_held:
+            return False
+        before = self.lost_data.before_renewal()
+        number = self._renew(keys=self._all_keys, args=[*self.args, self.member, self._record], client=connection)
+        if number:
+            self.lost_data.renewed(number, before)
+        return bool(number)
 
     def is_ours(self) -> bool:
         """Whether no other worker has taken it. A lease that ran out is taken up again, as in `HOLDS`."""

@@ -5,13 +5,14 @@ Owns their text and nothing else.
 
 from typing import Final
 
-# KEYS: lease, fence, members, stores of members that left, and for each queue the key that shows producers that it is
-# served. Each script compares the stored holder with the one the caller expects, so that no step acts on an old
-# reading. A worker that is refused gets no number: that would depose the holder. A member that joins is in the set of
-# members from the moment in which it holds its lease; after a crash, as it was before, until its jobs are put back. A
-# worker of an earlier version serves a queue alone, and has its lease, which is JSON, in the key of the queue.
+# KEYS: lease, fence, members, stores of members that left, how often each member renewed its lease, and for each queue
+# the key that shows producers that it is served. Each script compares the stored holder with the one the caller
+# expects, so that no step acts on an old reading. A worker that is refused gets no number: that would depose the
+# holder. A member that joins is in the set of members from the moment in which it holds its lease; after a crash, as it
+# was before, until its jobs are put back. A worker of an earlier version serves a queue alone, and has its lease, which
+# is JSON, in the key of the queue.
 TAKE: Final = """
-for i = 5, ARGV[5] == '1' and #KEYS or 0 do
+for i = 6, ARGV[5] == '1' and #KEYS or 0 do
   local only = redis.call('GET', KEYS[i])
   if only and string.sub(only, 1, 1) == '{' then
     if only ~= ARGV[1] then return {only, 0, redis.call('PTTL', KEYS[i]), ''} end
@@ -28,7 +29,7 @@ redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
 if ARGV[5] == '1' then
   if before == '' then redis.call('HSET', KEYS[3], ARGV[4], mine) end
   redis.call('HDEL', KEYS[4], ARGV[6])
-  for i = 5, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
+  for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
 end
 return {mine, fence, 0, before}
 """
@@ -36,17 +37,19 @@ return {mine, fence, 0, before}
 HOLDS: Final = """
 local function holds(lease, fence, mine, number, ttl_ms)
   local held = redis.call('GET', lease)
-  if held then return held == mine end
-  local last = redis.call('GET', fence)
-  if last and last ~= number then return false end
+  if held == mine then return true end
+  local last, most = redis.call('GET', fence) or '0', tonumber(number)
+  if held then last, most = string.match(held, '"fence": (%d+)') or '', most - 1 end
+  if (tonumber(last) or math.huge) > most then return false end
   redis.call('SET', fence, number)
   redis.call('SET', lease, mine, 'PX', ttl_ms)
   return true
 end
 """
 """Lua: whether the lease is ours. A lease that ran out while Redis was away is taken up again, unless another worker
-has held it since: then our jobs in flight were that worker's to recover, even if it has left. (There is no number if
-the server has lost its data.) Called with `Lease.keys` and `Lease.args`."""
+has held it since: then our jobs in flight were that worker's to recover, even if it has left. A server that has lost
+its data has no number, or that of an earlier holder, perhaps with that holder's lease. Called with `Lease.keys` and
+`Lease.args`."""
 
 RENEW: Final = (
     HOLDS
@@ -54,8 +57,8 @@ RENEW: Final = (
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
-for i = 5, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
-return 1
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
+return redis.call('HINCRBY', KEYS[5], ARGV[4], 1)
 """
 )
 RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
@@ -65,7 +68,7 @@ RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.cal
 DESCRIBE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
-for i = 5 + ARGV[4], #KEYS do redis.call('HINCRBY', KEYS[i], 'moves', 1) end
+for i = 6 + ARGV[4], #KEYS do redis.call('HINCRBY', KEYS[i], 'moves', 1) end
 return 1
 """
 
@@ -80,6 +83,7 @@ LEAVE: Final = (
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local is_shared = string.find(redis.call('HGET', KEYS[3], ARGV[2]) or '', '"shared": "%x')
 redis.call('HDEL', KEYS[3], ARGV[2])
+redis.call('HDEL', KEYS[5], ARGV[2])
 redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. (is_shared and ' shared' or ''))
 """
     + f"if redis.call('HLEN', KEYS[4]) > {MOST_LEFT} then"
@@ -91,8 +95,8 @@ redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. 
   end
   redis.call('HDEL', KEYS[4], oldest)
 end
-local n_queues, is_last = (#KEYS - 4) / 2, redis.call('HLEN', KEYS[3]) == 0
-for i = 5, 4 + n_queues do
+local n_queues, is_last = (#KEYS - 5) / 2, redis.call('HLEN', KEYS[3]) == 0
+for i = 6, 5 + n_queues do
   if is_last then redis.call('DEL', KEYS[i]) end -- else it expires, unless another one serves the queue
   redis.call('HINCRBY', KEYS[i + n_queues], 'moves', 1)
 end

@@ -7,15 +7,18 @@ right; if it is another delivery, this run is superseded, and the new job is lef
 """
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal, cast
 
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import ResponseError
 from rq.executions import ExecutionRegistry
 from rq.queue import Queue
 from rq.utils import str_to_date, utcformat
 
+from stoker_shared.errors import JobLost
 from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
 from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp
@@ -98,6 +101,7 @@ return 1
 """
 )
 
+_WITHDRAWN: Final = (b"canceled", b"stopped")
 _LOOKS: Final = 10  # the job may be written again between a look and the repair
 
 State = Literal["ours", "lost"] | EndedNote
@@ -130,6 +134,20 @@ class Ownership:
                 return "ours"
             return EndedNote.from_json(found) if found.startswith("{") else "lost"
         return "lost"
+
+    def refuse_if_lost(self, run: JobRun, claim_number: int) -> None:
+        """Of a run that is not ours any more.
+
+        Raises:
+            JobLost: that is because Redis has lost data, not because the job was withdrawn.
+        """
+        self._lease.renew()  # nobody may have noticed the loss yet
+        if not self._lease.lost_data.had_in_flight(claim_number):
+            return
+        with suppress(ResponseError):  # the key is no hash
+            if self._connection.hget(run.job.key, "status") in _WITHDRAWN:
+                return
+        raise JobLost("Redis has lost data, and with it this run of the job; nothing of it is kept")
 
     def watch(self, pipeline: Pipeline, run: JobRun) -> None:
         """Watch the keys that make the run ours. Not the lease, which is renewed every second, but its fencing number,

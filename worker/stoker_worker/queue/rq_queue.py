@@ -12,7 +12,7 @@ from rq.queue import Queue
 from rq.suspension import is_suspended
 
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import AgentHome, Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.ports import AgentHome, Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claim_order import ClaimOrder
@@ -103,7 +103,7 @@ class RqQueue(QueuePort):
         self._claim_order.has_unread = self._claim_order.knows_all = False
         self._registration.settle_state(is_busy=len(self._in_flight) > 0)
         if self._look_if_suspended.is_due():
-            self._suspended = is_suspended(self._connection)
+            self._note_suspension(bool(is_suspended(self._connection)))
         self._members.look_if_due()
         self._passing_on.before_claim()
         is_held_up = self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot())
@@ -228,6 +228,12 @@ class RqQueue(QueuePort):
                 self._heartbeat.beat_execution(job.run)
         return True
 
+    def data_loss(self) -> DataLoss:
+        return self._lease.lost_data.so_far()
+
+    def is_suspended(self) -> bool:
+        return self._suspended
+
     def hang_up(self) -> None:
         hang_up(self._connection.connection_pool)
 
@@ -241,6 +247,13 @@ class RqQueue(QueuePort):
             self._lease.release()  # whoever has the name next, or another member, puts these jobs back
         else:
             self._lease.leave()
+
+    def _note_suspension(self, suspended: bool) -> None:
+        if suspended and not self._suspended:
+            log.warning("suspended by `rq suspend`: no job is claimed until `rq resume`; jobs in flight go on")
+        elif self._suspended and not suspended:
+            log.warning("no longer suspended: jobs are claimed again")
+        self._suspended = suspended
 
     def _agents_in_flight(self) -> frozenset[str]:
         """Those that jobs are about to make are among them."""
