@@ -94,8 +94,8 @@ without it. RQ's set of workers has the names. `now` has the worker's figures at
 `moved_in` (agents that came from another home since the start), `shared_store` (null, or `away_s`, for how long it has
 not answered, 0 if it does, and `waiting_agents`, of which it lacks something), `prompt_token_s` and `token_s` (seconds
 for a token of a prompt and for a generated one; null before they are known), `suspended` (whether it claims no jobs
-because of `rq suspend`), `data_loss` (null, or for a day after it has noticed that Redis had lost data: `ago_s`, `times`
-and `jobs`, how many it had in flight then, the last two since the start). It may be empty."""
+because of `rq suspend`), `data_loss` (null, or for a day after it has noticed that Redis had lost data: `ago_s`, and
+since the start `times` and `jobs`, how many it had in flight then). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""

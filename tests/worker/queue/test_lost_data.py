@@ -16,7 +16,7 @@ class Replica:
 
     def __init__(self, connection):
         self._connection = connection
-        self._keys = {key: (connection.dump(key), connection.pttl(key)) for key in connection.keys()}
+        self._keys = {key: (connection.dump(key), connection.pttl(key)) for key in connection.scan_iter()}
 
     def is_promoted(self):
         self._connection.flushall()
