@@ -91,8 +91,8 @@ def _data_loss_text(losses: Mapping[str, DataLoss]) -> str:
     if not losses:
         return ""
     ago = duration(min(loss.ago_s for loss in losses.values()))
-    jobs = ", ".join(f"{loss.jobs} on {name}" for name, loss in losses.items())
-    return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. In flight then: {jobs}."
+    noticed = [f"{name}: {loss.times} times, {loss.jobs} jobs in flight" for name, loss in losses.items()]
+    return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. {'; '.join(noticed)}."
 
 
 def _needs_text(jobs: UnservedJobs) -> str:

@@ -120,7 +120,10 @@ def test_redis_is_asked_for_its_figures_only_while_it_answers():
         (Look(state(), PermissionError("no rights"), [WAITING]), ["no rights"]),
         (Look(state(), StoreUse(1, 2, 0, 9, 0, 0), [WAITING]), ["disk is full"]),
         (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
-        (Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]), ["lost data 3 s ago; 7 jobs were in flight"]),
+        (
+            Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]),
+            ["Redis lost data 3 s ago"],
+        ),
         (Look(state(data_loss=DataLoss(2, 7, 181.0)), STORE, [WAITING]), []),
     ],
 )

@@ -15,6 +15,7 @@ from stoker_worker.models.fingerprint import ModelFolder
 from stoker_worker.models.loading import (
     CONTEXT_FALLBACK_TOKENS,
     _resolved_dtype,
+    check_exists,
     context_tokens,
     load_model,
     local_folder,
@@ -64,6 +65,15 @@ def test_a_folder_named_like_a_repo_is_the_folder(tmp_path: Path, monkeypatch: p
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
     assert local_folder("owner/name") == folder
+
+
+@pytest.mark.mlx
+def test_a_model_that_the_hub_does_not_have_is_refused_before_a_worker_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotLoadable, match="cannot fetch nobody/nothing"):
+        check_exists("nobody/nothing")
 
 
 @pytest.mark.mlx

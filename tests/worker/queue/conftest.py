@@ -31,10 +31,10 @@ def join(redis_url):
     """Opens the queue for a worker of this name."""
     with ExitStack() as workers:
 
-        def open_for(name, *, store=None, shared="", removed=dict, **settings):
+        def open_for(name, *, store=None, shared="", removed=dict, loads="", **settings):
             given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "home_wait_s": 0, **settings}
             own = OwnStore(store, shared, removed)
-            return workers.enter_context(open_queue(read_settings(given), redis_url, store=own)).rq_queue
+            return workers.enter_context(open_queue(read_settings(given), redis_url, store=own, model=loads)).rq_queue
 
         yield open_for
 

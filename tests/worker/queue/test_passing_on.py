@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 from tests.worker.queue.ends import fail, finish
-from tests.worker.queue.members import claim, claim_in_turn, claim_within, home_of, ids
+from tests.worker.queue.members import claim, claim_in_turn, claim_within, die, home_of, ids
 
 from stoker_shared.needs import READS
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_NEEDS, TASK_PATH
@@ -110,6 +110,43 @@ def test_a_job_that_continues_an_agent_without_memory_goes_to_whoever_serves_it(
     fail(job, ValueError("no turn"))
     (second,) = submit("x", context="append", model="large")
     assert claim_in_turn(b, a) == [second]
+
+
+def test_a_worker_that_loads_its_model_is_waited_for_with_jobs_of_that_model_alone(serve, join, submit):
+    a = serve("a", "small")
+    join("b", loads="large")
+    (large,), (wrong,) = submit(None, model="large"), submit(None, model="wrong")
+    a._members.look()
+    assert ids(claim(a)) == [wrong]
+    b = serve("b2", "large")
+    assert ids(claim(b)) == [large]
+
+
+@pytest.mark.parametrize("end", ["it leaves", "it is killed", "it leaves before the other comes"])
+def test_a_worker_that_never_loaded_its_model_is_nobody_to_wait_for(serve, join, submit, end):
+    late = end == "it leaves before the other comes"
+    a = None if late else serve("a", "small")
+    b = join("b", loads="large")
+    if a is not None:
+        a._members.look()
+    if end == "it is killed":
+        die(b)
+        a._members._ttl_s = 0
+        claim(a, limit=0)
+        a.recover()
+    else:
+        b.sign_off()
+    a = a or serve("a", "small")
+    a._members.look()
+    jobs = [*submit(None, model="large"), *submit(None, model="wrong")]
+    assert ids(claim(a)) == jobs
+
+
+def test_a_worker_that_had_loaded_its_model_is_waited_for_when_it_has_left(serve, submit):
+    a, b = serve("a", "small"), serve("b", "large")
+    b.sign_off()
+    submit(None, model="large")
+    assert claim(a) == []
 
 
 def test_a_worker_alone_claims_what_it_cannot_serve_so_that_it_fails_at_once(serve, submit):

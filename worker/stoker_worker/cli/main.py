@@ -23,10 +23,11 @@ from stoker_worker.cli.run_settings import settings_from
 from stoker_worker.cli.service_command import service
 
 if TYPE_CHECKING:
+    from stoker_worker.engine.provider import MlxProvider
+    from stoker_worker.engine.scripted import ScriptedProvider
     from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
-    from stoker_worker.ports import ModelProviderPort
     from stoker_worker.queue.own_store import OwnStore
     from stoker_worker.settings import WorkerSettings
 
@@ -117,7 +118,8 @@ def _run(settings: "WorkerSettings") -> None:
         if not isinstance(agents, AgentCacheStore):
             watch.looking.shared_store = agents.glance
         agents.start_upkeep()
-        queue = cleanup.enter_context(open_queue(settings, redis_url, store=_own_store(settings, store, agents)))
+        own = _own_store(settings, store, agents)
+        queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
         watch.looking.queues, watch.looking.redis = queue.depths.read, queue.depths.server
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.looking.state = worker.state
@@ -175,8 +177,8 @@ def _serve_metrics(settings: "WorkerSettings", watch: "Watch", cleanup: ExitStac
         raise click.ClickException(f"--metrics-port {settings.metrics_port}: {error.strerror}") from error
 
 
-def _provider(settings: "WorkerSettings") -> "ModelProviderPort":
-    """The model provider, chosen and checked before anything is opened."""
+def _provider(settings: "WorkerSettings") -> "MlxProvider | ScriptedProvider":
+    """The model provider, chosen and checked before anything is opened: a worker without a model takes no lease."""
     if settings.engine == "scripted":
         from stoker_worker.engine.scripted import ScriptedProvider
 
@@ -189,7 +191,7 @@ def _provider(settings: "WorkerSettings") -> "ModelProviderPort":
     if advice := advice_without_blas():
         log.warning(advice)
     provider = MlxProvider(settings)
-    provider.check_paths()
+    provider.check_model()
     return provider
 
 

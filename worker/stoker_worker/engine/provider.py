@@ -61,16 +61,25 @@ class MlxProvider(ModelProviderPort):
         loaded = replace(loaded, mode=mode, fingerprint=fingerprint, make_room=make_room)
         return self._engine(model, loaded), loaded
 
-    def check_paths(self) -> None:
-        """Look for the model's folder and what is added to it, before anything is started.
+    @property
+    def model(self) -> str:
+        """The model's name, as the loaded model will have it."""
+        from stoker_worker.models.loading import model_name
+
+        assert self.settings.model is not None
+        return model_name(self.settings.model, self._extras())
+
+    def check_model(self) -> None:
+        """Look for the model and what is added to it, before anything is started. Of a model of the Hugging Face hub
+        only the config is fetched.
 
         Raises:
             ModelNotLoadable: one is missing or is not what it should be.
         """
-        from stoker_worker.models.loading import local_folder
+        from stoker_worker.models.loading import check_exists
 
         assert self.settings.model is not None
-        local_folder(self.settings.model)
+        check_exists(self.settings.model)
         self._extras().check()
 
     def _extras(self) -> ModelExtras:

@@ -5,9 +5,9 @@ MLX is imported by `load_model` only. Code that comes with a model runs only if 
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from stoker_shared.error_line import one_line
 from stoker_shared.errors import ModelNotLoadable
@@ -19,6 +19,7 @@ from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import ModelCacheSpec, StoreDtype
 
+T = TypeVar("T")
 Dtype = Literal["auto", "native", "float32"]
 """`auto`: as stored on a GPU; float32 on a CPU, where MLX has no fast path for packed or half-precision weights."""
 
@@ -68,7 +69,7 @@ def load_model(
     of_tokenizer, layout = files.tokenizer_fingerprint(chat_template_text(wrapper)), spec.describe()
     form = answer_format(wrapper)
     return network, LoadedModel(
-        name=_name(local.name if local else model, extras),
+        name=model_name(model, extras),
         fingerprint=files.model_fingerprint(
             tokenizer_fingerprint=of_tokenizer, cache_spec=layout, dtype=resolved, extras=extras
         ),
@@ -91,9 +92,32 @@ def _load_or_tell(model: str, folder: Path, extras: ModelExtras, *, as_float32: 
         raise ModelNotLoadable(f"cannot load {model}: {reason_of(error, extras)}") from None
 
 
-def _name(of_model: str, extras: ModelExtras) -> str:
+def model_name(model: str, extras: ModelExtras) -> str:
+    """The name by which jobs name the model.
+
+    Raises:
+        ModelNotLoadable: as `local_folder`.
+    """
+    local = local_folder(model)
+    name = local.name if local else model
     # With an adapter it is another model: a job that names the bare one must not run on it.
-    return f"{of_model}+{extras.adapter_folder.name}" if extras.adapter_folder else of_model
+    return f"{name}+{extras.adapter_folder.name}" if extras.adapter_folder else name
+
+
+def check_exists(model: str) -> None:
+    """Look for the model's folder, or fetch its config.
+
+    Raises:
+        ModelNotLoadable: it is not there, or cannot be fetched.
+    """
+    if local_folder(model) is None:
+        _fetched(model, lambda: _config_of(model))
+
+
+def _config_of(repo: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    return hf_hub_download(repo, "config.json")
 
 
 def _cache_spec(network: Any, store_dtype: StoreDtype, kv_bits: int | None) -> ModelCacheSpec:
@@ -162,8 +186,12 @@ def _download(repo: str) -> Path:
     """The repo's folder in the Hugging Face cache; missing files are fetched, the same ones that mlx-lm fetches."""
     from mlx_lm.utils import _download as fetch
 
+    return Path(_fetched(repo, lambda: fetch(repo)))
+
+
+def _fetched(repo: str, fetch: Callable[[], T]) -> T:
     try:
-        return Path(fetch(repo))
+        return fetch()
     except Exception as error:  # the hub's client raises its own, httpx's and OSError
         raise ModelNotLoadable(
             f"cannot fetch {repo} from the Hugging Face hub: {one_line(error)} (a folder here is written ./{repo})"

@@ -56,13 +56,16 @@ class OpenQueue:
 
 
 @contextmanager
-def open_queue(settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE) -> Iterator[OpenQueue]:
+def open_queue(
+    settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO_STORE, model: str = ""
+) -> Iterator[OpenQueue]:
     """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
 
     A standby waits while another worker has its name, or Redis is away, instead of refusing.
 
     Args:
         store: the worker's.
+        model: the name of the one that the worker is going to load.
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
@@ -89,6 +92,7 @@ def open_queue(settings: WorkerSettings, redis_url: str, *, store: OwnStore = NO
             ttl_s=ttl_s,
             store=store.name,
             shared=store.shared,
+            model=model,
             lost_data=LostData(in_flight.snapshot),
         )
         try:

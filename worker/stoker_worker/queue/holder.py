@@ -18,6 +18,7 @@ def described(value: str) -> dict[str, Any]:
         "pid": 0,
     }
     unknown |= {"started": "", "leaving": False, "pids": "", "model": "", "reads": {}, "shared": ""}
+    unknown["loading"] = False
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -20,11 +20,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from stoker_shared.errors import QueueHeld
+from stoker_shared.needs import READS
 from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY, RENEWALS_KEY, SERVED_KEY
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
 from stoker_worker.queue.holder import described, identity_in
 from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
 from stoker_worker.queue.lost_data import LostData
+from stoker_worker.queue.offers import Offer
 
 _RETRY_S: Final = 0.05
 
@@ -52,12 +54,14 @@ class Lease:
         ttl_s: float,
         store: str | None = None,
         shared: str = "",
+        model: str = "",
         lost_data: LostData | None = None,
     ) -> None:
         """
         Args:
             worker_name: of the RQ worker that holds the lease.
             store: ``None``: it is called like the member.
+            model: the one that the worker is going to load.
         """
         self.member = member
         self.store = store or member
@@ -71,6 +75,7 @@ class Lease:
         self._all_keys = [*self.keys, MEMBERS_KEY, LEFT_KEY, RENEWALS_KEY, *served]
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._worker_name = worker_name
+        self._offer = {**Offer(model, dict(READS)).as_record(), "loading": True} if model else {}
         self._take = connection.register_script(TAKE)
         self._renew = connection.register_script(RENEW)
         self._release = connection.register_script(RELEASE)
@@ -105,7 +110,7 @@ class Lease:
             QueueHeld: another worker, which is not certainly dead, holds it.
         """
         description: dict[str, Any] = {"worker": self._worker_name, "queues": self.queues, "store": self.store}
-        description |= {"shared": self.shared, "pids": pid_namespace()}
+        description |= {"shared": self.shared, "pids": pid_namespace(), **self._offer}
         if recovers:
             description["recovers"] = self.member
         mine = json.dumps({**description, **asdict(ProcessIdentity.of_this_process())}, sort_keys=True)

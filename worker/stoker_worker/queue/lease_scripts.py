@@ -81,10 +81,12 @@ finds that its executions and claimed ids are gone."""
 LEAVE: Final = (
     """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local is_shared = string.find(redis.call('HGET', KEYS[3], ARGV[2]) or '', '"shared": "%x')
+local record = redis.call('HGET', KEYS[3], ARGV[2]) or ''
+local more = string.find(record, '"loading": true') and ' unready' or ''
+if string.find(record, '"shared": "%x') then more = more .. ' shared' end
 redis.call('HDEL', KEYS[3], ARGV[2])
 redis.call('HDEL', KEYS[5], ARGV[2])
-redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. (is_shared and ' shared' or ''))
+redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. more)
 """
     + f"if redis.call('HLEN', KEYS[4]) > {MOST_LEFT} then"
     + """

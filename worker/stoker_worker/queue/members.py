@@ -31,7 +31,8 @@ class Member:
         worker: its name as an RQ worker.
         store: the name of its store.
         is_leaving: it drains: it claims nothing more, and gives up its agents.
-        offer: ``None`` while it loads its model.
+        offer: ``None`` while one of an earlier version loads its model.
+        is_ready: its model is loaded.
         pids: whose pids its own is among: that of a process in another container tells nothing here.
         shared: as in `Lease`.
     """
@@ -45,6 +46,7 @@ class Member:
     pids: str = ""
     shared: str = ""
     offer: Offer | None = None
+    is_ready: bool = False
 
     def takes(self, needs: Needs) -> bool:
         """Whether it may claim such jobs."""
@@ -90,8 +92,8 @@ class Members:
         return any(queue in member.queues and member.takes(needs) for member in self.others.values())
 
     def had_company(self, queue: str, within_s: float) -> bool:
-        """Whether the queue has another member, or had one within that time. One that left before this worker came may
-        have had other queues."""
+        """Whether the queue has another member that has loaded its model, or had one within that time. One that left
+        before this worker came may have had other queues."""
         return self._clock() - self._company_at.get(queue, float("-inf")) < within_s
 
     def is_first(self, queue: str, needs: Needs) -> bool:
@@ -174,13 +176,15 @@ class Members:
             left_s = self._left_s()
             self._company_at = {queue: now - left_s for queue in self._lease.queues}
         for member in self.others.values():
-            self._company_at |= dict.fromkeys(member.queues, now)
+            if member.is_ready:
+                self._company_at |= dict.fromkeys(member.queues, now)
 
     def _left_s(self) -> float:
-        """How long ago the last member left; infinite if none did."""
+        """How long ago the last member that had loaded its model left; infinite if none did."""
         seconds, _ = self._connection.time()
         left = cast(list[bytes], self._connection.hvals(LEFT_KEY))
-        moments = [int(stamp) for value in left if (stamp := value.split(b" ")[0]).isdigit()]
+        entries = [words for value in left if (words := value.split(b" ")) and b"unready" not in words[2:]]
+        moments = [int(stamp) for stamp, *_ in entries if stamp.isdigit()]
         return float(seconds - max(moments)) if moments else float("inf")
 
     def _leases(self, names: Iterable[str]) -> dict[str, bytes | None]:
@@ -199,5 +203,12 @@ def _is_held_by_the_dead(name: str, lease: bytes | None) -> bool:
 def _member(name: str, value: bytes) -> Member:
     found: dict[str, Any] = described(value.decode(errors="replace"))
     queues, process, offer = tuple(found["queues"]), identity_in(found), offer_in(found)
-    rest = {"is_leaving": found["leaving"], "pids": found["pids"], "shared": found["shared"], "offer": offer}
+    is_ready = offer is not None and not found["loading"]
+    rest = {
+        "is_ready": is_ready,
+        "is_leaving": found["leaving"],
+        "pids": found["pids"],
+        "shared": found["shared"],
+        "offer": offer,
+    }
     return Member(name, found["worker"], queues, found["store"], process, **rest)

@@ -20,16 +20,16 @@ class Offer(NamedTuple):
         return needs.model in (None, self.model) and needs.version <= self.reads.get(needs.task, 0)
 
     def as_record(self) -> dict[str, Any]:
-        """As other members see it."""
-        return self._asdict()
+        """As other members see it once the model is loaded."""
+        return {**self._asdict(), "loading": False}
 
 
 def serves(offer: Offer | None, needs: Needs) -> bool:
-    """Whether a member can serve the job. One that has no offer yet loads a model, which may be the one."""
+    """Whether a member can serve the job. One of an earlier version has no offer while it loads its model."""
     return offer is None or offer.serves(needs)
 
 
 def offer_in(record: Mapping[str, Any]) -> Offer | None:
-    """A member's, from its record in `MEMBERS_KEY`; ``None`` while it loads its model."""
+    """A member's, from its record in `MEMBERS_KEY`; ``None`` while one of an earlier version loads its model."""
     reads = {task: version for task, version in record["reads"].items() if isinstance(version, int)}
     return Offer(record["model"], reads) if record["model"] else None
