@@ -10,7 +10,7 @@ import click
 from click.decorators import FC
 
 from stoker.agent_jobs import Agents
-from stoker.command_parts import agrees, json_option, open_producer, redis_option, show, timeout_option
+from stoker.command_parts import agrees, json_option, open_producer, redis_option, show
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
@@ -33,7 +33,13 @@ def _job_options(function: FC) -> FC:
     for option in (
         redis_option,
         json_option,
-        timeout_option,
+        options_under("Output")(
+            *("--timeout-s", "--timeout", "timeout_s"),
+            type=click.FloatRange(min=0),
+            default=30.0,
+            metavar="S",
+            help="Longest wait for a worker to do it, in seconds; the job then still waits.  [30]",
+        ),
         _job("--queue", metavar="NAME", help="RQ queue: that of the agent's other jobs.  [generate]"),
         _job("--job-id", metavar="ID", help="Your own id: repeating the command makes no second job."),
     ):

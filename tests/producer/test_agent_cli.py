@@ -7,6 +7,7 @@ import pytest
 from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
+from stoker.agent_cli import agent
 from stoker_shared.wire import AGENT_TASK_PATH, REQUEST_KWARG
 
 pytestmark = pytest.mark.server
@@ -128,3 +129,13 @@ def test_a_job_of_ones_own_id_is_made_once(stoker, requests):
     assert len(asked) == 1
     code, _, err = stoker("agent", "fork", "a", "c", "--job-id", "once")
     assert (code, "DuplicateJob" in err) == (2, True)
+
+
+def test_without_a_worker_a_command_ends_by_itself_and_tells_why(connection, stoker):
+    assert {parameter.name: parameter.default for parameter in agent.commands["info"].params}["timeout_s"] == 30
+    for command in (["info", "a"], ["forget", "a", "--yes"], ["fork", "a", "b"], ["rollback", "a"]):
+        code, out, err = stoker("agent", *command, "--timeout", "0.01")
+        assert (code, out) == (1, "")
+        assert "ResultTimeout" in err
+        assert "no worker listens to 'generate'" in err
+    assert connection.llen("rq:queue:generate") == 4
