@@ -184,6 +184,17 @@ SCENARIOS = {
         worker(num_requests_waiting=always(3), step_tokens_total=always(0), **{FINISHED: always(2)}),
         {"4m": "", "45m": "StokerStandsStill"},
     ),
+    "Redis has lost data": (
+        worker(redis_data_lost_total=f"{always(0, 20)} {always(1)}"),
+        {"9m": "", "12m": "StokerRedisLostData", "26m": ""},
+    ),
+    "jobs wait while the queue is suspended": (
+        worker(
+            **{FINISHED: always(2), "step_tokens_total": always(0), "num_requests_waiting": always(3)},
+            suspended=f"{always(1, 140)} {always(0)}",
+        ),
+        {"20m": "", "60m": "StokerSuspended", "71m": "", "80m": "StokerStandsStill"},
+    ),
     "workers are killed": (
         worker(jobs_recovered_total=f"{always(0, 20)} {always(9, 300)}"),
         {"9m": "", "20m": "StokerWorkersAreLost", "80m": ""},
