@@ -7,7 +7,7 @@ which writes the note.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from redis.client import Pipeline
 from rq.job import Job
@@ -19,6 +19,8 @@ from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
 from stoker_worker.queue.progress_meta import read_meta, without_progress
+
+_TRIES: Final = 30
 
 
 class AlreadyWritten(Exception):
@@ -76,6 +78,7 @@ class Ending:
         self._partial_text = partial_text
         self._result = result or {}
         self._changes_meta = False
+        self._n_checks = 0
         rate_limit = None if end == "escalated" else run.job.rate_limit_key  # it keeps its place
         self.note = EndedNote(end, rate_limit=rate_limit or "", member=ownership.member)
 
@@ -93,7 +96,14 @@ class Ending:
         return state
 
     def check(self, pipeline: Pipeline) -> None:
-        """Watch the keys that make the run ours, then look: a change from here on undoes the transaction."""
+        """Watch the keys that make the run ours, then look: a change from here on undoes the transaction.
+
+        Raises:
+            RuntimeError: the job is written all the time; after another error, RQ would try again for ever.
+        """
+        self._n_checks += 1
+        if self._n_checks > _TRIES:
+            raise RuntimeError(f"job {self._run.job.id} is written all the time")
         self._ownership.watch(pipeline, self._run)
         if (note := self.written()) is not None:
             raise AlreadyWritten(note)

@@ -6,35 +6,54 @@ note has written the end before, and goes on with the follow-ups.
 """
 
 import logging
+import threading
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import WatchError
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from stoker_shared.error_line import message_line
-from stoker_shared.errors import RedisUnavailable, RequestError
+from stoker_shared.errors import RedisUnavailable, RequestError, StokerError
 from stoker_worker.queue.ending import AlreadyWritten, Ending, OwnedQueue
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.json_job import JobRun, JsonJob
+from stoker_worker.queue.last_resort import LastResort, is_the_jobs
 from stoker_worker.queue.ownership import EndedNote, Ownership
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.transient_errors import may_pass
 from stoker_worker.queue.verdicts import Verdicts
 
+log = logging.getLogger(__name__)
+
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """RQ logs each transaction that fails, with a traceback. One that met a heartbeat is only tried again."""
-    return not (record.exc_info and isinstance(record.exc_info[1], WatchError))
+class _SwallowedErrors(logging.Filter):
+    """RQ swallows the error of a failure's transaction, and logs it with a traceback. Keeps the last one of each
+    thread, and out of the log: it is tried again, and reported if that does not help."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_thread = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is None or record.exc_info[1] is None:
+            return True
+        self._of_thread.error = record.exc_info[1]
+        return False
+
+    def take(self) -> BaseException | None:
+        error, self._of_thread.error = getattr(self._of_thread, "error", None), None
+        return error
+
+
+_swallowed: Final = _SwallowedErrors()
 
 
 class PackedJson(JSONSerializer):
@@ -58,7 +77,8 @@ class JobFinish:
     ) -> None:
         self._connection = connection
         self._registration = registration
-        registration.log.addFilter(_is_news)
+        registration.log.addFilter(_swallowed)
+        self.last_resort = LastResort(connection, ownership.lease)
         self._ownership = ownership
         self._homes = homes
         self._follow_up = follow_up
@@ -103,15 +123,19 @@ class JobFinish:
         return True
 
     def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:
+        error: BaseException | None = None
         for _ in range(_TRIES):
             note = ending.written()
             if note is None:
-                self._write_failure(run, ending, reason)
+                error = self._write_failure(run, ending, reason)
                 note = ending.written()
             if note is not None:
                 self._do_what_follows(run, note)
                 return
-        raise RedisUnavailable(f"the failure of job {run.job.id} could not be written")
+        if error is None or not is_the_jobs(error):
+            raise RedisUnavailable(f"the failure of job {run.job.id} could not be written: {error}")
+        log.warning("RQ cannot end job %s: %s: %s", run.job.id, type(error).__name__, message_line(error))
+        self.last_resort.fail(run.job.origin, run.job.id, reason, run.execution)
 
     def _do_what_follows(self, run: JobRun, note: EndedNote) -> None:
         self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)
@@ -145,8 +169,8 @@ class JobFinish:
         finally:
             rq_job.serializer = JSONSerializer
 
-    def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> None:
-        """RQ logs and swallows the errors of its transaction: undone, refused, or written without a reply."""
+    def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> BaseException | None:
+        """The error, if any: its transaction was undone, refused, or written without a reply."""
         rq_job = run.job
         rq_job._status = JobStatus.FAILED
         rq_job.ended_at = rq_job.last_heartbeat = now()
@@ -156,14 +180,23 @@ class JobFinish:
         queue = self._queue_of(ending, rq_job)
         queue.retries_in_place = True
         rq_job.before_end, rq_job.at_end = ending.open, ending.write_note
+        _swallowed.take()
         try:
-            with suppress(AlreadyWritten):
-                self._registration.handle_job_failure(
-                    job=rq_job,
-                    queue=queue,
-                    started_job_registry=queue.started_job_registry,
-                    exc_string=reason,
-                    execution=run.execution,
-                )
+            self._registration.handle_job_failure(
+                job=rq_job,
+                queue=queue,
+                started_job_registry=queue.started_job_registry,
+                exc_string=reason,
+                execution=run.execution,
+            )
+            return _swallowed.take()
+        except AlreadyWritten:
+            return None
+        except StokerError:
+            raise
+        except Exception as error:  # the keys of a job may hold anything, and have any type
+            if not is_the_jobs(error):
+                raise
+            return error
         finally:  # as with repeats
             rq_job.retries_left, rq_job.before_end, self._registration._stopped_job_id = retries_left, None, None

@@ -11,15 +11,16 @@ from dataclasses import replace
 from typing import Final, cast
 
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 from rq.exceptions import NoSuchJobError
+from rq.executions import Execution
 
 from stoker_shared.agent_request import AgentRequest
+from stoker_shared.error_line import message_line
 from stoker_shared.errors import (
     AgentElsewhere,
     OwnershipLost,
     PayloadRefused,
-    RedisUnavailable,
     RequestError,
     StokerError,
 )
@@ -28,13 +29,14 @@ from stoker_shared.wire import CLAIMED_KEY, DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.events.job_log import log_failure
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
-from stoker_worker.queue.foreign_ids import ForeignIds, is_rqs, raw
+from stoker_worker.queue.foreign_ids import raw
 from stoker_worker.queue.homes import NOBODY, Homes
-from stoker_worker.queue.json_job import JobRun, JsonJob
+from stoker_worker.queue.json_job import JobRun, JsonJob, is_rqs
 from stoker_worker.queue.keeping import Keeping
+from stoker_worker.queue.last_resort import FOREIGN_ID, is_the_jobs
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import RqRegistration
-from stoker_worker.queue.start_transaction import OVER, EnqueuedAnew, StartTransaction
+from stoker_worker.queue.start_transaction import OVER, EnqueuedAnew, RunsElsewhere, StartTransaction
 from stoker_worker.queue.waiting_job import Granted
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class JobStart:
         self._lease = lease
         self._homes = homes
         self._transaction = StartTransaction(connection, registration, lease)
-        self._foreign_ids = ForeignIds(connection, lease)
+        self._last_resort = parts.job_finish.last_resort
         self._claim_numbers = itertools.count()
 
     def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
@@ -77,20 +79,37 @@ class JobStart:
         if agent_id is not None:
             self._parts.known_homes.claimed(agent_id, granted.former, granted.version, granted.store)
         if not is_rqs(job_id):
-            self._foreign_ids.fail(queue_name, job_id)
+            self._give_up(queue_name, job_id, FOREIGN_ID)
             return None
         for _ in range(_READS):
-            with suppress(EnqueuedAnew):
+            try:
                 return self._start(queue_name, granted)
-        raise RedisUnavailable(f"job {job_id} is enqueued anew all the time")  # put back, and tried again
+            except EnqueuedAnew:
+                continue
+            except RunsElsewhere:
+                raise
+            except Exception as error:
+                self._give_up(queue_name, job_id, error)
+                return None
+        self._give_up(queue_name, job_id, PayloadRefused("its hash is written all the time"))
+        return None
+
+    def _give_up(self, queue_name: str, job_id: str, error: Exception, execution: Execution | None = None) -> None:
+        """Fail a job that cannot be started, whose keys may hold anything and have any type.
+
+        Raises:
+            Exception: the error, if it is not about the job.
+        """
+        if not isinstance(error, RequestError):
+            if isinstance(error, StokerError) or not is_the_jobs(error):
+                raise error
+            error = PayloadRefused(f"RQ cannot start the job: {message_line(error)}")
+        with suppress(OwnershipLost):  # nothing is ours to write
+            self._last_resort.fail(queue_name, job_id, f"{type(error).__name__}: {error}", execution)
 
     def _start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
         job_id = granted.job_id
-        try:
-            rq_job, broken = self._read(job_id)
-        except ResponseError as error:  # the key is no hash
-            log.error("%s is no job, its id is dropped: %s", job_id, error)
-            rq_job = None
+        rq_job = self._read(job_id)
         # A job that is over was canceled since the claim, or its id was in the queue twice.
         if rq_job is None or rq_job.get_status(refresh=False) in OVER:
             self.drop_id(queue_name, job_id)
@@ -106,8 +125,6 @@ class JobStart:
             return None
         run = JobRun(rq_job, execution)
         try:
-            if broken is not None:
-                raise broken
             job = self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks), granted)
             if job.memory_use == granted.use:  # otherwise it goes back, and is claimed as it really is
                 self._check_memory(job, granted)
@@ -115,7 +132,9 @@ class JobStart:
         except (RequestError, AgentElsewhere) as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
-            return None
+        except Exception as error:
+            self._give_up(queue_name, job_id, error, execution)
+        return None
 
     def _check_memory(self, job: RqClaimedJob, granted: Granted) -> None:
         """
@@ -175,15 +194,9 @@ class JobStart:
         key = CLAIMED_KEY.format(queue=queue_name, member=self._lease.member)
         self._connection.lrem(key, 1, raw(job_id))  # type: ignore[arg-type]
 
-    def _read(self, job_id: str) -> tuple[JsonJob | None, RequestError | None]:
-        """The job, and the error if its hash cannot be read; no job when there is none (any more)."""
+    def _read(self, job_id: str) -> JsonJob | None:
         try:
-            return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection)), None
+            return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection))
         except NoSuchJobError:  # its time to live in the queue has passed
-            return None, None
-        except RedisError:
-            raise
-        except Exception as error:  # any field of the hash may hold anything
-            rq_job = JsonJob(job_id, connection=self._connection)
-            rq_job.data = b"[]"
-            return rq_job, PayloadRefused(f"the job's hash cannot be read: {type(error).__name__}: {error}")
+            log.info("no job %s waits any more; its id is dropped", job_id)
+            return None

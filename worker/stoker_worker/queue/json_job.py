@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +12,8 @@ from redis.client import Pipeline
 from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
+from rq.utils import str_to_date
+from rq.webhook import Webhook
 
 from stoker_shared.agent_request import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
@@ -36,6 +38,11 @@ from stoker_worker.queue.keeping import Keeping
 from stoker_worker.queue.tried import tried_in
 
 _UNREADABLE = "<unreadable>"
+_OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
+_MOST: Final = 10**15
+"""Seconds, or a count. Servers can add as many seconds to the time."""
+_MOST_WAITED_S: Final = 9_000_000_000
+"""285 years. Python can wait for as long, and add it to a date."""
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
 
 
@@ -71,13 +78,21 @@ class JsonJob(Job):
         # First of all: RQ restores `meta` and old results with the serializer, which is pickle by default.
         self.serializer = JSONSerializer
         data = raw_data.get(b"data", b"")
+        malformed = _malformed(raw_data)
+        if malformed:
+            names = ", ".join(sorted(name.decode() for name in malformed))
+            self.payload_error = PayloadRefused(f"the job's hash is malformed: {names}")
         self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
         self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
         text = unpacked(data)
         if len(text) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
-            raw_data = {**raw_data, b"data": b"[]"}
-        super().restore(raw_data)
+            data = b"[]"
+        # An old failure may unpack to gigabytes, and nothing here reads it.
+        left_out = {*malformed, b"exc_info", *(name for name in raw_data if not _is_text(name))}
+        super().restore(
+            {name: value for name, value in raw_data.items() if value and name not in left_out} | {b"data": data}
+        )
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
@@ -107,10 +122,10 @@ class JsonJob(Job):
 
     @classmethod
     def fetch_many(cls, job_ids: Iterable[str], connection: Redis, serializer: Any = None) -> list[Job | None]:
-        """The jobs, with ``None`` for a missing or unreadable job.
+        """The jobs, with ``None`` where there is none.
 
-        RQ would raise for an unreadable job: then no other job that waits for the same parent would be enqueued, or the
-        parent would fail.
+        RQ would raise for a key that is no hash: then no other job that waits for the same parent would be enqueued, or
+        the parent would fail.
         """
         ids = list(job_ids)
         with connection.pipeline(transaction=False) as pipeline:
@@ -121,10 +136,8 @@ class JsonJob(Job):
         for job_id, fields in zip(ids, replies, strict=True):
             job = None
             if fields and not isinstance(fields, Exception):
-                with suppress(Exception):  # any field may hold anything
-                    read = cls(job_id, connection=connection, serializer=serializer)
-                    read.restore(fields)
-                    job = read
+                job = cls(job_id, connection=connection, serializer=serializer)
+                job.restore(fields)
             found.append(job)
         return found
 
@@ -222,7 +235,83 @@ end
 
 def as_count(value: bytes | None) -> int:
     """A counter field of a job's hash; 0 if it is missing or holds something else."""
-    return int(value) if value is not None and value.isdigit() else 0
+    return int(value) if value is not None and value.isdigit() and len(value) < 10 else 0
+
+
+def is_rqs(job_id: object) -> bool:
+    """Whether RQ can fetch a job of this id, and tell its executions from those of others."""
+    return isinstance(job_id, str) and _OF_RQ.fullmatch(job_id) is not None
+
+
+def _malformed(raw: Mapping[bytes, bytes]) -> set[bytes]:
+    """The fields that RQ cannot decode, or would decode to something of another type than it expects later."""
+    found = {name for name, has_form in _FORMS.items() if (value := raw.get(name)) and not _passes(has_form, value)}
+    key, places = b"rate_limit_key", b"rate_limit_concurrency"
+    if raw.get(key) and (places in found or not _passes(lambda value: int(value) > 0, raw.get(places, b""))):
+        found |= {key, places}  # RQ enqueues no job with one of the two
+    return found
+
+
+def _passes(has_form: Callable[[bytes], object], value: bytes) -> bool:
+    try:
+        return bool(has_form(value))
+    except Exception:  # any field may hold anything
+        return False
+
+
+def _is_text(value: bytes) -> bool:
+    return _passes(lambda text: text.decode() or True, value)
+
+
+def _is_time(value: bytes) -> bool:
+    return abs(str_to_date(value).timestamp()) < 1e12
+
+
+def _is_number(value: bytes) -> bool:
+    return abs(int(value)) <= _MOST
+
+
+def _is_limit(value: bytes) -> bool:
+    return abs(int(value)) <= _MOST_WAITED_S
+
+
+def _are_intervals(value: bytes) -> bool:
+    found = json.loads(value)
+    return found is None or all(type(each) in (int, float) and 0 <= each <= _MOST_WAITED_S for each in found)
+
+
+def _are_ids(value: bytes) -> bool:
+    found = json.loads(value)
+    return isinstance(found, list) and all(map(is_rqs, found))
+
+
+def _are_webhooks(value: bytes) -> bool:
+    return all(Webhook.from_dict(each) for each in json.loads(value)) or True
+
+
+_TEXTS: Final = (
+    *("origin", "worker_name", "description", "group_id", "rate_limit_key"),
+    *("success_callback_name", "failure_callback_name", "stopped_callback_name"),
+)
+_TIMES: Final = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
+_NUMBERS: Final = (
+    *("timeout", "result_ttl", "failure_ttl", "ttl", "number_of_retries", "retries_left", "repeats_left"),
+    *("rate_limit_concurrency", "allow_dependency_failures", "enqueue_at_front", "enqueue_at_front_on_retry"),
+)
+_LIMITS: Final = ("success_callback_timeout", "failure_callback_timeout", "stopped_callback_timeout")
+_FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
+    **{name.encode(): _is_text for name in _TEXTS},
+    **{name.encode(): _is_time for name in _TIMES},
+    **{name.encode(): _is_number for name in _NUMBERS},
+    **{name.encode(): _is_limit for name in _LIMITS},
+    b"status": lambda value: JobStatus(value.decode()),
+    b"dependency_id": lambda value: is_rqs(value.decode()),
+    b"dependency_ids": _are_ids,
+    b"retry_intervals": lambda value: _are_intervals(value) and json.loads(value) != [],
+    b"repeat_intervals": _are_intervals,
+    b"webhooks": _are_webhooks,
+}
+"""What each field that RQ decodes has to be. RQ reads an empty field as a missing one, nearly everywhere."""
 
 
 @dataclass(frozen=True)

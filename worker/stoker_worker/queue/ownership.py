@@ -113,7 +113,7 @@ class Ownership:
     def __init__(self, connection: Redis, lease: Lease, *, worker_name: str) -> None:
         self.member = lease.member
         self._connection = connection
-        self._lease = lease
+        self.lease = lease
         self._worker_name = worker_name
         self._look = connection.register_script(_LOOK)
         self._put_right = connection.register_script(_PUT_RIGHT)
@@ -127,7 +127,7 @@ class Ownership:
         queue, execution = run.job.origin, run.execution
         keys = [*self._keys(run), ENDED_KEY.format(queue=queue)]
         for _ in range(_LOOKS):
-            found = self._look(keys=keys, args=[*self._lease.args, execution.composite_key]).decode()
+            found = self._look(keys=keys, args=[*self.lease.args, execution.composite_key]).decode()
             if found == "enqueued" and self._goes_on(run):
                 continue
             if found == "ours":
@@ -152,7 +152,7 @@ class Ownership:
     def watch(self, pipeline: Pipeline, run: JobRun) -> None:
         """Watch the keys that make the run ours. Not the lease, which is renewed every second, but its fencing number,
         which changes when another worker takes it."""
-        pipeline.watch(self._lease.keys[1], run.execution.key, run.job.key)  # type: ignore[no-untyped-call]
+        pipeline.watch(self.lease.keys[1], run.execution.key, run.job.key)  # type: ignore[no-untyped-call]
 
     def let_go(self, run: JobRun) -> None:
         """Remove the rest of our run of a job that is not ours any more; the job's own state is not ours to write."""
@@ -163,11 +163,11 @@ class Ownership:
             ExecutionRegistry(rq_job.id, connection=self._connection).key,
             execution.worker_executions_key,
         ]
-        args = [*self._lease.args, execution.composite_key, execution.id]
+        args = [*self.lease.args, execution.composite_key, execution.id]
         self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
 
     def _keys(self, run: JobRun) -> list[str]:
-        return [*self._lease.keys, run.job.key, run.execution.key]
+        return [*self.lease.keys, run.job.key, run.execution.key]
 
     def _goes_on(self, run: JobRun) -> bool:
         """Put right the hash of a job that was sent twice; ``False`` when the hash holds another delivery."""
@@ -181,7 +181,7 @@ class Ownership:
         keys = [*self._keys(run), *(Queue(name, connection=self._connection).key for name in sorted(queues))]
         started_at = utcformat(rq_job.started_at) if rq_job.started_at else ""
         written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self._worker_name, started_at]
-        self._put_right(keys=keys, args=[*self._lease.args, "", rq_job.id, *written])
+        self._put_right(keys=keys, args=[*self.lease.args, "", rq_job.id, *written])
         return True
 
 

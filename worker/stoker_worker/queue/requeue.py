@@ -48,7 +48,8 @@ if started and status == 'queued' then -- its id was enqueued again while it ran
   end
 end
 local function count(field)
-  local n = (tonumber(redis.call('HGET', job, field)) or 0) + 1
+  local before = string.match(redis.call('HGET', job, field) or '', '^%d+$') -- else anybody's: minus a million
+  local n = ((before and #before < 10 and tonumber(before)) or 0) + 1
   redis.call('HSET', job, field, n)
   return n
 end

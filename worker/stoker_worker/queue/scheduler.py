@@ -146,7 +146,9 @@ class Scheduler:
             raise
         except NoSuchJobError:
             return 0
-        except Exception:  # the hash cannot be read: the claim will refuse the job with the reason
+        except UnicodeDecodeError:  # the claim will refuse the job with the reason, and one with a malformed hash
+            return self._enqueue_plain(queue, scheduled, [job_id])
+        if job.rate_limit_key is None:
             return self._enqueue_plain(queue, scheduled, [job_id])
         with self._connection.pipeline() as pipeline:
             pipeline.watch(job.key, *self._guards(queue))  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.registration import RqRegistration
 
+_TRIES: Final = 30
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
 _REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
 OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
@@ -93,6 +94,7 @@ class StartTransaction:
             NoSuchJobError: the job was withdrawn, or waits or runs elsewhere.
             OwnershipLost: the claim is no longer this worker's.
             RunsElsewhere: another member runs another delivery.
+            WatchError: the job is written all the time.
             RedisError: the server went away; recovery finds a job that was begun.
         """
         was_idle = self._registration.get_state() != WorkerStatus.BUSY
@@ -129,7 +131,9 @@ class StartTransaction:
             pipeline.execute()
             return execution
         except WatchError:  # another's write has undone it; or it was carried out, and the reply was lost
-            return self._begun(tried)
+            if (begun := self._begun(tried)) is None and len(tried) == _TRIES:
+                raise
+            return begun
 
     def _begun(self, tried: list[Execution]) -> Execution | None:
         """The try that was carried out after all, if any. A try that reaches the server after this look undoes itself,

@@ -1,0 +1,183 @@
+"""Whatever a job's hash holds, the job ends in one registry or is dropped, and other jobs finish."""
+
+import logging
+import zlib
+
+import pytest
+from redis.client import Pipeline
+from redis.exceptions import NoPermissionError
+from tests.worker.queue.ends import give_back
+from tests.worker.queue.looking import CLAIMED
+
+from stoker import JobFailed
+from stoker_shared.errors import OwnershipLost, RedisUnavailable
+from stoker_worker.ports import Busy
+
+pytestmark = pytest.mark.server
+
+DATA = '["stoker_shared.task.generate", null, [], {"request": {"prompt": "x", "max_tokens": 4}}]'
+NOW = "2026-01-01T00:00:00.000000Z"
+RESULT = {"text": "y", "cache": {"agent_version": 1, "saved": True}}
+REGISTRIES = ("finished", "failed", "canceled", "deferred", "scheduled", "ready")
+
+NUMBERS = (
+    "timeout", "result_ttl", "failure_ttl", "ttl", "number_of_retries", "retries_left", "repeats_left",
+    "rate_limit_concurrency", "allow_dependency_failures", "enqueue_at_front", "enqueue_at_front_on_retry",
+    "success_callback_timeout", "failure_callback_timeout", "stopped_callback_timeout",
+)  # fmt: skip
+TIMES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
+LISTS = ("dependency_ids", "retry_intervals", "repeat_intervals", "webhooks")
+TEXTS = (
+    "origin", "status", "worker_name", "description", "group_id", "rate_limit_key", "dependency_id", "exc_info",
+    "result", "meta", "success_callback_name", "failure_callback_name", "stopped_callback_name", "data",
+)  # fmt: skip
+OURS = ("stoker_attempts", "stoker_lost_alone", "stoker_agent", "stoker_needs", "stoker_tried", "stoker_stream")
+FIELDS = (*NUMBERS, *TIMES, *LISTS, *TEXTS, *OURS)
+VALUES = (
+    b"", b"5", b"-7", b"0", b"true", b"null", b"1.5", b"1e300", b"nan", b"[]", b"{}", b"[5]", b'["a", 5]', b"[[]]",
+    b'["\\ud800"]', b"text", b"\xff\xfe", b"\x00", b"9" * 5000, b"9" * 17, b"[" * 20_000, zlib.compress(b"\xff" * 99),
+    b"0001-01-01T00:00:00Z", b"9999-12-31T23:59:59.999999+14:00", b"[-1]", b"[1e400]", b"x" * 300_000,
+)  # fmt: skip
+
+
+@pytest.fixture
+def enqueue(connection):
+    def enqueue(job_id, fields=(), data=DATA):
+        key = b"rq:job:" + (job_id if isinstance(job_id, bytes) else job_id.encode())
+        times = {"created_at": NOW, "enqueued_at": NOW}
+        mapping = {"status": "queued", "origin": "generate", "data": data, **times, **dict(fields)}
+        connection.hset(key, mapping={name: value for name, value in mapping.items() if value is not None})
+        connection.rpush("rq:queue:generate", job_id)
+
+    connection.sadd("rq:queues", "rq:queue:generate")
+    return enqueue
+
+
+def play(queue, connection, *, rounds=100, fails=()):
+    """Run the queue's jobs as a worker does, until none waits; returns the ids that finished.
+
+    Args:
+        fails: ids of jobs whose prompt is at fault.
+    """
+    finished = []
+    for _ in range(rounds):
+        try:
+            claimed = queue.claim(16, Busy())
+        except RedisUnavailable:
+            continue
+        for job in claimed:
+            try:
+                if job.job_id in fails:
+                    raise ValueError("as asked")
+                job.finish(RESULT)
+                finished.append(job.job_id)
+            except OwnershipLost:
+                job.drop()
+            except Exception as error:
+                job.fail(error, may_retry=False)
+            job.release()
+        if not claimed and not connection.llen("rq:queue:generate"):
+            break
+    return finished
+
+
+def check_that_all_ended(connection, job_ids):
+    assert connection.llen("rq:queue:generate") == connection.llen(CLAIMED) == connection.zcard("rq:wip:generate") == 0
+    for job_id in job_ids:
+        found = [name for name in REGISTRIES if connection.zscore(f"rq:{name}:generate", job_id) is not None]
+        is_gone = connection.type(f"rq:job:{job_id}") != b"hash"
+        assert len(found) == (0 if is_gone else 1), (job_id, found, connection.hgetall(f"rq:job:{job_id}"))
+
+
+def test_any_value_in_any_field_costs_one_job_and_no_other(connection, queue, enqueue, caplog):
+    bad, good = ["bad-no-data"], []
+    enqueue("bad-no-data", {"data": None})
+    for number, name in enumerate(FIELDS):
+        for value in {*VALUES[number % 13 :: 13], b"5" if name in LISTS else b"x"}:
+            bad.append(f"bad-{len(bad)}")
+            enqueue(bad[-1], {name: value})
+        good.append(f"good-{name}")
+        enqueue(good[-1])
+    finished = play(queue, connection, rounds=3 * len(bad))
+    assert set(good) <= set(finished)
+    check_that_all_ended(connection, [*bad, *good])
+    assert sum(len(record.getMessage()) for record in caplog.records) < 1000 * len(bad)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dependency_ids", "5"), ("timeout", "1e300"), ("failure_ttl", "9" * 17)])
+def test_the_reason_names_the_field_and_a_retry_is_not_used_for_it(connection, queue, producer, enqueue, name, value):
+    enqueue("bad", {name: value, "retries_left": 3})
+    assert play(queue, connection) == []
+    with pytest.raises(JobFailed, match=f"PayloadRefused: the job's hash is malformed: {name}"):
+        producer.result("bad", timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    "key", ["rq:job:{}:dependents", "rq:executions:{}", "rq:results:{}", "stoker:stream:{}", "rq:job::{}:dependencies"]
+)
+@pytest.mark.parametrize("kind", ["string", "list", "set of bytes"])
+@pytest.mark.parametrize("ends", ["finishes", "fails"])
+def test_a_key_of_another_type_beside_the_hash_costs_that_job_only(connection, queue, enqueue, key, kind, ends):
+    for name in "ab":
+        enqueue(f"bad-{name}", {"retries_left": 2, "stoker_stream": "x"})
+        write = {"string": connection.set, "list": connection.rpush, "set of bytes": connection.sadd}[kind]
+        write(key.format(f"bad-{name}"), b"\xff")
+    enqueue("good")
+    finished = play(queue, connection, fails=() if ends == "finishes" else ("bad-a", "bad-b"))
+    assert "good" in finished
+    check_that_all_ended(connection, ["bad-a", "bad-b", "good"])
+
+
+def test_a_job_whose_key_is_no_hash_is_dropped_with_a_line(connection, queue, enqueue, caplog):
+    caplog.set_level(logging.INFO)
+    connection.set("rq:job:bad-string", "x")
+    connection.rpush("rq:job:bad-list", "x")
+    bad = ["bad-string", "bad-list", "bad-none", b"bad-\xff"]
+    connection.rpush("rq:queue:generate", *bad)
+    enqueue("good")
+    assert play(queue, connection) == ["good"]
+    assert connection.llen("rq:queue:generate") == connection.llen(CLAIMED) == 0
+    for name in ("bad-string", "bad-list", "bad-none", r"bad-\udcff"):
+        assert sum(name in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, monkeypatch):
+    enqueue("good")
+    denied = NoPermissionError("NOPERM this user has no permissions to run the 'hset' command")
+
+    def refuse(*arguments, **options):
+        raise denied
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue._job_start._transaction, "run", refuse)
+        with pytest.raises(NoPermissionError):
+            queue.claim(8, Busy())
+    assert play(queue, connection) == ["good"]
+
+
+@pytest.mark.parametrize("when", ["starts", "finishes"])
+def test_a_job_that_is_written_all_the_time_ends(connection, queue, enqueue, monkeypatch, when):
+    """Each write undoes the transaction that starts the job, or ends it."""
+    enqueue("bad")
+    enqueue("good")
+    execute = Pipeline.execute
+
+    def written_meanwhile(pipeline, *arguments, **options):
+        text = repr(pipeline.command_stack)
+        if pipeline.explicit_transaction and "rq:job:bad" in text and ("'started'" in text) == (when == "starts"):
+            connection.hset("rq:job:bad", "note", "x")
+        return execute(pipeline, *arguments, **options)
+
+    monkeypatch.setattr(Pipeline, "execute", written_meanwhile)
+    assert play(queue, connection) == ["good"]
+    check_that_all_ended(connection, ["bad", "good"])
+
+
+@pytest.mark.parametrize("value", ["-1000000", "inf", "nan", "1.5", "x", "9" * 5000, "0x7f"])
+def test_no_count_in_the_hash_lets_a_job_outlive_three_lost_workers(queue, enqueue, value):
+    enqueue("bad", {"stoker_attempts": value, "stoker_lost_alone": value})
+    for _ in range(3):
+        give_back(queue.claim(1, Busy()), counts_as_attempt=True, alone=True)
+    [job] = queue.claim(1, Busy())
+    assert (job.attempt, job.losses_alone) == (4, 3)
+    job.release()
