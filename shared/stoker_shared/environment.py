@@ -28,6 +28,7 @@ VARIABLES: Final = frozenset(
         "STOKER_GRACE_S",
         "STOKER_HEARTBEAT_S",
         "STOKER_HOME_WAIT_S",
+        "STOKER_IGNORE_SHUTDOWN_COMMAND",
         "STOKER_KEEP_VERSIONS",
         "STOKER_KV_BITS",
         "STOKER_KV_MAX_BYTES",

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from click.testing import CliRunner
-from rq import Callback
+from rq import Callback, Retry
 from rq.serializers import DefaultSerializer
 from rq.webhook import Webhook
 from tests.end_to_end.refused_jobs import (
@@ -216,6 +216,7 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
         plain_job(connection, "another.function"),
         plain_job(connection, on_success=Callback("another.function")),
         plain_job(connection, webhooks=[Webhook("http://127.0.0.1:9/", "failed")]),
+        plain_job(connection, retry=Retry(max=1, interval=10**11)),
         damaged_agent(tmp_path / "jobs", ask),
         unsaved_log(redis_url, small_disk)[1],
         fails(agent_id="a", prompt="x", context="append", expect_version=7),

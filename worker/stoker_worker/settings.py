@@ -60,6 +60,7 @@ class WorkerSettings(BaseSettings):
     recover_s: Annotated[float, Field(gt=0)] = 5.0
     home_wait_s: Annotated[float, Field(ge=0)] = 300.0
     allow_callbacks: str = ""
+    ignore_shutdown_command: bool = False
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
     grace_s: Annotated[float, Field(ge=0)] = 60.0

@@ -123,7 +123,9 @@ def _run(settings: "WorkerSettings") -> None:
         watch.looking.queues, watch.looking.redis = queue.depths.read, queue.depths.server
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
         watch.looking.state = worker.state
-        queue.registration.figures, queue.registration.on_shutdown = watch.figures, worker.request_stop
+        queue.registration.figures = watch.figures
+        if not settings.ignore_shutdown_command:
+            queue.registration.on_shutdown = worker.request_stop
         worker.install_signal_handlers()
         worker.run()
     if worker.is_still_loading():

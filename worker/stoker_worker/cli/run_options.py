@@ -114,6 +114,12 @@ _OPTIONS: Final = (
         "--name", metavar="NAME", help="The worker's name among those of its queues, as it stays.  [that of the store]"
     ),
     _ending("--grace-s", type=click.FloatRange(min=0), help="Seconds a stop waits for running jobs.  [60]"),
+    _ending(
+        "--ignore-shutdown-command",
+        is_flag=True,
+        default=None,
+        help="Ignore RQ's shutdown command, which every client of Redis with the right to cancel jobs can send.",
+    ),
     _ending("--burst", is_flag=True, default=None, help="Leave when the queues are empty."),
     _ending("--max-jobs", type=click.IntRange(min=1), help="Leave after so many jobs.  [no limit]"),
     _ending("--max-idle-s", type=_SECONDS, help="Leave after so many seconds without a job.  [never]"),

@@ -112,6 +112,7 @@ class JobStart:
         rq_job = self._read(job_id)
         # A job that is over was canceled since the claim, or its id was in the queue twice.
         if rq_job is None or rq_job.get_status(refresh=False) in OVER:
+            log.info("no job %s waits any more; its id is dropped", job_id)
             self.drop_id(queue_name, job_id)
             return None
         rq_job.origin = queue_name
@@ -198,5 +199,4 @@ class JobStart:
         try:
             return cast(JsonJob, JsonJob.fetch(job_id, connection=self._connection))
         except NoSuchJobError:  # its time to live in the queue has passed
-            log.info("no job %s waits any more; its id is dropped", job_id)
             return None

@@ -277,7 +277,9 @@ def _is_limit(value: bytes) -> bool:
 
 def _are_intervals(value: bytes) -> bool:
     found = json.loads(value)
-    return found is None or all(type(each) in (int, float) and 0 <= each <= _MOST_WAITED_S for each in found)
+    return found is None or (
+        isinstance(found, list) and all(type(each) in (int, float) and 0 <= each <= _MOST_WAITED_S for each in found)
+    )
 
 
 def _are_ids(value: bytes) -> bool:

@@ -34,6 +34,7 @@ from stoker_shared.wire import (
     GIVE_UP_COMMAND,
     WORKER_KEY,
 )
+from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.hang_up import shut_down
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 NAME_PREFIX = "stoker-"
 _SUFFIX: Final = re.compile(r"-[0-9a-f]{8}$")
+_SAYS_IGNORED_S: Final = 60.0
+_MOST_SHOWN: Final = 100
 _LAST_WAIT_S: Final = 2.0  # longer than a try to connect that `shut_down` has shortened
 
 # Only into a hash that exists: a worker that fell asleep half-way would otherwise bring back one field of a hash that
@@ -111,7 +114,8 @@ class RqRegistration(BaseWorker):
         self._write_state = connection.register_script(_WRITE_STATE)
         self.log_result_lifespan = False
         self.log = logging.getLogger("stoker_worker.rq")
-        self.on_shutdown: Callable[[], None] = lambda: None
+        self.on_shutdown: Callable[[], None] | None = None
+        self._says_ignored = Periodic(_SAYS_IGNORED_S)
         self.on_agents_asked: Callable[[list[str], int], None] = lambda agents, n_with_memory: None
         self.on_unserved_agents: Callable[[list[str]], None] = lambda agents: None
         self.is_leaving = False
@@ -216,9 +220,9 @@ class RqRegistration(BaseWorker):
             payload = parse_payload(message)
             command = payload.get("command")
         except Exception as error:  # any client may publish anything
-            log.warning("command ignored: %s", type(error).__name__)
+            self._ignore(type(error).__name__)
             return
-        if command == "shutdown":
+        if command == "shutdown" and self.on_shutdown is not None:
             self.on_shutdown()
         elif command == "stop-job":
             self.stop_requests.ask(str(payload.get("job_id", "")))
@@ -232,7 +236,11 @@ class RqRegistration(BaseWorker):
             else:
                 self.on_agents_asked(asked, number if isinstance(number, int) else 0)
         else:
-            log.warning("command ignored: %s", command)
+            self._ignore(repr(command)[:_MOST_SHOWN])
+
+    def _ignore(self, what: str) -> None:
+        if self._says_ignored.is_due():  # any client may publish as much as it likes
+            log.warning("command ignored: %s; for a minute, others are not logged", what)
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """RQ's own handler lets every error but a lost connection end the thread, and with it all commands."""
