@@ -16,6 +16,7 @@ from rq.job import Job, JobStatus
 from rq.registry import DeferredJobRegistry
 
 from stoker_worker.queue.follow_up import FollowUp
+from stoker_worker.queue.json_job import is_rqs
 from stoker_worker.queue.transient_errors import may_pass
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,10 @@ class DeferredJobs:
             if isinstance(reply, list) and reply[2] != _DEFERRED:  # the id was used again, and RQ left the old entry
                 continue
             try:
-                found.append((job_id.decode(), [str(parent) for parent in json.loads(reply[0])], reply[1] == b"1"))
-            except (TypeError, ValueError):  # gone, no hash, or written by somebody else
+                parents = json.loads(reply[0])
+                if all(map(is_rqs, parents)):
+                    found.append((job_id.decode(), parents, reply[1] == b"1"))
+            except (TypeError, ValueError, RecursionError):  # gone, no hash, or written by somebody else
                 continue
         return found
 

@@ -39,6 +39,9 @@ _MAY_START = (
     HOLDS
     + DELIVERY
     + """
+local function is_in(registry, job_id) -- any producer can write a registry of another type, if there is none yet
+  return type(redis.pcall('ZSCORE', registry, job_id)) == 'string'
+end
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 local job, job_id, stamp = KEYS[4], ARGV[4], ARGV[5]
 if not redis.call('LPOS', KEYS[3], job_id) then return 0 end
@@ -47,8 +50,8 @@ for i = 9, #ARGV do
   if status == ARGV[i] then return -1 end
 end
 if redis.call('EXISTS', job) == 0 then return -1 end
-if status == 'scheduled' and redis.call('ZSCORE', KEYS[5], job_id) then return -1 end
-if status == 'deferred' and redis.call('ZSCORE', KEYS[6], job_id) then return -1 end
+if status == 'scheduled' and is_in(KEYS[5], job_id) then return -1 end
+if status == 'deferred' and is_in(KEYS[6], job_id) then return -1 end
 if stamp ~= '' and stamp ~= delivery(job) then return -2 end
 for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
   local run = redis.call('HMGET', ARGV[8] .. id, 'worker_name', ARGV[6])
@@ -59,7 +62,7 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
   end
 end
 for i = 5, #KEYS do
-  if i ~= 7 and i ~= 8 and redis.call('ZSCORE', KEYS[i], job_id) then return 2 end
+  if i ~= 7 and i ~= 8 and is_in(KEYS[i], job_id) then return 2 end
 end
 return 1
 """
