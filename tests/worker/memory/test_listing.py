@@ -108,7 +108,7 @@ def test_no_file_and_no_conversation_is_read(store: AgentCacheStore, tmp_path: P
 
     with closing(sqlite3.connect(store.parts.database.path)) as watched:
         watched.set_authorizer(note)
-        assert list(list_agents(partial(nullcontext, watched), Page("size"))) == expected
+        assert list(list_agents(lambda: nullcontext(watched), Page("size"))) == expected
     assert tables == {"agents", "blocks"}
 
 

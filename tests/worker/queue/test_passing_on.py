@@ -4,6 +4,7 @@ refused that another one could serve."""
 import random
 import time
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from tests.worker.queue.ends import fail, finish
@@ -125,9 +126,9 @@ def test_a_worker_that_loads_its_model_is_waited_for_with_jobs_of_that_model_alo
 @pytest.mark.parametrize("end", ["it leaves", "it is killed", "it leaves before the other comes"])
 def test_a_worker_that_never_loaded_its_model_is_nobody_to_wait_for(serve, join, submit, end):
     late = end == "it leaves before the other comes"
-    a = None if late else serve("a", "small")
+    a: Any = None if late else serve("a", "small")
     b = join("b", loads="large")
-    if a is not None:
+    if not late:
         a._members.look()
     if end == "it is killed":
         die(b)

@@ -48,8 +48,8 @@ class CanceledJobs:
         if not self._left:
             return
         key = CanceledJobRegistry(self._left[0], connection=self._connection).key
-        args = [self._position, self._position + _PAGE - 1, Job.key_for("")]
-        n_found, n_gone = self._remove(keys=[key], args=args)
+        last = self._position + _PAGE - 1
+        n_found, n_gone = self._remove(keys=[key], args=[self._position, last, Job.key_for("")])
         self._position += n_found - n_gone
         if n_found < _PAGE:
             self._left, self._position = self._left[1:], 0

@@ -141,8 +141,8 @@ class Ownership:
         Raises:
             JobLost: that is because Redis has lost data, not because the job was withdrawn.
         """
-        self._lease.renew()  # nobody may have noticed the loss yet
-        if not self._lease.lost_data.had_in_flight(claim_number):
+        self.lease.renew()  # nobody may have noticed the loss yet
+        if not self.lease.lost_data.had_in_flight(claim_number):
             return
         with suppress(ResponseError):  # the key is no hash
             if self._connection.hget(run.job.key, "status") in _WITHDRAWN:
