@@ -28,6 +28,7 @@ from tests.end_to_end.worker_logs import (
     broken_log,
     crash_log,
     forgetful_log,
+    lost_data_log,
     outage_log,
     overfull_log,
     standby_log,
@@ -172,6 +173,7 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
 def test_in_the_workers_log(redis_url, tmp_path, caplog, small_disk):
     outage, forgetful, crashed = outage_log(tmp_path), forgetful_log(tmp_path), crash_log(redis_url, tmp_path)
     unsaved, _ = unsaved_log(redis_url, small_disk)
+    lost = lost_data_log(redis_url, tmp_path)
     with caplog.at_level("WARNING"):
         Wakefulness(["/no/caffeinate"]).look(has_jobs=True)
     expect_rows("In the worker's log", [
@@ -181,6 +183,7 @@ def test_in_the_workers_log(redis_url, tmp_path, caplog, small_disk):
         crashed, crashed,
         broken_log(redis_url, tmp_path),
         stopped_log(redis_url, tmp_path),
+        lost, lost, lost,
         unsaved, unsaved,
         overfull_log(redis_url, tmp_path),
         caplog.text,

@@ -4,6 +4,7 @@ import signal
 import time
 
 from redis import Redis
+from rq.suspension import suspend
 from tests.end_to_end.refused_jobs import raised
 from tests.private_server import free_port, private_server
 from tests.worker_process import running_worker
@@ -79,6 +80,21 @@ def stopped_log(redis_url, folder):
             first.signal(signal.SIGCONT)
             first.wait()
     return first.log
+
+
+def lost_data_log(redis_url, folder):
+    """A server that is flushed while a job runs; then an operator suspends the workers."""
+    with running_worker(redis_url, folder / "lost", env=WITHOUT_PATIENCE) as worker, Producer(redis_url) as producer:
+        worker.wait_until_ready()
+        producer.submit(agent_id="a", prompt="x", max_tokens=100_000)
+        worker.wait_for(lambda: "claimed job=" in worker.log)
+        with Redis.from_url(redis_url) as connection:
+            connection.flushall()
+            worker.wait_for(lambda: "lost job=" in worker.log)
+            suspend(connection)
+            worker.wait_for(lambda: "suspended (rq suspend)" in worker.log)
+            connection.flushall()
+    return worker.log
 
 
 def unsaved_log(redis_url, small_disk):

@@ -181,7 +181,7 @@ def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue,
     resume(connection)
     assert [look(), look()] == [False, False]
     began, ended = [line for line in caplog.messages if "suspended" in line]
-    assert began.startswith("suspended by `rq suspend`")
+    assert began.startswith("suspended (rq suspend)")
     assert ended.startswith("no longer suspended")
 
 

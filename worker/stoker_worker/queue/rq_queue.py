@@ -250,7 +250,7 @@ class RqQueue(QueuePort):
 
     def _note_suspension(self, suspended: bool) -> None:
         if suspended and not self._suspended:
-            log.warning("suspended by `rq suspend`: no job is claimed until `rq resume`; jobs in flight go on")
+            log.warning("suspended (rq suspend): no job is claimed until rq resume; jobs in flight go on")
         elif self._suspended and not suspended:
             log.warning("no longer suspended: jobs are claimed again")
         self._suspended = suspended
