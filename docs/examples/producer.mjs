@@ -71,17 +71,16 @@ export async function result(redis, jobId, { timeoutMs = 600_000 } = {}) {
   });
 }
 
-/** Cancel a job that waits, or ask the worker to stop it; false if it had ended. `result` then throws JobEnded. */
+/** Cancel a job; false if it had ended, or its agent's turn is being saved. After true, `result` throws JobEnded. */
 export async function cancel(redis, jobId) {
   const key = `rq:job:${jobId}`;
   return alone(redis, async (connection) => {
     for (;;) {
       await connection.watch(key); // it must not end between the look and the mark
-      const [state, queue, worker] = await connection.hmget(key, "status", "origin", "worker_name");
+      const fields = ["status", "origin", "created_at", "stoker_saving"];
+      const [state, queue, createdAt, saving] = await connection.hmget(key, ...fields);
       if (state === null) throw new JobEnded(jobId, "missing");
-      if (ENDED.includes(state)) return false;
-      const stop = JSON.stringify({ command: "stop-job", job_id: jobId });
-      if (state === "started" && (await connection.publish(`rq:pubsub:${worker}`, stop)) > 0) return true;
+      if (ENDED.includes(state) || saving === (createdAt ?? "-")) return false;
       const replies = await connection
         .multi()
         .hset(key, { status: "canceled" })

@@ -1,43 +1,35 @@
-"""Cancels one job: removes a waiting job from its queue, sends RQ's stop command for a running one. Keeps no state.
+"""Cancels one job, whatever it is doing, in one transaction. Keeps no state.
 
-It writes the same as `rq.job.Job.cancel`, but only if the job's state has not changed since it was read: otherwise a
-job that has just ended would be marked as canceled.
+It writes the same as `rq.job.Job.cancel`, except that a run in progress keeps its entries: its worker finds that the
+job is not its own any more, and removes them. Whatever would move the job to another state checks its status in the
+same transaction, so a canceled job fails, is retried, repeated, given back or sent on no more.
 """
 
-import json
 from typing import Any
 
-from redis.exceptions import WatchError
-from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.executions import ExecutionRegistry
 from rq.job import Job, JobStatus, validate_job_id
 from rq.queue import Queue
 from rq.rate_limit import RELEASE_STALE_AND_ENQUEUE_SCRIPT, RateLimitRegistry
-from rq.registry import (
-    CanceledJobRegistry,
-    DeferredJobRegistry,
-    ReadyJobRegistry,
-    ScheduledJobRegistry,
-    StartedJobRegistry,
-)
+from rq.registry import CanceledJobRegistry, DeferredJobRegistry, ReadyJobRegistry, ScheduledJobRegistry
 from rq.utils import current_timestamp, now, utcformat
 
 from stoker.job_record import ENDED
-from stoker.operations import Command, Operation, Watched, ask
+from stoker.operations import Command, Operation, Watched, ask, undisturbed
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.errors import JobNotFound
-from stoker_shared.wire import DEFAULT_FAILURE_TTL_S
+from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, FIELD_SAVING
 
 _WAITS_IN: dict[str, Any] = {
     JobStatus.DEFERRED.value: DeferredJobRegistry,
     JobStatus.READY_TO_ENQUEUE.value: ReadyJobRegistry,
     JobStatus.SCHEDULED.value: ScheduledJobRegistry,
 }
-_FIELDS = ("status", "origin", "worker_name", "failure_ttl", "rate_limit_key")
+_FIELDS = ("status", "origin", "failure_ttl", "rate_limit_key", "created_at", FIELD_SAVING)
 
 
 def cancel_job(job_id: str) -> Operation[bool]:
-    """Whether the job was canceled, or its worker was told to stop it; ``False`` when it had already ended.
+    """Whether the job was canceled; ``False`` when it had ended, or its agent's turn was being saved.
 
     Raises:
         JobNotFound: there is no such job, or RQ does not allow such an id (a worker then fails the job).
@@ -47,57 +39,38 @@ def cancel_job(job_id: str) -> Operation[bool]:
         validate_job_id(job_id)
     except ValueError as error:
         raise JobNotFound(job_id, f"RQ does not allow such an id: {error}") from None
-    while True:
-        values = yield from ask("HMGET", Job.key_for(job_id), *_FIELDS)
-        if values[0] is None:
-            raise JobNotFound(job_id)
-        state, queue, worker, failure_ttl_s, limit = ((value or b"").decode(errors="replace") for value in values)
-        if state in ENDED:
-            return False
-        if state == JobStatus.STARTED.value and worker and (yield from _is_listening(worker)):
-            stop = json.dumps({"command": "stop-job", "job_id": job_id})
-            yield from ask("PUBLISH", PUBSUB_CHANNEL_TEMPLATE % worker, stop)
-            return True
-        # A job whose worker is gone is canceled in Redis, because nothing would receive a stop command.
-        ttl_s = int(failure_ttl_s) if failure_ttl_s else DEFAULT_FAILURE_TTL_S
-        if (yield from _cancel_unless_changed(job_id, state, queue, ttl_s)):
-            if limit:
-                yield from _release_rate_limit(job_id, limit)
-            return True
-
-
-def _is_listening(worker: str) -> Operation[bool]:
-    [(_, listeners)] = yield from ask("PUBSUB NUMSUB", PUBSUB_CHANNEL_TEMPLATE % worker)
-    return bool(listeners)
-
-
-def _cancel_unless_changed(job_id: str, state: str, queue: str, ttl_s: int) -> Operation[bool]:
-    executions: list[bytes] = []
-    if state == JobStatus.STARTED.value:
-        executions = yield from ask("ZRANGE", ExecutionRegistry(job_id, NO_CONNECTION).key, 0, -1)
+    key, limit = Job.key_for(job_id), ""
 
     def write(replies: list[Any]) -> list[Command] | None:
-        if replies[0] != state.encode():
+        nonlocal limit
+        if replies[0][0] is None:
+            raise JobNotFound(job_id)
+        fields = ((value or b"").decode(errors="replace") for value in replies[0])
+        state, queue, failure_ttl_s, limit, created_at, saving = fields
+        if state in ENDED or saving == (created_at or "-"):
             return None
-        commands: list[Command] = [
-            ("HSET", Job.key_for(job_id), "status", JobStatus.CANCELED.value),
-            ("LREM", queue_key(queue), 1, job_id),
-            ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
-        ]
-        if state in _WAITS_IN:
-            commands.append(("ZREM", registry_key(_WAITS_IN[state], queue), job_id))
-        if executions:
-            members = [f"{job_id}:{execution.decode()}" for execution in executions]
-            commands.append(("ZREM", registry_key(StartedJobRegistry, queue), *members))
-        if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private
-            commands.append(("EXPIRE", Job.key_for(job_id), ttl_s))
-        return commands
+        return _commands(job_id, state, queue, int(failure_ttl_s) if failure_ttl_s else DEFAULT_FAILURE_TTL_S)
 
-    try:
-        replies = yield Watched([Job.key_for(job_id)], [("HGET", Job.key_for(job_id), "status")], write)
-    except WatchError:  # its state has just changed: read it again
+    # The worker writes to a running job twice a second, so the transaction may need several tries.
+    if (yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))) is None:
         return False
-    return replies is not None
+    if limit:
+        yield from _release_rate_limit(job_id, limit)
+    return True
+
+
+def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:
+    key = Job.key_for(job_id)
+    commands: list[Command] = [
+        ("HSET", key, "status", JobStatus.CANCELED.value),
+        ("LREM", queue_key(queue), 1, job_id),
+        ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
+    ]
+    if state in _WAITS_IN:
+        commands.append(("ZREM", registry_key(_WAITS_IN[state], queue), job_id))
+    if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private
+        commands.append(("EXPIRE", key, ttl_s))
+    return commands
 
 
 def _release_rate_limit(job_id: str, rate_limit_key: str) -> Operation[None]:

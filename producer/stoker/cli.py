@@ -93,10 +93,14 @@ def result(redis_url: str, job_id: str, timeout_s: float | None, as_json: bool) 
 @redis_option
 @click.pass_obj
 def cancel(redis_url: str, job_id: str, as_json: bool) -> None:
-    """Cancel a job, or stop it while it runs."""
+    """Cancel a job, whatever it is doing."""
     with open_producer(redis_url) as producer:
         canceled = ticket_of(producer, job_id).cancel()
-    show(as_json, {"job_id": job_id, "canceled": canceled}, "canceled" if canceled else "it had already ended")
+    show(
+        as_json,
+        {"job_id": job_id, "canceled": canceled},
+        "canceled" if canceled else "too late: it has ended, or its turn is being saved",
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -125,7 +125,7 @@ class JobRecord:
 
         Raises:
             JobFailed: the job failed, or its return value is not a generation result.
-            JobCanceled: it was canceled, or stopped while it ran.
+            JobCanceled: it was canceled, or stopped by RQ's command.
             JobNotFound: it finished, but its result has expired.
         """
         return self._returned(GenerationResult.model_validate, "a generation result")

@@ -46,7 +46,7 @@ class Ticket(AnyTicket):
 
         Raises:
             JobFailed: the worker failed it; the error has the reason, and the text so far if the job timed out.
-            JobCanceled: it was canceled, or stopped while it ran.
+            JobCanceled: it was canceled, or stopped by RQ's command.
             JobNotFound: no such job, or its result has expired.
             ResultTimeout: it has not ended within `timeout_s`.
             RedisUnavailable: no server answers.
@@ -95,11 +95,12 @@ class Ticket(AnyTicket):
         return run(self._connection, give_feedback(self.result(timeout_s=0), accepted=accepted))
 
     def cancel(self) -> bool:
-        """Cancel the job if it waits; tell its worker to stop it if it runs.
+        """Cancel the job, whatever it is doing: waiting, running, failing, being retried or repeated.
 
         Returns:
-            ``True`` if it was canceled or its worker was told, ``False`` if it had already ended. The worker needs a
-            moment; `result` then raises `JobCanceled`, unless the job ends first.
+            ``True`` if it was canceled: `result` raises `JobCanceled` from now on, and the job never runs again (its
+            worker needs a moment to notice). ``False`` if it had ended, or its agent's turn is being saved, so that it
+            goes on to its result.
 
         Raises:
             JobNotFound: no such job (any more).

@@ -37,7 +37,7 @@ An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`)
     │       └── JobLost                 Redis has lost the execution, with other data
     ├── JobError                        raised in a producer that waits for the job
     │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
-    │   ├── JobCanceled                 canceled before it ran, or stopped while it ran
+    │   ├── JobCanceled                 canceled, or stopped by RQ's command
     │   ├── JobNotFound                 no such id, or its result has expired
     │   └── ResultTimeout               not finished within `timeout_s`; the job continues
     └── WrongWorker                     a stock RQ worker tried to run a job of stoker's
@@ -228,7 +228,7 @@ class JobFailed(JobError):
 
 
 class JobCanceled(JobError):
-    """The job was canceled while it waited, or stopped while it ran."""
+    """The job was canceled, or stopped by RQ's command."""
 
 
 class JobNotFound(JobError):

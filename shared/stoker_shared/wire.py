@@ -47,6 +47,11 @@ FIELD_ATTEMPTS: Final = "stoker_attempts"
 FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 """Field of the job hash: how many of these workers were running nothing else."""
 
+FIELD_SAVING: Final = "stoker_saving"
+"""Field of the job hash: its `created_at` (``-`` without one), from the moment in which a worker begins to save the
+turn of the job's agent until that run ends. Such a job is not canceled any more, also while it waits again because its
+worker was lost: the turn may have been saved. If it is not the job's own `created_at`, the field is ignored."""
+
 FIELD_AGENT: Final = "stoker_agent"
 """Field of the job hash, so that a worker need not read the request to know the job's place: `created_at`, a word for
 how the job uses its agent's memory and, unless that is `none`, the agent id, separated by spaces. The word is the

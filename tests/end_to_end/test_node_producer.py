@@ -67,7 +67,7 @@ def test_waiting_and_running_jobs_are_canceled(node, worker):
         show(await caught(cancel(redis, "nobody")));
     """)
     assert shown[:2] == [True, True]
-    assert [error["state"] for error in shown[2:4]] == ["canceled", "stopped"]
+    assert [error["state"] for error in shown[2:4]] == ["canceled", "canceled"]
     assert (shown[4], shown[5]["state"]) == (False, "missing")
 
 

@@ -282,6 +282,9 @@ class InMemoryJob(ClaimedJob):
             self.owner.ask()
             return self.owner.is_held and self.runs
 
+    def begin_save(self) -> bool:
+        return self.is_ours()
+
     def finish(self, result: Mapping[str, Any]) -> None:
         with self.owner.lock:
             self._check()

@@ -57,14 +57,8 @@ def test_the_time_left_counts_what_the_workers_prefer(producer, connection):
 
 
 def test_lost_data_and_a_suspension_come_first(connection, stoker):
-    figures: dict[str, object] = {
-        "at": time.time(),
-        "tokens_per_s": 1,
-        "jobs_per_min": 1,
-        "in_flight": 0,
-        "in_batch": 0,
-    }
-    figures |= {"hit_share": None, "done": 0, "failed": 0}
+    figures: dict[str, object] = {"at": time.time(), "hit_share": None}
+    figures |= dict.fromkeys(("tokens_per_s", "jobs_per_min", "in_flight", "in_batch", "done", "failed"), 0)
     loss = {"times": 1, "jobs": 3, "ago_s": 130.0}
     publish(connection, "stoker-mac", "generate", now={**figures, "suspended": True, "data_loss": loss})
     publish(connection, "stoker-mini", "generate", now=figures)

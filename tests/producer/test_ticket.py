@@ -198,18 +198,7 @@ def test_a_job_that_has_ended_cannot_be_canceled(ticket, worker, end):
     assert ticket.status() == before
 
 
-def test_a_running_job_is_stopped_by_its_worker_on_rqs_command(ticket, worker, connection):
-    worker.start(ticket.job_id)
-    with connection.pubsub() as listener:
-        listener.subscribe(f"rq:pubsub:{WORKER}")
-        assert listener.get_message(timeout=1)["type"] == "subscribe"
-        assert ticket.cancel() is True
-        command = json.loads(listener.get_message(timeout=1)["data"])
-    assert command == {"command": "stop-job", "job_id": ticket.job_id}
-    assert ticket.status().state == "started"
-
-
-def test_a_running_job_whose_worker_is_gone_is_canceled_in_redis(ticket, worker):
+def test_a_running_job_is_canceled_in_redis(ticket, worker):
     worker.start(ticket.job_id)
     assert ticket.cancel() is True
     assert ticket.status() == TicketStatus("canceled")

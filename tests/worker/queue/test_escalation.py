@@ -186,34 +186,6 @@ def test_a_stop_that_was_asked_for_is_not_lost_with_the_move(connection, queue, 
     assert (waiting(connection), verdicts(connection)) == ([], {})
 
 
-@pytest.mark.parametrize("where", ["waits", "runs", "has ended"])
-def test_a_stop_that_comes_with_the_move_ends_the_job_at_the_next_model(
-    connection, queue, plain, join, monkeypatch, where
-):
-    enqueue(plain)
-    [job] = claim(queue)
-    large = join("large", queues="large")
-    assert isinstance(job, RqClaimedJob)
-    write, next_ones = Escalation._write, []
-
-    def asked_meanwhile(*args, **kwargs):
-        write(*args, **kwargs)
-        job.parts.stop_requests.ask("job")
-        if where != "waits":
-            next_ones.extend(claim(large))
-        if where == "has ended":
-            finish(next_ones[0], result_of(REJECTED, ACCEPTED))
-
-    monkeypatch.setattr(Escalation, "_write", asked_meanwhile)
-    assert job.escalate(REJECTED, LARGE)
-    job.release()
-    state = b"finished" if where == "has ended" else b"canceled"
-    assert connection.hget("rq:job:job", "status") == state
-    assert (waiting(connection), claim(large)) == ([], [])
-    assert bool(connection.zscore("rq:canceled:large", "job")) == (where != "has ended")
-    assert large.withdrawn({}) == (next_ones if where == "runs" else [])
-
-
 def test_a_job_may_wait_as_long_in_the_next_queue(connection, queue, plain, join):
     request = {"v": 4, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE}
     plain.enqueue(TASK_PATH, request=request, job_id="job", ttl=1000)

@@ -152,11 +152,12 @@ class Finisher:
                 assert_never(outcome)
 
     def _finish(self, job: Job, completion: CompletedGeneration) -> None:
-        self._check_ownership(job)
         model = self._loaded.result()
         answers = read_answers(job, completion, model)
         if self._escalating.after_answer(job, completion, answers[0], model):
             return
+        if job.claimed.memory_use.access == "write":
+            self._begin_save(job)
         try:
             saved = save_turn(job, completion, answers, self._store, model)
         except (AgentVersionNotSaved, AgentVersionConflict) as error:
@@ -169,12 +170,12 @@ class Finisher:
             self._forget_delivery(job)
         log_answer("finished", job.job_id, result, agent=job.request.agent_id)
 
-    def _check_ownership(self, job: Job) -> None:
-        """Before the save. Once abandoned, a Redis that is away is not asked: the turn is saved all the same, and the
-        next worker answers its delivery from the agent's history. Nobody else writes to the store meanwhile: this
-        process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
+    def _begin_save(self, job: Job) -> None:
+        """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
+        all the same, and the next worker answers its delivery from the agent's history. Nobody else writes to the store
+        meanwhile: this process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
         try:
-            is_ours = self._redis.wait(job.claimed.is_ours)
+            is_ours = self._redis.wait(job.claimed.begin_save)
         except RedisUnavailable:
             return
         if not is_ours:
@@ -182,7 +183,7 @@ class Finisher:
 
     def _change_agent(self, job: Job, request: AgentRequest) -> None:
         claimed, store = job.claimed, self._store.agent_jobs
-        if not self._redis.wait(claimed.is_ours):
+        if not self._redis.wait(claimed.begin_save):
             raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
         try:
             result = carry_out(request, claimed, store)

@@ -70,6 +70,10 @@ class ClaimedJob(Protocol):
         """
         ...
 
+    def begin_save(self) -> bool:
+        """As `is_ours`, before the turn of its agent is saved. If it is, a cancel is refused from here on."""
+        ...
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Post the result (JSON values).
 

@@ -82,6 +82,10 @@ class RqClaimedJob(ClaimedJob):
         return False
 
     @as_redis_unavailable()
+    def begin_save(self) -> bool:
+        return self.parts.ownership.of(self.run, saves=True) == "ours"
+
+    @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> None:
         self.ending.set()
         with self._lost_is_told():
@@ -118,8 +122,6 @@ class RqClaimedJob(ClaimedJob):
         onward = Onward((*self.tried, rejected), task_of(self.request), to, agent_id)
         try:
             self.parts.escalation.carry_out(self.run, onward)
-            if self.parts.stop_requests.is_asked(self.job_id):  # it came too late for this run, and concerns the job
-                self.parts.escalation.cancel(self.run)
             return True
         finally:
             self.parts.streams.close(self.claim_number, ended=False)

@@ -15,13 +15,12 @@ from redis import Redis
 from redis.exceptions import WatchError
 from rq.job import JobStatus
 from rq.queue import Queue
-from rq.registry import CanceledJobRegistry
-from rq.utils import current_timestamp, utcformat
+from rq.utils import utcformat
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
-from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, FIELD_NEEDS, FIELD_TRIED
+from stoker_shared.wire import FIELD_NEEDS, FIELD_TRIED
 from stoker_worker.queue.ending import AlreadyWritten, Ending
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.homes import Homes
@@ -32,17 +31,6 @@ from stoker_worker.queue.tried import as_field
 from stoker_worker.queue.verdicts import Verdicts
 
 _TRIES: Final = 3  # as of any end of a job
-
-# As RQ's `cancel`, which a worker that runs the job notices, but only while the job has not ended. KEYS: job. ARGV: its
-# id, its `created_at`, how the keys of queues and of registries of canceled jobs begin, now, how long it is kept.
-_CANCEL: Final = """
-local found = redis.call('HMGET', KEYS[1], 'status', 'created_at', 'origin')
-if found[2] ~= ARGV[2] or not (found[1] == 'queued' or found[1] == 'started') then return end
-redis.call('LREM', ARGV[3] .. found[3], 1, ARGV[1])
-redis.call('HSET', KEYS[1], 'status', 'canceled')
-redis.call('ZADD', ARGV[4] .. found[3], ARGV[5], ARGV[1])
-if tonumber(ARGV[6]) > 0 then redis.call('EXPIRE', KEYS[1], ARGV[6]) end
-"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,6 @@ class Escalation:
         self._homes = homes
         self._follow_up = follow_up
         self._verdicts = Verdicts(connection)
-        self._cancel = connection.register_script(_CANCEL)
 
     def carry_out(self, run: JobRun, onward: Onward) -> None:
         """
@@ -97,15 +84,6 @@ class Escalation:
                 self._follow_up.carry_out(run.job.origin, run.execution.composite_key, note)
                 return
         raise RedisUnavailable(f"job {run.job.id} could not be sent on to queue {onward.to.queue!r}")
-
-    def cancel(self, run: JobRun) -> None:
-        """Cancel the job, which has gone on, wherever it is now."""
-        rq_job, queues = run.job, Queue.redis_queue_namespace_prefix
-        canceled = CanceledJobRegistry.key_template.format("")
-        ttl_s = DEFAULT_FAILURE_TTL_S if rq_job.failure_ttl is None else rq_job.failure_ttl
-        args: list[str | int] = [rq_job.id, utcformat(rq_job.created_at), queues, canceled]
-        args += [current_timestamp(), ttl_s]
-        self._cancel(keys=[rq_job.key], args=args)
 
     def _write(self, run: JobRun, ending: Ending, onward: Onward) -> None:
         rq_job, queue = run.job, Queue(onward.to.queue, connection=self._connection)

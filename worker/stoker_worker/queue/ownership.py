@@ -16,11 +16,12 @@ from redis.client import Pipeline
 from redis.exceptions import ResponseError
 from rq.executions import ExecutionRegistry
 from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
 from rq.utils import str_to_date, utcformat
 
 from stoker_shared.errors import JobLost
 from stoker_shared.job_data import unpacked
-from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING
 from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
@@ -64,7 +65,10 @@ _LOOK: Final = (
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 'lost' end
 if redis.call('EXISTS', KEYS[4]) == 0 then return redis.call('HGET', KEYS[5], ARGV[4]) or 'lost' end
 local status = redis.pcall('HGET', KEYS[3], 'status') -- of a key that is no hash: an error, which is no status
-if status == 'started' then return 'ours' end
+if status == 'started' then
+  if ARGV[5] ~= '' then redis.call('HSET', KEYS[3], ARGV[5], redis.call('HGET', KEYS[3], 'created_at') or '-') end
+  return 'ours'
+end
 return status == 'queued' and 'enqueued' or 'lost'
 """
 )
@@ -119,15 +123,19 @@ class Ownership:
         self._put_right = connection.register_script(_PUT_RIGHT)
         self._let_go = connection.register_script(_LET_GO)
 
-    def of(self, run: JobRun) -> State:
+    def of(self, run: JobRun, *, saves: bool = False) -> State:
         """``ours``, ``lost``, or the note of an end that this worker has written.
+
+        Args:
+            saves: if it is ours, its turn is being saved from here on, and it is not canceled any more.
 
         Like `Lease.is_ours`, it takes up again a lease that ran out while Redis was away.
         """
         queue, execution = run.job.origin, run.execution
         keys = [*self._keys(run), ENDED_KEY.format(queue=queue)]
+        args = [*self.lease.args, execution.composite_key, FIELD_SAVING if saves else ""]
         for _ in range(_LOOKS):
-            found = self._look(keys=keys, args=[*self.lease.args, execution.composite_key]).decode()
+            found = self._look(keys=keys, args=args).decode()
             if found == "enqueued" and self._goes_on(run):
                 continue
             if found == "ours":
@@ -165,6 +173,8 @@ class Ownership:
         ]
         args = [*self.lease.args, execution.composite_key, execution.id]
         self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
+        if rq_job.rate_limit_key:  # a canceled job keeps its place until its run is gone
+            RateLimitRegistry(rq_job.rate_limit_key, self._connection).release_stale_and_enqueue(rq_job.id)
 
     def _keys(self, run: JobRun) -> list[str]:
         return [*self.lease.keys, run.job.key, run.execution.key]

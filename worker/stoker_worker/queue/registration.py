@@ -31,6 +31,7 @@ from stoker_shared.wire import (
     DEFAULT_RESULT_TTL_S,
     FIELD_ATTEMPTS,
     FIELD_LOST_ALONE,
+    FIELD_SAVING,
     GIVE_UP_COMMAND,
     WORKER_KEY,
 )
@@ -206,7 +207,7 @@ class RqRegistration(BaseWorker):
             job.check_before_end(pipeline)
             if job.at_end is not None:
                 job.at_end(pipeline)
-        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE)
+        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
         super().cleanup_execution(job, pipeline, execution)
 
     def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:

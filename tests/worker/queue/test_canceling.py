@@ -1,0 +1,144 @@
+"""A cancel that was answered true has ended the job, whatever its worker was doing with it."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+from rq import Repeat, Retry
+from tests.worker.queue.ends import drop, fail, finish, give_back, stop
+from tests.worker.queue.looking import places
+from tests.worker.queue.members import claim, die, ids, impatient, recovered
+from tests.worker.queue.test_escalation import ACCEPTED, LARGE, REJECTED, ROUTE, result_of
+
+from stoker_shared.errors import EngineFailed, GenerationTimedOut, OwnershipLost
+from stoker_shared.wire import TASK_PATH
+
+pytestmark = pytest.mark.server
+
+REQUEST = {"v": 4, "agent_id": "a", "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE}
+WAYS_ON = {
+    "fails": lambda job: fail(job, EngineFailed("x")),
+    "times out": lambda job: fail(job, GenerationTimedOut("x"), "partial"),
+    "finishes": lambda job: finish(job, result_of(ACCEPTED)),
+    "goes on to another model": lambda job: job.escalate(REJECTED, LARGE),
+    "is given back at a stop": lambda job: give_back([job], counts_as_attempt=False),
+    "is given back by a broken engine": lambda job: give_back([job], counts_as_attempt=True, alone=True),
+    "is stopped on its worker's side": stop,
+}
+RETRIES = {"at once": {"retry": Retry(max=3)}, "later": {"retry": Retry(max=3, interval=60)}, "never": {}}
+
+
+def enqueue(plain, job_id="job", agent_id="a", **options):
+    plain.enqueue(TASK_PATH, kwargs={"request": {**REQUEST, "agent_id": agent_id}}, job_id=job_id, **options)
+
+
+def go_on(job, way):
+    try:
+        with suppress(OwnershipLost):
+            WAYS_ON[way](job)
+    finally:
+        drop(job)
+
+
+@pytest.mark.parametrize("retries", RETRIES)
+@pytest.mark.parametrize("way", WAYS_ON)
+def test_a_canceled_job_runs_no_more_whatever_its_worker_does_with_it(
+    connection, producer, plain, queue, join, way, retries
+):
+    enqueue(plain, **RETRIES[retries])
+    [job] = claim(queue)
+    assert producer.cancel("job") is True
+    go_on(job, way)
+    assert places(connection, "job") == ["canceled"]
+    assert connection.hget("rq:job:job", "status") == b"canceled"
+    assert claim(queue) == claim(join("large", queues="large")) == []
+    assert not list(connection.scan_iter("rq:execution*"))
+
+
+@pytest.mark.parametrize("way", WAYS_ON)
+def test_a_cancel_during_the_last_write_of_a_run_ends_the_job_or_finds_that_it_has_ended(
+    connection, producer, plain, queue, join, way
+):
+    """Both at once: the two writes meet in every order."""
+    large = join("large", queues="large")
+    for n in range(15):
+        enqueue(plain, job_id=f"job-{n}", **RETRIES["at once"])
+        [job] = claim(queue)
+        answers = []
+        canceling = threading.Thread(target=lambda n=n, answers=answers: answers.append(producer.cancel(f"job-{n}")))
+        canceling.start()
+        go_on(job, way)
+        canceling.join()
+        state = connection.hget(f"rq:job:job-{n}", "status")
+        assert (state == b"canceled") == answers[0]
+        assert answers[0] or state in (b"finished", b"stopped")
+        assert claim(queue) == claim(large) == []
+
+
+def test_a_canceled_job_is_repeated_no_more(connection, producer, plain, queue):
+    request = {"agent_id": "a", "prompt": "p"}
+    plain.enqueue(TASK_PATH, kwargs={"request": request}, job_id="job", repeat=Repeat(times=2, interval=30))
+    [job] = claim(queue)
+    assert producer.cancel("job") is True
+    go_on(job, "finishes")
+    assert places(connection, "job") == ["canceled"]
+
+
+def test_a_job_canceled_after_its_workers_death_is_not_put_back(connection, producer, plain, join):
+    dead, alive = join("dead"), impatient(join("alive"))
+    enqueue(plain)
+    enqueue(plain, job_id="other", agent_id="b")
+    assert ids(claim(dead)) == ["job", "other"]
+    die(dead)
+    assert producer.cancel("job") is True
+    assert recovered(alive) == 1
+    assert ids(claim(alive)) == ["other"]
+    assert places(connection, "job") == ["canceled"]
+
+
+def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, plain, queue):
+    enqueue(plain)
+    [job] = claim(queue)
+    assert job.begin_save()
+    assert producer.cancel("job") is False
+    finish(job, result_of(ACCEPTED))
+    assert places(connection, "job") == ["finished"]
+
+
+def test_a_save_does_not_begin_after_a_cancel(producer, plain, queue):
+    enqueue(plain)
+    [job] = claim(queue)
+    assert producer.cancel("job") is True
+    assert not job.begin_save()
+
+
+def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, producer, plain, join):
+    """Whether the turn was saved is known to the next worker only, which answers from it."""
+    dead, alive = join("dead"), impatient(join("alive"))
+    enqueue(plain)
+    [job] = claim(dead)
+    assert job.begin_save()
+    die(dead)
+    assert recovered(alive) == 1
+    assert producer.cancel("job") is False
+    [job] = claim(alive)
+    assert producer.cancel("job") is False
+    finish(job, result_of(ACCEPTED))
+    assert places(connection, "job") == ["finished"]
+
+
+@pytest.mark.parametrize("end", ["fails", "goes on to another model"])
+def test_a_run_whose_turn_was_not_saved_can_be_canceled_again_after_it(producer, plain, queue, end):
+    enqueue(plain, **RETRIES["at once"])
+    [job] = claim(queue)
+    assert job.begin_save()
+    WAYS_ON[end](job)
+    assert producer.cancel("job") is True
+
+
+def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_saved(producer, plain, queue):
+    enqueue(plain)
+    [job] = claim(queue)
+    assert job.begin_save()
+    enqueue(plain)
+    assert producer.cancel("job") is True
