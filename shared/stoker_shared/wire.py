@@ -47,6 +47,12 @@ FIELD_ATTEMPTS: Final = "stoker_attempts"
 FIELD_LOST_ALONE: Final = "stoker_lost_alone"
 """Field of the job hash: how many of these workers were running nothing else."""
 
+FIELD_BATCH: Final = "stoker_batch"
+"""Field of the job hash: the batch whose line it is. A worker does not start the lines of a canceled batch."""
+
+BATCH_KEY: Final = "stoker:batch:{batch}"
+"""Hash: the record of a batch, which only producers write. It is canceled if it has the field `canceled`."""
+
 FIELD_SAVING: Final = "stoker_saving"
 """Field of the job hash: its `created_at` (``-`` without one), from the moment in which a worker begins to save the
 turn of the job's agent until that run ends. Such a job is not canceled any more, also while it waits again because its

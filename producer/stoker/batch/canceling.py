@@ -1,4 +1,8 @@
-"""Cancels the rest of a batch: no more lines are sent, and jobs that have not ended are canceled. Operations only."""
+"""Cancels the rest of a batch. Operations only.
+
+One write does it: workers start no line of a batch that is canceled. The rest stops the lines that run, and takes those
+that wait out of the queue at once.
+"""
 
 from typing import Final
 
@@ -15,7 +19,7 @@ _PAGE: Final = 500
 
 
 def cancel_batch(record: BatchRecord, *, remove: bool) -> Operation[int]:
-    """Cancel the batch; returns how many jobs were canceled or are being stopped by their worker.
+    """Cancel the batch; returns how many jobs were canceled here.
 
     Args:
         remove: also remove the answers and the batch from Redis.

@@ -18,6 +18,7 @@ from redis.exceptions import OutOfMemoryError
 
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker_shared.errors import StokerError
+from stoker_shared.wire import BATCH_KEY
 
 INDEX_KEY: Final = "stoker:batch::all"
 _OUTLIVES_S: Final = 86_400
@@ -43,7 +44,7 @@ class BatchRecord:
         n_sent: how many requests are before it.
         n_taken, n_failed: how many answers were taken out, and how many of these are not successes.
         output: identity of the file to which they were written.
-        canceled: no more lines are sent.
+        canceled: no more lines are sent, and workers start no more of those that were.
     """
 
     batch: str
@@ -83,7 +84,7 @@ class BatchRecord:
 
 
 def record_key(batch: str) -> str:
-    return f"stoker:batch:{batch}"
+    return BATCH_KEY.format(batch=batch)
 
 
 def lines_key(batch: str) -> str:
@@ -137,7 +138,7 @@ def register(record: BatchRecord) -> Operation[BatchRecord]:
 
 
 def mark_canceled(record: BatchRecord) -> Operation[None]:
-    """Cancel the batch: no more of its lines are sent."""
+    """Cancel the batch: no more of its lines are sent, or started."""
     key = record_key(record.batch)
 
     def write(replies: list[Any]) -> list[Command] | None:

@@ -22,7 +22,7 @@ from stoker.new_job import NewJob, make_queue_known, push
 from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
 from stoker.rq_keys import registry_key
-from stoker_shared.wire import FIELD_PACKED, PACKED_WITH_ZLIB
+from stoker_shared.wire import FIELD_BATCH, FIELD_PACKED, PACKED_WITH_ZLIB
 
 _MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}
 _URLS: Final = {mark: url for url, mark in _MARKS.items()}
@@ -75,7 +75,8 @@ def send(
             commands.append(make_queue_known(queue))
             commands += push(queue, [job for _, job in jobs if job.queue == queue], at_front=False)
         for line, job in jobs:
-            commands += [*job.commands(deferred=False), ("HSET", job.key, FIELD_PACKED, PACKED_WITH_ZLIB)]
+            fields = (FIELD_PACKED, PACKED_WITH_ZLIB, FIELD_BATCH, batch)
+            commands += [*job.commands(deferred=False), ("HSET", job.key, *fields)]
             members += [line.number, f"{_MARKS[line.url]}:{line.custom_id}"]
         for number, answer in bad.items():
             commands.append(("HSET", bad_key(batch), number, json.dumps(answer)))

@@ -47,7 +47,13 @@ def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         if and_forget and carry_out(connection, is_held(record.batch)):
             raise StokerError(f"a process is fetching the answers of {record.batch}; end it first, or omit --forget")
-        n_canceled = carry_out(connection, cancel_batch(record, remove=and_forget))
+        try:
+            n_canceled = carry_out(connection, cancel_batch(record, remove=and_forget))
+        except KeyboardInterrupt:
+            raise StokerError(
+                f"interrupted, but {record.batch} is canceled: its waiting lines will not run; repeat the command to "
+                "stop those that run"
+            ) from None
     line = f"{n_canceled:,} {'line' if n_canceled == 1 else 'lines'} canceled"
     line += f", and {record.batch} forgotten" if and_forget else ""
     show(as_json, {"batch": record.batch, "canceled": n_canceled}, line)

@@ -1,5 +1,6 @@
 """A cancel that was answered true has ended the job, whatever its worker was doing with it."""
 
+import json
 import threading
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ from tests.worker.queue.looking import places
 from tests.worker.queue.members import claim, die, ids, impatient, recovered
 from tests.worker.queue.test_escalation import ACCEPTED, LARGE, REJECTED, ROUTE, result_of
 
+from stoker.cli import main
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, OwnershipLost
 from stoker_shared.wire import TASK_PATH
 
@@ -142,3 +144,60 @@ def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_s
     assert job.begin_save()
     enqueue(plain)
     assert producer.cancel("job") is True
+
+
+@pytest.fixture
+def batch(redis_url, tmp_path, monkeypatch, capsys):
+    """A batch of 20 lines in Redis, one for each agent; returns a command's exit code and what it prints."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions"} for n in range(20)]
+    bodies = [{"model": "m", "prompt": "p", "user": f"agent {n}"} for n in range(20)]
+    text = "\n".join(json.dumps({**line, "body": body}) for line, body in zip(lines, bodies, strict=True))
+    (tmp_path / "in.jsonl").write_text(text)
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["--redis", redis_url, "batch", *arguments])
+        captured = capsys.readouterr()
+        return left.value.code, captured.out + captured.err
+
+    assert command("submit", "in.jsonl", "--any-model", "--name", "b")[0] == 0
+    return command
+
+
+def interrupted(job_id):
+    raise KeyboardInterrupt
+
+
+def test_no_line_of_a_canceled_batch_is_run_though_the_client_was_interrupted(
+    connection, queue, batch, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    code, printed = batch("cancel", "b")
+    assert code != 0
+    assert "is canceled" in printed
+    for _ in range(20):
+        assert claim(queue) == []
+    job_ids = [key.decode().removeprefix("rq:job:") for key in connection.scan_iter("rq:job:b-*")]
+    assert [places(connection, job_id) for job_id in job_ids] == [["canceled"]] * 20
+    assert all(0 < connection.ttl(f"rq:job:{job_id}") <= 7 * 86_400 for job_id in job_ids)
+    assert batch("fetch", "b", "--out", "out.jsonl")[0] == 3
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [answer["error"]["code"] for answer in answers] == ["batch_cancelled"] * 20
+
+
+def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(connection, queue, batch, monkeypatch):
+    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    first, second, third = claim(queue, 3)
+    batch("cancel", "b")
+    give_back([first], counts_as_attempt=False)
+    finish(second, result_of(ACCEPTED))
+    assert third.begin_save()
+    give_back([third], counts_as_attempt=True)
+    [again] = claim(queue, 2)
+    assert again.job_id == third.job_id  # its turn may have been saved
+    finish(again, result_of(ACCEPTED))
+    for _ in range(20):
+        assert claim(queue) == []
+    assert places(connection, first.job_id) == ["canceled"]
+    assert places(connection, second.job_id) == ["finished"]

@@ -24,8 +24,10 @@ from stoker_shared.result import Attempt
 from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
+    FIELD_BATCH,
     FIELD_LOST_ALONE,
     FIELD_PACKED,
+    FIELD_SAVING,
     FIELD_STREAM,
     FIELD_TRIED,
     MAX_REQUEST_BYTES,
@@ -71,6 +73,8 @@ class JsonJob(Job):
     packs_result: bool = False
     """Whether its producer wants a compressed result."""
     tried: tuple[Attempt, ...] = ()  # what the models before made of it
+    batch: str = ""
+    """The batch with which it may be canceled; empty for none."""
     stamp: str = ""
     """The `delivery_stamp` of the hash as it was read."""
 
@@ -98,6 +102,8 @@ class JsonJob(Job):
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
+        if FIELD_SAVING.encode() not in raw_data:
+            self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
         self.tried = tried_in(raw_data.get(FIELD_TRIED.encode()), self.raw_created_at)
 

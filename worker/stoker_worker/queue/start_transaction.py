@@ -21,7 +21,7 @@ from rq.registry import (
 from rq.worker.base import WorkerStatus
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.wire import CLAIMED_KEY, FIELD_DELIVERY, MEMBERS_KEY
+from stoker_shared.wire import BATCH_KEY, CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, FIELD_DELIVERY, MEMBERS_KEY
 from stoker_worker.queue.json_job import DELIVERY, JsonJob
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
@@ -29,12 +29,14 @@ from stoker_worker.queue.registration import RqRegistration
 
 _TRIES: Final = 30
 _WAITS: Final = (ScheduledJobRegistry, DeferredJobRegistry)
-_REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+_CANCELED: Final = (CanceledJobRegistry,)
+_REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobRegistry, *_CANCELED)
 OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
 # 1: this worker still has the claim. 2: the same, but a registry still holds the id from an earlier job. 0: it has not.
-# -1: it was withdrawn since it was read, or its id was enqueued while it waits in another registry, or another member
-# runs this delivery. -2: it was enqueued anew since it was read. -3: another member runs another delivery of its id.
+# -1: it was withdrawn since it was read, or its batch is canceled, and the job is now; or its id was enqueued while it
+# waits in another registry, or another member runs this delivery. -2: it was enqueued anew since it was read. -3:
+# another member runs another delivery of its id.
 _MAY_START = (
     HOLDS
     + DELIVERY
@@ -46,13 +48,19 @@ if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 local job, job_id, stamp = KEYS[4], ARGV[4], ARGV[5]
 if not redis.call('LPOS', KEYS[3], job_id) then return 0 end
 local status = redis.call('HGET', job, 'status')
-for i = 9, #ARGV do
+for i = 10, #ARGV do
   if status == ARGV[i] then return -1 end
 end
 if redis.call('EXISTS', job) == 0 then return -1 end
 if status == 'scheduled' and is_in(KEYS[5], job_id) then return -1 end
 if status == 'deferred' and is_in(KEYS[6], job_id) then return -1 end
 if stamp ~= '' and stamp ~= delivery(job) then return -2 end
+if type(redis.pcall('HGET', KEYS[9], 'canceled')) == 'string' then
+  redis.call('HSET', job, 'status', 'canceled')
+  redis.pcall('ZADD', KEYS[10], redis.call('TIME')[1], job_id)
+  if tonumber(ARGV[9]) > 0 then redis.pcall('EXPIRE', job, ARGV[9]) end
+  return -1
+end
 for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
   local run = redis.call('HMGET', ARGV[8] .. id, 'worker_name', ARGV[6])
   if run[1] and run[1] ~= ARGV[7] then
@@ -62,7 +70,7 @@ for _, id in ipairs(redis.call('ZRANGE', KEYS[7], 0, -1)) do
   end
 end
 for i = 5, #KEYS do
-  if i ~= 7 and i ~= 8 and is_in(KEYS[i], job_id) then return 2 end
+  if (i < 7 or i > 10) and is_in(KEYS[i], job_id) then return 2 end
 end
 return 1
 """
@@ -159,9 +167,11 @@ class StartTransaction:
         over = [status.value for status in OVER]
         runs = [ExecutionRegistry(rq_job.id, connection=self._connection).key, MEMBERS_KEY]
         prefix = Execution("", rq_job.id, connection=self._connection).key
-        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, self._registration.name, prefix, *over]
+        batch = [BATCH_KEY.format(batch=rq_job.batch), *self._keys(queue_name, _CANCELED)]
+        ttl_s = DEFAULT_FAILURE_TTL_S if rq_job.failure_ttl is None else rq_job.failure_ttl
+        args = [*self._lease.args, rq_job.id, rq_job.stamp, FIELD_DELIVERY, self._registration.name, prefix]
         may_start: int = self._may_start_script(
-            keys=[*keys, *self._keys(queue_name, _WAITS), *runs, *self._registries], args=args
+            keys=[*keys, *self._keys(queue_name, _WAITS), *runs, *batch, *self._registries], args=[*args, ttl_s, *over]
         )
         if may_start == -2:
             raise EnqueuedAnew
