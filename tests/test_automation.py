@@ -22,7 +22,7 @@ def test_every_command_of_a_job_exists_in_the_checkout(jobs):
     scripts = [command for command in commands if command.startswith(".ci/")]
     assert all((ROOT / script).stat().st_mode & 0o111 for script in scripts)
     lines = [*commands, *(line for script in scripts for line in (ROOT / script).read_text().splitlines())]
-    made = [target for line in lines if line.startswith("make ") for target in line.split()[1:]]
+    made = [target for line in lines if line.startswith("make ") for target in line.split()[1:] if "=" not in target]
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
     assert {"lint", "types", "test", "demo"} <= set(made)
     assert set(made) <= targets

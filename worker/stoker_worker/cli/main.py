@@ -99,11 +99,7 @@ def _run(settings: "WorkerSettings") -> None:
         redis_url = settings.redis_url
         refuse_other_formats(settings.store_folder)  # before anything is made in the folder
         if redis_url == EMBEDDED:
-            from stoker_worker.embedded_redis.server import EmbeddedServer
-
-            server = EmbeddedServer(settings.store_folder / "redis", settings.redis_port, preferred_port=6379)
-            redis_url = cleanup.enter_context(server).url
-            _publish(redis_url, server.lock)
+            redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
         store = AgentCacheStore(
             settings.store_folder,
@@ -132,6 +128,16 @@ def _run(settings: "WorkerSettings") -> None:
         # All is closed. Python's own exit would wait for a download, and MLX aborts a process that ends under it.
         logging.shutdown()
         os._exit(0)
+
+
+def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
+    """The URL of a server of our own, which ends with `cleanup`."""
+    from stoker_worker.embedded_redis.server import EmbeddedServer
+
+    server = EmbeddedServer(settings.store_folder / "redis", settings.redis_port, preferred_port=6379)
+    url = cleanup.enter_context(server).url
+    _publish(url, server.lock)
+    return url
 
 
 def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | SharedAgentStore":

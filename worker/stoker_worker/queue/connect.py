@@ -78,30 +78,11 @@ def open_queue(
         closing.callback(connection.close)
         callbacks = Callbacks(connection, settings.callback_modules)
         closing.callback(callbacks.finish, settings.grace_s)
-        member = settings.name or store.name or usual_name()
-        name = new_worker_name(member)
         in_flight = JobsInFlight[RqClaimedJob]()
-        registration = _registration(settings, connection, name, StopRequests(in_flight))
+        lease, registration = _new_member(settings, connection, in_flight, store, model)
         closing.callback(registration.unsubscribe)
-        queues, ttl_s = settings.queue_names, settings.lease_ttl_s
-        lease = Lease(
-            connection,
-            member,
-            queues,
-            worker_name=name,
-            ttl_s=ttl_s,
-            store=store.name,
-            shared=store.shared,
-            model=model,
-            lost_data=LostData(in_flight.snapshot),
-        )
-        try:
-            _take_over(lease, registration, standby=settings.standby)
-        except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
-            lease.release_quietly()
-            shown = mask_url(redis_url)
-            raise RedisUnavailable(f"{shown} refused this worker: {_without_password(error, connection)}") from None
-        log.info("worker %s holds %s, as %s", name, settings.queues, member)
+        _take_over_at(redis_url, lease, registration, standby=settings.standby)
+        log.info("worker %s holds %s, as %s", registration.name, settings.queues, lease.member)
         # Two tries within the time that is left after a beat.
         beating = _client(redis_url, timeout_s=(settings.lease_ttl_s - settings.heartbeat_s) / 3)
         closing.callback(beating.close)
@@ -133,18 +114,41 @@ def _sign_off(rq_queue: RqQueue) -> None:
         log.warning("not signed off: %s", type(error).__name__)
 
 
-def _registration(
-    settings: WorkerSettings, connection: Redis, name: str, stop_requests: StopRequests
-) -> RqRegistration:
-    return RqRegistration(
+def _new_member(
+    settings: WorkerSettings, connection: Redis, in_flight: JobsInFlight[RqClaimedJob], store: OwnStore, model: str
+) -> tuple[Lease, RqRegistration]:
+    member = settings.name or store.name or usual_name()
+    registration = RqRegistration(
         settings.queue_names,
         connection,
-        name=name,
+        name=new_worker_name(member),
         worker_ttl_s=settings.lease_ttl_s,
         execution_ttl_s=EXECUTION_TTL_S,
         heartbeat_s=settings.heartbeat_s,
-        stop_requests=stop_requests,
+        stop_requests=StopRequests(in_flight),
     )
+    lease = Lease(
+        connection,
+        member,
+        settings.queue_names,
+        worker_name=registration.name,
+        ttl_s=settings.lease_ttl_s,
+        store=store.name,
+        shared=store.shared,
+        model=model,
+        lost_data=LostData(in_flight.snapshot),
+    )
+    return lease, registration
+
+
+def _take_over_at(redis_url: str, lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
+    """Take over, or raise the errors of `open_queue`."""
+    try:
+        _take_over(lease, registration, standby=standby)
+    except RedisError as error:  # a replica, or an ACL that forbids a worker's commands
+        lease.release_quietly()
+        reason = _without_password(error, registration.connection)
+        raise RedisUnavailable(f"{mask_url(redis_url)} refused this worker: {reason}") from None
 
 
 def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> None:
