@@ -14,6 +14,9 @@ pytestmark = pytest.mark.mlx
 FAMILIES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "falcon_h1"]
 """Full attention; windows; recurrent layers beside full attention, alone, and in one layer with it."""
 
+ROUNDING = 2e-3
+"""A plain pass in parts differs from one in whole by up to 6e-4 in qwen3_next, depending on the kind of processor."""
+
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def layout(request):
@@ -57,9 +60,9 @@ def assert_right(layout, works, done):
                 continue
             likely = np.argsort(-expected[at - 1])[: request.prompt_logprobs]
             assert entry.token == f"<{ids[at]}>"
-            assert entry.logprob == pytest.approx(expected[at - 1][ids[at]], abs=1e-4)
+            assert entry.logprob == pytest.approx(expected[at - 1][ids[at]], abs=ROUNDING)
             assert [top.token for top in entry.top_logprobs] == [f"<{token}>" for token in likely]
-            assert [top.logprob for top in entry.top_logprobs] == pytest.approx(expected[at - 1][likely], abs=1e-4)
+            assert [top.logprob for top in entry.top_logprobs] == pytest.approx(expected[at - 1][likely], abs=ROUNDING)
 
 
 def modes(layout):

@@ -122,6 +122,16 @@ def test_a_tool_call_that_changed_only_the_type_of_a_value_is_new(one: object, o
     assert delta(base, base)["keep_messages"] == 1
 
 
+def test_an_answer_of_the_same_parts_that_was_generated_otherwise_is_new() -> None:
+    answers = [
+        Message(role="assistant", content=""),
+        *(OwnMessage(role="assistant", content="", generated=text, opened=opened) for text in "ab" for opened in "cd"),
+    ]
+    for one, other in itertools.product(answers, repeat=2):
+        base, new = (Transcript((1,), "t", (answer,), None, "eos") for answer in (one, other))
+        assert delta(base, new)["keep_messages"] == (one is other)
+
+
 def test_a_record_has_only_the_change() -> None:
     long = Transcript(tuple(range(10_000)), "t", None, "x" * 50_000, "eos")
     longer = dataclasses.replace(long, token_ids=(*long.token_ids, 7), text=f"{long.text}y")

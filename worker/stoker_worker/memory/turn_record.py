@@ -18,7 +18,7 @@ from stoker_shared.message import Message
 from stoker_worker.memory.block_chain import common_length
 from stoker_worker.memory.checksum import Damaged, row_checksum
 from stoker_worker.ports import CachedPrefix, EndedBy, Transcript
-from stoker_worker.ports.own_message import StoredMessage
+from stoker_worker.ports.own_message import StoredMessage, is_stored_alike
 
 FULL_EVERY: Final = 16
 
@@ -198,4 +198,4 @@ def _messages_of(text: str) -> tuple[Message, ...]:
 
 def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> int:
     pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0].is_exactly(pair[1]), pairs))
+    return sum(1 for _ in takewhile(lambda pair: is_stored_alike(*pair), pairs))

@@ -33,6 +33,12 @@ StoredMessage = Message | OwnMessage
 """A message of a transcript."""
 
 
+def is_stored_alike(left: Message, right: Message) -> bool:
+    """Whether a store writes the same for both: an answer's generated text belongs to it."""
+    texts, others = ((m.generated, m.opened) if isinstance(m, OwnMessage) else None for m in (left, right))
+    return texts == others and left.is_exactly(right)
+
+
 def continues(sent: Message, stored: Message) -> bool:
     """Whether `sent` is the message `stored`, as a producer sends it back: without the thinking, or as the raw text."""
     if sent.is_exactly(stored):
