@@ -135,7 +135,7 @@ def test_the_command_tells_what_was_left_out_and_that_a_part_is_too_short_for_th
 
 
 def test_an_export_holds_neither_file_in_memory(export, tmp_path):
-    n_lines, text = 500, "word " * 1000
+    n_lines, text = 500, "word " * 4000
     write(tmp_path / "in.jsonl", [asked(n, user(f"{n} {text}")) for n in range(1, n_lines + 1)])
     write(tmp_path / "out.jsonl", [answered(n, text) for n in range(1, n_lines + 1)])
     tracemalloc.start()

@@ -83,7 +83,7 @@ def assert_same(caches, row):
             assert np.array_equal(np.asarray(array)[0, :, : len(row)], expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 700), n_left=st.integers(1, 300))
 def test_a_group_keeps_every_row_through_joins_leaves_and_growth(seed, first, n_left):
     dice = random.Random(seed)
