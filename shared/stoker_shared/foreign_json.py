@@ -21,14 +21,23 @@ _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
 
 
 def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
-    """The value of a JSON text in UTF-8.
+    """The value of a JSON text in UTF-8, with or without a byte order mark.
 
     Raises:
         RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels.
         ValueError: it is not JSON.
     """
     require_bounds(text, at_most)
-    return json.loads(text.decode())
+    return json.loads(text.decode("utf-8-sig"))
+
+
+def is_within_bounds(text: bytes) -> bool:
+    """Whether `require_bounds` lets it pass."""
+    try:
+        require_bounds(text)
+    except RequestTooLarge:
+        return False
+    return True
 
 
 def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:

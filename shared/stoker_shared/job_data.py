@@ -8,6 +8,12 @@ from stoker_shared.wire import MAX_REQUEST_BYTES
 MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
 """The request plus RQ's frame around it, uncompressed."""
 
+MAX_RESULT_BYTES: Final = 2**29
+"""As much as Redis takes in one value, so as much as a result could have without compression."""
+
+MAX_REASON_BYTES: Final = 2**20
+"""Of the text that a failure left, which can be a traceback."""
+
 
 def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
     """The data uncompressed, cut off one byte over the limit: a kilobyte may unpack to a megabyte.
