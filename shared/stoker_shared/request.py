@@ -6,7 +6,6 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 
 import hashlib
 import json
-import unicodedata
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -18,6 +17,7 @@ from stoker_shared.errors import InvalidRequest, RequestTooLarge
 from stoker_shared.foreign_json import require_bounds
 from stoker_shared.job_data import MAX_DATA_BYTES
 from stoker_shared.message import Message, as_tuple
+from stoker_shared.printable import printable
 from stoker_shared.route import ModelName, Step
 from stoker_shared.trust import TaskLabel
 from stoker_shared.validation import is_plain_json, validated
@@ -28,13 +28,11 @@ MOST_TOOLS: Final = 1_000
 _MOST_TEMPLATE_KWARGS: Final = 100
 _IN_RQS_FRAME: Final = b'["",null,[],{"":%b}]'
 _FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata", "response_format", "guide", "check")
-_JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
 
 
-def _printable(value: str) -> str:
-    for character in value:
-        if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and character not in _JOINERS:
-            raise ValueError(f"must hold printable characters only, found {character!r}")
+def _is_printable(value: str) -> str:
+    if (found := next((character for character in value if printable(character) != character), None)) is not None:
+        raise ValueError(f"must hold printable characters only, found {found!r}")
     return value
 
 
@@ -43,7 +41,7 @@ Access = Literal["write", "read", "none"]
 other readers, after the writes enqueued before it and before those enqueued after it. `none`: no order: the job has no
 agent, or does not touch the memory."""
 
-AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_is_printable)]
 """1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from stoker_shared.errors import InvalidRequest, RequestVersionTooNew
+from stoker_shared.printable import printable
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _MAX_PROBLEMS_SHOWN: Final = 8
@@ -51,8 +52,7 @@ def _problems_of(error: ValidationError) -> str:
 
 def _shown(name: int | str) -> str:
     """A field's name, fit for one short line: an unknown field may have any name."""
-    text = str(name)
-    return (text if text.isprintable() else ascii(text))[:64]
+    return printable(str(name))[:64]
 
 
 def is_plain_json(value: object) -> bool:
