@@ -16,6 +16,9 @@ MOST_VALUES: Final = 200_000
 MOST_LEVELS: Final = 100
 """Objects and arrays inside one another."""
 
+MOST_DIGITS: Final = 400
+"""Of one integer: the time to read and to write it grows with the square of its length."""
+
 _BRACKETS: Final = b"[]{}"
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
 
@@ -24,11 +27,12 @@ def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
     """The value of a JSON text in UTF-8, with or without a byte order mark.
 
     Raises:
-        RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels.
+        RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels, or an integer
+            of more than `MOST_DIGITS` digits.
         ValueError: it is not JSON.
     """
     require_bounds(text, at_most)
-    return json.loads(text.decode("utf-8-sig"))
+    return json.loads(text.decode("utf-8-sig"), parse_int=_integer)
 
 
 def is_within_bounds(text: bytes) -> bool:
@@ -43,7 +47,7 @@ def is_within_bounds(text: bytes) -> bool:
 def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:
     """
     Raises:
-        RequestTooLarge: as `read_json`, of JSON; other text may pass.
+        RequestTooLarge: as `read_json`, but for digits, of JSON; other text may pass.
     """
     if len(text) > at_most:
         raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {at_most}")
@@ -58,6 +62,12 @@ def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:
             _require_levels(text.translate(None, _NO_BRACKETS))
             return
     raise RequestTooLarge(f"the request has more than {MOST_VALUES} values")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise RequestTooLarge(f"the request has a number of {len(digits)} digits, the limit is {MOST_DIGITS}")
+    return int(digits)
 
 
 def _n_values(text: bytes) -> int:

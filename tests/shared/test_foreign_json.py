@@ -58,6 +58,12 @@ def test_what_is_within_the_bounds_is_read(n_values):
     assert read_json(nested(MOST_LEVELS)) is not None
 
 
+def test_an_endless_integer_is_refused():
+    with pytest.raises(RequestTooLarge, match="401 digits"):
+        read_json(b"[" + b"9" * 401 + b"]")
+    assert read_json(b"[" + b"9" * 400 + b', "' + b"9" * 5000 + b'"]')[0] == 10**400 - 1
+
+
 def test_a_text_is_refused_by_its_size():
     with pytest.raises(RequestTooLarge, match="11 bytes of JSON, the limit is 10"):
         read_json(b'"aaaaaaaaa"', 10)
