@@ -14,6 +14,7 @@ from stoker.command_parts import agrees, json_option, open_producer, redis_optio
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
+from stoker_shared.printable import printable
 
 _job = options_under("Job")
 _expecting = _job("--expect-version", type=int, metavar="N", help="Fail unless the agent is at this version.")
@@ -131,4 +132,4 @@ def _description(info: AgentInfo) -> str:
     lines.append(f"state     {info.state}" + (f": {info.problem}" if info.problem else ""))
     versions = ", ".join(str(version.version) for version in info.versions)
     lines.append(f"rollback  to {versions}" if versions else "rollback  to no version")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -8,6 +8,7 @@ wrong, 130 interrupted.
 
 import json
 import sys
+from io import StringIO
 from typing import Any
 
 import click
@@ -34,6 +35,7 @@ from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variable
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 from stoker_shared.local_server import DEFAULT_REDIS_URL, SHOWN, default_redis_url
+from stoker_shared.printable import printable
 
 HELP = {"-h", "--help"}
 
@@ -115,7 +117,9 @@ def main(arguments: list[str] | None = None) -> None:
         error, code = StokerError("interrupted; jobs that were submitted continue"), 130
     except click.ClickException as raised:
         if "--json" not in arguments:
-            raised.show()
+            shown = StringIO()
+            raised.show(shown)
+            click.echo(printable(shown.getvalue(), lines=True), nl=False, err=True)
             sys.exit(raised.exit_code)
         error, code = raised, raised.exit_code
     except StokerError as raised:
@@ -126,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "--json" in arguments:
         click.echo(json.dumps({"error": _as_object(error)}))
     else:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        click.echo(printable(f"{type(error).__name__}: {error}", lines=True), err=True)
     sys.exit(code)
 
 

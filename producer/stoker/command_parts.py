@@ -1,6 +1,7 @@
 """Parts that the commands of `stoker` share: options, opening the server, printing. Only command-line texts."""
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from stoker.producer import Producer
 from stoker.streaming import TextChunk
 from stoker.ticket import Ticket
 from stoker_shared.help_layout import options_under
+from stoker_shared.printable import printable
 from stoker_shared.result import GenerationResult
 
 T = TypeVar("T")
@@ -66,15 +68,17 @@ def agrees(question: str) -> bool:
 
 
 def show(as_json: bool, value: Any, text: str) -> None:
-    click.echo(json.dumps(value) if as_json else text)
+    click.echo(json.dumps(value) if as_json else printable(text, lines=True))
 
 
 def show_result(ticket: Ticket, timeout_s: float | None, as_json: bool) -> None:
     generated = ticket.result(timeout_s)
     texts = [choice.text for choice in generated.choices or [generated]]
-    show(as_json, generated.model_dump(mode="json"), "\n".join(texts))
-    if not as_json:
-        click.echo(_summary(generated), err=True)
+    if as_json:
+        show(as_json, generated.model_dump(mode="json"), "")
+        return
+    click.echo("\n".join(map(_answer, texts)))
+    click.echo(_summary(generated), err=True)
 
 
 def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
@@ -82,13 +86,18 @@ def show_stream(ticket: Ticket, timeout_s: float | None) -> None:
     try:
         for event in ticket.stream(timeout_s):
             if isinstance(event, TextChunk):
-                click.echo(event.text, nl=False)
+                click.echo(_answer(event.text), nl=False)
             else:
                 click.echo()
                 click.echo("[the text begins again: the job's worker was lost, or the job is retried]", err=True)
     finally:
         click.echo()
     click.echo(_summary(ticket.result(timeout_s=0)), err=True)
+
+
+def _answer(text: str) -> str:
+    """A generated text. It goes to a file or another program as it is."""
+    return printable(text, lines=True) if sys.stdout.isatty() else text
 
 
 def _summary(generated: GenerationResult) -> str:

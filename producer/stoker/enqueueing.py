@@ -6,7 +6,6 @@ whether the job is there and has the same request. The transaction also watches 
 one of them ended unnoticed, the new job would wait for ever.
 """
 
-import json
 from typing import Any, Final
 
 from redis.exceptions import RedisError, WatchError
@@ -17,7 +16,8 @@ from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.errors import DuplicateJob, JobNotFound, StokerError
-from stoker_shared.job_data import unpacked
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.request import build_request, request_digest
 from stoker_shared.wire import REQUEST_KWARG, TASK_PATH
 
@@ -119,7 +119,7 @@ def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]
 def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
     """Whether request and queue are the same; the job's times and its place in the queue do not matter."""
     try:
-        function, _, _, kwargs = json.loads(unpacked(data or b""))
+        function, _, _, kwargs = read_json(unpacked(data or b""), MAX_DATA_BYTES)
         theirs = kwargs[REQUEST_KWARG]
         ours, queues = job.payload, {queue}
         if ours.get("route") and theirs.get("route"):  # it goes by what was known of the models when it was made

@@ -5,20 +5,19 @@ transfer the request (up to megabytes), and works for jobs of any client in any 
 """
 
 import json
-import zlib
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from rq.job import Job, JobStatus
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_REASON_BYTES, MAX_RESULT_BYTES, unpacked
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 
@@ -144,7 +143,7 @@ class JobRecord:
         if fields is None:
             raise JobNotFound(self.job_id, "finished, but its result has expired")
         try:
-            return read(json.loads(without_packing(b64decode(fields[b"return_value"]))))
+            return read(json.loads(unpacked(b64decode(fields[b"return_value"]), MAX_RESULT_BYTES)))
         except (KeyError, ValueError, RecursionError, ValidationError):
             raise JobFailed(self.job_id, f"UnreadableResult: it did not return {expected}") from None
 
@@ -181,8 +180,8 @@ class Ended:
 def fields_of(meta: bytes) -> dict[str, Any]:
     """A job's `meta`; empty if it is not a JSON object."""
     try:
-        fields = from_json(meta)
-    except ValueError:  # empty, or a pickle
+        fields = read_json(meta)
+    except (ValueError, RecursionError):  # empty, a pickle, or too large
         return {}
     return fields if isinstance(fields, dict) else {}
 
@@ -197,11 +196,4 @@ def progress_in(fields: dict[str, Any]) -> JobProgress | None:
 
 
 def _failure_text(data: bytes) -> str:
-    return without_packing(data).decode(errors="replace")
-
-
-def without_packing(data: bytes) -> bytes:
-    """The data of a result, uncompressed: some producers let the worker compress it (`FIELD_PACKED`)."""
-    with suppress(zlib.error):
-        return zlib.decompress(data)
-    return data
+    return unpacked(data, MAX_REASON_BYTES).decode(errors="replace")

@@ -25,6 +25,7 @@ from stoker.producer import Producer
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.help_layout import LaidOutCommand, examples
+from stoker_shared.printable import printable
 
 EVERY_S: Final = 1.0
 
@@ -69,7 +70,7 @@ def _texts(producer: Producer) -> Iterator[str]:
         try:
             yield overview_text(producer.overview())
         except RedisUnavailable as error:
-            yield f"{error}"
+            yield printable(str(error), lines=True)
         time.sleep(EVERY_S)
 
 
@@ -100,7 +101,7 @@ def overview_text(now: Overview) -> str:
         parts.append(JOBS_HIDDEN)
     elif now.slowest:
         parts.append(f"running the longest:\n{job_table(now.slowest).text()}")
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts), lines=True)
 
 
 def _status_line(now: TicketStatus) -> str:
@@ -113,4 +114,4 @@ def _status_line(now: TicketStatus) -> str:
         parts.append(now.stage)
     if now.tokens:
         parts.append(f"{now.tokens} tokens so far, {now.tokens_per_s:g} a second")
-    return ", ".join(parts) + (f"; {now.warning}" if now.warning else "")
+    return printable(", ".join(parts) + (f"; {now.warning}" if now.warning else ""))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stoker_shared.printable import printable
+
 
 @dataclass(frozen=True)
 class Table:
@@ -14,7 +16,7 @@ class Table:
 
     def text(self) -> str:
         """Lines with columns two spaces apart, the heading in capitals. Control characters are escaped."""
-        rows = [[name.upper() for name in self.heading], *([_visible(cell) for cell in row] for row in self.rows)]
+        rows = [[name.upper() for name in self.heading], *([printable(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
@@ -34,9 +36,3 @@ def duration(seconds: float | None) -> str:
         if seconds < until:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
-
-
-def _visible(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

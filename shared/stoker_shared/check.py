@@ -8,7 +8,9 @@ from stoker_shared.message import as_tuple
 from stoker_shared.pattern import NoPattern, require_pattern
 from stoker_shared.result import FinishReason
 
-_Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=64), BeforeValidator(as_tuple)]
+_Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=64, fail_fast=True), BeforeValidator(as_tuple)
+]
 
 
 class Check(BaseModel):
@@ -31,7 +33,9 @@ class Check(BaseModel):
     contains: _Texts = ()
     forbids: _Texts = ()
     min_mean_logprob: Annotated[float, Field(le=0.0)] | None = None
-    finish_reason: Annotated[tuple[FinishReason, ...], BeforeValidator(as_tuple)] = ()
+    finish_reason: Annotated[
+        tuple[FinishReason, ...], Field(max_length=8, fail_fast=True), BeforeValidator(as_tuple)
+    ] = ()
 
     @model_validator(mode="after")
     def _checks_something(self) -> Self:

@@ -80,7 +80,7 @@ class Guide(BaseModel):
     choice: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
-            Field(min_length=1, max_length=MOST_CHOICES),
+            Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True),
             BeforeValidator(_as_tuple),
         ]
         | None

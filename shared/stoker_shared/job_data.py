@@ -1,4 +1,4 @@
-"""A job's `data` as RQ stores it. Owns its size limit and its compression; no I/O."""
+"""What RQ stores compressed: a job's `data`, results, reasons. Owns the size limits and the unpacking; no I/O."""
 
 import zlib
 from typing import Final
@@ -8,10 +8,22 @@ from stoker_shared.wire import MAX_REQUEST_BYTES
 MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
 """The request plus RQ's frame around it, uncompressed."""
 
+MAX_RESULT_BYTES: Final = 2**29
+"""As much as Redis takes in one value, so as much as a result could have without compression."""
 
-def unpacked(data: bytes) -> bytes:
-    """The data uncompressed, cut off one byte over the limit. RQ compresses it; clients in other languages need not."""
+MAX_REASON_BYTES: Final = 2**20
+"""Of the text that a failure left, which can be a traceback."""
+
+
+def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
+    """The data uncompressed, cut off one byte over the limit: a kilobyte may unpack to a megabyte.
+
+    RQ compresses it; clients in other languages need not. What is no whole zlib stream is returned as it is.
+    """
+    unpacking = zlib.decompressobj()
     try:
-        return zlib.decompressobj().decompress(data, MAX_DATA_BYTES + 1)
+        text = unpacking.decompress(data, at_most + 1)
     except zlib.error:
-        return bytes(data)
+        return bytes(data[: at_most + 1])
+    is_whole = unpacking.eof or len(text) > at_most
+    return text if is_whole else bytes(data[: at_most + 1])

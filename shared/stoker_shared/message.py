@@ -1,11 +1,13 @@
 """A chat message of a request. Pure; both sides use it."""
 
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stoker_shared.sdk_message import plain_message
+
+_MOST_TOOL_CALLS: Final = 1_000
 
 
 def as_tuple(value: object) -> object:
@@ -29,7 +31,12 @@ class Message(BaseModel):
     content: str | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] | None = None
+    tool_calls: (
+        Annotated[
+            tuple[dict[str, Any], ...], Field(max_length=_MOST_TOOL_CALLS, fail_fast=True), BeforeValidator(as_tuple)
+        ]
+        | None
+    ) = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")

@@ -6,7 +6,6 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 
 import hashlib
 import json
-import unicodedata
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -15,20 +14,25 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from stoker_shared.check import Check
 from stoker_shared.constraints import Guide, NamedTool, ResponseFormat, ToolChoice, with_text_keys
 from stoker_shared.errors import InvalidRequest, RequestTooLarge
+from stoker_shared.foreign_json import require_bounds
+from stoker_shared.job_data import MAX_DATA_BYTES
 from stoker_shared.message import Message, as_tuple
-from stoker_shared.route import Step
+from stoker_shared.printable import printable
+from stoker_shared.route import ModelName, Step
 from stoker_shared.trust import TaskLabel
 from stoker_shared.validation import is_plain_json, validated
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
+MOST_MESSAGES: Final = 10_000
+MOST_TOOLS: Final = 1_000
+_MOST_TEMPLATE_KWARGS: Final = 100
+_IN_RQS_FRAME: Final = b'["",null,[],{"":%b}]'
 _FREE_FORM_FIELDS = ("messages", "tools", "chat_template_kwargs", "metadata", "response_format", "guide", "check")
-_JOINERS = "\u200c\u200d"  # zero-width joiners are format characters, yet half of all emoji are built with them
 
 
-def _printable(value: str) -> str:
-    for character in value:
-        if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and character not in _JOINERS:
-            raise ValueError(f"must hold printable characters only, found {character!r}")
+def _is_printable(value: str) -> str:
+    if (found := next((character for character in value if printable(character) != character), None)) is not None:
+        raise ValueError(f"must hold printable characters only, found {found!r}")
     return value
 
 
@@ -37,7 +41,7 @@ Access = Literal["write", "read", "none"]
 other readers, after the writes enqueued before it and before those enqueued after it. `none`: no order: the job has no
 agent, or does not touch the memory."""
 
-AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_is_printable)]
 """1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
@@ -53,7 +57,10 @@ class GenerationRequest(BaseModel):
     v: Annotated[int, Field(ge=1)] = 1
     agent_id: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[tuple[Message, ...], BeforeValidator(as_tuple)] | None = None
+    messages: (
+        Annotated[tuple[Message, ...], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(as_tuple)]
+        | None
+    ) = None
     context: Literal["full", "append"] = "full"
     expect_version: Annotated[int, Field(ge=0)] | None = None
     must_exist: bool = False
@@ -66,10 +73,10 @@ class GenerationRequest(BaseModel):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16), BeforeValidator(as_tuple)
+        tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16, fail_fast=True), BeforeValidator(as_tuple)
     ] = ()
     stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64), BeforeValidator(as_tuple)
+        tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64, fail_fast=True), BeforeValidator(as_tuple)
     ] = ()
     ignore_eos: bool = False
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
@@ -88,16 +95,19 @@ class GenerationRequest(BaseModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs_start: Annotated[int, Field(ge=0)] = 0
-    tools: Annotated[tuple[dict[str, Any], ...], BeforeValidator(as_tuple)] | None = None
+    tools: (
+        Annotated[tuple[dict[str, Any], ...], Field(max_length=MOST_TOOLS, fail_fast=True), BeforeValidator(as_tuple)]
+        | None
+    ) = None
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     guide: Guide | None = None
     max_reasoning_tokens: Annotated[int, Field(ge=0)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_TEMPLATE_KWARGS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    model: Annotated[str, Field(min_length=1)] | None = None
+    model: ModelName | None = None
     check: Check | None = None
-    route: Annotated[tuple[Step, ...], Field(max_length=8), BeforeValidator(as_tuple)] = ()
+    route: Annotated[tuple[Step, ...], Field(max_length=8, fail_fast=True), BeforeValidator(as_tuple)] = ()
     max_cost_s: Annotated[float, Field(gt=0.0)] | None = None
     task: TaskLabel | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
@@ -184,7 +194,7 @@ class GenerationRequest(BaseModel):
         `WORKERS_DEFAULTS` that were set, and the lowest `v` that has all of them.
 
         Raises:
-            RequestTooLarge: it is over ``MAX_REQUEST_BYTES`` as UTF-8 JSON.
+            RequestTooLarge: as UTF-8 JSON it is over ``MAX_REQUEST_BYTES``, or has more than a worker reads.
             InvalidRequest: a value is nested too deeply to be written.
         """
         try:
@@ -195,9 +205,10 @@ class GenerationRequest(BaseModel):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
         payload = {"v": self._lowest_version(fields), **fields}
-        size = len(json.dumps(payload, ensure_ascii=False).encode())
-        if size > MAX_REQUEST_BYTES:
-            raise RequestTooLarge(f"the request is {size} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
+        text = json.dumps(payload, ensure_ascii=False).encode()
+        if len(text) > MAX_REQUEST_BYTES:
+            raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
+        require_bounds(_IN_RQS_FRAME % text, MAX_DATA_BYTES)
         return payload
 
     def _lowest_version(self, fields: Collection[str]) -> int:

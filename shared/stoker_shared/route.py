@@ -9,6 +9,8 @@ from stoker_shared.result import Attempt
 
 _Seconds = Annotated[float, Field(ge=0.0)]
 
+ModelName = Annotated[str, Field(min_length=1, max_length=1000)]
+
 
 class Step(BaseModel):
     """One model of a job's route.
@@ -21,8 +23,8 @@ class Step(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: Annotated[str, Field(min_length=1)]
-    queue: Annotated[str, Field(min_length=1)]
+    model: ModelName
+    queue: Annotated[str, Field(min_length=1, max_length=1000)]
     prompt_token_s: _Seconds | None = None
     token_s: _Seconds | None = None
 

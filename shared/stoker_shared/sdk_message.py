@@ -19,6 +19,9 @@ _MUST_BE_EMPTY: Final = {
 }
 
 
+_MOST_PARTS: Final = 10_000
+
+
 def plain_message(fields: Any) -> Any:
     """The fields of a message, with its text in one string and without fields that repeat it; other values unchanged.
 
@@ -38,6 +41,8 @@ def plain_message(fields: Any) -> Any:
         del message["tool_calls"]
     content = message.get("content")
     if isinstance(content, list | tuple):
+        if len(content) > _MOST_PARTS:
+            raise ValueError(f"'content' has {len(content)} parts, the limit is {_MOST_PARTS}")
         # Joined without separators, as mlx-lm's server does, and templates that take a list.
         content = message["content"] = "".join(_text_of(part) for part in content)
     refusal = message.pop("refusal", None)

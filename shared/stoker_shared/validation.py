@@ -7,9 +7,11 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from stoker_shared.errors import InvalidRequest, RequestVersionTooNew
+from stoker_shared.printable import printable
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _MAX_PROBLEMS_SHOWN: Final = 8
+_MAX_PROBLEMS_READ: Final = 1000  # pydantic makes a dict of each
 _IN_OUR_WORDS: Final = {
     "extra_forbidden": "there is no such field",
     "model_type": "must be an object",  # pydantic names a Python class
@@ -36,6 +38,8 @@ def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_versio
 
 def _problems_of(error: ValidationError) -> str:
     """One line with each problem as `field: message`, without the input: errors must not quote prompts."""
+    if error.error_count() > _MAX_PROBLEMS_READ:
+        return f"there are {error.error_count()} problems with it, too many to name them"
     problems = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field = ".".join(_shown(part) for part in problem["loc"])
@@ -48,8 +52,7 @@ def _problems_of(error: ValidationError) -> str:
 
 def _shown(name: int | str) -> str:
     """A field's name, fit for one short line: an unknown field may have any name."""
-    text = str(name)
-    return (text if text.isprintable() else ascii(text))[:64]
+    return printable(str(name))[:64]
 
 
 def is_plain_json(value: object) -> bool:

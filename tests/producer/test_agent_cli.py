@@ -92,6 +92,14 @@ def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
     assert "AgentNotFound: there is no agent 'a'" in err
 
 
+def test_what_a_worker_tells_of_an_agent_gives_the_terminal_no_orders(stoker, requests):
+    _, answers = requests
+    answers += [{**INFO, "last_used": "\x1b[2J\nstate  fine"}]
+    code, out, _ = stoker("agent", "info", "a")
+    assert code == 0
+    assert r"last used \x1b[2J\nstate  fine" in out
+
+
 def test_info_of_an_unknown_agent_is_exit_code_1(stoker, requests):
     _, answers = requests
     answers += [{**BASE, "agent_id": "nobody", "action": "info", "exists": False}] * 2

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import tracemalloc
+import zlib
 
 import pytest
 from fakeredis import FakeRedis
@@ -144,6 +146,22 @@ def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(produc
     connection.xadd("rq:results:polyglot", {"type": 2, "exc_string": error})
     with pytest.raises(JobFailed, match="TemplateError: uncompressed"):
         producer.result("polyglot")
+
+
+def test_what_would_unpack_to_gigabytes_costs_a_producer_little(ticket, worker, connection):
+    bomb = zlib.compress(bytes(2**28))
+    worker.fail(ticket.job_id, "old")
+    many = b"[" + b"[]," * 5_000_000 + b"0]"
+    connection.hset(f"rq:job:{ticket.job_id}", mapping={"meta": many, "exc_info": bomb})
+    connection.xadd(f"rq:results:{ticket.job_id}", {"type": 2, "exc_string": base64.b64encode(bomb)})
+    tracemalloc.start()
+    try:
+        assert ticket.status().state == "failed"
+        with pytest.raises(JobFailed):
+            ticket.result()
+        assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_status_tells_the_place_in_the_queue_then_worker_and_tokens_then_the_end(producer, worker):

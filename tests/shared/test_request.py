@@ -1,5 +1,7 @@
 """Valid and invalid requests, and the messages of refusals."""
 
+import tracemalloc
+
 import pytest
 
 from stoker_shared import GenerationRequest, build_request
@@ -91,7 +93,7 @@ def test_a_field_name_that_is_not_printable_still_gives_one_printable_line():
 
 def test_a_thousand_problems_are_not_a_thousand_lines():
     with pytest.raises(InvalidRequest, match="and 992 more"):
-        build_request({"agent_id": "a", "messages": [{}] * 1000})
+        build_request({"agent_id": "a", "prompt": "x", **{f"field{i}": 0 for i in range(1000)}})
 
 
 @pytest.mark.parametrize("agent_id", ["../../etc/passwd", "a/b", ".", "🦊", "👩‍💻", " spaces ", "x" * 200, "日本語"])
@@ -147,6 +149,53 @@ def test_a_prompt_of_fifty_megabytes_is_too_large():
     request = build_request({"agent_id": "a", "prompt": "x" * 50_000_000})
     with pytest.raises(RequestTooLarge, match=str(MAX_REQUEST_BYTES)):
         request.as_payload()
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER] * 10_001},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10_001}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 1001}]},
+        {"messages": [USER], "tools": [{}] * 1001},
+        {"messages": [USER], "chat_template_kwargs": {f"a{i}": 0 for i in range(101)}},
+        {"prompt": "x", "check": {"finish_reason": ["stop"] * 9}},
+        {"prompt": "x", "model": "x" * 1001},
+    ],
+)
+def test_a_request_holds_so_much_and_no_more(fields):
+    with pytest.raises(InvalidRequest, match=r"at most|limit"):
+        build_request(fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"field{i}": 0 for i in range(150_000)},
+        {"messages": [{**USER, **{f"field{i}": 0 for i in range(150_000)}}]},
+        {"messages": [0] * 200_000},
+        {"prompt": "x", "metadata": dict.fromkeys(map(str, range(150_000)), 0)},
+    ],
+)
+def test_a_request_with_very_many_problems_is_refused_in_little_memory(fields):
+    """pydantic's list of 150,000 problems, each as a dict, takes 130 MB and seconds."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as error:
+            build_request(fields)
+        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("tool", [{"enum": [0] * 200_000}, nested(98)], ids=["values", "levels"])
+def test_producers_refuse_a_tool_that_workers_would_not_read(tool):
+    with pytest.raises(RequestTooLarge, match="more than"):
+        build_request({**WITH_MESSAGES, "tools": [tool]}).as_payload()
 
 
 def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():

@@ -30,6 +30,7 @@ from stoker.driver import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
+from stoker_shared.printable import printable
 
 SOME_FAILED: Final = 3
 NOT_ALL: Final = 4
@@ -115,7 +116,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
 
     def report(line: str) -> None:
         if not as_json:
-            click.echo(line, err=True)
+            click.echo(printable(line, lines=True), err=True)
 
     with _server(url) as connection, or_usage_error(lambda: InputFile(source)) as lines:
         planned, feeder = plan(connection, source, lines, options)
@@ -200,6 +201,6 @@ def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: 
         click.echo(json.dumps({**counts, "left": left, "causes": output.causes.counts, **checked}))
     else:
         if output.attempts.models:
-            click.echo(output.attempts.text(), err=True)
-        click.echo(text, err=True)
+            click.echo(printable(output.attempts.text(), lines=True), err=True)
+        click.echo(printable(text), err=True)
     context.exit(NOT_ALL if left else SOME_FAILED if n_failed else 0)

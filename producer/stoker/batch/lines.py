@@ -3,7 +3,6 @@
 A bad line never stops a batch: its answer is an error with the line's number.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +11,7 @@ from stoker.openai.failures import field_of
 from stoker.openai.fields import RULES, request_fields
 from stoker.openai.rule import BodyOptions, FieldRefused
 from stoker_shared.errors import RequestError, RequestTooLarge
+from stoker_shared.foreign_json import read_json
 from stoker_shared.request import GenerationRequest, build_request
 
 MAX_LINE_BYTES: Final = 64 * 2**20
@@ -94,9 +94,11 @@ def _object_of(number: int, raw: bytes) -> tuple[Mapping[str, Any], str | None]:
     if len(raw) > MAX_LINE_BYTES:
         raise BadLine(number, None, "invalid_json_line", f"over {MAX_LINE_BYTES} bytes")
     try:
-        fields = json.loads(raw)
+        fields = read_json(raw, MAX_LINE_BYTES)
     except UnicodeDecodeError:
         raise BadLine(number, None, "invalid_json_line", "not UTF-8 text") from None
+    except RequestTooLarge as error:
+        raise BadLine(number, None, "request_too_large", str(error)) from None
     except (ValueError, RecursionError):
         raise BadLine(number, None, "invalid_json_line", "not JSON") from None
     if not isinstance(fields, dict):

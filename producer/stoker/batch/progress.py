@@ -12,6 +12,7 @@ from typing import Final, Self
 import click
 
 from stoker.batch.collecting import Tally
+from stoker_shared.printable import printable
 
 _LINE_EVERY_S: Final = 5.0
 _DRAW_EVERY_S: Final = 0.2
@@ -45,7 +46,7 @@ class Progress:
         """Print a line that is not overwritten."""
         if not self._quiet:
             self._erase()
-            click.echo(line, err=True)
+            click.echo(printable(line, lines=True), err=True)
 
     def show(self, n_succeeded: int, n_failed: int, note: str | None = None) -> None:
         """Show the counts, at most a few times a second.

@@ -14,6 +14,7 @@ from stoker.driver import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
+from stoker_shared.printable import printable
 
 _job = options_under("Jobs")
 
@@ -68,7 +69,7 @@ def ls(url: str, as_json: bool) -> None:
     with or_usage_error(lambda: open_connection(url)) as connection:
         records = [carry_out(connection, read_record(name)) for name in carry_out(connection, all_batches())]
         found = [(record, carry_out(connection, status_of(record))) for record in records if record is not None]
-    lines = "\n".join(f"{record.batch}  {_as_line(record, now)}" for record, now in found)
+    lines = "\n".join(printable(f"{record.batch}  {_as_line(record, now)}") for record, now in found)
     show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
 
 

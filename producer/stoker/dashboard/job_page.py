@@ -3,17 +3,17 @@
 from typing import Final
 
 from flask import Flask
-from pydantic_core import from_json
 from redis import Redis
 from rq.job import Job
 
 from stoker.dashboard.pages import page
 from stoker.driver import run
-from stoker.job_record import without_packing
 from stoker.operations import Operation, ask
 from stoker.overview_tables import DEAD, rate_text
 from stoker.presence import is_ours, live_workers
 from stoker.ticket_status import TicketStatus, status_of
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.wire import REQUEST_KWARG
 
 _LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"
@@ -59,7 +59,7 @@ def _state(status: TicketStatus) -> str:
 
 def _agent(data: bytes) -> str | None:
     try:
-        *_, kwargs = from_json(without_packing(data))
+        *_, kwargs = read_json(unpacked(data), MAX_DATA_BYTES)
         agent = kwargs[REQUEST_KWARG]["agent_id"]
     except (ValueError, TypeError, KeyError):  # not a job of stoker's
         return None

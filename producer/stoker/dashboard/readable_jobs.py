@@ -2,8 +2,10 @@
 
 import json
 import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from flask import Flask
 from redis import Redis
@@ -15,7 +17,15 @@ from rq.serializers import JSONSerializer
 from rq.utils import as_text
 from rq_dashboard import web
 
-from stoker.job_record import without_packing
+from stoker_shared.foreign_json import is_within_bounds
+from stoker_shared.job_data import MAX_DATA_BYTES, MAX_REASON_BYTES, MAX_RESULT_BYTES, unpacked
+
+_FITS: Final[Mapping[bytes, Callable[[bytes], bool]]] = {
+    b"data": lambda value: len(unpacked(value, MAX_DATA_BYTES)) <= MAX_DATA_BYTES,
+    b"exc_info": lambda value: len(unpacked(value, MAX_REASON_BYTES)) <= MAX_REASON_BYTES,
+    b"meta": is_within_bounds,
+}
+"""RQ unpacks and reads these, to gigabytes if need be."""
 
 
 def read_jobs_of_any_client() -> None:
@@ -50,8 +60,9 @@ class _ReadableJob(Job):
         RQ, as of 3.0.0, refuses texts that are not UTF-8, and times in any form but its own; rq-dashboard 0.9.0 lets
         that end the page that lists the job.
         """
+        too_long = {name for name, fits in _FITS.items() if not fits(raw_data.get(name, b""))}
         try:
-            super().restore(raw_data)
+            super().restore({**raw_data, **dict.fromkeys(too_long, b"<too long to be shown>")})
         except NoSuchJobError:
             raise
         except Exception as error:  # RQ even asserts
@@ -80,9 +91,19 @@ class _ReadableJob(Job):
         rq-dashboard, since 0.8.1, lets one result that cannot be read end the page.
         """
         try:
-            return Result.fetch_latest(self, serializer=_RemarkSerializer, timeout=timeout)
+            return _ReadableResult.fetch_latest(self, serializer=_RemarkSerializer, timeout=timeout)
         except (ValueError, KeyError, zlib.error):
             return None
+
+
+class _ReadableResult(Result):
+    @classmethod
+    def restore(cls, job_id: str, result_id: str, payload: dict[Any, Any], *args: Any, **others: Any) -> Result:
+        """With as much of a failure's text as can be shown."""
+        if reason := payload.get(b"exc_string"):
+            text = unpacked(b64decode(reason), MAX_REASON_BYTES)
+            payload = {**payload, b"exc_string": b64encode(zlib.compress(text))}
+        return super().restore(job_id, result_id, payload, *args, **others)
 
 
 class _ReadableQueue(Queue):
@@ -113,7 +134,7 @@ class _RemarkSerializer:
     @staticmethod
     def loads(data: bytes) -> Any:
         try:
-            return json.loads(without_packing(data))
+            return json.loads(unpacked(data, MAX_RESULT_BYTES))
         except (ValueError, RecursionError):
             return _remark(data)
 

@@ -6,6 +6,9 @@ import json
 import re
 import threading
 import time
+import tracemalloc
+import zlib
+from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
@@ -139,6 +142,25 @@ def test_jobs_that_rq_cannot_read_break_no_page(page, producer, connection):
     for job_id in jobs:
         page(f"/0/data/job/{job_id}.json")
         page(f"/0/view/job/{job_id}")
+
+
+def test_what_would_unpack_to_gigabytes_is_not_unpacked_for_a_page(page, producer, connection):
+    page("/0/view/jobs")  # what is loaded once
+    bomb, many = zlib.compress(bytes(2**28)), b"[" + b"[]," * 5_000_000 + b"0]"
+    for name, value in (("data", bomb), ("exc_info", bomb), ("meta", many), ("exc_string", bomb)):
+        job_id = producer.submit(prompt="x").job_id
+        if name == "exc_string":
+            connection.xadd(f"rq:results:{job_id}", {"type": 2, name: b64encode(value)})
+        else:
+            connection.hset(f"rq:job:{job_id}", name, value)
+        tracemalloc.start()
+        try:
+            page("/0/data/jobs/generate/queued/8/asc/1.json")
+            page(f"/0/data/job/{job_id}.json")
+            page(f"/0/view/job/{job_id}")
+            assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_key_that_is_no_queues_breaks_no_list_of_queues(page, producer, connection):

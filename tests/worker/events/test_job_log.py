@@ -50,6 +50,20 @@ def test_a_finished_job_is_one_line_of_text(logged):
     )
 
 
+def test_a_name_in_a_message_makes_no_line_of_its_own_and_gives_no_orders(logged):
+    out = logged()
+    log = logging.getLogger("stoker_worker")
+    log.warning("queue %s", "q\n2026-01-01 00:00:00,000 I MainThread stopped\x1b[2J\x9b\u202e")
+    try:
+        raise ValueError("\x1b[2J")
+    except ValueError:
+        log.exception("broken")
+    message, *traceback = out.getvalue().splitlines()
+    assert message.endswith(r"queue q\n2026-01-01 00:00:00,000 I MainThread stopped\x1b[2J\x9b\u202e")
+    assert len(traceback) > 3
+    assert traceback[-1] == r"ValueError: \x1b[2J"
+
+
 def test_in_the_journal_each_line_of_text_has_its_priority(logged, monkeypatch, tmp_path):
     with (tmp_path / "journal").open("w+") as journal, (tmp_path / "other").open("w") as other:
         seen = os.fstat(journal.fileno())

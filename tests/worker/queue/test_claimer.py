@@ -304,7 +304,7 @@ def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(conn
 
 
 def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.queue_view._MAX_DATA_BYTES", 1000)
+    monkeypatch.setattr("stoker_worker.queue.queue_view._AT_ONCE_BYTES", 1000)
     names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
     for name in names:
         request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}

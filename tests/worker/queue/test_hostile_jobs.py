@@ -105,6 +105,17 @@ def test_any_value_in_any_field_costs_one_job_and_no_other(connection, queue, en
     assert sum(len(record.getMessage()) for record in caplog.records) < 1000 * len(bad)
 
 
+@pytest.mark.parametrize("name", ["junk", "data", "meta", "created_at", "stoker_tried", "description"])
+def test_a_field_of_many_megabytes_is_not_read(connection, queue, enqueue, name):
+    enqueue("bad", {name: b"[" + bytes(40_000_000) + b"]"})
+    enqueue("good")
+    before = connection.info("stats")["total_net_output_bytes"]
+    finished = play(queue, connection)
+    assert connection.info("stats")["total_net_output_bytes"] - before < 2**20
+    assert set(finished) == ({"good", "bad"} if name == "junk" else {"good"})
+    check_that_all_ended(connection, ["bad", "good"])
+
+
 @pytest.mark.parametrize(("name", "value"), [("dependency_ids", "5"), ("timeout", "1e300"), ("failure_ttl", "9" * 17)])
 def test_the_reason_names_the_field_and_a_retry_is_not_used_for_it(connection, queue, producer, enqueue, name, value):
     enqueue("bad", {name: value, "retries_left": 3})

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 import zlib
 
 import pytest
@@ -72,7 +73,6 @@ def test_pickles_in_a_jobs_other_fields_are_not_loaded_either(field):
         (b"[1, 2]", "JSON form"),
         (b"{}", "JSON form"),
         (b"\xff\xfe", "JSON form"),
-        (b"[" * 100_000, "JSON form"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,6 +92,48 @@ def test_a_payload_that_would_unpack_to_gigabytes_is_refused_unread():
     assert len(bomb) < 100_000
     with pytest.raises(RequestTooLarge):
         restored(bomb).read_request()
+
+
+@pytest.mark.parametrize("pack", [bytes, zlib.compress])
+@pytest.mark.parametrize(
+    "messages",
+    [b"[" + b"0," * 8_380_000 + b"0]", b"[" * 100_000, b"[" + b"{}," * 5_000_000 + b"0]"],
+    ids=["zeros", "nested", "empty objects"],
+)
+def test_millions_of_values_are_refused_before_they_are_built(messages, pack):
+    """Kilobytes when compressed, gigabytes as Python's objects."""
+    data = pack(b'["%s",null,[],{"request":{"messages":%b}}]' % (TASK_PATH.encode(), messages))
+    job = restored(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestTooLarge, match="more than"):
+            job.read_request()
+        assert hint_in(data).use == UNUSED
+        assert tracemalloc.get_traced_memory()[1] < 120 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("field", ["meta", "dependency_ids", "retry_intervals", "webhooks", "stoker_tried"])
+def test_other_fields_with_millions_of_values_are_not_built_either(field):
+    value = b"[" + b"[]," * 4_000_000 + b"0]"
+    tracemalloc.start()
+    try:
+        restored(payload(), created_at=b"now", **{field: b"now " * (field == "stoker_tried") + value})
+        assert tracemalloc.get_traced_memory()[1] < 80 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("field", ["exc_info", "result"])
+def test_what_an_earlier_run_left_is_not_unpacked(field):
+    bomb = zlib.compress(bytes(2**26))
+    tracemalloc.start()
+    try:
+        assert restored(payload(), **{field: bomb}).read_request().agent_id == "a"
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_stored_bytes_that_cannot_be_read_are_kept_unchanged():

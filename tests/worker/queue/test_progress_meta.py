@@ -97,6 +97,15 @@ def test_a_meta_that_cannot_hold_progress_is_left_unchanged(connection, producer
     assert connection.hget(f"rq:job:{job_id}", "meta") == meta
 
 
+def test_a_meta_of_megabytes_is_not_read_twice_a_second(connection, producer, queue):
+    job_id = submit(producer)
+    (_job,) = claim(queue)
+    connection.hset(f"rq:job:{job_id}", "meta", json.dumps({"mine": "x" * 2**22}))
+    before = connection.info("stats")["total_net_output_bytes"]
+    assert queue.withdrawn({job_id: SequenceProgress("decode", 7, 3.0)}) == []
+    assert connection.info("stats")["total_net_output_bytes"] - before < 100_000
+
+
 def test_progress_never_overwrites_a_newer_meta_of_the_producer(connection, producer, queue, monkeypatch):
     job_id = submit(producer)
     (_job,) = claim(queue)
@@ -117,4 +126,4 @@ def test_unchanged_progress_is_not_written_again(connection, producer, queue):
     for tokens, calls in ((1, 1), (1, 0), (2, 1)):
         connection.config_resetstat()
         queue.withdrawn({job_id: SequenceProgress("decode", tokens, 3.0)})
-        assert connection.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"] == calls
+        assert connection.info("commandstats").get("cmdstat_hset", {"calls": 0})["calls"] == calls

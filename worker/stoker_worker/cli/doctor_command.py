@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
+from stoker_shared.printable import printable
 from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line
 from stoker_worker.cli.run_settings import settings_of
 
@@ -69,9 +70,9 @@ def _examined(settings: "WorkerSettings", file: Path | None, *, as_json: bool) -
 
 def _print(name: str, finding: "Finding") -> None:
     status = click.style(f"{finding.status:<4}", fg=_COLOURS[finding.status])
-    click.echo(f"{status}  {name:<{_NAME_WIDTH}} {finding.line}")
+    click.echo(f"{status}  {name:<{_NAME_WIDTH}} {printable(finding.line, lines=True)}")
     if finding.advice:
-        click.echo(f"{'':<{_NAME_WIDTH + 6}} -> {finding.advice}")
+        click.echo(f"{'':<{_NAME_WIDTH + 6}} -> {printable(finding.advice, lines=True)}")
 
 
 def _print_end(report: "Report", file: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import IO, Any
 import click
 
 from stoker_shared.errors import StokerError
+from stoker_shared.printable import printable
 from stoker_worker.cli.journal import is_journal, prefixed
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
@@ -50,5 +51,5 @@ class _ErrorLine(click.ClickException):
     """In the journal, an error by its priority too: it is the line that tells why a service does not start."""
 
     def show(self, file: IO[Any] | None = None) -> None:
-        line = f"Error: {self.format_message()}"
+        line = printable(f"Error: {self.format_message()}", lines=True)
         click.echo(prefixed(line, logging.ERROR) if is_journal() else line, file=file, err=True)

@@ -4,7 +4,9 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
+from stoker_shared.printable import printable
 from stoker_worker.cli.journal import is_journal, prefixed
 from stoker_worker.events.job_log import FIELDS
 from stoker_worker.settings import WorkerSettings
@@ -15,7 +17,7 @@ CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")
 def configure_logging(settings: WorkerSettings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = settings.log_format == "json"
-    text_line = _JournalLine if is_journal() else logging.Formatter
+    text_line = _JournalLine if is_journal() else _TextLine
     handler.setFormatter(
         _JsonLine() if is_json else text_line("%(asctime)s %(levelname).1s %(threadName)-10s %(message)s")
     )
@@ -26,7 +28,17 @@ def configure_logging(settings: WorkerSettings) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-class _JournalLine(logging.Formatter):
+class _TextLine(logging.Formatter):
+    """A message is one line, whatever the names in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return printable(super().formatException(ei), lines=True)
+
+
+class _JournalLine(_TextLine):
     def format(self, record: logging.LogRecord) -> str:
         return prefixed(super().format(record), record.levelno)
 

@@ -16,6 +16,7 @@ import click
 
 from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import StokerError
+from stoker_shared.printable import printable
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 
@@ -36,7 +37,7 @@ def command(run: Callable[..., None]) -> click.Command:
         except (StokerError, OSError, ModuleNotFoundError) as error:
             message = _MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)
             if not as_json:
-                raise click.ClickException(f"{type(error).__name__}: {message}") from error
+                raise click.ClickException(printable(f"{type(error).__name__}: {message}", lines=True)) from error
             click.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
             sys.exit(1)
 
@@ -52,4 +53,4 @@ def command(run: Callable[..., None]) -> click.Command:
 
 def say(as_json: bool, values: dict[str, Any], words: str) -> None:
     """Print the result of a command: `values` as JSON, or `words`."""
-    click.echo(json.dumps(values) if as_json else words)
+    click.echo(json.dumps(values) if as_json else printable(words, lines=True))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stoker_shared.errors import AgentNotFound
+from stoker_shared.printable import printable
 from stoker_worker.cli.memory_command import command
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def verify(store: Path, as_json: bool) -> None:
         for problem in verify_store(parts):
             problems.append(problem)
             if not as_json:
-                click.echo(problem)
+                click.echo(printable(problem))
     if as_json:
         click.echo(json.dumps({"problems": problems}))
     elif not problems:

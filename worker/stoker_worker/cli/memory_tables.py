@@ -1,4 +1,4 @@
-"""Prints the tables of the `memory` commands. Control characters in texts of a store never reach the terminal."""
+"""Prints the tables of the `memory` commands. A model may have written what is in them."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.cells import cell_len
 from rich.filesize import decimal
+
+from stoker_shared.printable import printable
 
 if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_shared.message import Message
@@ -83,10 +85,10 @@ def print_conversation(transcript: "Transcript | None") -> None:
         click.echo("(it cannot be read)")
         return
     for message in transcript.messages or ():
-        click.secho(f"\n[{_plain(message.role)}]", bold=True)
-        click.echo(_plain(_said(message)))
+        click.secho(f"\n[{printable(message.role)}]", bold=True)
+        click.echo(printable(_said(message), lines=True))
     if transcript.text is not None:
-        click.echo(f"\n{_plain(transcript.text)}")
+        click.echo(f"\n{printable(transcript.text, lines=True)}")
 
 
 def _said(message: "Message") -> str:
@@ -117,11 +119,4 @@ def _print_lines(lines: Sequence[Sequence[object]], at_least: Sequence[int]) -> 
 
 
 def _cell(value: object) -> str:
-    return "-" if value is None else _plain(str(value))
-
-
-def _plain(text: str) -> str:
-    """Without control characters, which would steer the terminal: a model may have written them."""
-    if text.isprintable():
-        return text
-    return "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
+    return "-" if value is None else printable(str(value))

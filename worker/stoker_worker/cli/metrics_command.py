@@ -9,6 +9,7 @@ import click
 
 from stoker_shared.environment import ENV_PREFIX
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
+from stoker_shared.printable import printable
 
 _EVERY_S: Final = 5.0
 _options = options_under("Options")
@@ -33,7 +34,7 @@ def metrics(metrics_port: int, once: bool) -> None:
                 text = reply.read().decode()
         except (OSError, HTTPException) as error:
             raise click.ClickException(f"no worker with metrics at {url}: {error}") from error
-        click.echo(text, nl=False)
+        click.echo(printable(text, lines=True), nl=False)
         if once:
             return
         click.echo()

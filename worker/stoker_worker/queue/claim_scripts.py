@@ -120,7 +120,8 @@ local notes, with_data, quarantined, homes, needs, room = {}, {}, {}, {}, {}, to
 local agents, of_job, is_home = {}, {}, {}
 local function of_this_job(note, created_at)
   local stamp = (created_at or '') .. ' '
-  return note and string.sub(note, 1, #stamp) == stamp and string.sub(note, #stamp + 1) or ''
+  if not note or #note > 10000 or string.sub(note, 1, #stamp) ~= stamp then return '' end
+  return string.sub(note, #stamp + 1)
 end
 for i = 3, #KEYS do
   local job, n = KEYS[i], i - 2
@@ -129,10 +130,10 @@ for i = 3, #KEYS do
   local note = of_this_job(fields[1], fields[3])
   local word, agent = string.match(note, '^(%l+) (.+)$')
   if note ~= 'none' and word ~= 'write' and word ~= 'read' and word ~= 'append' and word ~= 'ask' then
-    note, agent = redis.pcall('HGET', job, 'data'), nil
-    if type(note) ~= 'string' then note = '' end
-    if #note > room and n > 1 then break end
-    room = room - #note
+    local length = redis.pcall('HSTRLEN', job, 'data')
+    if type(length) ~= 'number' or length > tonumber(ARGV[6]) then length = 0 end -- refused at its turn
+    if length > room and n > 1 then break end
+    note, agent, room = length > 0 and redis.call('HGET', job, 'data') or '', nil, room - length
     with_data[#with_data + 1] = n
   end
   notes[n], homes[n], needs[n] = note, '', of_this_job(fields[4], fields[3])

@@ -5,7 +5,6 @@ own workers dies in between, or loses a reply, the jobs that wait for a failed j
 only of jobs that a success has made ready. They are looked for when the worker starts, and then rarely.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,9 @@ from redis import Redis
 from rq.job import Job, JobStatus
 from rq.registry import DeferredJobRegistry
 
+from stoker_shared.foreign_json import read_json
 from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.json_job import is_rqs
+from stoker_worker.queue.json_job import ask_fields, is_rqs
 from stoker_worker.queue.transient_errors import may_pass
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _EVERY_S: Final = 300.0
 """From the beginning of one round to the next."""
 _PAGE: Final = 100
+_FIELDS: Final = ("status", "allow_dependency_failures", "dependency_ids")
+_MOST_BYTES: Final = 2**20  # of one job
 _DEFERRED: Final = JobStatus.DEFERRED.value.encode()
 _FINISHED: Final = JobStatus.FINISHED.value.encode()
 _FAILED: Final = JobStatus.FAILED.value.encode()
@@ -83,19 +85,14 @@ class DeferredJobs:
         """For each job its id, the ids of its dependencies, and whether these may fail."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for job_id in page:
-                pipeline.hmget(
-                    Job.key_for(job_id.decode(errors="replace")),
-                    "dependency_ids",
-                    "allow_dependency_failures",
-                    "status",
-                )
+                ask_fields(pipeline, Job.key_for(job_id.decode(errors="replace")), _FIELDS, _MOST_BYTES)
             replies = pipeline.execute(raise_on_error=False)
         found = []
         for job_id, reply in zip(page, replies, strict=True):
-            if isinstance(reply, list) and reply[2] != _DEFERRED:  # the id was used again, and RQ left the old entry
+            if isinstance(reply, list) and reply[0] != _DEFERRED:  # the id was used again, and RQ left the old entry
                 continue
             try:
-                parents = json.loads(reply[0])
+                parents = read_json(reply[2])
                 if all(map(is_rqs, parents)):
                     found.append((job_id.decode(), parents, reply[1] == b"1"))
             except (TypeError, ValueError, RecursionError):  # gone, no hash, or written by somebody else

@@ -3,10 +3,10 @@
 Our own producer notes both in fields of the job's hash. Of other producers' jobs the request itself is read.
 """
 
-import json
 from typing import NamedTuple
 
-from stoker_shared.job_data import unpacked
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.needs import NOTHING, Needs
 from stoker_shared.request import Access
 from stoker_shared.wire import REQUEST_KWARG
@@ -26,7 +26,7 @@ def hint_in(data: bytes | None, needs_noted: bytes = b"") -> Hint:
             sent the job on to the next model of its route has written it.
     """
     try:
-        call = json.loads(unpacked(data or b""))
+        call = read_json(unpacked(data or b""), MAX_DATA_BYTES)
         task_path, request = call[0], call[3][REQUEST_KWARG]
         needs = _noted(needs_noted) if needs_noted else Needs.of(task_path, request)
         agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))

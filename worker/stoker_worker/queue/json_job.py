@@ -1,14 +1,14 @@
 """An RQ job whose payload is read as JSON only. Owns what is read from a job's hash, and no connection; any thread."""
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from redis import Redis
 from redis.client import Pipeline
+from rq.exceptions import NoSuchJobError
 from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
@@ -17,6 +17,7 @@ from rq.webhook import Webhook
 
 from stoker_shared.agent_request import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
+from stoker_shared.foreign_json import read_json
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.needs import Needs
 from stoker_shared.request import GenerationRequest, build_request, request_digest
@@ -46,6 +47,32 @@ _MOST: Final = 10**15
 _MOST_WAITED_S: Final = 9_000_000_000
 """285 years. Python can wait for as long, and add it to a date."""
 _WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
+
+
+# A hash can have gigabytes.
+_READ: Final = """
+local values, room = {}, tonumber(ARGV[1])
+for i = 2, #ARGV do
+  local length = redis.call('HSTRLEN', KEYS[1], ARGV[i])
+  if length > room then
+    values[i - 1] = length
+  else
+    values[i - 1] = redis.call('HGET', KEYS[1], ARGV[i])
+    room = room - length
+  end
+end
+return values
+"""
+_MOST_BYTES: Final = 2 * MAX_DATA_BYTES
+"""Of all fields that are read, as they are stored."""
+
+
+class _Json(JSONSerializer):
+    """RQ's, within the bounds of `read_json`."""
+
+    @staticmethod
+    def loads(s: bytes, *args: Any, **options: Any) -> Any:
+        return read_json(s, MAX_DATA_BYTES)
 
 
 class JsonJob(Job):
@@ -80,23 +107,22 @@ class JsonJob(Job):
 
     def restore(self, raw_data: Any) -> Any:
         # First of all: RQ restores `meta` and old results with the serializer, which is pickle by default.
-        self.serializer = JSONSerializer
-        data = raw_data.get(b"data", b"")
-        malformed = _malformed(raw_data)
+        self.serializer = _Json
+        too_long = {name for name, value in raw_data.items() if isinstance(value, int)}
+        raw_data = {name: value for name, value in raw_data.items() if name not in too_long}
+        data = b"" if b"data" in too_long else raw_data.get(b"data", b"")
+        malformed = _malformed(raw_data) | too_long - {b"data"}
         if malformed:
             names = ", ".join(sorted(name.decode() for name in malformed))
             self.payload_error = PayloadRefused(f"the job's hash is malformed: {names}")
         self.raw_repeats_left = raw_data.get(b"repeats_left", b"")
-        self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
-        text = unpacked(data)
-        if len(text) > MAX_DATA_BYTES:
+        if not too_long:
+            self.stamp = delivery_stamp(raw_data.get(b"created_at", b""), self.raw_repeats_left, data)
+        if b"data" in too_long or len(unpacked(data)) > MAX_DATA_BYTES:
             self.payload_error = RequestTooLarge(f"the request is over the limit of {MAX_REQUEST_BYTES} bytes")
             data = b"[]"
-        # An old failure may unpack to gigabytes, and nothing here reads it.
-        left_out = {*malformed, b"exc_info", *(name for name in raw_data if not _is_text(name))}
-        super().restore(
-            {name: value for name, value in raw_data.items() if value and name not in left_out} | {b"data": data}
-        )
+        known = (name for name in _READ_FIELDS if raw_data.get(name) and name not in malformed)
+        super().restore({name: raw_data[name] for name in known} | {b"data": data})
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
@@ -126,6 +152,16 @@ class JsonJob(Job):
         else:
             super().set_status(status, pipeline)
 
+    def refresh(self) -> None:
+        """
+        Raises:
+            NoSuchJobError: there is none.
+        """
+        fields = _fields(ask_fields(self.connection, self.key, _READ_FIELDS, _MOST_BYTES))
+        if not fields:
+            raise NoSuchJobError(f"No such job: {self.key}")
+        self.restore(fields)
+
     @classmethod
     def fetch_many(cls, job_ids: Iterable[str], connection: Redis, serializer: Any = None) -> list[Job | None]:
         """The jobs, with ``None`` where there is none.
@@ -136,12 +172,12 @@ class JsonJob(Job):
         ids = list(job_ids)
         with connection.pipeline(transaction=False) as pipeline:
             for job_id in ids:
-                pipeline.hgetall(cls.key_for(job_id))
+                ask_fields(pipeline, cls.key_for(job_id), _READ_FIELDS, _MOST_BYTES)
             replies = pipeline.execute(raise_on_error=False)
         found: list[Job | None] = []
-        for job_id, fields in zip(ids, replies, strict=True):
+        for job_id, values in zip(ids, replies, strict=True):
             job = None
-            if fields and not isinstance(fields, Exception):
+            if not isinstance(values, Exception) and (fields := _fields(values)):
                 job = cls(job_id, connection=connection, serializer=serializer)
                 job.restore(fields)
             found.append(job)
@@ -169,7 +205,10 @@ class JsonJob(Job):
 
     def _deserialize_data(self) -> None:
         try:
-            self._func_name, self._instance, self._args, self._kwargs = json.loads(self.data)
+            self._func_name, self._instance, self._args, self._kwargs = read_json(self.data, MAX_DATA_BYTES)
+        except RequestTooLarge as error:
+            self.payload_error = self.payload_error or error
+            self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
         except (ValueError, TypeError, RecursionError):
             what = "a pickle" if self.data[:1] == b"\x80" else "not RQ's JSON form"
             self.payload_error = self.payload_error or PayloadRefused(
@@ -223,6 +262,17 @@ class JsonJob(Job):
             return request_digest(self.kwargs[REQUEST_KWARG])
         except (ValueError, RecursionError):
             raise PayloadRefused("the request is nested too deeply") from None
+
+
+def ask_fields(client: Redis | Pipeline, key: str, names: Sequence[str | bytes], most_bytes: int) -> Any:
+    """As HMGET, but in place of each value that would make the reply longer than `most_bytes` there is its length."""
+    return client.register_script(_READ)(keys=[key], args=[most_bytes, *names])
+
+
+def _fields(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
+    """What `JsonJob.restore` takes. In place of a value that is too long there is its length."""
+    named = zip(_READ_FIELDS, values, strict=True)
+    return {name: value for name, value in named if value is not None}
 
 
 def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:
@@ -282,19 +332,19 @@ def _is_limit(value: bytes) -> bool:
 
 
 def _are_intervals(value: bytes) -> bool:
-    found = json.loads(value)
+    found = read_json(value)
     return found is None or (
         isinstance(found, list) and all(type(each) in (int, float) and 0 <= each <= _MOST_WAITED_S for each in found)
     )
 
 
 def _are_ids(value: bytes) -> bool:
-    found = json.loads(value)
+    found = read_json(value)
     return isinstance(found, list) and all(map(is_rqs, found))
 
 
 def _are_webhooks(value: bytes) -> bool:
-    return all(Webhook.from_dict(each) for each in json.loads(value)) or True
+    return all(Webhook.from_dict(each) for each in read_json(value)) or True
 
 
 _TEXTS: Final = (
@@ -315,11 +365,15 @@ _FORMS: Final[Mapping[bytes, Callable[[bytes], object]]] = {
     b"status": lambda value: JobStatus(value.decode()),
     b"dependency_id": lambda value: is_rqs(value.decode()),
     b"dependency_ids": _are_ids,
-    b"retry_intervals": lambda value: _are_intervals(value) and json.loads(value) != [],
+    b"retry_intervals": lambda value: _are_intervals(value) and read_json(value) != [],
     b"repeat_intervals": _are_intervals,
     b"webhooks": _are_webhooks,
 }
 """What each field that RQ decodes has to be. RQ reads an empty field as a missing one, nearly everywhere."""
+
+_OURS: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_STREAM, FIELD_PACKED, FIELD_SAVING, FIELD_BATCH, FIELD_TRIED)
+_READ_FIELDS: Final = (b"data", b"meta", *_FORMS, *(name.encode() for name in _OURS))
+"""The fields that are read. Nothing here needs an old result or failure, which may unpack to gigabytes."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,20 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
-from stoker_shared.wire import META_PROGRESS
+from stoker_shared.foreign_json import read_json
+from stoker_shared.wire import FIELD_STREAM, META_PROGRESS
 from stoker_worker.ports import SequenceProgress
 from stoker_worker.queue.json_job import JobRun
 
 _KEYS: Final = frozenset({"stage", "tokens", "tokens_per_s"})
 _MAX_BYTES: Final = 16_384  # it is read and written whole
+
+# Asked of all running jobs twice a second.
+_LOOK: Final = """
+local found = redis.call('HMGET', KEYS[1], 'status', ARGV[1])
+found[3] = redis.call('HSTRLEN', KEYS[1], 'meta') <= tonumber(ARGV[2]) and (redis.call('HGET', KEYS[1], 'meta') or '')
+return found
+"""
 
 # Nothing is written over a producer's newer `meta`, into a job that has ended, or beside another worker's run.
 _NOTE: Final = """
@@ -38,15 +46,20 @@ class ProgressMeta:
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
+        self._look = connection.register_script(_LOOK)
         self._note = connection.register_script(_NOTE)
         self._clear = connection.register_script(_CLEAR)
+
+    def look(self, pipeline: Pipeline, run: JobRun) -> None:
+        """Ask for the job's `status`, its `FIELD_STREAM`, and its `meta` if that is not too large for progress."""
+        self._look(keys=[run.job.key], args=[FIELD_STREAM, _MAX_BYTES], client=pipeline)
 
     def note(self, pipeline: Pipeline, run: JobRun, meta: bytes, progress: SequenceProgress) -> None:
         """
         Args:
-            meta: as it was read just now.
+            meta: as `look` has read it.
         """
-        if len(meta) > _MAX_BYTES or (fields := read_meta(meta)) is None:
+        if (fields := read_meta(meta)) is None:
             return
         shown = {
             "stage": progress.stage,
@@ -76,7 +89,7 @@ def read_meta(meta: bytes | str | None) -> dict[str, Any] | None:
     if not meta:
         return {}
     try:
-        fields = json.loads(meta)
+        fields = read_json(meta.encode() if isinstance(meta, str) else meta)
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None

@@ -13,6 +13,7 @@ from redis import Redis
 from rq.job import Job
 from rq.queue import Queue
 
+from stoker_shared.job_data import MAX_DATA_BYTES
 from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_NEEDS, HOMES_KEY, MEMBERS_KEY, TAKEN_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Busy
@@ -25,7 +26,7 @@ _PAGE: Final = 250
 _MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
 _KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # from either end: other members take most from there
 _READ_AT_ONCE: Final = 100
-_MAX_DATA_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
+_AT_ONCE_BYTES: Final = 2**17  # compressed, in one reading: unpacking it holds up the thread
 _READ_S: Final = 0.002  # for reading on, in a claim that has found jobs or has no room for any
 _READ_WHEN_IDLE_S: Final = 0.02  # and in a claim that has room and has found none
 _MAX_GONE: Final = 32  # known jobs that are not in the list any more
@@ -151,7 +152,7 @@ class QueueView:
         if not job_ids:
             return
         keys: list[str | bytes] = [MEMBERS_KEY, self._homes_key, *(raw(Job.key_for(job_id)) for job_id in job_ids)]
-        args: list[str | int] = [self._member, FIELD_AGENT, FIELD_ATTEMPTS, _MAX_DATA_BYTES, FIELD_NEEDS]
+        args: list[str | int] = [self._member, FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES, FIELD_NEEDS, MAX_DATA_BYTES]
         reply: list[list[Any]] = self._read_at(keys=keys, args=args)
         with_data, quarantined = frozenset(reply[1]), frozenset(reply[2])
         found = zip(job_ids, reply[0], reply[3], reply[4], strict=False)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from stoker_shared.foreign_json import read_json
 from stoker_shared.result import Attempt
 
 
@@ -12,7 +13,7 @@ def tried_in(value: bytes | None, created_at: str) -> tuple[Attempt, ...]:
     if not text or noted_at != created_at:
         return ()
     try:
-        return tuple(Attempt.model_validate(attempt) for attempt in json.loads(text))
+        return tuple(Attempt.model_validate(attempt) for attempt in read_json(text.encode()))
     except (ValueError, TypeError, RecursionError):
         return ()
 

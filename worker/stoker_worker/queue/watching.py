@@ -1,6 +1,6 @@
 """Looks at the jobs in flight: who was withdrawn, who has a new reader; and shows how far they are. Fetcher thread.
 
-Owns no state. One look costs two round trips, however many jobs there are.
+Owns no state. One look costs the same few round trips, however many jobs there are.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from typing import Final
 from redis import Redis
 from rq.job import JobStatus
 
-from stoker_shared.wire import FIELD_STREAM
 from stoker_worker.ports import SequenceProgress
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 
@@ -22,7 +21,7 @@ def look(connection: Redis, parts: QueueParts, progress: Mapping[str, SequencePr
     started, runs = JobStatus.STARTED.value.encode(), []
     with connection.pipeline(transaction=False) as pipeline:
         for job in jobs:
-            pipeline.hmget(job.run.job.key, "status", FIELD_STREAM, "meta")
+            parts.progress.look(pipeline, job.run)
         found = pipeline.execute(raise_on_error=False)
         for job, fields in zip(jobs, found, strict=True):
             # A job whose key is no hash any more was withdrawn as well.
@@ -30,8 +29,8 @@ def look(connection: Redis, parts: QueueParts, progress: Mapping[str, SequencePr
             runs.append(status == started)
             if status == started and listened_to is not None:
                 parts.streams.open(job.claim_number, job.run)
-            if status == started:
-                parts.progress.note(pipeline, job.run, meta or b"", progress.get(job.job_id, _LOADING))
+            if status == started and meta is not None:
+                parts.progress.note(pipeline, job.run, meta, progress.get(job.job_id, _LOADING))
         pipeline.execute()
     for job in jobs:
         if parts.in_flight.get(job.job_id) is not job:  # released meanwhile, perhaps before its stream was opened

@@ -1,0 +1,85 @@
+"""Whatever the fields of a job hold, no command gives the terminal orders."""
+
+import json
+
+import pytest
+from redis import Redis
+from tests.producer.played_worker import PlayedWorker
+
+from stoker_shared.wire import MEMBERS_KEY, TRUST_KEY, WORKER_KEY
+
+pytestmark = pytest.mark.server
+
+ORDER = "\x1b]0;title\x07\x9b2J\u202e"
+SHOWN = r"\x1b]0;title\x07\x9b2J\u202e"
+
+
+@pytest.fixture
+def connection(redis_url):
+    with Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture
+def job_id(stoker):
+    return stoker("submit", "--prompt", "hi")[1].strip()
+
+
+def is_harmless(text):
+    return not any(character in text for character in "\x1b\x07\x9b\u202e")
+
+
+def test_the_state_of_a_job(stoker, connection, job_id):
+    progress = {"progress": {"stage": f"decode{ORDER}\nfinished", "tokens": 1, "tokens_per_s": 1.0}}
+    fields = {"status": f"started{ORDER}", "worker_name": f"w{ORDER}", "meta": json.dumps(progress)}
+    connection.hset(f"rq:job:{job_id}", mapping=fields)
+    code, out, _ = stoker("status", job_id)
+    assert code == 0
+    assert is_harmless(out)
+    assert len(out.splitlines()) == 1
+    assert f"started{SHOWN}" in out
+
+
+@pytest.mark.parametrize("command", ["result", "status"])
+def test_the_reason_of_a_failure(stoker, connection, job_id, command):
+    PlayedWorker(connection).fail(job_id, f"TemplateError: bad{ORDER}")
+    connection.hset(f"rq:job:{job_id}", "origin", f"q{ORDER}")
+    _, out, err = stoker(command, job_id)
+    assert is_harmless(out + err)
+    if command == "result":
+        assert f"bad{SHOWN}" in err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("option", ["--wait", "--stream"])
+def test_a_generated_text_is_escaped_for_a_terminal_and_exact_for_a_file(
+    stoker, connection, monkeypatch, is_terminal, option
+):
+    given = ("submit", "--prompt", "hi", "--job-id", "mine")
+    stoker(*given)
+    connection.xadd("stoker:stream:mine", {"run": "1", "kind": "whole", "text": "one"})
+    PlayedWorker(connection).finish("mine", text=f"one{ORDER}\n\ttwo")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    code, out, _ = stoker(*given, option)
+    assert (code, out) == (0, f"one{SHOWN if is_terminal else ORDER}\n\ttwo\n")
+
+
+def test_agents_batches_models_and_workers(stoker, connection):
+    worker = json.dumps({"queues": [f"q{ORDER}"], "host": ORDER, "model": ORDER, "started_at": 1.0, "pid": 1})
+    connection.sadd("rq:workers", f"rq:worker:w{ORDER}")
+    connection.set(WORKER_KEY.format(name=f"w{ORDER}"), worker)
+    connection.hset(MEMBERS_KEY, f"w{ORDER}", worker)
+    connection.sadd("rq:queues", f"rq:queue:q{ORDER}")
+    connection.rpush(f"rq:queue:q{ORDER}", f"job{ORDER}")
+    connection.hset(TRUST_KEY, f"task{ORDER} model{ORDER}", "1.0 0.0")
+    for command in (["status"], ["workers"], ["ls"], ["trust", "ls"], ["batch", "ls"], ["batch", "status", ORDER]):
+        _, out, err = stoker(*command)
+        assert is_harmless(out + err), command
+    assert f"model{SHOWN}" in stoker("trust", "ls")[1]
+
+
+@pytest.mark.parametrize("command", [["result", f"no{ORDER}"], ["submit", "--prompt", "x", "--job-id", ORDER], [ORDER]])
+def test_errors(stoker, command):
+    code, out, err = stoker(*command)
+    assert code != 0
+    assert is_harmless(out + err)
