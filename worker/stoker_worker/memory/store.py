@@ -100,7 +100,9 @@ class AgentCacheStore(CacheStorePort):
             parts, self._notes, self._agents.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s
         )
         self._read_ahead = ReadAhead(parts, self.ram_cache)
-        self.agent_jobs = AgentJobs(parts, self._in_flight, self.budget, self.ram_cache, self._agents)
+        self.agent_jobs = AgentJobs(
+            parts, self._in_flight, self.budget, self.ram_cache, self._agents, keep_versions
+        )
 
     @property
     def misses(self) -> Counter[str]:
