@@ -238,10 +238,14 @@ def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, mo
     for agent in agents:
         assert (error := say(agent, 700)) is None or "space" in error or "full" in error
     small_disk.fill()
-    with pytest.raises(OSError, match=r"No space left|is full"):
+
+    def say_until_it_fails() -> None:
         for _ in range(10):  # one of them finds neither space nor a cache to evict
             say(agents[0], 10)
             small_disk.fill()
+
+    with pytest.raises(OSError, match=r"No space left|is full"):
+        say_until_it_fails()
     assert files_below(folder / "tmp") == []
     for agent in agents:
         assert agent.tokens() == said[agent.name]
@@ -350,10 +354,14 @@ def test_notes_of_lost_turns_find_space_beyond_the_reserved_one_and_are_never_lo
         Agent(store, "0").say(LONG[:10])
     small_disk.fill()
     noted: list[str] = []
-    with pytest.raises(OSError, match="No space left"):
+
+    def note_until_it_fails() -> None:
         for number in range(1000):
             store.mark_unsaved(f"\U0001f600 {number} ")
             noted.append(f"\U0001f600 {number} ")
+
+    with pytest.raises(OSError, match="No space left"):
+        note_until_it_fails()
     assert len(noted) > 128
     small_disk.free()
     sqlite.arm(1, 0)

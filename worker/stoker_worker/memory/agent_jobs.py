@@ -40,6 +40,7 @@ class AgentJobs(AgentJobsPort):
         budget: DiskBudget,
         ram_cache: RamCache,
         agents: AgentReading,
+        *,
         keep_versions: int,
     ) -> None:
         self._parts = parts

@@ -101,7 +101,7 @@ class AgentCacheStore(CacheStorePort):
         )
         self._read_ahead = ReadAhead(parts, self.ram_cache)
         self.agent_jobs = AgentJobs(
-            parts, self._in_flight, self.budget, self.ram_cache, self._agents, keep_versions
+            parts, self._in_flight, self.budget, self.ram_cache, self._agents, keep_versions=keep_versions
         )
 
     @property

@@ -107,7 +107,7 @@ class UnsavedTurns:
     def _move(self, agent_id: str) -> None:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
         # Only who works on an agent touches its note: it is still there, or another process has moved it before.
-        if (self._places.get(agent_id), agent_id) in self._on_disk():
+        if any(found == (self._places.get(agent_id), agent_id) for found in self._on_disk()):
             change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
             self._database.commit(change)
             self.discard(agent_id)
