@@ -32,11 +32,14 @@ class SmallDisk:
     @contextmanager
     def read_only(self) -> Iterator[None]:
         """Inside, nothing can be written; no file may be open for writing."""
-        subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
+        self.remount("ro")
         try:
             yield
         finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(self.path)], check=True)
+            self.remount("rw")
+
+    def remount(self, options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(self.path)], check=True)
 
 
 @pytest.fixture

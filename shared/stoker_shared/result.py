@@ -29,7 +29,7 @@ class CacheReport(Record):
         miss_reason: why less was reused than the agent's history allowed, in a word or two; ``None`` if all was reused.
         agent_version: the agent's version after this job; ``None`` when it has none.
         saved: whether this job's turn is durable as that version.
-        save_error: why the turn is not saved although it should be, else ``None``.
+        save_error: why the turn, or if it is `saved` its cache, is not saved although it should be, else ``None``.
         replaced_version: the version whose conversation this turn replaced instead of continuing it, else ``None``.
             `rollback` brings that version back.
     """

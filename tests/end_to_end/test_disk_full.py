@@ -1,4 +1,5 @@
-"""A real full disk: answers still come, conversations stay whole, and saving resumes when there is space."""
+"""A real full disk: caches make room, answers still come, conversations stay whole, and saving resumes when there is
+space."""
 
 import re
 
@@ -22,7 +23,7 @@ def expect_whole(store):
         assert list(verify_store(parts)) == []
 
 
-def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_saving_resumes(redis_url, small_disk):
+def test_on_a_full_disk_without_caches_full_jobs_finish_append_jobs_fail_and_saving_resumes(redis_url, small_disk):
     producer, store = Producer(redis_url), small_disk.path / "store"
 
     def ask(agent_id, context, **fields):
@@ -37,14 +38,18 @@ def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_sa
 
     with running_worker(redis_url, store) as worker:
         assert [version(ask(name, context)) for name, context in (("f", "full"), ("a", "append"))] == [1, 1]
-        small_disk.fill()
         for agent_id in ("f", "new f"):
-            result = ask(agent_id, "full", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
+            for _ in range(20):  # the caches make room for some turns
+                small_disk.fill()
+                result = ask(agent_id, "full", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
+                if not result.cache.saved:
+                    break
             right = ask("nobody", "full", cache="off", prompt=f"{agent_id} {WORDS} again").result(timeout_s=30)
             assert result.text == right.text
             assert result.cache.saved is False
             assert re.search(NO_SPACE, result.cache.save_error)
         for agent_id in ("a", "new a"):
+            small_disk.fill()
             with pytest.raises(JobFailed, match=rf"AgentVersionNotSaved.*({NO_SPACE})"):
                 ask(agent_id, "append", prompt=" more").result(timeout_s=30)
         with pytest.raises(JobFailed, match=r"AgentTranscriptUnreadable.*not saved"):
@@ -56,8 +61,8 @@ def test_on_a_full_disk_full_jobs_finish_append_jobs_fail_with_the_reason_and_sa
         assert more.result().usage.prompt_tokens == len(f"a {WORDS}") + 8 + len(" more")
         assert more.result().usage.cached_tokens in (0, len(f"a {WORDS}") + 8)  # its cache may have made room for marks
         assert version(ask("new a", "append")) == 1
-        assert version(ask("f", "full")) == 2
-        assert version(ask("f", "append", prompt=" more")) == 3
+        again = version(ask("f", "full"))
+        assert version(ask("f", "append", prompt=" more")) == again + 1
         assert worker.returncode is None
     expect_whole(store)
     assert list((store / "tmp").iterdir()) == []

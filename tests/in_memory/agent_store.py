@@ -94,7 +94,7 @@ class InMemoryAgentStore(CacheStorePort):
             reason = None
         return Restored(prefix, "memory", min(saved, -(-prefix.n_tokens // BLOCK_TOKENS)), reason, shared)
 
-    def save(self, turn: Turn) -> None:
+    def save(self, turn: Turn) -> Mapping[str, Any]:
         check_cache(turn)
         self.memory.before_write(turn.agent_id)
         with self.memory.lock:
@@ -106,6 +106,7 @@ class InMemoryAgentStore(CacheStorePort):
             cache = self._cache_after(turn)
             version = SavedVersion(turn.delivery, turn.transcript, dict(turn.result), cache)
             self.memory.add_version(turn.agent_id, version)
+        return turn.result
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
         with self.memory.lock:

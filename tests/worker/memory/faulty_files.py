@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from tests.worker.memory.agents import write_at
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.files import Chunk, Disk
@@ -55,6 +56,16 @@ class CutFiles(Disk):
         self._step()
         path.write_bytes(data)
         self._step()
+
+    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+        before = path.read_bytes() if path.exists() else None
+        for n_bytes in (0, len(data) // 2, len(data)):
+            self._step()
+            write_at(path, offset, data[:n_bytes])
+            if not n_bytes:
+                self._undo.append((path, before))
+        self._step()
+        self._undo.remove((path, before))
 
     def rename(self, source: Path, target: Path) -> None:
         self._step()
@@ -135,6 +146,10 @@ class FullFiles(Disk):
         path.write_bytes(b"half")
         self._step()
         path.write_bytes(b"".join(chunks))
+
+    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+        self._step()
+        write_at(path, offset, data)
 
     def rename(self, source: Path, target: Path) -> None:
         self._step()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from unittest.mock import patch
 
+from tests.worker.memory.agents import write_at
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.files import Chunk, Disk
@@ -79,6 +80,12 @@ class RecordedDisk(Disk):
             path.write_bytes(data)
             inode, half = self._made(path), len(data) // 2
             self.ops += [("write", inode, 0, data[:half]), ("write", inode, half, data[half:]), ("sync", inode)]
+
+    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+        with self._lock:
+            write_at(path, offset, data)
+            inode = self._made(path)
+            self.ops += [("write", inode, offset, data), ("sync", inode)]
 
     def rename(self, source: Path, target: Path) -> None:
         with self._lock:

@@ -86,6 +86,29 @@ def folder(tmp_path: Path) -> Path:
 # --- rollback ---
 
 
+@pytest.mark.parametrize("pattern", ["say back", "say say back back", "back", "say back back"])
+def test_attempts_and_rollbacks_leave_no_more_versions_than_turns_do(store: AgentCacheStore, pattern: str) -> None:
+    agent = Agent(store)
+    for n_tokens in (300, 310):
+        agent.say(LONG[:n_tokens])
+    version, goal = 2, agent.tokens()
+    for number, step in enumerate(pattern.split() * 60):
+        if step == "say":
+            agent.say((*LONG[:310], number))
+        else:
+            run(store, "rollback", version=version)
+            version = agent.open().number
+            assert agent.tokens() == goal
+        with store.parts.database.snapshot() as connection:
+            kept = connection.execute("SELECT count(*), sum(parent IS NULL), min(version) FROM turns").fetchone()
+        assert kept[0] <= 31
+        assert kept[1] <= 3
+        assert kept[2] <= max(1, agent.open().number - 15)
+    agent.say((*goal, 1))
+    run(store, "rollback", version=agent.open().number - 15)
+    assert agent.tokens()[:310] == goal
+
+
 def test_a_rollback_can_be_undone_and_may_go_to_any_version(store: AgentCacheStore, folder: Path) -> None:
     agent = Agent(store)
     for n_tokens in (10, 20, 30):
@@ -469,4 +492,4 @@ def test_a_job_takes_effect_once_whenever_the_disk_is_full(tmp_path: Path, actio
         if not has_failed:
             break
     assert not has_failed
-    assert fail_at > (10 if where == "database" else 2 if action == "fork" else -1)  # the others write no files
+    assert fail_at > (9 if where == "database" else 2 if action == "fork" else -1)  # the others write no files

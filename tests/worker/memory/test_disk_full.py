@@ -1,16 +1,29 @@
-"""A full or failing disk costs a turn, never a conversation, and leaves no files behind."""
+"""A full or failing disk costs cache, at worst a turn, never a conversation, and leaves no files behind."""
 
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import count
 from math import inf
 from pathlib import Path
 
 import pytest
 from tests.small_disk import SmallDisk
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, files_below, ids, make_model, open_store, reopen
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    FastDisk,
+    files_below,
+    ids,
+    make_model,
+    open_store,
+    reopen,
+    tidy,
+)
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
@@ -19,7 +32,7 @@ from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.orphans import cache_folders, orphans_in
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import LoadedModel, Turn
+from stoker_worker.ports import Delivery, LoadedModel, Turn
 
 LONG = ids(900)
 HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
@@ -50,7 +63,7 @@ def pieces_in(folder: Path) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "n_failures"), [(errno.ENOSPC, 1), (errno.ENOSPC, 1000), (errno.EIO, 1)])
 @pytest.mark.parametrize(("stored", "model"), [(0, MODEL), (400, HYBRID)])
-def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
+def test_a_turn_that_finds_the_disk_full_happens_or_leaves_the_agent_where_it_was(
     quick_path: Path, stored: int, model: LoadedModel, number: int, n_failures: int
 ) -> None:
     base = open_store(quick_path / "base")
@@ -65,9 +78,10 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
             agent, other = Agent(store, model=model, jobs=count(100)), Agent(store, "other")
             before, pieces = agent.open(), pieces_in(folder)
             turn, beside = agent.turn(LONG[:700]), other.turn(LONG[:500])
+            store.pin(frozenset({"agent", "other"}), frozenset())
             files.arm(fail_at, n_failures, number=number)
             try:
-                store.save(turn)
+                result = store.save(turn)
             except OSError:
                 has_failed = True
                 expect_at(store, turn, before.number)
@@ -82,8 +96,11 @@ def test_a_turn_that_finds_the_disk_full_leaves_the_agent_where_it_was(
                     expect_at(later, turn, turn.version if is_unknown else before.number)
                 if n_failures > 1:
                     store.save(beside)
-                store.save(turn)
-            expect_at(store, turn, before.number + 1)
+                result = store.save(turn)
+            expect_at(store, replace(turn, result=result), before.number + 1)
+            if result != turn.result:
+                assert os.strerror(number) in result["cache"]["save_error"]
+                agent.say(LONG[:700])
             assert agent.cached((*LONG[:700], 1)) == 700
             assert files_below(folder / "tmp") == []
             assert problems(store) == []
@@ -143,7 +160,6 @@ def test_a_lost_turn_that_the_database_refuses_too_is_remembered_across_a_restar
             with pytest.raises(AgentTranscriptUnreadable, match="not saved") as caught:
                 store.open_agent("agent")
             assert caught.value.usable.number == bool(stored)
-    assert files_below(folder / "unsaved") == []
     with closing(open_store(folder)) as store:
         Agent(store).say(LONG[:600], agent=caught.value.usable)
     with closing(open_store(folder)) as store:
@@ -204,52 +220,155 @@ def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: S
 
 @pytest.mark.parametrize("small_disk", [850_000], indirect=True)
 @pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
-def test_a_disk_that_is_really_full_leaves_whole_files_and_whole_conversations(
-    small_disk: SmallDisk, model: LoadedModel
-) -> None:
+def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, model: LoadedModel) -> None:
     folder = small_disk.path / "store"
     store = AgentCacheStore(folder, max_bytes=1 << 30, memory_max_bytes=1 << 20)
     said: dict[str, tuple[int, ...]] = {}
     small_disk.ballast.write_bytes(bytes(200_000))
 
-    def say(agent: Agent, new: int) -> bool:
+    def say(agent: Agent, new: int) -> str | None:
+        """Why its cache is not saved."""
         prompt = said.get(agent.name, ()) + ids(new, seed=len(said))
-        try:
-            agent.say(prompt)
-        except OSError:
-            return False
+        result = store.save(agent.turn(prompt))
         said[agent.name] = prompt
-        return True
+        error: str | None = result.get("cache", {}).get("save_error")
+        return error
 
     agents = [Agent(store, str(number), model) for number in range(40)]
-    assert say(agents[0], 700)
-    saved = [say(agent, 700) for agent in agents]
-    assert not all(saved)
+    for agent in agents:
+        assert (error := say(agent, 700)) is None or "space" in error or "full" in error
+    small_disk.fill()
+
+    def say_until_it_fails() -> None:
+        for _ in range(10):  # one of them finds neither space nor a cache to evict
+            say(agents[0], 10)
+            small_disk.fill()
+
+    with pytest.raises(OSError, match=r"No space left|is full"):
+        say_until_it_fails()
     assert files_below(folder / "tmp") == []
     for agent in agents:
-        assert agent.tokens() == said.get(agent.name, ())
+        assert agent.tokens() == said[agent.name]
     assert problems(store) == []
     small_disk.free()
-    failed = next(agent for agent, was_saved in zip(agents, saved, strict=True) if not was_saved)
-    assert say(failed, 700)
-    assert say(agents[0], 300)
     store = reopen(store, folder)
-    for agent in (failed, agents[0]):
+    for agent in agents[:2]:
         agent.store = store
+        assert say(agent, 300) is None
         assert agent.cached((*said[agent.name], 1)) == len(said[agent.name])
     store.close()
 
 
 @pytest.mark.parametrize("small_disk", [600_000], indirect=True)
-def test_what_a_failed_turn_wrote_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
+def test_a_cache_that_is_too_large_for_the_disk_takes_no_space_from_the_turns_after_it(small_disk: SmallDisk) -> None:
     store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
     small, large = Agent(store, "small"), Agent(store, "large")
     small.say(LONG[:10])
     small_disk.fill()
     os.truncate(small_disk.ballast, small_disk.ballast.stat().st_size - 100_000)
     store.pin(frozenset({"small", "large"}), frozenset())
-    with pytest.raises(OSError, match=r"No space left|is full"):
-        large.say(ids(2000))  # its first blocks fit
+    result = store.save(large.turn(ids(2000)))  # its first blocks fit
+    assert "No space left" in result["cache"]["save_error"]
+    assert large.tokens() == ids(2000)
     small.say(LONG[:11])
     assert small.tokens() == LONG[:11]
+    assert small.cached((*LONG[:11], 1)) == 11
+    store.close()
+
+
+def replaced_by_a_file(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.write_text("stray")
+
+
+def replaced_by_a_dead_link(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to("/nowhere/at/all")
+
+
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("where", ["tmp", "blocks", "blocks/*", "blocks/*/*", "pieces", "pieces/*"])
+@pytest.mark.parametrize("replace_by", [replaced_by_a_file, replaced_by_a_dead_link])
+def test_something_in_the_place_of_a_cache_folder_costs_the_cache(
+    tmp_path: Path, where: str, replace_by: Callable[[Path], None], model: LoadedModel
+) -> None:
+    with closing(AgentCacheStore(tmp_path, files=FastDisk(), memory_max_bytes=1 << 20, max_bytes=1 << 30)) as store:
+        agent = Agent(store, model=model)
+        agent.say(LONG[:300])
+        places = list(tmp_path.glob(where))
+        for path in places:
+            replace_by(path)
+        for length in (600, 900):
+            result = store.save(agent.turn(LONG[:length]))
+            if where != "blocks/*/*":  # else the next block may belong to another folder
+                assert "its cache is not saved" in result["cache"]["save_error"]
+            assert store.answer("agent", Delivery(result["job_id"], "2024-01-01T00:00:00Z")) == result
+            assert agent.tokens() == LONG[:length]
+            assert agent.cached((*LONG[:length], 1)) == length  # in RAM
+        tidy(store)
+        store.budget.max_bytes = 1
+        store.budget.make_room()
+        assert agent.tokens() == LONG
+        for path in places:
+            path.unlink()
+        store.budget.max_bytes = 1 << 30
+        assert "cache" not in store.save(agent.turn((*LONG, 1)))
+        store.ram_cache.drop("agent")
+        assert agent.cached((*LONG, 1, 2)) == 901
+        assert problems(store) == []
+
+
+def test_a_temp_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as store:
+        agent = Agent(store)
+        agent.say(LONG[:300])
+        (tmp_path / "tmp").rmdir()
+        assert "cache" not in store.save(agent.turn(LONG[:600]))
+        assert agent.cached((*LONG[:600], 1)) == 600
+
+
+def test_a_file_system_without_inodes_costs_the_cache(small_disk: SmallDisk) -> None:
+    store = AgentCacheStore(small_disk.path / "store", max_bytes=1 << 30)
+    agent, other = Agent(store), Agent(store, "other")
+    agent.say(LONG[:600])
+    store.pin(frozenset({"agent"}), frozenset())
+    disk = os.statvfs(small_disk.path)
+    small_disk.remount(f"nr_inodes={disk.f_files - disk.f_ffree}")
+    assert "No space left" in store.save(other.turn(LONG[:500]))["cache"]["save_error"]
+    store.mark_unsaved("new")
+    small_disk.remount("nr_inodes=1000")
+    assert agent.tokens() == LONG[:600]
+    assert other.tokens() == LONG[:500]
+    store.close()
+
+
+def test_notes_of_lost_turns_find_space_beyond_the_reserved_one_and_are_never_lost_silently(
+    small_disk: SmallDisk,
+) -> None:
+    folder = small_disk.path / "store"
+    sqlite = FullFiles()
+    store = AgentCacheStore(folder, connector=sqlite.connector, max_bytes=1 << 30)
+    Agent(store).say(LONG)
+    sqlite.arm(1, 10**9, number=errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        Agent(store, "0").say(LONG[:10])
+    small_disk.fill()
+    noted: list[str] = []
+
+    def note_until_it_fails() -> None:
+        for number in range(1000):
+            store.mark_unsaved(f"\U0001f600 {number} ")
+            noted.append(f"\U0001f600 {number} ")
+
+    with pytest.raises(OSError, match="No space left"):
+        note_until_it_fails()
+    assert len(noted) > 128
+    small_disk.free()
+    sqlite.arm(1, 0)
+    store = reopen(store, folder)
+    for name in noted:
+        with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
+            store.open_agent(name)
+    assert Agent(store).tokens() == LONG
+    assert Agent(store, f"\U0001f600 {len(noted)} ").tokens() == ()
     store.close()

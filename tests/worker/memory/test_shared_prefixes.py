@@ -21,6 +21,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.agent_request import AgentRequest
+from stoker_worker.memory import budget
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.block_lookup import BlockLookup, DiskPrefix
 from stoker_worker.memory.shared_prefixes import SharedPrefixes
@@ -92,19 +93,18 @@ def test_shared_blocks_are_evicted_before_any_agents(tmp_path: Path) -> None:
     for _ in range(3):
         ask(store, question())
     tidy(store)
-    store.parts.database.empty_log()  # which would go first
-    store.budget.max_bytes = store.budget.total_bytes - 1
-    store.budget.make_room()
+    store.budget.free(1)
     assert agent.restore((*ids(600, seed=1000), 1)).miss_reason is None
     assert cached(ask(store, question())) < 512
 
 
-def test_recently_used_shared_blocks_stay_longest(tmp_path: Path) -> None:
+def test_recently_used_shared_blocks_stay_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, others = open_store(tmp_path), ids(600, seed=77)
     for start in (COMMON, others, COMMON, others, COMMON):
         ask(store, (*start, *ids(10, seed=next(SEEDS))))
     tidy(store)
     store.parts.database.empty_log()  # which would go first
+    monkeypatch.setattr(budget, "LOW_WATER", 1.0)
     store.budget.max_bytes = store.budget.total_bytes - 1
     store.budget.make_room()
     assert cached(ask(store, question())) == 512

@@ -41,7 +41,7 @@ class HangingDisk(FastDisk):
 
 
 @contextmanager
-def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], None]) -> Iterator[Future[None]]:
+def hanging_save(disk: HangingDisk, hangs_at: str, save: Callable[[], object]) -> Iterator[Future[None]]:
     """A save on a thread of its own that stands still inside."""
     done: Future[None] = Future()
 

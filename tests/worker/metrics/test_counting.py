@@ -30,7 +30,7 @@ def counted(watch):
 def test_a_result_is_counted_with_its_tokens_source_and_times(watch):
     watch.metrics.answered(result(), save_s=0.02)
     watch.metrics.answered(result(source="none", miss_reason="evicted", saved=False, save_error="full"))
-    watch.metrics.answered(result(), replayed=True)
+    watch.metrics.answered(result(save_error="its cache is not saved: full"), replayed=True)
     assert counted(watch) == {
         ("stoker_jobs_ended_total", "finished"): 2,
         ("stoker_jobs_ended_total", "replayed"): 1,

@@ -419,6 +419,22 @@ def test_a_turn_after_a_version_that_could_not_be_read_is_not_saved(tmp_path: Pa
     assert "could not be read" in report["save_error"]
 
 
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_whose_cache_cannot_be_written_is_saved_and_tells_why(tmp_path: Path, context: str) -> None:
+    store, queue = AgentCacheStore(tmp_path, files=FastDisk()), InMemoryQueue()
+    (tmp_path / "tmp").rmdir()
+    (tmp_path / "tmp").write_text("stray")
+    queue.enqueue(job_id="job", agent_id="a", prompt="say so", context=context)
+    options = {"burst": True, "poll_s": 0.001}
+    Worker(read_settings(options), queue, store, ScriptedProvider(max_batch=1, steps_per_s=1000)).run()
+    store.close()
+    result = queue.entries["job"].result
+    assert result is not None
+    report = result["cache"]
+    assert (report["saved"], report["agent_version"]) == (True, 1)
+    assert str(tmp_path / "tmp") in report["save_error"]
+
+
 def test_an_answer_from_the_history_is_posted_as_it_is(scene: Scene) -> None:
     scene.finisher.put(loaded_job(scene.queue, "a"), Replayed({"text": "before"}))
     scene.wait_for_release()

@@ -61,7 +61,7 @@ def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unu
     dry_run = would != "removed"
     found = collect_there(Bucket(url), max_bytes=max_bytes, unused_s=unused_s, dry_run=dry_run)
     words = (
-        f"{would} {found.files} cache files ({found.bytes} bytes), with the caches of {found.agents} agents;"
+        f"{would} {found.files} files ({found.bytes} bytes), with the caches of {found.agents} agents;"
         f" {found.left_bytes} bytes of caches are left"
     )
     say(as_json, asdict(found) | {"dry_run": dry_run}, words)

@@ -43,10 +43,12 @@ class Asked:
     Attributes:
         delivery: ``None``: a command of the shell asks.
         expect_version: the agent must be at this version.
+        keep_versions: how many of its versions stay; ``None``: all, until its next turn.
     """
 
     delivery: Delivery | None = None
     expect_version: int | None = None
+    keep_versions: int | None = None
 
     @property
     def job_id(self) -> str:
@@ -116,7 +118,13 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
 
 
 def write_with_cache(
-    connection: Connection, row: AgentRow | None, record: TurnRecord, chain: BlockChain | None, piece_bytes: int
+    connection: Connection,
+    row: AgentRow | None,
+    record: TurnRecord,
+    chain: BlockChain | None,
+    *,
+    piece_bytes: int = 0,
+    keep_versions: int | None = None,
 ) -> int:
     """Make `record` the agent's newest version, within a transaction; returns the agent's number.
 
@@ -124,8 +132,9 @@ def write_with_cache(
         row: ``None`` for a new agent.
         chain: of the tokens that are cached.
         piece_bytes: allocated bytes of the tail and the snapshots.
+        keep_versions: as in `Asked`.
     """
-    row = agent_table.write_version(connection, row, record, keep_versions=record.version)  # the next turn prunes
+    row = agent_table.write_version(connection, row, record, keep_versions=keep_versions or record.version)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
     cache_index.set_piece_bytes(connection, row.number, piece_bytes)
     return row.number

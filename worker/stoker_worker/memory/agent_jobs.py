@@ -40,6 +40,8 @@ class AgentJobs(AgentJobsPort):
         budget: DiskBudget,
         ram_cache: RamCache,
         agents: AgentReading,
+        *,
+        keep_versions: int,
     ) -> None:
         self._parts = parts
         self._in_flight = in_flight
@@ -47,6 +49,7 @@ class AgentJobs(AgentJobsPort):
         self._ram_cache = ram_cache
         self._agents = agents
         self._unsaved = agents.unsaved
+        self._keep_versions = keep_versions
         self.last_number: Callable[[str], int] = lambda agent_id: 0
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
@@ -74,7 +77,7 @@ class AgentJobs(AgentJobsPort):
                 and nothing has changed.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
-        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version)
+        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
         if request.action == "info":
             self._note_missing(request)
             return self._info(agent_id, delivery)

@@ -29,7 +29,8 @@ class AgentReading:
 
     def __init__(self, parts: StoreParts, in_flight: InFlight) -> None:
         """Raises `OSError`."""
-        self.unsaved = UnsavedTurns(parts.path, parts.database, parts.writer)
+        self.unsaved = UnsavedTurns(parts.path, parts.database, parts.files)
+        self.unsaved.reserve()
         self.home_of: HomeOf = lambda agent_id: None
         self._database = parts.database
         self._in_flight = in_flight

@@ -103,8 +103,7 @@ class DiskBudget:
             self.make_room()
 
     def not_saved(self, agent_id: str | None, blocks: Iterable[Path]) -> None:
-        """A save failed, as on a full disk: remove what it has written of these blocks, and all unused ones, or the
-        next turn finds no space."""
+        """A save failed: remove what it has written of these blocks."""
         if agent_id is not None:
             self.holds.saved(agent_id)
 
@@ -114,7 +113,6 @@ class DiskBudget:
 
         with suppress(OSError, Damaged):
             self.discard(without_rows)
-        self._settle(unused_before=float("inf"))
 
     def make_room(self) -> None:
         """Evict if the store is over its limit, and remove blocks unused for long. Never raises."""
@@ -122,6 +120,8 @@ class DiskBudget:
 
     def free(self, n_bytes: int) -> None:
         """Evict that much, however much room the store has: the disk has none. Never raises."""
+        with suppress(OSError, Damaged):
+            self._database.empty_log()
         self._settle(unused_before=float("inf"), free_bytes=n_bytes)
 
     def discard(self, find: Callable[[], Iterable[Path]]) -> int:

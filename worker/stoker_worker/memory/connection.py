@@ -2,6 +2,7 @@
 errors. Any thread.
 """
 
+import errno
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,5 +107,7 @@ def translated() -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
         if code is not None and code & 0xFF in _TRANSIENT:  # the disk, its space or a lock
-            raise DatabaseFailed(f"the database of the store: {error}") from error
+            failed = DatabaseFailed(f"the database of the store: {error}")
+            failed.errno = errno.ENOSPC if code == sqlite3.SQLITE_FULL else None
+            raise failed from error
         raise Damaged(f"the database of the store is damaged: {error}") from error

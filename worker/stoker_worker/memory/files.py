@@ -27,13 +27,25 @@ class Disk:
         """Make a new file, mode 0600, with these bytes, and sync it."""
         write_new(path, chunks)
 
+    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+        """Write these bytes into a file, mode 0600, which may be new, and make them durable."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            while data:
+                n_bytes = os.pwrite(descriptor, data, offset)
+                offset, data = offset + n_bytes, data[n_bytes:]
+        finally:
+            os.close(descriptor)
+        sync(path, to_platter=True)
+
     def rename(self, source: Path, target: Path) -> None:
         """Atomically give a file or folder another name; a file of that name is replaced."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there."""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
     def remove_folder(self, path: Path) -> None:
         """Remove a folder and everything in it; follows no link."""
@@ -70,6 +82,7 @@ class DurableWriter:
 
     def stage(self, chunks: Iterable[Chunk]) -> Path:
         """Write a synced temp file, for `place`."""
+        self.make_folder(self._temp_folder)  # somebody may have tidied up
         path = self._temp_folder / f"{os.getpid()}-{next(self._numbers)}.tmp"
         with self._removed_on_failure(path):
             self.files.write(path, chunks)

@@ -56,7 +56,7 @@ def fork_agent(
 
     def change(connection: Connection) -> None:
         check_vacant(connection, target)
-        number = write_with_cache(connection, None, record, chain, piece_bytes)
+        number = write_with_cache(connection, None, record, chain, piece_bytes=piece_bytes)
         asked.remember(connection, number, target, forked)
 
     try:

@@ -59,7 +59,7 @@ def _roll_back(connection: Connection, agent_id: str, version: int | None, asked
     )
     left = cached_prefix(chain) if chain else None
     record = make_record(base, transcript, left, made_by="rollback", delivery=asked.delivery)
-    write_with_cache(connection, row, record, chain, 0)
+    write_with_cache(connection, row, record, chain, keep_versions=asked.keep_versions)
     asked.remember(connection, row.number, agent_id, back)
     return back
 

@@ -31,7 +31,6 @@ from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
 from stoker_worker.memory.store_lock import StoreLock
 from stoker_worker.memory.store_parts import open_parts
-from stoker_worker.memory.turn_parts import cached_chain
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
 from stoker_worker.memory.upkeep import Upkeep
 from stoker_worker.ports import (
@@ -101,7 +100,9 @@ class AgentCacheStore(CacheStorePort):
             parts, self._notes, self._agents.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s
         )
         self._read_ahead = ReadAhead(parts, self.ram_cache)
-        self.agent_jobs = AgentJobs(parts, self._in_flight, self.budget, self.ram_cache, self._agents)
+        self.agent_jobs = AgentJobs(
+            parts, self._in_flight, self.budget, self.ram_cache, self._agents, keep_versions=keep_versions
+        )
 
     @property
     def misses(self) -> Counter[str]:
@@ -133,28 +134,25 @@ class AgentCacheStore(CacheStorePort):
                 Lookup(prompt, agent, model, max_tokens, is_saved=is_saved, n_readers=n_readers(beside_others))
             )
 
-    def save(self, turn: Turn) -> None:
+    def save(self, turn: Turn) -> Mapping[str, Any]:
         """Raises `AgentVersionConflict`: `turn.base` is not the agent's newest version (any more)."""
         if turn.base.number == UNKNOWN_VERSION:
             raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
-        chain = cached_chain(turn)
         try:
-            with self.budget.holds.using(turn.agent_id, chain.addresses if chain else ()):
-                n_bytes = self._turns.save(turn, chain)
+            saved, n_bytes = self._turns.save(turn)
         except AgentVersionConflict:
             self.budget.saved(turn.agent_id, 0)
             raise
-        except Exception as error:
-            self.budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
-            if isinstance(error, Damaged):
-                log_way_on(turn.agent_id, error)
-                raise DatabaseFailed(str(error)) from error
-            if isinstance(error, OSError):
-                self._database.outage.met(f"the store: {error}")
+        except Damaged as error:
+            log_way_on(turn.agent_id, error)
+            raise DatabaseFailed(str(error)) from error
+        except OSError as error:
+            self._database.outage.met(f"the store: {error}")
             raise
         self._agents.unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
         self.budget.saved(turn.agent_id, n_bytes)
+        return saved.result
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None

@@ -92,5 +92,5 @@ def opened(path: Path) -> Iterator[StoreParts]:
     """
     with closing(open_parts(path)) as parts, refused_if_damaged(path):
         with refused_if_unusable(path):
-            UnsavedTurns(path, parts.database, parts.writer).move_all()
+            UnsavedTurns(path, parts.database, parts.files).move_all()
         yield parts

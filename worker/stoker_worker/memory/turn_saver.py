@@ -1,8 +1,13 @@
 """Saves a turn: its cache files first, durable, and then one transaction with its version and its answer. Finisher
-threads."""
+threads.
+
+Where its cache cannot be written, the turn is saved without. On a full disk idle caches make room for it first.
+"""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from functools import partial
 from typing import Final
 
@@ -14,7 +19,7 @@ from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_parts import own_pieces, record_of
+from stoker_worker.memory.turn_parts import cached_chain, own_pieces, record_of
 from stoker_worker.memory.turn_record import TurnRecord
 from stoker_worker.ports import AgentVersion, Turn
 
@@ -23,6 +28,14 @@ LOG_BYTES: Final = 1 << 17
 
 _ROW_BYTES: Final = 32
 """For each new token and its text, in the log and in the database."""
+
+
+class CacheNotWritten(OSError):
+    """A turn's cache files could not be written; with the disk's `errno`."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.errno = error.errno
 
 
 class TurnSaver:
@@ -34,24 +47,52 @@ class TurnSaver:
         self._keep_versions = keep_versions
         self._known_models: set[str] = set()
 
-    def save(self, turn: Turn, chain: BlockChain | None) -> int:
-        """Make the turn durable. `chain`: of the tokens that are cached.
+    def save(self, turn: Turn) -> tuple[Turn, int]:
+        """Make the turn durable.
 
         Returns:
-            how many bytes the store has grown at most.
+            the turn as it was saved, perhaps without its cache; and how many bytes the store has grown at most.
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
             OSError, Damaged: it could not be written; the agent is still at `turn.base`.
         """
+        chain = cached_chain(turn)
+        try:
+            with self._budget.holds.using(turn.agent_id, chain.addresses if chain else ()):
+                return turn, self._save_with_room(turn, chain)
+        except AgentVersionConflict:
+            raise
+        except Exception as error:
+            self._budget.not_saved(turn.agent_id, chain.paths(self._blocks.path_of) if chain else ())
+            is_of_cache = isinstance(error, CacheNotWritten) or _is_full(error)
+            if turn.cache is None or not is_of_cache:
+                raise
+            reason = f"its cache is not saved: {error}"
+        return self.save(turn.without_cache(reason))
+
+    def _save_with_room(self, turn: Turn, chain: BlockChain | None) -> int:
+        try:
+            return self._save(turn, chain)
+        except OSError as error:
+            if not _is_full(error):
+                raise
+        self._budget.free(_n_bytes(turn))
+        return self._save(turn, chain)
+
+    def _save(self, turn: Turn, chain: BlockChain | None) -> int:
+        """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
         # Asked before the files are written, too: the newest version's have the names of the next one's.
         with self._database.snapshot() as connection:
             check_base(turn.base, agent_table.find_agent(connection, turn.agent_id))
         sizes: dict[int, int] = {}
         pieces = own_pieces(turn, turn.cache, self._pieces, chain) if turn.cache is not None and chain else {}
-        if turn.cache is not None and chain is not None:
-            sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
-        piece_bytes = self._pieces.write(pieces)
+        try:
+            if turn.cache is not None and chain is not None:
+                sizes = self._blocks.save(chain, turn.cache, turn.model.spec)
+            piece_bytes = self._pieces.write(pieces)
+        except OSError as error:
+            raise CacheNotWritten(error) from error
         written = _Written(turn, chain, record_of(turn, chain), sizes, piece_bytes)
         try:
             self._database.commit(partial(self._commit, written=written))
@@ -61,8 +102,10 @@ class TurnSaver:
             self._pieces.remove(pieces)
             raise
         self._known_models.add(turn.model.fingerprint)
-        if turn.base.cache is not None:
-            self._pieces.remove(self._pieces.paths(turn.agent_id, turn.base.number))
+        old = self._pieces.paths(turn.agent_id, turn.base.number) if turn.base.cache is not None else ()
+        # A crash may have left some under the new version's names.
+        others = set(self._pieces.paths(turn.agent_id, turn.version)).difference(pieces)
+        self._pieces.remove((*old, *others))
         return sum(sizes.values()) + piece_bytes + LOG_BYTES + _ROW_BYTES * len(written.record.new_tokens)
 
     def _commit(self, connection: Connection, written: "_Written") -> None:
@@ -87,8 +130,10 @@ class TurnSaver:
         """With the blocks before them that are on disk and not in the index: a crash came before their transaction."""
         first = min(sizes, default=chain.n_blocks)
         path_of = self._blocks.path_of
-        missing = range(cache_index.n_known(connection, chain, first), first)
-        found = {n: allocated_bytes(path_of(chain.model, chain.addresses[n])) for n in missing}
+        found = dict.fromkeys(range(cache_index.n_known(connection, chain, first), first), 0)
+        for n in found:
+            with suppress(OSError):
+                found[n] = allocated_bytes(path_of(chain.model, chain.addresses[n]))
         return {n: n_bytes for n, n_bytes in found.items() if n_bytes} | dict(sizes)
 
 
@@ -107,6 +152,20 @@ class _Written:
     record: TurnRecord
     sizes: Mapping[int, int]
     piece_bytes: int
+
+
+def _n_bytes(turn: Turn) -> int:
+    """Of its cache files and its transaction, about."""
+    spec, cache = turn.model.spec, turn.cache
+    n_bytes = LOG_BYTES + _ROW_BYTES * len(turn.transcript.token_ids)
+    if cache is None:
+        return n_bytes
+    snapshots = sum(spec.snapshot_bytes(snapshot.n_tokens) for snapshot in cache.snapshots)
+    return n_bytes + (cache.stop - cache.start) * spec.bytes_per_token + snapshots
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
 
 
 def check_base(base: AgentVersion, row: AgentRow | None) -> None:

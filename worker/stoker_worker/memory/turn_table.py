@@ -80,19 +80,18 @@ def add_version(connection: Connection, row: AgentRow, record: TurnRecord, *, ke
     texts_and_blobs = (value.encode() if isinstance(value, str) else value for value in columns)
     size = sum(len(value) for value in texts_and_blobs if isinstance(value, bytes))
     connection.execute(f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)})", (row.number, *columns))
-    return columns[-1], size - (_prune(connection, row, record, keep_versions) if record.keeps_nothing else 0)
+    return columns[-1], size - _prune(connection, row, record.version, keep_versions)
 
 
-def _prune(connection: Connection, row: AgentRow, full: TurnRecord, keep_versions: int) -> int:
-    """Delete the versions that are neither kept nor needed to read one that is; returns their bytes. `full` keeps
-    nothing: only then can older ones go."""
-    oldest = full.version - keep_versions + 1
+def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
+    """Delete the versions that are neither kept nor needed to read one that is; returns their bytes."""
     found = connection.execute(
-        "SELECT max(version) FROM turns WHERE agent = ? AND version <= ? AND parent IS NULL", (row.number, oldest)
-    ).fetchone()[0]
+        "SELECT version FROM turns WHERE agent = ? AND version <= ? AND parent IS NULL ORDER BY version DESC LIMIT 1",
+        (row.number, newest - keep_versions + 1),
+    ).fetchone()
     if found is None:
         return 0
-    where = "WHERE agent = ? AND version < ?"
-    n_bytes = connection.execute(f"{VERSION_BYTES} {where}", (row.number, found)).fetchone()[0]
-    connection.execute(f"DELETE FROM turns {where}", (row.number, found))
+    where, before = "WHERE agent = ? AND version < ?", (row.number, *found)
+    n_bytes = connection.execute(f"{VERSION_BYTES} {where}", before).fetchone()[0]
+    connection.execute(f"DELETE FROM turns {where}", before)
     return int(n_bytes)

@@ -2,25 +2,33 @@
 finisher and upkeep threads of the worker, and commands of the shell.
 
 The fact belongs into `agents.unsaved`, but the database has just refused the turn itself, perhaps for long. So it is
-first noted in a file, ``STORE/unsaved/KEY``, and only when that is durable may the job finish. What opens the store,
-and the worker's upkeep, move these notes into the database.
+first noted in the file ``STORE/agents.unsaved``, and only when that is durable may the job finish. The file has room
+for many notes before they are needed, and a note is written over blanks: a full disk takes it too. What opens the
+store, and the worker's upkeep, move the notes into the database.
 """
 
 import threading
-import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from time import time
 from typing import Final
 
 from stoker_shared.errors import AgentBusy
 from stoker_worker.memory import agent_table
-from stoker_worker.memory.checksum import Damaged, key_of
+from stoker_worker.memory.checksum import Damaged, checksum
 from stoker_worker.memory.database import Database
-from stoker_worker.memory.files import DurableWriter
+from stoker_worker.memory.files import Disk
 from stoker_worker.memory.in_flight import working_on
 
-FOLDER: Final = "unsaved"
+NAME: Final = "agents.unsaved"
+_NOTE_BYTES: Final = 1024
+"""Of a note: a checksum and the agent's id, which has 800 bytes at most."""
+_BLANK: Final = b"\n" * _NOTE_BYTES
+"""No zeros: a file system may keep no space for them."""
+_RESERVED: Final = 128 * _NOTE_BYTES
 
 
 class UnsavedTurns:
@@ -30,20 +38,31 @@ class UnsavedTurns:
         OSError: they cannot be read.
     """
 
-    def __init__(self, store: Path, database: Database, writer: DurableWriter) -> None:
+    def __init__(self, store: Path, database: Database, files: Disk) -> None:
         """
         Args:
             store: the store's folder.
         """
         self._store = store
+        self._path = store / NAME
         self._database = database
-        self._writer = writer
-        self._folder = store / FOLDER
+        self._files = files
         self._lock = threading.Lock()
-        self._keys = self._on_disk()
+        self._places = {agent_id: place for place, agent_id in self._on_disk()}
+        self._to_blank: set[int] = set()
 
     def __contains__(self, agent_id: str) -> bool:
-        return key_of(agent_id).hex() in self._keys
+        return agent_id in self._places
+
+    def reserve(self) -> None:
+        """Make room for notes, while there is some. Only the store's worker does, and only it adds notes. Never
+        raises: without that room, a note needs some on the disk when it is written."""
+        with self._lock, suppress(OSError):
+            n_bytes = self._path.stat().st_size if self._path.exists() else 0
+            if n_bytes < _RESERVED:
+                start = n_bytes // _NOTE_BYTES
+                self._files.write_at(self._path, start * _NOTE_BYTES, _BLANK * (_RESERVED // _NOTE_BYTES - start))
+                self._files.flush(self._store)
 
     def add(self, agent_id: str) -> None:
         """Note that the agent's last turn is lost. Only in the course of its own job.
@@ -51,55 +70,66 @@ class UnsavedTurns:
         Raises:
             OSError: it could not be made durable, and is not noted.
         """
-        key = key_of(agent_id).hex()
         with self._lock:
-            if key not in self._keys:
-                self._put(self._folder / key, agent_id)
-                self._keys.add(key)
+            if agent_id not in self._places:
+                place = next(place for place in count() if place not in self._places.values())
+                self._to_blank.add(place)  # unless all of it is durable
+                self._files.write_at(self._path, place * _NOTE_BYTES, _note_of(agent_id))
+                self._to_blank.discard(place)
+                self._places[agent_id] = place
         if not self._database.outage.seconds:
             with suppress(OSError, Damaged):
                 self._move(agent_id)
 
     def discard(self, agent_id: str) -> None:
-        """The agent has another version now, or is gone. A file that cannot be removed means nothing any more, and
-        `move_all` removes it later."""
-        if agent_id in self:
-            with self._lock, suppress(OSError):
-                self._keys.discard(key := key_of(agent_id).hex())
-                self._writer.files.remove(self._folder / key)
+        """The agent has another version now, or is gone. A note that cannot be blanked means nothing any more, and
+        `move_all` blanks it later."""
+        with self._lock:
+            if (place := self._places.pop(agent_id, None)) is not None:
+                self._to_blank.add(place)
+                self._blank()
 
     def move_all(self) -> None:
         """Move the notes into the database, as far as it takes them, except those of agents that are in use. Never
         raises."""
         with suppress(OSError):
             with self._lock:
-                on_disk = self._on_disk()
-                self._keys &= on_disk  # a command has moved the others
-                for key in on_disk - self._keys:
-                    self._writer.files.remove(self._folder / key)
-                keys = sorted(self._keys)
-            for key in keys:
-                agent_id = (self._folder / key).read_bytes().decode(errors="replace")
+                self._blank()
+                on_disk = dict(self._on_disk())
+                moved = [agent_id for agent_id, place in self._places.items() if on_disk.get(place) != agent_id]
+                for agent_id in moved:  # by a command
+                    del self._places[agent_id]
+                agents = list(self._places)
+            for agent_id in agents:
                 with suppress(AgentBusy, Damaged), working_on(self._store, agent_id):
                     self._move(agent_id)
 
-    def _put(self, path: Path, agent_id: str) -> None:
-        """Raises `OSError`: there is no such file."""
-        try:
-            self._writer.put_all({path: [agent_id.encode()]})
-        except OSError:
-            with suppress(OSError):
-                self._writer.files.remove(path)
-            raise
-
     def _move(self, agent_id: str) -> None:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
-        if agent_id in self:  # else its next turn has been saved meanwhile, or the file is damaged
-            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=True, now=time.time())
+        # Only who works on an agent touches its note: it is still there, or another process has moved it before.
+        if any(found == (self._places.get(agent_id), agent_id) for found in self._on_disk()):
+            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
             self._database.commit(change)
             self.discard(agent_id)
 
-    def _on_disk(self) -> set[str]:
-        with suppress(FileNotFoundError):
-            return {path.name for path in self._folder.iterdir()}
-        return set()
+    def _blank(self) -> None:
+        with suppress(OSError):
+            for place in list(self._to_blank):
+                self._files.write_at(self._path, place * _NOTE_BYTES, _BLANK)
+                self._to_blank.discard(place)
+
+    def _on_disk(self) -> Iterator[tuple[int, str]]:
+        """Each note: its place and the agent's id. Raises `OSError`."""
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        for place in range(len(content) // _NOTE_BYTES):
+            note = content[place * _NOTE_BYTES :][:_NOTE_BYTES]
+            if note != _BLANK and checksum(note[16:]) == note[:16]:
+                yield place, note[16:].rstrip(b"\n").decode()
+
+
+def _note_of(agent_id: str) -> bytes:
+    text = agent_id.encode().ljust(_NOTE_BYTES - 16, b"\n")
+    return checksum(text) + text

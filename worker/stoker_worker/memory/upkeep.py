@@ -97,6 +97,7 @@ class Upkeep:
     def tidy(self) -> Iterator[None]:
         """The steps of each second. Each raises `OSError`, `Damaged`, `StokerError`."""
         self._notes.write()
+        self._unsaved.reserve()
         self._unsaved.move_all()
         if self._monotonic() - self._ticked_at >= _TICK_S:
             self._tick()

@@ -65,7 +65,7 @@ class Metrics(MetricsPort):
             count.add(of.CACHE_SOURCES, str(cache.get("source")))
             if (reason := cache.get("miss_reason")) is not None:
                 count.add(of.CACHE_MISSES, reason)
-            if cache.get("save_error") is not None:
+            if cache.get("save_error") is not None and not cache.get("saved"):
                 count.add(of.UNSAVED)
             if cache.get("saved") and not replayed:
                 count.observe(of.SAVE_TIME, save_s)

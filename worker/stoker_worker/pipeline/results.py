@@ -131,7 +131,6 @@ def save_turn(
         return result(None, saved=False)
     if request.cache != "readwrite":
         return result(_number_of(agent), saved=False)
-    saved = result(agent.number + 1, saved=True)
     turn = Turn(
         base=agent,
         delivery=job.claimed.delivery,
@@ -139,10 +138,10 @@ def save_turn(
         model=model,
         cache_salt=job.salt,
         cache=completion.cache,
-        result=saved,
+        result=result(agent.number + 1, saved=True),
     )
     try:
-        store.save(turn)
+        return store.save(turn)
     except Exception as error:
         if isinstance(error, AgentVersionConflict) and (made := _made_elsewhere(store, turn)) is not None:
             return made
@@ -155,7 +154,6 @@ def save_turn(
             except OSError as not_noted:
                 raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
         return result(_number_of(agent), saved=False, save_error=reason)
-    return saved
 
 
 def _made_elsewhere(store: CacheStorePort, turn: Turn) -> Mapping[str, Any] | None:

@@ -1,7 +1,7 @@
 """The interface of agent memory: versions, turns, and the store that keeps them. No I/O."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
 
 from stoker_shared.message import Message
@@ -122,6 +122,11 @@ class Turn:
     def version(self) -> int:
         return self.base.number + 1
 
+    def without_cache(self, reason: str) -> "Turn":
+        """The same turn for want of a place for its cache; `reason` is in its result."""
+        report = {**self.result.get("cache", {}), "save_error": reason}
+        return replace(self, cache=None, result={**self.result, "cache": report})
+
 
 class CacheStorePort(Protocol):
     """Agent memory. `open_agent` and `restore` run on the loader thread, `save` on the finisher threads."""
@@ -172,8 +177,12 @@ class CacheStorePort(Protocol):
         """
         ...
 
-    def save(self, turn: Turn) -> None:
+    def save(self, turn: Turn) -> Mapping[str, Any]:
         """Make the turn durable as the agent's next version, with its result: cache files first, then one transaction.
+        Without its cache, if that cannot be written.
+
+        Returns:
+            the result as it is stored: the turn's, with the reason if its cache is not saved.
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).

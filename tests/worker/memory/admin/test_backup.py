@@ -11,14 +11,26 @@ from operator import methodcaller
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import Agent, AgentCacheStore, files_below, ids, open_store
+from tests.worker.memory.agents import (
+    MODEL,
+    SNAPSHOT_SPECS,
+    Agent,
+    AgentCacheStore,
+    files_below,
+    ids,
+    make_model,
+    open_store,
+    problems_of,
+)
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin import backup as backup_module
 from stoker_worker.memory.admin.backup import Backup, back_up
 from stoker_worker.memory.admin.restore import restore
+from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.store_parts import opened
+from stoker_worker.ports import LoadedModel
 
 
 @pytest.fixture
@@ -49,6 +61,25 @@ def test_a_backup_is_one_private_file_and_names_what_it_leaves_out(store: AgentC
     listed = (tmp_path / "names").read_text().splitlines()
     assert sorted(listed) == [str(x.relative_to(folder)) for x in files_below(folder) if x.suffix == ".safetensors"]
     assert {path.name for path in tmp_path.iterdir()} == {"store", "backup", "names"}  # nothing beside it
+
+
+@pytest.mark.parametrize("model", [MODEL, make_model(spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
+def test_a_store_is_sound_after_the_restore_of_an_id_that_was_used_again(tmp_path: Path, model: LoadedModel) -> None:
+    with closing(open_store(tmp_path / "store")) as store:
+        Agent(store, "used again", model).say(ids(300))
+        Agent(store, "used again", model).say(ids(301))
+        Agent(store, "other", model).say(ids(310))
+        copied(store, tmp_path / "backup")
+        with opened(store.parts.path) as parts:
+            forget_agent(parts, "used again")
+        for length in (270, 280):
+            Agent(store, "used again", model).say(ids(length, seed=1))
+    restore(tmp_path / "store", tmp_path / "backup")
+    with closing(open_store(tmp_path / "store")) as store:
+        assert problems_of(store) == []
+        assert Agent(store, "used again", model).tokens() == ids(301)
+        assert Agent(store, "used again", model).cached((*ids(301), 1)) in (0, 256)
+        assert Agent(store, "other", model).cached((*ids(310), 1)) == 310
 
 
 def test_a_restored_store_has_every_agent_as_it_was(store: AgentCacheStore, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from stoker_worker.memory.cache_folders import MOST_SNAPSHOTS
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of
-from stoker_worker.ports import AgentVersion
+from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 PIECE_NAMES: Final = ("tail.safetensors", *(f"snapshot-{index}.safetensors" for index in range(MOST_SNAPSHOTS)))
@@ -44,8 +44,13 @@ def check_piece(path: Path, version: AgentVersion, snapshot: int | None) -> None
         Damaged: it is not.
         FileNotFoundError: it is gone.
     """
-    metadata = read_intact(path)
-    cache, transcript = version.cache, version.transcript
+    check_belongs(read_intact(path), version.transcript, version.cache, snapshot)
+
+
+def check_belongs(
+    metadata: dict[str, Any], transcript: Transcript | None, cache: CachedPrefix | None, snapshot: int | None
+) -> None:
+    """The same of a file with this metadata. Raises `Damaged`."""
     if cache is None or transcript is None or (snapshot is not None and snapshot >= len(cache.snapshots)):
         raise Damaged("is of no version")
     chain = chain_of(cache, transcript.token_ids)

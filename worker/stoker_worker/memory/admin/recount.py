@@ -6,17 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker_worker.memory import agent_table, cache_index, turn_table
-from stoker_worker.memory.admin.cache_check import read_intact
+from stoker_worker.memory.admin.cache_check import check_belongs, read_intact
 from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.cache_file import read_metadata
 from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.ports import CachedPrefix, Transcript
 
 
 def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *, now: float) -> int:
-    """Enter the files of every agent's newest version that can be read, and no others.
+    """Enter the files of every agent's newest version that can be read, and no others. Files of another conversation
+    under the names of its own are removed: the agent's id has been used again.
 
     Returns:
         how many blocks there are.
@@ -29,17 +32,18 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
     connection.execute("UPDATE store SET cache_bytes = 0")
     for row in list(agent_table.agent_rows(connection, "")):
         own = pieces.paths(row.agent_id, row.version)
-        n_bytes = sum(map(allocated_bytes, own))
-        cache_index.set_piece_bytes(connection, row.number, n_bytes)
         sql = "SELECT coalesce(max(version), 0) FROM turns WHERE agent = ?"
         (version,) = connection.execute(sql, (row.number,)).fetchone()  # the newest of an agent that has lost some
         with suppress(Damaged):
             transcript, cache = turn_table.read_version(connection, row, version)
+            if version == row.version:
+                _remove_others(pieces, own, transcript, cache)
             if cache is not None:
                 chain = chain_of(cache, transcript.token_ids)
                 _note_model(connection, chain.model, [*own, *list(chain.paths(blocks.path_of))[:1]])
                 enter_blocks(connection, chain, blocks, now=now)
                 cache_index.use_chain(connection, row.number, chain if version == row.version else None, now=now)
+        cache_index.set_piece_bytes(connection, row.number, sum(map(allocated_bytes, own)))
     return int(connection.execute("SELECT count(*) FROM blocks").fetchone()[0])
 
 
@@ -52,6 +56,17 @@ def enter_blocks(connection: Connection, chain: BlockChain, blocks: BlockFolder,
                 break
             sizes[index] = n_bytes
     cache_index.add_blocks(connection, chain, sizes, now=now)
+
+
+def _remove_others(pieces: PieceFolder, own: list[Path], transcript: Transcript, cache: CachedPrefix | None) -> None:
+    """Remove those of a version's files that are not its own, as far as their headers show."""
+    for place, path in enumerate(own):
+        with suppress(OSError):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    check_belongs(read_metadata(file), transcript, cache, place - 1 if place else None)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                pieces.remove([path])
 
 
 def _note_model(connection: Connection, model: str, files: Iterable[Path]) -> None:

@@ -69,7 +69,7 @@ def restore(folder: Path, backup: Path) -> Restored:
             copy_database(source, draft / NAME)
 
         done = exchange(folder, copy, lambda _: None)
-    shutil.rmtree(folder / unsaved.FOLDER, ignore_errors=True)  # of turns after the backup
+    (folder / unsaved.NAME).unlink(missing_ok=True)  # of turns after the backup
     return Restored(done.blocks, done.kept, agents, newest_use)
 
 

@@ -112,11 +112,12 @@ class SharedAgentStore(CacheStorePort):
             beside_others=beside_others,
         )
 
-    def save(self, turn: Turn) -> None:
+    def save(self, turn: Turn) -> Mapping[str, Any]:
         """Raises `AgentVersionConflict`: `turn.base` is not the agent's newest version (any more), here or there."""
-        self.local.save(turn)
+        result = self.local.save(turn)
         self._versions.publish(turn.agent_id)
         self._write_through.add(turn.agent_id)
+        return result
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None

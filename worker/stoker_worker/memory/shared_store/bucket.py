@@ -34,6 +34,8 @@ READ_LIMIT_S: Final = 10.0
 CACHE_LIMIT_S: Final = 60.0
 """For what nobody waits for."""
 _MOST_HANGING: Final = 32
+_HALF_WRITTEN: Final = re.compile(r".+\.(?:json|safetensors)#[0-9]+")
+"""As obstore names a file in a folder until it is whole."""
 
 
 class BucketAway(OSError):
@@ -163,6 +165,22 @@ class Bucket:
                     self._api.delete(self._store, name)
 
         self._timed(remove, CACHE_LIMIT_S)
+
+    def half_written(self, folders: Iterable[str], limit_s: float) -> list[tuple[Path, int, float]]:
+        """What killed processes left of objects below these folders, which no other call shows: the file, its bytes,
+        and when it was changed (Unix time). A bucket has none. Raises `BucketAway`."""
+
+        def look() -> list[tuple[Path, int, float]]:
+            found = []
+            for top in () if self._folder is None else map(self._folder.joinpath, folders):
+                for folder, _, names in os.walk(top):
+                    for path in (Path(folder, name) for name in names if _HALF_WRITTEN.fullmatch(name)):
+                        with suppress(FileNotFoundError):
+                            seen = path.stat()
+                            found.append((path, seen.st_size, seen.st_mtime))
+            return found
+
+        return self._timed(look, limit_s)
 
     def _timed(self, call: Callable[[], T], limit_s: float) -> T:
         done: Future[T] = Future()

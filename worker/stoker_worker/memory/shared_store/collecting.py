@@ -1,19 +1,21 @@
 """Limits the bytes of caches in a shared store, by age and use. A command of the shell, beside workers.
 
 What is in use, and since when, is in the lists that workers keep beside the caches. Versions stay: they are the truth.
-Whoever misses a file that is removed here computes it again. What has no name of a cache file is left alone.
+Whoever misses a file that is removed here computes it again. What has no name of a cache file is left alone, but for
+what killed workers left half written in a folder.
 """
 
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.shared_store.bucket import CACHE_LIMIT_S, Bucket, Stored
 from stoker_worker.memory.shared_store.meeting import identity_of
-from stoker_worker.memory.shared_store.objects import BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
+from stoker_worker.memory.shared_store.objects import AGENTS, BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
 
 _YOUNG_S: Final = 86_400.0
 """A worker may not have listed what is younger."""
@@ -28,7 +30,7 @@ class CollectedThere:
     """What was removed, or is to be removed.
 
     Attributes:
-        files: cache files. `bytes`: theirs.
+        files: cache files, and half-written ones. `bytes`: theirs.
         agents: that lost their caches.
         left_bytes: of the cache files that stay.
     """
@@ -42,8 +44,8 @@ class CollectedThere:
 def collect_there(
     bucket: Bucket, *, max_bytes: int | None = None, unused_s: float | None = None, dry_run: bool = False
 ) -> CollectedThere:
-    """Remove the cache files that no agent uses; then those of agents unused for `unused_s`, and of those unused the
-    longest, until `max_bytes` are left.
+    """Remove the cache files that no agent uses, and what has long been half written; then those of agents unused for
+    `unused_s`, and of those unused the longest, until `max_bytes` are left.
 
     Raises:
         StoreUnusable: it is no shared store.
@@ -63,6 +65,7 @@ def collect_there(
             users[name] = users.get(name, 0) + 1
     going = {name: x for name, x in files.items() if name not in users and x.changed_at < now - _YOUNG_S}
     left = sum(x.n_bytes for x in files.values()) - sum(x.n_bytes for x in going.values())
+    half_written = _half_written(bucket, before=now - _YOUNG_S)
     agents: list[Stored] = []
     for stored in lists:
         is_old = unused_s is not None and stored.changed_at < now - unused_s
@@ -83,7 +86,10 @@ def collect_there(
         agents = [stored for stored in agents if stored.name not in written]
         _remove(bucket, [stored.name for stored in agents])  # first the lists
         _remove(bucket, list(going))
-    return CollectedThere(len(going), sum(x.n_bytes for x in going.values()), len(agents), left)
+        for path in half_written:
+            path.unlink(missing_ok=True)
+    n_bytes = sum(x.n_bytes for x in going.values()) + sum(half_written.values())
+    return CollectedThere(len(going) + len(half_written), n_bytes, len(agents), left)
 
 
 def _time_there(bucket: Bucket) -> float:
@@ -95,6 +101,12 @@ def _time_there(bucket: Bucket) -> float:
     if not found:
         raise bucket.away(f"{name} is there and is not")
     return found[0]
+
+
+def _half_written(bucket: Bucket, *, before: float) -> dict[Path, int]:
+    """The bytes of each such file. Raises `BucketAway`."""
+    found = bucket.half_written((AGENTS, CACHES, BLOCKS, PIECES), _LIMIT_S)
+    return {path: n_bytes for path, n_bytes, changed_at in found if changed_at < before}
 
 
 def _uses(bucket: Bucket, lists: Iterable[Stored], files: dict[str, Stored]) -> dict[Stored, tuple[str, ...]]:
