@@ -5,13 +5,20 @@ job is not its own any more, and removes them. Whatever would move the job to an
 same transaction, so a canceled job fails, is retried, repeated, given back or sent on no more.
 """
 
+import re
 from typing import Any
 
 from rq.executions import ExecutionRegistry
 from rq.job import Job, JobStatus, validate_job_id
 from rq.queue import Queue
 from rq.rate_limit import RELEASE_STALE_AND_ENQUEUE_SCRIPT, RateLimitRegistry
-from rq.registry import CanceledJobRegistry, DeferredJobRegistry, ReadyJobRegistry, ScheduledJobRegistry
+from rq.registry import (
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    FinishedJobRegistry,
+    ReadyJobRegistry,
+    ScheduledJobRegistry,
+)
 from rq.utils import current_timestamp, now, utcformat
 
 from stoker.job_record import ENDED
@@ -25,6 +32,7 @@ _WAITS_IN: dict[str, Any] = {
     JobStatus.READY_TO_ENQUEUE.value: ReadyJobRegistry,
     JobStatus.SCHEDULED.value: ScheduledJobRegistry,
 }
+_TTL = re.compile("-?[0-9]{1,9}")  # anybody may write anything
 _FIELDS = ("status", "origin", "failure_ttl", "rate_limit_key", "created_at", FIELD_SAVING)
 
 
@@ -49,7 +57,8 @@ def cancel_job(job_id: str) -> Operation[bool]:
         state, queue, failure_ttl_s, limit, created_at, saving = fields
         if state in ENDED or saving == (created_at or "-"):
             return None
-        return _commands(job_id, state, queue, int(failure_ttl_s) if failure_ttl_s else DEFAULT_FAILURE_TTL_S)
+        ttl_s = int(failure_ttl_s) if _TTL.fullmatch(failure_ttl_s) else DEFAULT_FAILURE_TTL_S
+        return _commands(job_id, state, queue, ttl_s)
 
     # The worker writes to a running job twice a second, so the transaction may need several tries.
     if (yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))) is None:
@@ -66,8 +75,9 @@ def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:
         ("LREM", queue_key(queue), 1, job_id),
         ("ZADD", registry_key(CanceledJobRegistry, queue), current_timestamp(), job_id),
     ]
-    if state in _WAITS_IN:
-        commands.append(("ZREM", registry_key(_WAITS_IN[state], queue), job_id))
+    # A job that is repeated is among the finished ones as well.
+    for registry in filter(None, (_WAITS_IN.get(state), FinishedJobRegistry)):
+        commands.append(("ZREM", registry_key(registry, queue), job_id))
     if ttl_s > 0:  # RQ would keep canceled jobs for ever, but prompts are private
         commands.append(("EXPIRE", key, ttl_s))
     return commands

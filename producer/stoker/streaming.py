@@ -1,7 +1,8 @@
 """Reads a job's text as it is generated: requests the stream, and follows it to the job's end. Owns the reader's place.
 
 The stream is only a faster way to a text that the result has as well: the job's hash decides when it is over, and all
-chunks since the last `Restarted` are together exactly the result's text.
+chunks since the last `Restarted` are together exactly the result's text. The reader waits for an entry of the job's
+results, too: a short answer can end before its worker knows of the reader.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from rq.job import Job
+from rq.results import Result
 
-from stoker.job_record import ENDED, JobRecord
+from stoker.job_record import ENDED, NO_ENTRY, JobRecord
 from stoker.operations import Command, Entries, Operation, Watched, ask, stream_entries, undisturbed
 from stoker.waiting import Patience, timed_out
 from stoker_shared.errors import JobNotFound
@@ -56,7 +58,8 @@ class StreamReader:
         self._slice_s = slice_s
         self._asked = False
         self._may_be_over = False
-        self._last_id = "0-0"
+        self._text_key, self._results_key = STREAM_KEY.format(job_id=job_id), Result.get_key(job_id)
+        self._last_ids = {self._text_key: NO_ENTRY, self._results_key: NO_ENTRY}
         self._shown = ""
         self._markers: Markers | None = None
 
@@ -113,14 +116,14 @@ class StreamReader:
 
     def _follow(self) -> Operation[list[StreamEvent]]:
         """The events of the stream's next entries; none if no entry comes within a blocking read."""
-        key = STREAM_KEY.format(job_id=self._job_id)
         block_ms = max(1, int(1000 * min(self._slice_s, self._patience.left_s)))  # 0 would block for ever
         options = ("COUNT", _MOST_ENTRIES, "BLOCK", block_ms)
-        reply = yield from ask("XREAD", *options, "STREAMS", key, self._last_id)
-        entries: Entries = stream_entries(reply).get(key, [])
+        reply = yield from ask("XREAD", *options, "STREAMS", *self._last_ids, *self._last_ids.values())
+        found: dict[str, Entries] = stream_entries(reply)
+        self._last_ids |= {key: entries[-1][0].decode() for key, entries in found.items() if entries}
+        self._may_be_over |= self._results_key in found  # a failed try of several has an entry as well
         events: list[StreamEvent] = []
-        for entry_id, fields in entries:
-            self._last_id = entry_id.decode()
+        for _, fields in found.get(self._text_key, []):
             events += self._event(fields)
         return _joined(events)
 

@@ -123,7 +123,7 @@ def test_jobs_of_both_kinds_of_producer_end_in_every_way_without_one_refusal(adm
     tickets += [producer.ticket(stock.id), producer.ticket(waits.id)]
     with running_worker(url("stoker-worker"), store, *SLOW, *RECOMMENDED, env=SHORT) as worker:
         assert all(ticket.result(timeout_s=30).usage.completion_tokens for ticket in tickets)
-        with Redis.from_url(url("stoker-producer")) as connection:
+        with Redis.from_url(url("stoker-operator")) as connection:
             send_shutdown_command(connection, producer.workers()[0].name)
         worker.wait_for(lambda: "command ignored: 'shutdown'" in worker.log)
         assert asyncio.run(with_asyncio(url("stoker-producer")))

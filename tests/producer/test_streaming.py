@@ -1,8 +1,13 @@
 """Reading a stream: the events made from its entries, and a job that ends without entries."""
 
+import threading
+
 import pytest
+from redis import Redis
 
 from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
+from stoker.driver import run
+from stoker.streaming import StreamReader
 from stoker_shared.markers import Edge, Markers
 
 pytestmark = pytest.mark.server
@@ -95,6 +100,25 @@ def test_a_job_that_has_ended_is_read_from_its_result(connection, worker, ticket
     worker.finish(ticket.job_id, text="hello")
     assert list(ticket.stream()) == [TextChunk("hello")]
     assert not connection.hexists(f"rq:job:{ticket.job_id}", "stoker_stream")
+
+
+def test_a_short_answer_that_never_was_in_the_stream_wakes_its_reader(connection, redis_url, worker, ticket):
+    reader = StreamReader(ticket.job_id, timeout_s=None, slice_s=60)
+    events = []
+
+    def read():
+        with Redis.from_url(redis_url, socket_timeout=None) as patient:
+            while not reader.is_over:
+                events.extend(run(patient, reader.read()))
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    while not connection.info("clients")["blocked_clients"]:
+        pass
+    worker.fail(ticket.job_id, "EngineFailed: a try of several", status="queued")
+    worker.finish(ticket.job_id, text="hello")
+    reading.join(30)
+    assert events == [TextChunk("hello")]
 
 
 def test_a_job_that_fails_raises_where_its_text_ends(worker, ticket, say):

@@ -86,6 +86,27 @@ def test_a_canceled_job_is_repeated_no_more(connection, producer, plain, queue):
     assert places(connection, "job") == ["canceled"]
 
 
+def test_a_repeated_job_is_among_the_canceled_only(connection, producer, plain, queue):
+    for job_id, interval in (("now", 0), ("later", 30)):
+        repeat = Repeat(times=2, interval=interval)
+        plain.enqueue(TASK_PATH, kwargs={"request": {"prompt": "p"}}, job_id=job_id, repeat=repeat)
+    for job in claim(queue, 2):
+        finish(job, result_of(ACCEPTED))
+    for job_id in ("now", "later"):
+        assert "finished" in places(connection, job_id)
+        assert producer.cancel(job_id) is True
+        assert places(connection, job_id) == ["canceled"]
+
+
+@pytest.mark.parametrize("ttl", ["x", "", "1.5", "1e9", "9" * 40, "-9", "\x00", "nan", "{}", "\u0663"])
+def test_a_job_that_is_kept_for_no_time_that_can_be_read_is_canceled_like_any_other(connection, producer, plain, ttl):
+    enqueue(plain)
+    connection.hset("rq:job:job", "failure_ttl", ttl)
+    assert producer.cancel("job") is True
+    assert places(connection, "job") == ["canceled"]
+    assert connection.ttl("rq:job:job") == (-1 if ttl == "-9" else 7 * 86_400)
+
+
 def test_a_job_canceled_after_its_workers_death_is_not_put_back(connection, producer, plain, join):
     dead, alive = join("dead"), impatient(join("alive"))
     enqueue(plain)

@@ -54,6 +54,14 @@ def test_a_stream_has_the_whole_text_first_then_the_additions_then_the_end(conne
     assert queue.listened_to() == frozenset()
 
 
+def test_a_job_that_ends_before_its_text_was_looked_at_has_an_end_in_its_stream(connection, producer, queue):
+    submit(producer, stream=True)
+    job = claim(queue)
+    finish(job, RESULT)
+    assert entries(connection, job) == [("end", "")]
+    assert 0 < connection.ttl(f"stoker:stream:{job.job_id}") <= 60
+
+
 def test_a_job_without_a_reader_has_no_stream_and_costs_no_command(connection, producer, queue):
     submit(producer)
     job = claim(queue)

@@ -118,7 +118,7 @@ _OPTIONS: Final = (
         "--ignore-shutdown-command",
         is_flag=True,
         default=None,
-        help="Ignore RQ's shutdown command, which every client of Redis with the right to cancel jobs can send.",
+        help="Ignore RQ's shutdown command, which every client of Redis with the right to publish can send.",
     ),
     _ending("--burst", is_flag=True, default=None, help="Leave when the queues are empty."),
     _ending("--max-jobs", type=click.IntRange(min=1), help="Leave after so many jobs.  [no limit]"),

@@ -139,6 +139,6 @@ class JobStreams:
         key = STREAM_KEY.format(job_id=stream.run.job.id)
         # Not tried again if it is lost: readers look at the job's hash now and then.
         with suppress(RedisError), self._connection.pipeline(transaction=True) as pipeline:
-            pipeline.xadd(key, {"run": stream.run.execution.id, "kind": "end", "text": ""}, nomkstream=True)
+            pipeline.xadd(key, {"run": stream.run.execution.id, "kind": "end", "text": ""})
             pipeline.expire(key, ENDED_TTL_S)
             pipeline.execute()
