@@ -1,5 +1,7 @@
 """The queue adapter: each job ends once, and only by its own worker."""
 
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -715,3 +717,21 @@ def test_an_impossible_step_after_an_end_does_not_stop_the_worker_from_claiming(
 
     assert not connection.exists(ENDED_KEY.format(queue="generate"))
     assert [job.job_id for job in claim(queue)] == [job_id]
+
+
+@pytest.mark.parametrize("end", [lambda job: finish(job, RESULT), lambda job: fail(job, ValueError("x")), stop, drop])
+def test_nothing_holds_a_jobs_request_once_it_has_ended(producer, queue, end):
+    """Python looks for cycles so rarely that some dozens of large requests would stay in memory until then."""
+    producer.submit(prompt="x" * 1000)
+    (job,) = claim(queue)
+    request, of_rq = weakref.ref(job.request), weakref.ref(job.run.job)
+    assert len(job.run.job.data) < 100
+    gc.collect()
+    gc.disable()
+    try:
+        end(job)
+        del job
+        assert request() is None
+        assert of_rq() is None
+    finally:
+        gc.enable()

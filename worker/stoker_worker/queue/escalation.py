@@ -112,3 +112,4 @@ class Escalation:
             rq_job.at_end = ending.write_note
             self._registration.cleanup_execution(rq_job, pipeline, run.execution)
             pipeline.execute()
+            rq_job.at_end = None

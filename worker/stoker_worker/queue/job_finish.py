@@ -166,8 +166,8 @@ class JobFinish:
         except BaseException:  # RQ counts a repeat before it has written it; the next try must not count it twice
             rq_job.repeats_left, rq_job.repeat_intervals = repeat
             raise
-        finally:
-            rq_job.serializer = JSONSerializer
+        finally:  # a reference back to the job would keep its request until Python looks for cycles
+            rq_job.serializer, rq_job.at_end = JSONSerializer, None
 
     def _write_failure(self, run: JobRun, ending: Ending, reason: str) -> BaseException | None:
         """The error, if any: its transaction was undone, refused, or written without a reply."""
@@ -199,4 +199,5 @@ class JobFinish:
                 raise
             return error
         finally:  # as with repeats
-            rq_job.retries_left, rq_job.before_end, self._registration._stopped_job_id = retries_left, None, None
+            rq_job.retries_left, self._registration._stopped_job_id = retries_left, None
+            rq_job.before_end = rq_job.at_end = None

@@ -160,6 +160,7 @@ class JobStart:
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
         keeping = Keeping.of(request, granted, self._lease.store, n_tried=len(rq_job.tried))
+        rq_job.drop_data()
         return RqClaimedJob(
             job_id=rq_job.id,
             queue=rq_job.origin,

@@ -102,6 +102,8 @@ class JsonJob(Job):
     tried: tuple[Attempt, ...] = ()  # what the models before made of it
     batch: str = ""
     """The batch with which it may be canceled; empty for none."""
+    data_hash: bytes = b""
+    """The `hash_of` the data, unpacked."""
     stamp: str = ""
     """The `delivery_stamp` of the hash as it was read."""
 
@@ -123,6 +125,7 @@ class JsonJob(Job):
             data = b"[]"
         known = (name for name in _READ_FIELDS if raw_data.get(name) and name not in malformed)
         super().restore({name: raw_data[name] for name in known} | {b"data": data})
+        self.data_hash = hash_of(self.data)
         self.worker_losses = as_count(raw_data.get(FIELD_ATTEMPTS.encode()))
         self.losses_alone = as_count(raw_data.get(FIELD_LOST_ALONE.encode()))
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
@@ -248,6 +251,10 @@ class JsonJob(Job):
             raise PayloadRefused(f"{func_name} takes exactly one argument, {REQUEST_KWARG}={{...}}")
         return build_request(request) if func_name == TASK_PATH else build_agent_request(request)
 
+    def drop_data(self) -> None:
+        """Keep only the arguments, so that a job in flight holds its megabytes once. Call `read_request` first."""
+        self._data = b""
+
     def needs(self) -> Needs:
         """What this run of the job needs of its worker. Call `read_request` first."""
         return Needs.of(self.func_name or "", self.kwargs[REQUEST_KWARG], len(self.tried))
@@ -273,6 +280,11 @@ def _fields(values: Sequence[bytes | int | None]) -> dict[bytes, bytes | int]:
     """What `JsonJob.restore` takes. In place of a value that is too long there is its length."""
     named = zip(_READ_FIELDS, values, strict=True)
     return {name: value for name, value in named if value is not None}
+
+
+def hash_of(data: bytes) -> bytes:
+    """Of a job's unpacked data."""
+    return hashlib.sha1(data, usedforsecurity=False).digest()
 
 
 def delivery_stamp(created_at: bytes, repeats_left: bytes, data: bytes) -> str:

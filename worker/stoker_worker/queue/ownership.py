@@ -22,7 +22,7 @@ from rq.utils import str_to_date, utcformat
 from stoker_shared.errors import JobLost
 from stoker_shared.job_data import unpacked
 from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING
-from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp
+from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 
@@ -198,7 +198,7 @@ class Ownership:
 def _is_delivery_of(rq_job: JsonJob, created_at: bytes, repeats_left: bytes, data: bytes) -> bool:
     """Bytes may differ where a client of RQ's has read the job and written it again: it compresses the data, and writes
     times in its own form."""
-    if repeats_left != rq_job.raw_repeats_left or unpacked(data) != rq_job.data:
+    if repeats_left != rq_job.raw_repeats_left or hash_of(unpacked(data)) != rq_job.data_hash:
         return False
     written = rq_job.raw_created_at
     if created_at == written.encode(errors="replace"):
