@@ -1,4 +1,4 @@
-"""A job's `data` as RQ stores it. Owns its size limit and its compression; no I/O."""
+"""What RQ stores compressed: a job's `data`, results, reasons. Owns the size limits and the unpacking; no I/O."""
 
 import zlib
 from typing import Final
@@ -9,9 +9,15 @@ MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
 """The request plus RQ's frame around it, uncompressed."""
 
 
-def unpacked(data: bytes) -> bytes:
-    """The data uncompressed, cut off one byte over the limit. RQ compresses it; clients in other languages need not."""
+def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
+    """The data uncompressed, cut off one byte over the limit: a kilobyte may unpack to a megabyte.
+
+    RQ compresses it; clients in other languages need not. What is no whole zlib stream is returned as it is.
+    """
+    unpacking = zlib.decompressobj()
     try:
-        return zlib.decompressobj().decompress(data, MAX_DATA_BYTES + 1)
+        text = unpacking.decompress(data, at_most + 1)
     except zlib.error:
-        return bytes(data)
+        return bytes(data[: at_most + 1])
+    is_whole = unpacking.eof or len(text) > at_most
+    return text if is_whole else bytes(data[: at_most + 1])

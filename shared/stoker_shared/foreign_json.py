@@ -1,0 +1,65 @@
+"""Reads JSON that anyone may have written, within bounds that hold before any of it is built. Pure, no I/O.
+
+A text of 16 MiB can have eight million values. Python takes gigabytes and minutes to build and to check those, during
+which no other thread runs, not even the one that renews a worker's lease.
+"""
+
+import json
+from typing import Any, Final
+
+from stoker_shared.errors import RequestTooLarge
+from stoker_shared.wire import MAX_REQUEST_BYTES
+
+MOST_VALUES: Final = 200_000
+"""Values of one text in all: numbers, strings, objects, arrays. A turn with a tool call has about 15."""
+
+MOST_LEVELS: Final = 100
+"""Objects and arrays inside one another."""
+
+_BRACKETS: Final = b"[]{}"
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
+
+
+def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels.
+        ValueError: it is not JSON.
+    """
+    require_bounds(text, at_most)
+    return json.loads(text.decode())
+
+
+def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:
+    """
+    Raises:
+        RequestTooLarge: as `read_json`, of JSON; other text may pass.
+    """
+    if len(text) > at_most:
+        raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {at_most}")
+    if _n_values(text) <= MOST_LEVELS:  # a short way for nearly all that do not call tools
+        return
+    # Only `bytes` methods that take time in proportion to the text: it may be the worst one.
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    n_strings = text.count(b'"') // 2
+    if n_strings <= 2 * MOST_VALUES:  # keys are strings too
+        text = b"".join(text.split(b'"')[::2])  # what is outside of strings
+        if _n_values(text) <= MOST_VALUES:
+            _require_levels(text.translate(None, _NO_BRACKETS))
+            return
+    raise RequestTooLarge(f"the request has more than {MOST_VALUES} values")
+
+
+def _n_values(text: bytes) -> int:
+    """An upper bound: each value but the first follows a comma or begins what it is in."""
+    return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _require_levels(brackets: bytes) -> None:
+    for _ in range(MOST_LEVELS):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")  # the innermost level
+    if brackets:
+        raise RequestTooLarge(f"the request has more than {MOST_LEVELS} levels of objects and arrays")
