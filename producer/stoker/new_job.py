@@ -102,9 +102,7 @@ class NewJob:
         """
         commands: list[Command] = []
         if deferred:
-            commands.append(
-                ("ZADD", registry_key(DeferredJobRegistry, self.queue), current_timestamp(), self.job_id)
-            )
+            commands.append(("ZADD", registry_key(DeferredJobRegistry, self.queue), current_timestamp(), self.job_id))
             for dependency_id in self.dependency_ids:
                 commands.append(("SADD", Job.dependents_key_for(dependency_id), self.job_id))
                 commands.append(("SADD", self._dependencies_key, dependency_id))

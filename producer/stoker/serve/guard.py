@@ -12,11 +12,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.openai.failures import Failure
+from stoker.openai.fields import RULES
 from stoker.serve.responses import failed
 from stoker.serve.tokens import ANYBODY, Tokens
 
 HEALTH_PATH: Final = "/healthz"
 FILES_PATH: Final = "/v1/files"
+_OTHER_BYTES: Final = 64 * 2**10
+"""Largest body of a request that is neither a call nor an upload."""
+
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -24,14 +28,13 @@ class Guard:
     def __init__(self, app: ASGIApp, tokens: Tokens | None, *, max_body_bytes: int, max_file_bytes: int) -> None:
         self._app = app
         self._tokens = tokens
-        self._max_body_bytes = max_body_bytes
-        self._max_file_bytes = max_file_bytes
+        self._most = {**dict.fromkeys(RULES, max_body_bytes), FILES_PATH: max_file_bytes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        most = self._max_file_bytes if scope["path"] == FILES_PATH else self._max_body_bytes
+        most = self._most.get(scope["path"], _OTHER_BYTES)
         try:
             scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
             if int(headers.get("content-length") or 0) > most:
