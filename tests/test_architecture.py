@@ -71,7 +71,7 @@ ALLOWED_IMPORTERS = {
     "stoker.batch": ("stoker.batch.", "stoker.cli.", "stoker.serve."),
     "stoker.serve": ("stoker.serve.", "stoker.cli."),
     "starlette": ("stoker.serve.",),
-    "uvicorn": ("stoker.serve.server.",),
+    "uvicorn": ("stoker.serve.server.", "stoker.serve.connections."),
     "click": COMMANDS,
     "prometheus_client": ("stoker_worker.metrics.",),
     "obstore": ("stoker_worker.memory.shared_store.bucket.",),

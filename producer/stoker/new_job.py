@@ -42,7 +42,7 @@ class NewJob:
 
     Attributes:
         task: path of its function.
-        payload: the request as it goes on the wire.
+        data: the call with the request, as RQ stores it: JSON, compressed.
         queue: it begins there.
         dependency_ids: jobs that have to end first.
         runs_after_failures: whether these may fail.
@@ -59,14 +59,14 @@ class NewJob:
         self.task, action = (
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
-        self.payload = request.as_payload()
+        payload = request.as_payload()
         self.queue = queue
         self.dependency_ids = options.dependency_ids
         self.runs_after_failures = options.allow_dependency_failures
-        self._options = options
-        self._job = Job.create(
+        self._ttl_s = options.ttl_s
+        job = Job.create(
             self.task,
-            kwargs={REQUEST_KWARG: self.payload},
+            kwargs={REQUEST_KWARG: payload},
             # RQ's own description would be the whole call with its prompt, which every dashboard shows.
             description=action + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
             timeout=options.job_timeout_s,
@@ -80,23 +80,19 @@ class NewJob:
             connection=NO_CONNECTION,
             serializer=WireJson,
         )
-        hint = [utcformat(self._job.created_at), _CONTINUING[request.access] if request.continues else request.access]
+        hint = [utcformat(job.created_at), _CONTINUING[request.access] if request.continues else request.access]
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
-        self._fields: dict[str, Any] = {**self._job.to_dict(), FIELD_AGENT: " ".join(hint)}
-        if (needs := Needs.of(self.task, self.payload)) != NOTHING:
+        self._fields: dict[str, Any] = {**job.to_dict(), FIELD_AGENT: " ".join(hint)}
+        if (needs := Needs.of(self.task, payload)) != NOTHING:
             self._fields[FIELD_NEEDS] = f"{hint[0]} {needs.note}"
         if options.stream:
             self._fields[FIELD_STREAM] = 1
-        self.size_bytes = len(self._job.data)
-
-    @property
-    def job_id(self) -> str:
-        return str(self._job.id)
-
-    @property
-    def key(self) -> str:
-        return Job.key_for(self.job_id)
+        self.size_bytes = len(job.data)
+        self.data: bytes = self._fields["data"]
+        self.job_id = str(job.id)  # the `Job` itself is not kept: it has the whole request a second time
+        self.key = Job.key_for(self.job_id)
+        self._dependents_key, self._dependencies_key = job.dependents_key, job.dependencies_key
 
     def commands(self, *, deferred: bool) -> list[Command]:
         """All commands except the push to the queue, which is one command for many jobs (`push`).
@@ -106,19 +102,17 @@ class NewJob:
         """
         commands: list[Command] = []
         if deferred:
-            commands.append(
-                ("ZADD", registry_key(DeferredJobRegistry, self._job.origin), current_timestamp(), self.job_id)
-            )
+            commands.append(("ZADD", registry_key(DeferredJobRegistry, self.queue), current_timestamp(), self.job_id))
             for dependency_id in self.dependency_ids:
                 commands.append(("SADD", Job.dependents_key_for(dependency_id), self.job_id))
-                commands.append(("SADD", self._job.dependencies_key, dependency_id))
+                commands.append(("SADD", self._dependencies_key, dependency_id))
             state = {"status": JobStatus.DEFERRED.value}
         else:
             state = {"status": JobStatus.QUEUED.value, "enqueued_at": utcformat(now())}
         commands.append(("HSET", self.key, *_flat({**self._fields, **state})))
-        if self._options.ttl_s is not None:
-            keys = (self.key, self._job.dependents_key, self._job.dependencies_key)
-            commands += [("EXPIRE", key, self._options.ttl_s) for key in keys]
+        if self._ttl_s is not None:
+            keys = (self.key, self._dependents_key, self._dependencies_key)
+            commands += [("EXPIRE", key, self._ttl_s) for key in keys]
         return commands
 
 

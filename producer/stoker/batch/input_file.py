@@ -52,21 +52,30 @@ class InputFile:
         n_requests: how many of them are not blank.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, max_lines: int | None = None) -> None:
         """
+        Args:
+            max_line_bytes: longer lines are bad ones.
+
         Raises:
             OSError: it cannot be read.
-            ValueError: it is not a regular file, so it could not be read a second time.
+            ValueError: it is not a regular file, so it could not be read a second time; or it has over `max_lines`.
         """
         self._file = path.open("rb")
         self._path = path
+        self._max_line_bytes = max_line_bytes
+        self._max_lines = max_lines
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self._file.close()
             raise ValueError(f"{path} cannot be read twice; write its lines to a regular file first")
         self._starts = array("Q")
         self._blank, self._repeated = LineSet(), LineSet()
         self._stamp = self._stat()
-        self.digest = self._read_through()
+        try:
+            self.digest = self._read_through()
+        except ValueError:
+            self._file.close()
+            raise
         self.n_lines = len(self._starts)
         self.n_requests = self.n_lines - len(self._blank)
 
@@ -86,6 +95,8 @@ class InputFile:
             InputChanged: the file was changed.
         """
         raw = self._raw(number)
+        if self._is_too_long(raw):
+            raise BadLine(number, None, "invalid_json_line", f"over {self._max_line_bytes} bytes")
         if number in self._repeated:
             name = custom_id_of(number, raw)
             raise BadLine(
@@ -95,13 +106,18 @@ class InputFile:
 
     def custom_id(self, number: int) -> str | None:
         """The `custom_id` of this line's answer."""
-        return None if number in self._repeated else custom_id_of(number, self._raw(number))
+        if number in self._repeated or self._is_too_long(raw := self._raw(number)):
+            return None
+        return custom_id_of(number, raw)
+
+    def _is_too_long(self, raw: bytes) -> bool:
+        return len(raw) > self._max_line_bytes
 
     def _raw(self, number: int) -> bytes:
         if self._stat() != self._stamp:
             raise InputChanged(f"{self._path} was changed while it was read")
         self._file.seek(self._starts[number - 1])
-        return self._file.readline(MAX_LINE_BYTES + 1)
+        return self._file.readline(self._max_line_bytes + 1)
 
     def _stat(self) -> tuple[int, int]:
         found = os.fstat(self._file.fileno())
@@ -110,16 +126,17 @@ class InputFile:
     def _read_through(self) -> str:
         """Index the file: where its lines begin, which are blank, which repeat a `custom_id`. Returns its digest."""
         digest, seen, at = hashlib.sha256(), set[int](), 0
-        while raw := self._file.readline(MAX_LINE_BYTES + 1):
+        while raw := self._file.readline(self._max_line_bytes + 1):
+            if len(self._starts) == self._max_lines:
+                raise ValueError(f"it has over {self._max_lines} lines")
             self._starts.append(at)
             number, at = len(self._starts), at + len(raw)
             digest.update(raw)
-            custom_id = custom_id_of(number, raw)
-            if len(raw) > MAX_LINE_BYTES:
+            if self._is_too_long(raw):
                 at += self._skip_line(digest)
             elif not raw.strip():
                 self._blank.add(number)
-            elif custom_id is not None:
+            elif (custom_id := custom_id_of(number, raw)) is not None:
                 # 8 bytes of a digest: a million ids have a false match in about one of 10 ** 7 files.
                 short = int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest())
                 if short in seen:

@@ -12,6 +12,8 @@ from flask import Flask, Response, abort, request
 from jinja2 import ChoiceLoader, DictLoader
 from rq_dashboard import web
 
+from stoker_shared.own_site import host_name
+
 _WRITING_GETS: Final = {"rq_dashboard.requeue_all"}
 
 
@@ -23,7 +25,7 @@ def refuse_other_names(app: Flask, names: Collection[str]) -> None:
     """
 
     def guard() -> None:
-        if urlsplit(f"//{request.host}").hostname not in names:  # Flask's TRUSTED_HOSTS does not know IPv6
+        if host_name(request.host) not in names:  # Flask's TRUSTED_HOSTS does not know IPv6
             abort(400)
 
     app.before_request(guard)

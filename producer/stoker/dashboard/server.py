@@ -5,11 +5,9 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
 
 from stoker.connection import address, open_connection, redis_errors
-
-LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+from stoker_shared.own_site import LOOPBACK_NAMES
 
 
 def serve_dashboard(
@@ -36,16 +34,15 @@ def serve_dashboard(
                 "read every prompt and delete jobs; give --allow-remote to listen on it nevertheless"
             )
         report(f"warning: anybody who can reach {bind} can read every prompt and delete jobs; there is no password")
-    from werkzeug.serving import make_server
-
     from stoker.dashboard.app import build_app
+    from stoker.dashboard.web_server import WebServer
 
     connection = open_connection(redis_url)
     with redis_errors(connection):
         connection.ping()
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a line for each open page every 2.5 s
     app = build_app(connection, names={name.lower() for name in (*LOOPBACK_NAMES, bind, *names)})
-    server = make_server(bind, port, app, threaded=True)
+    server = WebServer(bind, port, app)
     report(f"queues of {address(connection)} at http://{_in_url(bind)}:{server.port}/")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container has no default handler
     with suppress(KeyboardInterrupt):

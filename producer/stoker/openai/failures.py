@@ -5,7 +5,8 @@ The statuses make the `openai` package raise its own classes: 400 `BadRequestErr
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from stoker.openai.rule import FieldRefused
@@ -61,6 +62,10 @@ class Failure(Exception):
         self.retryable = retryable
         self.retry_after_s = retry_after_s
         self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+
+    def __reduce__(self) -> tuple[Callable[[], "Failure"], tuple[()], dict[str, Any]]:
+        """`stoker serve` reads large bodies in another process, whose failures come back."""
+        return partial(Failure, self.status, str(self)), (), vars(self)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The application: which path is which endpoint, and what lives as long as the process. Owns start and stop."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from stoker.serve import batches, files, models
 from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner
 from stoker.serve.batch_store import BatchStore
+from stoker.serve.connections import LoopErrors
 from stoker.serve.file_store import FileStore
 from stoker.serve.generation import generate
 from stoker.serve.guard import FILES_PATH, HEALTH_PATH, Guard
@@ -79,6 +81,7 @@ def _store_routes() -> list[Route]:
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    asyncio.get_running_loop().set_exception_handler(LoopErrors())
     runner: BatchRunner | None = app.state.runner
     if runner is not None:
         runner.start()

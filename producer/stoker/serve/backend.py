@@ -10,9 +10,13 @@ from typing import Final
 from uuid import uuid4
 
 from stoker.async_producer import AsyncProducer
+from stoker.async_ticket import AsyncTicket
 from stoker.connection import open_async_connection
+from stoker.enqueueing import enqueue
+from stoker.new_job import NewJob
 from stoker.openai.failures import Failure
 from stoker.operations import Commands, Operation, T, ask
+from stoker.serve.intake import Intake
 from stoker.serve.settings import ServeSettings
 from stoker.shared_connection import SharedConnection
 
@@ -27,7 +31,8 @@ class Backend:
     """For one event loop.
 
     Attributes:
-        producer: submits and waits.
+        intake: makes jobs of calls.
+        producer: knows the workers.
         live: one place for each text that is read as it is generated; each needs a connection to Redis.
     """
 
@@ -37,6 +42,7 @@ class Backend:
             ValueError: not a Redis URL.
         """
         self.settings = settings
+        self.intake = Intake(settings)
         self.live = asyncio.Semaphore(_MOST_LIVE)
         self._connection = open_async_connection(redis_url)
         self._shared = SharedConnection(self._connection)
@@ -47,8 +53,19 @@ class Backend:
         return await self._shared.run(operation)
 
     async def aclose(self) -> None:
+        self.intake.close()
         await self.producer.aclose()
+        await self._shared.aclose()
         await self._connection.aclose()
+
+    async def enqueue(self, job: NewJob, *, id_is_new: bool) -> AsyncTicket:
+        """
+        Raises:
+            DuplicateJob: its id names another job.
+            RedisUnavailable: no server answers.
+        """
+        await self.run(enqueue(job.queue, [job], at_front=False, ids_are_new=id_is_new))
+        return AsyncTicket(self._shared, job.job_id, queue_if_new=job.queue if id_is_new else None)
 
     async def require_worker(self) -> None:
         """

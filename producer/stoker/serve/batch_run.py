@@ -30,6 +30,8 @@ from stoker.serve.settings import ServeSettings
 
 _MIN_KEEP_S: Final = 86_400
 _OUTPUT: Final = "batch_output"
+MAX_LINES: Final = 1_000_000
+"""Of an input file. Each takes some hundred bytes of memory, if it has a `custom_id`."""
 
 
 class BatchRun:
@@ -84,7 +86,8 @@ class BatchRun:
         batch = self._batch
         try:
             source = self._files.get(batch.owner, batch.input_file_id)
-            lines = self._open.enter_context(InputFile(self._files.content(source)))
+            limits = {"max_line_bytes": self._settings.max_body_bytes, "max_lines": MAX_LINES}
+            lines = self._open.enter_context(InputFile(self._files.content(source), **limits))
         except (Failure, OSError, ValueError) as error:
             self._fail("invalid_file", f"the input file cannot be read: {error}")
             return None

@@ -12,7 +12,7 @@ from stoker.openai.failures import Failure
 from stoker.openai.fields import RULES
 from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
 from stoker.serve.paging import page_of
-from stoker.serve.responses import Json, json_body
+from stoker.serve.responses import Json, json_object, received
 from stoker_shared.duration import seconds_of
 
 _TIMES: Final = (
@@ -26,7 +26,9 @@ async def create(request: Request) -> Response:
     Raises:
         Failure: a field is missing, unknown or invalid.
     """
-    body = await json_body(request)
+    async with received(request) as raw:
+        raw.seek(0)
+        body = json_object(raw.read())
     owner, endpoint, file_id = request.state.owner, body.get("endpoint"), body.get("input_file_id")
     if unknown := sorted(set(body) - _FIELDS):
         raise _bad(unknown[0][:64], "is not a known field of /v1/batches", "unknown_parameter")

@@ -44,7 +44,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
         help="For calls without a limit.  [chat 1024, text 16]")  # fmt: skip
 @_calls("--no-worker", type=click.Choice(["refuse", "queue"]), default="refuse", show_default=True,
         help="While no worker is alive: answer 503, or let calls wait.")  # fmt: skip
-@_limits("--max-body-bytes", type=click.IntRange(min=1), default=16 * 2**20, show_default=True, metavar="BYTES",
+@_limits("--max-body-bytes", type=click.IntRange(min=1), default=12 * 2**20, show_default=True, metavar="BYTES",
          help="Largest request.")  # fmt: skip
 @_limits("--max-file-bytes", type=click.IntRange(min=1), default=512 * 2**20, show_default=True, metavar="BYTES",
          help="Largest upload.")  # fmt: skip

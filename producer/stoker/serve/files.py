@@ -15,6 +15,8 @@ from stoker.serve.paging import page_of
 from stoker.serve.responses import Json
 
 PURPOSE: Final = "batch"
+_FIELD_BYTES: Final = 4096
+"""Largest field of the form besides the file; they are kept in memory."""
 
 
 async def upload(request: Request) -> Response:
@@ -24,7 +26,7 @@ async def upload(request: Request) -> Response:
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Failure(415, "the Content-Type must be multipart/form-data", code="unsupported_content_type")
-    async with request.form(max_files=1, max_fields=16) as form:
+    async with request.form(max_files=1, max_fields=16, max_part_size=_FIELD_BYTES) as form:
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise Failure(400, "'file' is missing", code="missing_required_parameter", param="file")

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from stoker.openai.answers import answer_body
 from stoker.openai.fields import TEXT_URL
 from stoker.serve.backend import Backend
-from stoker.serve.call import KEY_HEADER, Call, StreamWish, fields_of
+from stoker.serve.call import Call
 from stoker.serve.chunks import Chunks
 from stoker.serve.deltas import Deltas
 from stoker.serve.event_stream import EventStream
-from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, json_body, until_hung_up
+from stoker.serve.intake import CallHead
+from stoker.serve.responses import CLIENT_IS_GONE, REQUEST_ID, Json, described, failed, received, until_hung_up
 
 
 async def generate(request: Request) -> Response:
@@ -28,15 +29,16 @@ async def generate(request: Request) -> Response:
         Failure, FieldRefused, StokerError: the call is refused; nothing was enqueued.
     """
     backend: Backend = request.app.state.backend
-    url, body = request.url.path, await json_body(request)
-    wish = StreamWish.taken_from(body)
-    fields = fields_of(url, body, request.headers, backend)
-    call = await Call.begin(backend, request.state.owner, fields, request.headers.get(KEY_HEADER))
-    headers = {REQUEST_ID: call.ticket.job_id}
+    url = request.url.path
+    async with received(request) as body:
+        made = await backend.intake.call_job(body, CallHead.of(url, request.headers))
+    call = await Call.begin(backend, request.state.owner, made)
+    headers, wish, model, is_one = {REQUEST_ID: call.ticket.job_id}, made.wish, made.model, made.has_one_text
+    del made  # with the prompt, which is in Redis now
     if not wish.wanted:
         return await _answer(request, call, url, headers)
-    chunks = Chunks(call.ticket.job_id, str(body.get("model")), int(time.time()), url == TEXT_URL, wish.with_usage)
-    return EventStream(_events(backend, call, chunks), headers, call.end)
+    chunks = Chunks(call.ticket.job_id, model, int(time.time()), url == TEXT_URL, wish.with_usage)
+    return EventStream(_events(backend, call, chunks, is_one=is_one), headers, call.end)
 
 
 async def _answer(request: Request, call: Call, url: str, headers: dict[str, str]) -> Response:
@@ -55,9 +57,8 @@ async def _answer(request: Request, call: Call, url: str, headers: dict[str, str
         await call.end()
 
 
-async def _events(backend: Backend, call: Call, chunks: Chunks) -> AsyncGenerator[bytes]:
+async def _events(backend: Backend, call: Call, chunks: Chunks, *, is_one: bool) -> AsyncGenerator[bytes]:
     deltas = Deltas(is_text=chunks.is_text)
-    is_one = call.fields.get("n", 1) == 1 and not call.fields.get("logprobs")
     if is_one and not backend.live.locked():  # no await before the place is taken
         async with backend.live, aclosing(call.ticket.stream(backend.settings.timeout_s)) as parts:
             async for part in parts:

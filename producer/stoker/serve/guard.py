@@ -4,34 +4,34 @@ Without tokens everybody on this machine may call. Web pages in its browsers may
 origin of another site is refused.
 """
 
-from collections.abc import Container
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.openai.failures import Failure
+from stoker.openai.fields import RULES
 from stoker.serve.responses import failed
 from stoker.serve.tokens import ANYBODY, Tokens
+from stoker_shared.own_site import is_own_site
 
 HEALTH_PATH: Final = "/healthz"
 FILES_PATH: Final = "/v1/files"
-LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_OTHER_BYTES: Final = 64 * 2**10
+"""Largest body of a request that is neither a call nor an upload."""
 
 
 class Guard:
     def __init__(self, app: ASGIApp, tokens: Tokens | None, *, max_body_bytes: int, max_file_bytes: int) -> None:
         self._app = app
         self._tokens = tokens
-        self._max_body_bytes = max_body_bytes
-        self._max_file_bytes = max_file_bytes
+        self._most = {**dict.fromkeys(RULES, max_body_bytes), FILES_PATH: max_file_bytes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        most = self._max_file_bytes if scope["path"] == FILES_PATH else self._max_body_bytes
+        most = self._most.get(scope["path"], _OTHER_BYTES)
         try:
             scope.setdefault("state", {})["owner"] = self._owner(scope["path"], headers)
             if int(headers.get("content-length") or 0) > most:
@@ -47,7 +47,8 @@ class Guard:
             Failure: the caller may not call.
         """
         if self._tokens is None:
-            _require_own_site(headers)
+            if not is_own_site(headers.get("host"), headers.get("origin")):
+                raise Failure(403, "without tokens, only programs on this machine may call, by its loopback address")
             return ANYBODY
         if path == HEALTH_PATH:
             return ANYBODY
@@ -56,21 +57,6 @@ class Guard:
         if name is None:
             raise Failure(401, "a bearer token is needed, and it must be a valid one", code="invalid_api_key")
         return name
-
-
-def host_name(host: str) -> str:
-    """The name or address in a ``Host`` header or an address to listen on, without port and brackets."""
-    return (urlsplit(f"//{host}").hostname or "") if host.count(":") < 2 or host.startswith("[") else host
-
-
-def _require_own_site(headers: Headers, names: Container[str] = LOOPBACK_NAMES) -> None:
-    origin = headers.get("origin")
-    try:
-        is_own = host_name(headers.get("host", "")) in names and (not origin or urlsplit(origin).hostname in names)
-    except ValueError:  # not a host at all
-        is_own = False
-    if not is_own:
-        raise Failure(403, "without tokens, only programs on this machine may call, by its loopback address")
 
 
 def _counted(receive: Receive, most: int) -> Receive:

@@ -3,15 +3,18 @@
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive
 
 from stoker.openai.failures import Failure, of_exception
-from stoker_shared.errors import StokerError
+from stoker_shared.errors import RequestTooLarge, StokerError
+from stoker_shared.foreign_json import read_json
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +23,7 @@ CLIENT_IS_GONE: Final = 499
 """The status of a response that nobody reads."""
 
 _READ_BODY_S: Final = 60.0
+_IN_MEMORY_BYTES: Final = 16 * 2**10
 
 
 class Json(JSONResponse):
@@ -52,20 +56,39 @@ def described(error: Exception) -> Failure:
     return failure
 
 
-async def json_body(request: Request) -> dict[str, Any]:
-    """
+@asynccontextmanager
+async def received(request: Request) -> AsyncIterator[IO[bytes]]:
+    """The body, in a file that is open as long as the context: hundreds of clients may send theirs slowly.
+
     Raises:
-        Failure: it is not a JSON object, or does not come.
+        Failure: its type is not JSON, it does not come, or there is no room for it.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Failure(415, "the Content-Type must be application/json", code="unsupported_content_type")
+    with SpooledTemporaryFile(_IN_MEMORY_BYTES) as body:
+        try:
+            async with asyncio.timeout(_READ_BODY_S):
+                async for chunk in request.stream():
+                    body.write(chunk)
+        except TimeoutError:
+            raise Failure(408, f"the body did not come within {_READ_BODY_S:.0f} s", code="body_timeout") from None
+        except OSError as error:
+            message = f"the body cannot be kept: {error.strerror}"
+            raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None
+        yield body
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        RequestTooLarge: as `read_json`.
+        Failure: it is not a JSON object.
+    """
     try:
-        async with asyncio.timeout(_READ_BODY_S):
-            raw = await request.body()
-        body = json.loads(raw)
-    except TimeoutError:
-        raise Failure(408, f"the body did not come within {_READ_BODY_S:.0f} s", code="body_timeout") from None
-    except (ValueError, RecursionError):
+        body = read_json(raw)
+    except RequestTooLarge:
+        raise
+    except ValueError:
         raise Failure(400, "the body is not JSON", code="invalid_json") from None
     if not isinstance(body, dict):
         raise Failure(400, "the body is not a JSON object", code="invalid_json")

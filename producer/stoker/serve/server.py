@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -12,8 +13,9 @@ from starlette.types import ASGIApp
 
 from stoker.connection import address, open_connection, redis_errors
 from stoker.serve.app import build_app
-from stoker.serve.guard import LOOPBACK_NAMES, host_name
+from stoker.serve.connections import MOST_CONNECTIONS, Connections, LimitedProtocol, possible_connections
 from stoker.serve.settings import ServeSettings
+from stoker_shared.own_site import LOOPBACK_NAMES, host_name
 
 _GRACE_S: Final = 30
 _KEEP_ALIVE_S: Final = 75
@@ -39,25 +41,30 @@ def serve(redis_url: str, settings: ServeSettings, *, bind: str, port: int, repo
         connection.ping()
     app = build_app(redis_url, settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # else anybody can make it write a line
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with socket.create_server((bind, port), family=family, backlog=_WAITING_CONNECTIONS) as listening:
         host = f"[{bind}]" if ":" in bind else bind
         report(f"serving {settings.queue!r} of {address(connection)} at http://{host}:{listening.getsockname()[1]}/v1")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container has no default handler
         with suppress(KeyboardInterrupt):
-            web_server(app).run(sockets=[listening])
+            web_server(app, possible_connections()).run(sockets=[listening])
 
 
-def web_server(app: ASGIApp) -> uvicorn.Server:
+def web_server(app: ASGIApp, most_connections: int = MOST_CONNECTIONS) -> uvicorn.Server:
     """A server of this application that is not started."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            http=partial(LimitedProtocol, Connections(most_connections)),  # type: ignore[arg-type]
+            loop="asyncio",
             log_config=None,
+            log_level="error",  # anybody can cause uvicorn's warnings, one for each request
             access_log=False,
             server_header=False,
             ws="none",
             lifespan="on",
+            backlog=_WAITING_CONNECTIONS,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
         )

@@ -28,7 +28,7 @@ class ServeSettings:
     body_options: BodyOptions = field(default_factory=BodyOptions)
     tokens: Tokens | None = None
     batch_store: Path | None = None
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 12 * 2**20
     max_file_bytes: int = 512 * 2**20
     max_waiting: int = 1000
     timeout_s: int = 600

@@ -8,6 +8,7 @@ import openai
 import pytest
 from tests.producer.serve.conftest import serving_at
 
+from stoker.serve import batch_run
 from stoker.serve.batch_store import BatchStore, StoredBatch
 from stoker.serve.tokens import Tokens
 
@@ -128,6 +129,19 @@ def test_a_batch_that_is_over_its_time_has_expired(client, store, server_url, se
 def test_a_file_without_lines_fails_the_batch(client):
     failed = until(client, begin(client, b"\n\n"), "failed")
     assert [error.code for error in failed.errors.data] == ["empty_file"]
+
+
+def test_a_line_over_the_limit_of_a_call_fails_alone(serve, store):
+    client = serve(batch_store=store, max_body_bytes=2000).client()
+    batch = until(client, begin(client, lines("say x", "say " + "y" * 2000)), "completed")
+    assert answers(client, batch.output_file_id) == {"c0": "x"}
+    assert answers(client, batch.error_file_id) == {None: "invalid_json_line"}
+
+
+def test_a_file_of_too_many_lines_fails_the_batch(client, monkeypatch):
+    monkeypatch.setattr(batch_run, "MAX_LINES", 2)
+    batch = until(client, begin(client, lines("say x", "say y", "say z")), "failed")
+    assert "over 2 lines" in batch.errors.data[0].message
 
 
 def test_files_are_listed_read_and_deleted_but_not_while_a_batch_reads_them(client, hand):

@@ -217,12 +217,40 @@ def test_what_is_no_call_at_all_is_refused_in_the_same_form(served, client):
         ("[]", "application/json", 400),
         ("{", "application/json", 400),
         ('{"\\ud800": 1}', "application/json", 400),
-        ('{"model": "m", "messages": %s}' % ("[" * 900 + "]" * 900), "application/json", 400),
+        ('{"model": "m", "messages": %s}' % ("[" * 900 + "]" * 900), "application/json", 413),
         ("{}", "text/plain", 415),
     ):
         answer = httpx.post(url, content=content, headers={"content-type": kind})
         assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
     assert httpx.get(url).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("begin", "unit", "end", "status"),
+    [
+        ("[", "0,", "0]", 413),
+        ("", '{"a":', "", 413),
+        ('{"messages":[{"role":"user","content":"x"}],"tools":[', "{},", "{}]}", 413),
+        ('{"messages":[{"role":"user","content":"', "\\u0416", '"}],"top_p":3}', 400),
+    ],
+)
+def test_a_large_body_that_is_no_request_is_refused_before_it_is_built(served, begin, unit, end, status):
+    content = begin + unit * ((10 * 2**20) // len(unit)) + end
+    answer = httpx.post(
+        f"{served.url}/v1/chat/completions",
+        content=content,
+        headers={"content-type": "application/json"},
+        timeout=30,
+    )
+    assert answer.status_code == status
+
+
+def test_a_text_of_ten_megabytes_is_no_large_number_of_values(client, hand):
+    text = ",[{}" * (5 * 2**19) + "\nsay x"
+    for _ in range(2):  # the second time it is the same job
+        answer = ask(client, text, extra_headers={"Idempotency-Key": "long-text"})
+        assert answer.choices[0].message.content == "x"
+    assert hand.request("long-text")["messages"][0]["content"] == text
 
 
 def test_a_body_over_the_limit_is_refused_also_without_a_length(serve):

@@ -25,11 +25,11 @@ async def two_streams_and_one_place():
 
     settings = SimpleNamespace(timeout_s=60)
     backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), settings=settings)
-    call: Any = SimpleNamespace(fields={}, result=result, ticket=SimpleNamespace(stream=lambda timeout_s: endless()))
+    call: Any = SimpleNamespace(result=result, ticket=SimpleNamespace(stream=lambda timeout_s: endless()))
     chunks = Chunks("j", "m", 0, is_text=False, with_usage=False)
 
     async def all_events():
-        return [event async for event in _events(backend, call, chunks)]
+        return [event async for event in _events(backend, call, chunks, is_one=True)]
 
     streams = [asyncio.ensure_future(all_events()) for _ in range(2)]
     ended, waiting = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_COMPLETED)

@@ -4,6 +4,7 @@ import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
@@ -149,6 +150,24 @@ def test_the_process_is_healthy_before_it_is_ready(server):
         urlopen(f"{url}/readyz")
     assert (not_ready.value.code, b"model is not loaded" in not_ready.value.read()) == (503, True)
     not_ready.value.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9410", 200),
+        ("[::1]:9410", 200),
+        ("localhost", 200),
+        ("host.docker.internal:9410", 200),
+        ("worker:9411", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:9410", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+def test_a_name_that_a_web_site_can_have_is_refused(server, host, status):
+    assert httpx.get(f"http://127.0.0.1:{server.port}/healthz", headers={"Host": host}).status_code == status
 
 
 def test_the_command_prints_what_the_worker_serves(server):

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Final
 
+from stoker_shared.limited_threads import LimitedHead, LimitedThreads
+from stoker_shared.own_site import host_name, is_private_name
 from stoker_worker.metrics.counting import Metrics
 from stoker_worker.metrics.exposition import CONTENT_TYPE, exposition
 from stoker_worker.metrics.live import LiveFigures
@@ -21,7 +23,6 @@ log = logging.getLogger(__name__)
 
 HOST: Final = "127.0.0.1"
 _PLAIN: Final = "text/plain; charset=utf-8"
-_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Answer:
     status: HTTPStatus
     body: bytes
     content_type: str = _PLAIN
+
+
+_OF_ANOTHER_SITE: Final = Answer(HTTPStatus.FORBIDDEN, b"the Host is a name that a web site can have\n")
 
 
 class Pages:
@@ -86,19 +90,17 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+class _Server(LimitedThreads, HTTPServer):
     answer: Callable[[str], Answer]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LimitedHead, BaseHTTPRequestHandler):
     server: _Server
-    timeout = _TIMEOUT_S  # for a client that sends nothing
 
     def do_GET(self) -> None:
         try:
-            answer = self.server.answer(self.path)
+            is_own = is_private_name(host_name(self.headers.get("Host", "")))
+            answer = self.server.answer(self.path) if is_own else _OF_ANOTHER_SITE
         except Exception as error:  # a scrape must not hide the reason in a broken connection
             log.exception("no answer to %s", self.path)
             answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}\n".encode())
