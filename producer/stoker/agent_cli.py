@@ -4,17 +4,23 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import click
 from click.decorators import FC
 
 from stoker.agent_jobs import Agents
 from stoker.command_parts import agrees, json_option, open_producer, redis_option, show
+from stoker.jobs_of_agent import JobsOfAgent
+from stoker.producer import Producer
+from stoker.tables import duration
 from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 from stoker_shared.printable import printable
+
+R = TypeVar("R", bound=AgentResult)
 
 _job = options_under("Job")
 _expecting = _job("--expect-version", type=int, metavar="N", help="Fail unless the agent is at this version.")
@@ -79,32 +85,57 @@ def rollback(redis_url: str, /, agent_id: str, version: int | None, as_json: boo
     _run(redis_url, as_json, options, lambda agents, given: agents.rollback(agent_id, version, **given))
 
 
-@agent.command(epilog=examples("stoker agent forget reviewer --yes"))
+@agent.command(epilog=examples("stoker agent forget reviewer --yes", "stoker agent forget reviewer --jobs --yes"))
 @click.argument("agent_id", metavar="AGENT")
 @_job("--yes", is_flag=True, help="Do not ask for confirmation.")
+@_job("--jobs", "with_jobs", is_flag=True, help="Then also cancel and remove its jobs in Redis, with their texts.")
 @_expecting
 @_job_options
 @click.pass_context
-def forget(context: click.Context, /, agent_id: str, yes: bool, as_json: bool, **options: Any) -> None:
-    """Remove AGENT: its conversation, its results, and every block that only it used."""
+def forget(context: click.Context, /, agent_id: str, yes: bool, with_jobs: bool, as_json: bool, **options: Any) -> None:
+    """Remove AGENT: its conversation, its results, and every block that only it used. Tells what Redis still has of it:
+    its jobs of all queues, with their prompts and answers."""
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
     if not (yes or agrees(f"Remove agent {agent_id!r} and its conversation for good?")):
         click.echo("nothing was removed", err=True)
         context.exit(1)
-    _run(context.obj, as_json, options, lambda agents, given: agents.forget(agent_id, **given))
+    with open_producer(context.obj) as producer:
+        done = _result(producer, options, lambda agents, given: agents.forget(agent_id, **given))
+        left = producer.agents.jobs(agent_id, remove=with_jobs)
+    value = {**done.model_dump(mode="json"), "in_redis": asdict(left)}
+    show(as_json, value, f"{_words(done)}\n{_words_of_jobs(left, with_jobs)}")
 
 
 def _run(
     redis_url: str, as_json: bool, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], AgentResult]
 ) -> None:
-    timeout_s = options.pop("timeout_s")
-    given = {name: value for name, value in options.items() if value is not None}
     with open_producer(redis_url) as producer:
-        done = call(producer.agents, {**given, "timeout_s": timeout_s})
+        done = _result(producer, options, call)
     if isinstance(done, AgentInfo) and not done.exists:
         raise AgentNotFound(f"there is no agent {done.agent_id!r}")
     show(as_json, done.model_dump(mode="json"), _words(done))
+
+
+def _result(producer: Producer, options: dict[str, Any], call: Callable[[Agents, dict[str, Any]], R]) -> R:
+    timeout_s = options.pop("timeout_s")
+    given = {name: value for name, value in options.items() if value is not None}
+    return call(producer.agents, {**given, "timeout_s": timeout_s})
+
+
+def _words_of_jobs(left: JobsOfAgent, with_jobs: bool) -> str:
+    states = [name for name in ("waiting", "running", "finished", "failed", "canceled") if getattr(left, name)]
+    words = f"removed {left.removed} of its jobs from Redis; " if with_jobs else ""
+    if not states:
+        return f"{words}Redis has no job of it{' any more' if with_jobs else ''}"
+    words += "Redis still has jobs of it: " + ", ".join(f"{getattr(left, name)} {name}" for name in states)
+    if left.in_batches:
+        words += f" ({left.in_batches} in batches)"
+    if left.kept_for_ever:
+        words += f"; {left.kept_for_ever} of them do not expire"
+    elif left.kept_s is not None:
+        words += f"; those that have ended expire within {duration(left.kept_s)}"
+    return words + ("; they are new, or being saved: repeat the command" if with_jobs else "; --jobs removes them")
 
 
 def _words(done: AgentResult) -> str:

@@ -14,6 +14,7 @@ from stoker.connection import blocking_slice_s
 from stoker.driver import run
 from stoker.enqueueing import enqueue
 from stoker.job_options import JobOptions, checked_queue_name, require_job_id
+from stoker.jobs_of_agent import JobsOfAgent, jobs_of_agent
 from stoker.new_job import NewJob
 from stoker.operations import Operation
 from stoker.waiting import wait_for_end
@@ -53,7 +54,7 @@ class ChangeOptions(LookOptions, total=False):
 class Agents:
     """Agents' memory; safe to use from any thread.
 
-    Every method enqueues a job, waits for its end, and raises:
+    Every method but `jobs` enqueues a job, waits for its end, and raises:
         JobFailed: the job failed; `reason` begins with the error's name, such as ``AgentNotFound``.
         JobCanceled, JobNotFound: as `Ticket.result`.
         ResultTimeout: the job has not ended within `timeout_s`; it continues.
@@ -74,6 +75,14 @@ class Agents:
     def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
         """Remove the agent for good: its conversation, its results, and the cache that only it used."""
         return self._run(AgentForgotten, options, agent_id=agent_id)
+
+    def jobs(self, agent_id: str, *, remove: bool = False) -> JobsOfAgent:
+        """The agent's jobs of generation in all queues of this Redis. Looks at every job there, and needs no worker.
+
+        Args:
+            remove: cancel those that have not ended, and delete all of them with their prompts and answers.
+        """
+        return run(self._connection, jobs_of_agent(agent_id, remove=remove))
 
     def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
         """Make agent `target`, which continues from where this one is; both share the cache of their common past."""
@@ -103,6 +112,10 @@ class AsyncAgents:
     async def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
         """As `Agents.forget`."""
         return await self._run(AgentForgotten, options, agent_id=agent_id)
+
+    async def jobs(self, agent_id: str, *, remove: bool = False) -> JobsOfAgent:
+        """As `Agents.jobs`."""
+        return await run_async(self._connection, jobs_of_agent(agent_id, remove=remove))
 
     async def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
         """As `Agents.fork`."""

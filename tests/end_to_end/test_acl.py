@@ -326,9 +326,31 @@ def test_a_producer_sends_follows_cancels_and_fetches_batches_without_one_refusa
     assert acl_refusals(admin) == []
 
 
+def test_a_producer_forgets_an_agent_with_its_jobs_without_one_refusal(admin, url, producer, store, capsys):
+    with running_worker(url("stoker-worker"), store, *SLOW, env=SHORT) as worker:
+        tickets = [producer.submit(agent_id="a", prompt=prompt, stream=True) for prompt in ("say one", "fail so")]
+        tickets[0].result(timeout_s=30)
+        ended_as(JobFailed, tickets[1])
+        others = producer.submit(agent_id="b", prompt="say one")
+        others.result(timeout_s=30)
+        with pytest.raises(SystemExit):
+            main(["--redis", url("stoker-producer"), "agent", "forget", "a", "--yes"])
+        assert "1 finished, 1 failed; those that have ended expire within 7 d" in capsys.readouterr().out
+        tickets.append(long_job(producer, "a"))
+        worker.wait_for(runs(tickets[2]))
+        assert producer.agents.jobs("a", remove=True).removed == 3
+        worker.wait_for(lambda: not admin.exists("rq:wip:generate"))
+        with pytest.raises(SystemExit):
+            main(["--redis", url("stoker-producer"), "agent", "forget", "a", "--yes", "--jobs"])
+        assert "there is no agent 'a'\nremoved 0 of its jobs from Redis" in capsys.readouterr().out
+        assert others.result(timeout_s=0).text == "one"
+    assert not [key for ticket in tickets for key in admin.scan_iter(f"*{ticket.job_id}*")]
+    assert acl_refusals(admin) == []
+
+
 TRIED = {
     "read every job": "HGETALL rq:job:j, LRANGE rq:queue:generate 0 -1, ZRANGE rq:wip:generate 0 -1, "
-    "ZRANGE rq:failed:generate 0 -1, SMEMBERS rq:workers",
+    "ZRANGE rq:failed:generate 0 -1, SMEMBERS rq:workers, PTTL rq:job:j",
     "read every result": "XREVRANGE rq:results:j + -",
     "read texts": "XREAD STREAMS stoker:stream:j 0",
     "read who serves": "MGET stoker:worker:w, HGETALL stoker:members, MGET stoker:lease:generate stoker:holder:mac",
@@ -337,6 +359,7 @@ TRIED = {
     "put jobs among the canceled": "ZADD rq:canceled:q 1 j, ZADD rq:deferred:q 1 j, ZADD rq:scheduled:q 1 j, "
     "ZREM rq:canceled:q j, ZREM rq:deferred:q j, ZREM rq:scheduled:q j",
     "take jobs out": "ZREM rq:finished:q j, ZREM rq:failed:q j, DEL rq:results:j",
+    "delete texts as": "DEL stoker:stream:j",
     "send commands": "PUBLISH rq:pubsub:w {}",
     "write batches": "HSET stoker:batch:b n 1, ZADD stoker:serve:s 1 j, HSET stoker:trust t 1",
     "write results": "XADD rq:results:j * type 1, EXPIRE rq:results:j 1, ZADD rq:finished:q 1 j, ZADD rq:failed:q 1 j, "
@@ -344,7 +367,7 @@ TRIED = {
     "delete a whole queue": "DEL rq:queue:q, DEL rq:finished:q, SET rq:suspended 1, SADD rq:workers rq:worker:w",
     "run scripts": f"EVALSHA {'0' * 40} 0, SCRIPT LOAD return",
     "write the rest": "SET stoker:lease:q x, SET stoker:worker:w x, SET stoker:holder:m x, SET stoker:batches x, "
-    "HSET stoker:members m x, DEL stoker:stream:j",
+    "HSET stoker:members m x, XADD stoker:stream:j * kind end",
     "list all keys": "SCAN 0, SUBSCRIBE rq:pubsub:w",
     "other keys": "HGETALL other, HSET other a 1, DEL other, PUBLISH other x, SELECT 1, FLUSHALL, FLUSHDB, "
     "KEYS *, EVAL return 0, CONFIG GET requirepass, CONFIG SET dir /, DEBUG SLEEP 0, ACL LIST, MONITOR, "

@@ -84,6 +84,26 @@ def test_each_command_submits_one_job_and_prints_its_result(stoker, requests, ar
         assert (asked[0]["version"], asked[0]["expect_version"]) == (2, 3)
 
 
+def test_forget_tells_what_redis_still_has_of_the_agent_and_removes_it(connection, stoker, producer, requests):
+    _, answers = requests
+    answers += [ANSWERS["forget", "a", "--yes"][0]] * 4
+    assert "Redis has no job of it" in stoker("agent", "forget", "a", "--yes")[1]
+    played, ticket = PlayedWorker(connection), producer.submit(agent_id="a", prompt="x", queue="other")
+    played.finish(ticket.job_id)
+    code, out, _ = stoker("agent", "forget", "a", "--yes")
+    assert code == 0
+    assert (
+        "Redis still has jobs of it: 1 finished; those that have ended expire within 24 h; --jobs removes them" in out
+    )
+    waiting = producer.submit(agent_id="a", prompt="x", queue="other")
+    code, out, _ = stoker("agent", "forget", "a", "--yes", "--jobs")
+    assert code == 0
+    assert "removed 2 of its jobs from Redis; Redis has no job of it any more" in out
+    assert not connection.exists(f"rq:job:{ticket.job_id}", f"rq:job:{waiting.job_id}", f"rq:results:{ticket.job_id}")
+    shown = json.loads(stoker("agent", "forget", "a", "--yes", "--jobs", "--json")[1])
+    assert (shown["in_redis"]["removed"], shown["in_redis"]["kept_s"]) == (0, None)
+
+
 def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
     _, answers = requests
     answers += ["AgentNotFound: there is no agent 'a'"]
