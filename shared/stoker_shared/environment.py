@@ -61,6 +61,7 @@ VARIABLES: Final = frozenset(
         "STOKER_STUCK_AFTER_S",
         "STOKER_TRUST_REMOTE_CODE",
         "STOKER_VERBOSE",
+        "STOKER_WIRED_MEMORY",
     }
 )
 """Each has the name of a field of the worker's settings."""

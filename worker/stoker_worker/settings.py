@@ -51,6 +51,7 @@ class WorkerSettings(BaseSettings):
     shared_store_max_bps: Annotated[int, Field(gt=0)] | None = None
     kv_max_bytes: Annotated[int, Field(gt=0)] | None = None
     kv_bits: Annotated[Literal[8], BeforeValidator(int)] | None = None
+    wired_memory: bool = False
     max_step_s: Annotated[float, Field(gt=0)] = 0.5
     prefill_step_tokens: Annotated[int, Field(ge=1)] | None = None
     scripted_steps_per_s: Annotated[float, Field(gt=0)] = 200.0

@@ -72,3 +72,17 @@ def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     assert code == 1
     assert "No such file" in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--wired-memory",)])
+def test_the_doctor_wires_memory_only_by_its_own_option(options, monkeypatch, tmp_path):
+    seen = []
+
+    def examine(settings):
+        seen.append(settings.wired_memory)
+        return iter(())
+
+    monkeypatch.setattr(examination, "examine", examine)
+    monkeypatch.setenv("STOKER_WIRED_MEMORY", "true")
+    assert doctor("--store", str(tmp_path), *options)[0] == 0
+    assert seen == [bool(options)]

@@ -33,10 +33,11 @@ class Agent:
 
     def next_work(self, rng):
         """The next turn: cold, or from a place in the last one, sometimes with other tokens than before."""
-        new = random_ids(rng, rng.choice(LENGTHS))
         max_tokens = rng.choice((1, 2, 5, 12, 30))
-        if self.cache is None or len(self.ids) + len(new) + max_tokens > LONGEST:
-            return work((*self.beginning, *new), max_tokens)
+        lengths = [n for n in LENGTHS if len(self.ids) + n + max_tokens <= LONGEST]
+        if self.cache is None or not lengths:
+            return work((*self.beginning, *random_ids(rng, rng.choice(LENGTHS))), max_tokens)
+        new = random_ids(rng, rng.choice(lengths))
         places = [snapshot.n_tokens for snapshot in self.cache.snapshots]
         if not places:
             places = [self.cache.stop, self.cache.stop - 1, rng.randint(1, self.cache.stop)]

@@ -30,6 +30,13 @@ def test_texts_grow_by_whole_characters_and_never_show_a_stop_string():
     )  # the last character comes in the step that ends it
 
 
+@pytest.mark.parametrize("max_tokens", [400, len("ab\ufffd".encode())])
+def test_a_stop_string_that_is_the_end_of_an_answer_is_found_in_it(max_tokens):
+    engine = ScriptedEngine(max_batch=1, steps_per_s=1e9)
+    ((done, *_), *_) = read_along(engine, [work("say ab\ufffd", stop=["\ufffd"], max_tokens=max_tokens)])
+    assert (done.text, done.ended_by, done.kept) == ("ab", "stop", 2)
+
+
 def test_an_answer_with_an_end_in_it_goes_on_and_a_question_with_one_is_refused():
     tokenizer = ScriptedTokenizer()
     answer = Message(role="assistant", content=tokenizer.decode([*b"a", END, *b"a"]))

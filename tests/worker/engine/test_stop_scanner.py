@@ -55,6 +55,50 @@ def test_a_cut_before_a_stop_was_found_is_refused():
         StopScanner(ScriptedTokenizer(), ["x"]).cut()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kept", "carry"),
+    [
+        ([b"ab", b"", b"STOP"], 2, ""),
+        ([b"", b"STOP"], 1, ""),
+        ([b"ab", b"", b"", b"S", b"", b"TOP"], 3, ""),
+        ([b"ab", b"\xe2", b"STOP"], 2, ""),
+        ([b"ab", b"\xe2", b"\x82", b"STOP"], 3, ""),
+        ([b"ab", b"\xf0\x9f", b"", b"cSTOP"], 3, "c"),
+        ([b"ab", b"\xc3", b"\xa9STOP"], 1, "\u00e9"),
+        ([b"ab", b"\xe2", b"\xc3", b"\xa9STOP"], 2, "\u00e9"),
+    ],
+)
+def test_tokens_without_text_and_incomplete_bytes_before_a_stop_string_are_kept(tokens, kept, carry):
+    class Bytes(ScriptedTokenizer):
+        def decode(self, token_ids):
+            return b"".join(tokens[i] for i in token_ids).decode(errors="replace")
+
+    scanner = StopScanner(Bytes(), ["STOP"])
+    assert [scanner.add(i) for i in range(len(tokens))] == [False] * (len(tokens) - 1) + [True]
+    text, n_tokens, rest = scanner.cut()
+    assert (n_tokens, rest) == (kept, carry)
+    assert text == b"".join(tokens).decode(errors="replace").removesuffix("STOP")
+
+
+@pytest.mark.parametrize("stop", ["\ufffd", "b\ufffd", "\ufffdc", "\ufffd\ufffd"])
+@pytest.mark.parametrize("replaced", ["\ufffd".encode(), b"\xe2\x82", b"\xff"])
+@pytest.mark.parametrize("after", [b"", b"c", b"\xe2"])
+def test_a_stop_string_with_the_replacement_character_is_found(stop, replaced, after):
+    answer = b"ab" + replaced + after
+    scanner = StopScanner(ScriptedTokenizer(), [stop])
+    found = any([scanner.add(byte) for byte in answer]) or scanner.end()
+    at = answer.decode(errors="replace").find(stop)
+    assert found == (at >= 0)
+    if found:
+        assert scanner.cut() == ("ab"[:at], at, "")
+
+
+def test_an_answer_of_broken_bytes_alone_does_not_hide_a_stop_string():
+    scanner = StopScanner(ScriptedTokenizer(), ["\ufffd" * 3])
+    assert next(i for i in range(40) if scanner.add(0xFF)) < 8
+    assert scanner.cut() == ("", 0, "")
+
+
 @given(
     text=st.text(alphabet="ab\u00e9\U0001f600 ", max_size=40),
     stop=st.text(alphabet="ab\u00e9 ", min_size=1, max_size=3),

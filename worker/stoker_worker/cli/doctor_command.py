@@ -34,6 +34,11 @@ _output = options_under("Output")
 @_looking("--model", help="Load it and measure it as well: a minute or two more.")
 @_looking("--redis", "redis_url", metavar="URL", help="As for `run`.  [redis://127.0.0.1:6379]")
 @_looking("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]")
+@_looking(
+    "--wired-memory",
+    is_flag=True,
+    help="Measure with wired memory, as `run` has it. Only this option turns it on: Macs have crashed with it.",
+)
 @_output("--json", "as_json", is_flag=True, help="Print the file's content instead of lines.")
 @_output("--out", type=click.Path(path_type=Path, dir_okay=False), help=f"Write a file.  [with --model: {_FILE}]")
 def doctor(as_json: bool, out: Path | None, **options: Any) -> None:

@@ -99,6 +99,12 @@ _OPTIONS: Final = (
     _batch("--kv-max-bytes", type=click.IntRange(min=1), help="KV memory of the batch.  [from the device]"),
     _batch("--kv-bits", type=click.Choice(["8"]), help="Keep keys and values in 8 bits.  [the model's own precision]"),
     _batch(
+        "--wired-memory",
+        is_flag=True,
+        default=None,
+        help="Let macOS keep the GPU's memory resident; Macs have crashed with it (docs/operations.md).",
+    ),
+    _batch(
         "--max-step-s", type=_SECONDS, help="Seconds of prefill in a step; twice that while a batch fills up.  [0.5]"
     ),
     _batch(

@@ -4,6 +4,7 @@ Owns all knowledge of mlx-lm's internals, such as the place of a token that is s
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 import mlx.core as mx
@@ -30,6 +31,8 @@ class BatchedGenerator:
     def __init__(self, model: Any, *, max_batch: int, max_prefilling: int, max_chunk_tokens: int) -> None:
         self._model = model
         self._scored: dict[int, _ScoredPrompt] = {}
+        # mlx-lm's batch would wire memory, and panics of macOS have been seen with that (--wired-memory).
+        vars(import_module(BatchGenerator.__module__))["maybe_set_recommended_wired_limit"] = lambda: None
         self._generator = BatchGenerator(
             model,
             completion_batch_size=max_batch,

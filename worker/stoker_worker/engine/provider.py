@@ -52,6 +52,8 @@ class MlxProvider(ModelProviderPort):
             extras=self._extras(),
         )
         load_s = time.perf_counter() - began
+        if settings.wired_memory:
+            _wire_memory()
         loaded = replace(loaded, max_batch=self._max_batch(model, loaded.spec))
         mode = self._mode(model, loaded, load_s)
         if settings.kv_bits is not None and mode.batching != Batching.ROWS:
@@ -146,6 +148,14 @@ def _is_on_gpu() -> bool:
     import mlx.core as mx
 
     return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
+def _wire_memory() -> None:
+    """Let the system keep resident what MLX has on the GPU, up to the recommended size, until the process ends."""
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+    if maybe_set_recommended_wired_limit() is None:
+        _log.warning("--wired-memory has no effect: this device has no recommended size")
 
 
 def _unproved(model: Any, loaded: LoadedModel) -> Batching:

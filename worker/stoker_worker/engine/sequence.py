@@ -175,11 +175,11 @@ class Sequence:
         """Add `token` to the answer, and note whether the sequence ends with it."""
         self.generated.append(token)
         if token in self.end_ids.eos:
-            self.ended_by = "eos"
+            self.ended_by = "stop" if self.stops and self.stops.end() else "eos"
         elif token in self.end_ids.stop or (self.stops and self.stops.add(token)):
             self.ended_by = "stop"
         elif self.n_left <= 0:
-            self.ended_by = "length"
+            self.ended_by = "stop" if self.stops and self.stops.end() else "length"
 
     def text(self, tokenizer: TokenizerPort) -> str:
         """As `GenerationEnginePort.text`."""

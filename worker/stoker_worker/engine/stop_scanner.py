@@ -40,10 +40,17 @@ class StopScanner:
 
     def add(self, token_id: int) -> bool:
         """Take one more token; ``True`` once a stop string is complete."""
+        return self._take([token_id])
+
+    def end(self) -> bool:
+        """No token follows; ``True`` if an incomplete character at the end completes a stop string (U+FFFD)."""
+        return self._take([], is_end=True)
+
+    def _take(self, token_ids: Sequence[int], *, is_end: bool = False) -> bool:
         n_before = len(self._growing.text)
-        if not self._growing.add([token_id]):
+        if not self._growing.add(token_ids, is_end=is_end):
             return False
-        self._boundaries.append((self._growing.n_tokens, len(self._growing.text)))
+        self._boundaries.append((self._growing.n_read, len(self._growing.text)))
         if self._growing.n_tokens <= self._min_tokens:
             return False
         # Each from its own length before the new text: one that the text had already did not count.
@@ -53,7 +60,7 @@ class StopScanner:
         return self._cut is not None
 
     def cut(self) -> tuple[str, int, str]:
-        """After `add` returned ``True``.
+        """After `add` or `end` returned ``True``.
 
         Returns:
             The text before the stop string, the number of tokens that lie wholly inside that text, and the rest of it
@@ -65,5 +72,13 @@ class StopScanner:
         if self._cut is None:
             raise ValueError("no stop string has been found")
         text = self._growing.text[: self._cut]
-        kept, characters = next(pair for pair in reversed(self._boundaries) if pair[1] <= self._cut)
+        after = next(i for i, (_, characters) in enumerate(self._boundaries) if characters > self._cut)
+        kept, characters = self._boundaries[after - 1]
+        # Tokens without text, and bytes that no later one completed, have no boundary of their own.
+        start = self._boundaries[max(0, after - 2)][0]
+        context = self._growing.decoded(start, kept)
+        for n_tokens in range(self._boundaries[after][0] - 1, kept, -1):
+            decoded = self._growing.decoded(start, n_tokens)
+            if decoded.startswith(context) and text.startswith(decoded[len(context) :], characters):
+                return text, n_tokens, text[characters + len(decoded) - len(context) :]
         return text, kept, text[characters:]

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from stoker_shared.error_line import one_line
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
@@ -39,7 +38,6 @@ class RowsGenerator:
         self._decode = DecodeBatch(model, draft_ngram=draft_ngram)
         self._prefill = PrefillRows(model, is_together=spec.has_only_full_layers)
         self._next_uid = self._n_steps = 0
-        self._wired_limit = maybe_set_recommended_wired_limit()
 
     @property
     def nbytes(self) -> int:
@@ -110,10 +108,7 @@ class RowsGenerator:
             self._prefill.rows.remove(row)
 
     def close(self) -> None:
-        if self._wired_limit is not None:
-            mx.synchronize()
-            mx.set_wired_limit(self._wired_limit)
-            self._wired_limit = None
+        """Nothing to give back: the caches go with it."""
 
 
 def _joiner(row: PrefillRow) -> Joiner:
