@@ -123,7 +123,7 @@ def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | No
     try:
         function, _, _, kwargs = read_json(unpacked(data or b""), MAX_DATA_BYTES)
         theirs = kwargs[REQUEST_KWARG]
-        ours, queues = json.loads(unpacked(job.data))[3][REQUEST_KWARG], {queue}
+        ours, queues = read_json(unpacked(job.data), MAX_DATA_BYTES)[3][REQUEST_KWARG], {queue}
         if ours.get("route") and theirs.get("route"):  # it goes by what was known of the models when it was made
             queues = {step["queue"] for step in theirs["route"]}
             ours, theirs = ({**payload, "route": []} for payload in (ours, theirs))
