@@ -1,6 +1,6 @@
 """Reads JSON that anyone may have written, within bounds that hold before any of it is built. Pure, no I/O.
 
-A text of 16 MiB can have eight million values. Python takes gigabytes and minutes to build and to check those, during
+A text of 8 MiB can have four million values. Python takes gigabytes and minutes to build and to check those, during
 which no other thread runs, not even the one that renews a worker's lease.
 """
 

@@ -20,7 +20,7 @@ REQUEST_VERSION: Final = 4
 AGENT_REQUEST_VERSION: Final = 1
 """Newest `v` of :class:`~stoker_shared.agent_request.AgentRequest` that this code reads."""
 
-MAX_REQUEST_BYTES: Final = 16 * 2**20
+MAX_REQUEST_BYTES: Final = 8 * 2**20
 """Largest request, as UTF-8 JSON, that producers send and workers read."""
 
 DEFAULT_JOB_TIMEOUT_S: Final = 3600

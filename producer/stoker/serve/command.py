@@ -12,7 +12,7 @@ from stoker.openai.rule import BodyOptions
 from stoker.serve.settings import ServeSettings
 from stoker.serve.tokens import Tokens
 from stoker_shared.help_layout import SETTINGS, LaidOutCommand, examples, options_under
-from stoker_shared.wire import DEFAULT_QUEUE
+from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 
 _serving = options_under("Serving")
 _calls = options_under("Calls")
@@ -44,7 +44,7 @@ _folder = click.Path(file_okay=False, path_type=Path)
         help="For calls without a limit.  [chat 1024, text 16]")  # fmt: skip
 @_calls("--no-worker", type=click.Choice(["refuse", "queue"]), default="refuse", show_default=True,
         help="While no worker is alive: answer 503, or let calls wait.")  # fmt: skip
-@_limits("--max-body-bytes", type=click.IntRange(min=1), default=12 * 2**20, show_default=True, metavar="BYTES",
+@_limits("--max-body-bytes", type=click.IntRange(min=1), default=MAX_REQUEST_BYTES, show_default=True, metavar="BYTES",
          help="Largest request.")  # fmt: skip
 @_limits("--max-file-bytes", type=click.IntRange(min=1), default=512 * 2**20, show_default=True, metavar="BYTES",
          help="Largest upload.")  # fmt: skip

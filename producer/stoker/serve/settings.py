@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stoker.openai.rule import BodyOptions
 from stoker.serve.tokens import Tokens
-from stoker_shared.wire import DEFAULT_QUEUE
+from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ServeSettings:
     body_options: BodyOptions = field(default_factory=BodyOptions)
     tokens: Tokens | None = None
     batch_store: Path | None = None
-    max_body_bytes: int = 12 * 2**20
+    max_body_bytes: int = MAX_REQUEST_BYTES
     max_file_bytes: int = 512 * 2**20
     max_waiting: int = 1000
     timeout_s: int = 600
