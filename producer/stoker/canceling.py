@@ -47,25 +47,27 @@ def cancel_job(job_id: str) -> Operation[bool]:
         validate_job_id(job_id)
     except ValueError as error:
         raise JobNotFound(job_id, f"RQ does not allow such an id: {error}") from None
-    key, limit = Job.key_for(job_id), ""
+    key, limit, was_tried, is_canceled = Job.key_for(job_id), "", False, False
 
     def write(replies: list[Any]) -> list[Command] | None:
-        nonlocal limit
+        nonlocal limit, was_tried, is_canceled
         if replies[0][0] is None:
             raise JobNotFound(job_id)
         fields = ((value or b"").decode(errors="replace") for value in replies[0])
         state, queue, failure_ttl_s, limit, created_at, saving = fields
+        is_canceled = was_tried and state == JobStatus.CANCELED.value  # by that try, perhaps: its reply was lost
+        was_tried = True
         if state in ENDED or saving == (created_at or "-"):
             return None
+        is_canceled = True
         ttl_s = int(failure_ttl_s) if _TTL.fullmatch(failure_ttl_s) else DEFAULT_FAILURE_TTL_S
         return _commands(job_id, state, queue, ttl_s)
 
     # The worker writes to a running job twice a second, so the transaction may need several tries.
-    if (yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))) is None:
-        return False
-    if limit:
+    yield from undisturbed(Watched([key], [("HMGET", key, *_FIELDS)], write))
+    if is_canceled and limit:
         yield from _release_rate_limit(job_id, limit)
-    return True
+    return is_canceled
 
 
 def _commands(job_id: str, state: str, queue: str, ttl_s: int) -> list[Command]:

@@ -282,8 +282,8 @@ class InMemoryJob(ClaimedJob):
             self.owner.ask()
             return self.owner.is_held and self.runs
 
-    def begin_save(self) -> bool:
-        return self.is_ours()
+    def begin_save(self) -> None:
+        self._check()
 
     def finish(self, result: Mapping[str, Any]) -> None:
         with self.owner.lock:

@@ -5,6 +5,8 @@ import threading
 from contextlib import suppress
 
 import pytest
+from redis.client import Pipeline
+from redis.exceptions import WatchError
 from rq import Repeat, Retry
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import places
@@ -13,7 +15,8 @@ from tests.worker.queue.test_escalation import ACCEPTED, LARGE, REJECTED, ROUTE,
 
 from stoker.cli import main
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, OwnershipLost
-from stoker_shared.wire import TASK_PATH
+from stoker_shared.wire import FIELD_SAVING, TASK_PATH
+from stoker_worker.queue.json_job import JsonJob
 
 pytestmark = pytest.mark.server
 
@@ -122,7 +125,7 @@ def test_a_job_canceled_after_its_workers_death_is_not_put_back(connection, prod
 def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, plain, queue):
     enqueue(plain)
     [job] = claim(queue)
-    assert job.begin_save()
+    job.begin_save()
     assert producer.cancel("job") is False
     finish(job, result_of(ACCEPTED))
     assert places(connection, "job") == ["finished"]
@@ -132,7 +135,8 @@ def test_a_save_does_not_begin_after_a_cancel(producer, plain, queue):
     enqueue(plain)
     [job] = claim(queue)
     assert producer.cancel("job") is True
-    assert not job.begin_save()
+    with pytest.raises(OwnershipLost):
+        job.begin_save()
 
 
 def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, producer, plain, join):
@@ -140,7 +144,7 @@ def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, produ
     dead, alive = join("dead"), impatient(join("alive"))
     enqueue(plain)
     [job] = claim(dead)
-    assert job.begin_save()
+    job.begin_save()
     die(dead)
     assert recovered(alive) == 1
     assert producer.cancel("job") is False
@@ -154,7 +158,7 @@ def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, produ
 def test_a_run_whose_turn_was_not_saved_can_be_canceled_again_after_it(producer, plain, queue, end):
     enqueue(plain, **RETRIES["at once"])
     [job] = claim(queue)
-    assert job.begin_save()
+    job.begin_save()
     WAYS_ON[end](job)
     assert producer.cancel("job") is True
 
@@ -162,8 +166,64 @@ def test_a_run_whose_turn_was_not_saved_can_be_canceled_again_after_it(producer,
 def test_an_id_used_anew_can_be_canceled_though_an_earlier_job_of_it_was_being_saved(producer, plain, queue):
     enqueue(plain)
     [job] = claim(queue)
-    assert job.begin_save()
+    job.begin_save()
     enqueue(plain)
+    assert producer.cancel("job") is True
+
+
+def test_a_job_canceled_just_as_the_job_before_it_ends_does_not_run(connection, producer, plain, queue, monkeypatch):
+    """RQ reads the jobs that wait for a job before the transaction in which it ends that one."""
+    enqueue(plain, job_id="before", agent_id="b")
+    enqueue(plain, depends_on="before")
+    [before] = claim(queue)
+    fetch_many, answers = JsonJob.fetch_many, []
+
+    def canceled_meanwhile(*arguments, **options):
+        found = fetch_many(*arguments, **options)
+        if not answers:
+            answers.append(producer.cancel("job"))
+        return found
+
+    monkeypatch.setattr(JsonJob, "fetch_many", canceled_meanwhile)
+    finish(before, result_of(ACCEPTED))
+    assert answers == [True]
+    assert claim(queue) == []
+    assert places(connection, "job") == ["canceled"]
+
+
+def test_a_cancel_whose_reply_was_lost_is_answered_true(producer, plain, monkeypatch):
+    """redis-py reports a lost reply to a transaction with watched keys as a `WatchError`."""
+    enqueue(plain)
+    execute, lost = Pipeline.execute, [WatchError("the connection was lost")]
+
+    def loses_one_reply(pipeline, *arguments, **options):
+        replies = execute(pipeline, *arguments, **options)
+        if lost:
+            raise lost.pop()
+        return replies
+
+    monkeypatch.setattr(Pipeline, "execute", loses_one_reply)
+    assert producer.cancel("job") is True
+    assert producer.cancel("job") is False
+
+
+@pytest.mark.parametrize("ttl", ["x", "1.5", "9" * 30])
+def test_a_job_whose_hash_is_malformed_can_be_canceled(connection, producer, plain, ttl):
+    enqueue(plain)
+    connection.hset("rq:job:job", "failure_ttl", ttl)
+    assert producer.cancel("job") is True
+    assert places(connection, "job") == ["canceled"]
+    assert 0 < connection.ttl("rq:job:job") <= 7 * 86_400
+
+
+def test_a_job_that_rq_could_not_end_in_its_save_can_be_canceled_once_it_is_enqueued_again(producer, plain, queue):
+    enqueue(plain, failure_ttl=60)
+    [job] = claim(queue)
+    job.begin_save()
+    [in_flight] = queue._in_flight.snapshot()
+    queue._job_finish.last_resort.fail("generate", "job", "x", in_flight.run.execution)
+    job.release()
+    plain.failed_job_registry.requeue("job")
     assert producer.cancel("job") is True
 
 
@@ -213,7 +273,7 @@ def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(
     batch("cancel", "b")
     give_back([first], counts_as_attempt=False)
     finish(second, result_of(ACCEPTED))
-    assert third.begin_save()
+    third.begin_save()
     give_back([third], counts_as_attempt=True)
     [again] = claim(queue, 2)
     assert again.job_id == third.job_id  # its turn may have been saved
@@ -222,3 +282,11 @@ def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(
         assert claim(queue) == []
     assert places(connection, first.job_id) == ["canceled"]
     assert places(connection, second.job_id) == ["finished"]
+
+
+def test_a_mark_of_an_earlier_save_keeps_no_line_in_a_canceled_batch(connection, queue, batch, monkeypatch):
+    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    for key in connection.scan_iter("rq:job:b-*"):
+        connection.hset(key, FIELD_SAVING, "2020-01-01T00:00:00Z")  # of an earlier job of this id
+    batch("cancel", "b")
+    assert claim(queue, 20) == []

@@ -140,6 +140,25 @@ def test_a_key_of_another_type_beside_the_hash_costs_that_job_only(connection, q
     check_that_all_ended(connection, ["bad-a", "bad-b", "good"])
 
 
+@pytest.mark.parametrize("key", ["rq:failed:generate", "rq:results:bad"])
+def test_where_the_reason_of_a_refusal_cannot_be_written_only_that_is_missing(connection, queue, enqueue, key):
+    """The failure of a job that RQ cannot start is written by a script, of which nothing is undone."""
+    if key == "rq:results:bad":
+        connection.xadd(key, {"x": "y"}, id="18446744073709551615-18446744073709551615")
+    else:
+        connection.set(key, "x")
+    enqueue("bad")
+    connection.set("rq:executions:bad", "x")
+    enqueue("good")
+    claimed = queue.claim(8, Busy())
+    assert [job.job_id for job in claimed] == ["good"]
+    assert connection.hget("rq:job:bad", "status") == b"failed"
+    assert connection.llen(CLAIMED) == 0
+    assert connection.ttl("rq:job:bad") > 0
+    for job in claimed:
+        job.release()
+
+
 def test_a_job_whose_key_is_no_hash_is_dropped_with_a_line(connection, queue, enqueue, caplog):
     caplog.set_level(logging.INFO)
     connection.set("rq:job:bad-string", "x")

@@ -113,12 +113,28 @@ def test_jobs_in_flight_end_as_lost_before_any_heartbeat(worker, connection, sub
     worker.beat()
     connection.flushall()
     assert set(worker.withdrawn({})) == {ending, failing, withdrawn}
-    for end in (ending.is_ours, lambda: ending.finish({}), lambda: failing.fail(ValueError()), withdrawn.stop):
+    for end in (ending.begin_save, lambda: ending.finish({}), lambda: failing.fail(ValueError()), withdrawn.stop):
         with pytest.raises(JobLost):
             end()
     assert worker.data_loss().jobs == 3
     ending.drop()
     assert not connection.keys("rq:job:*")
+
+
+def test_an_id_that_is_enqueued_again_after_the_loss_waits_for_the_lost_run_to_end(worker, connection, producer):
+    """Its producer repeats what Redis has lost, under the same id."""
+    producer.submit(prompt="x", job_id="j")
+    [lost] = claim(worker)
+    worker.beat()
+    connection.flushall()
+    worker.beat()
+    producer.submit(prompt="x", job_id="j")
+    assert claim(worker) == []
+    assert worker.withdrawn({}) == [lost]
+    with pytest.raises(JobLost):
+        lost.stop()
+    lost.release()
+    assert [job.job_id for job in claim(worker)] == ["j"]
 
 
 def test_a_job_that_was_deleted_is_not_lost(worker, connection, submit):

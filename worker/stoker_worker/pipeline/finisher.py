@@ -9,6 +9,7 @@ import itertools
 import logging
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Final, assert_never
@@ -174,17 +175,12 @@ class Finisher:
         """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
         all the same, and the next worker answers its delivery from the agent's history. Nobody else writes to the store
         meanwhile: this process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
-        try:
-            is_ours = self._redis.wait(job.claimed.begin_save)
-        except RedisUnavailable:
-            return
-        if not is_ours:
-            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+        with suppress(RedisUnavailable):
+            self._redis.wait(job.claimed.begin_save)
 
     def _change_agent(self, job: Job, request: AgentRequest) -> None:
         claimed, store = job.claimed, self._store.agent_jobs
-        if not self._redis.wait(claimed.begin_save):
-            raise OwnershipLost(f"job {job.job_id} is no longer this worker's")
+        self._redis.wait(claimed.begin_save)
         try:
             result = carry_out(request, claimed, store)
         except Exception as error:  # whatever a damaged file does, it does to one job

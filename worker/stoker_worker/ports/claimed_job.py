@@ -63,15 +63,16 @@ class ClaimedJob(Protocol):
         return route[min(len(self.tried), len(route) - 1)].model if route else self.request.model
 
     def is_ours(self) -> bool:
-        """Whether this run of the job is still this worker's to end.
-
-        Raises:
-            JobLost: it is not, because Redis has lost the job. The ends below raise it too.
-        """
+        """Whether this run of the job is still this worker's to end."""
         ...
 
-    def begin_save(self) -> bool:
-        """As `is_ours`, before the turn of its agent is saved. If it is, a cancel is refused from here on."""
+    def begin_save(self) -> None:
+        """Refuse a cancel from here on: the turn of the job's agent is about to be saved.
+
+        Raises:
+            OwnershipLost: this run of the job is no longer this worker's. This and the ends below raise `JobLost` if
+                that is because Redis has lost the job.
+        """
         ...
 
     def finish(self, result: Mapping[str, Any]) -> None:

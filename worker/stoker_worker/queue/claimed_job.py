@@ -76,14 +76,13 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:
-        if self.parts.ownership.of(self.run) == "ours":
-            return True
-        self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
-        return False
+        return self.parts.ownership.of(self.run) == "ours"
 
     @as_redis_unavailable()
-    def begin_save(self) -> bool:
-        return self.parts.ownership.of(self.run, saves=True) == "ours"
+    def begin_save(self) -> None:
+        with self._lost_is_told():
+            if self.parts.ownership.of(self.run, saves=True) != "ours":
+                raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
 
     @as_redis_unavailable()
     def finish(self, result: Mapping[str, Any]) -> None:

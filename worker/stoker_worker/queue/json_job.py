@@ -46,7 +46,10 @@ _MOST: Final = 10**15
 """Seconds, or a count. Servers can add as many seconds to the time."""
 _MOST_WAITED_S: Final = 9_000_000_000
 """285 years. Python can wait for as long, and add it to a date."""
-_WAITING: Final = (JobStatus.DEFERRED, JobStatus.READY_TO_ENQUEUE)
+_WAITING: Final = (JobStatus.DEFERRED.value.encode(), JobStatus.READY_TO_ENQUEUE.value.encode())
+
+OF_THE_RUN: Final = (FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
+"""Fields that a job's hash loses when a run of it ends, unless the job is put back."""
 
 
 # A hash can have gigabytes.
@@ -131,9 +134,9 @@ class JsonJob(Job):
         self.is_listened_to = FIELD_STREAM.encode() in raw_data
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
-        if FIELD_SAVING.encode() not in raw_data:
-            self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
+        if raw_data.get(FIELD_SAVING.encode(), b"").decode(errors="replace") != (self.raw_created_at or "-"):
+            self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
         self.tried = tried_in(raw_data.get(FIELD_TRIED.encode()), self.raw_created_at)
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
@@ -186,17 +189,23 @@ class JsonJob(Job):
             found.append(job)
         return found
 
-    def dependencies_are_met(self, parent_job: Job | None = None, *args: Any, **options: Any) -> bool:
-        """Whether the job may be enqueued, as far as its dependencies go; ``False`` if its id was used again meanwhile.
+    def dependencies_are_met(
+        self, parent_job: Job | None = None, pipeline: Pipeline | None = None, *args: Any, **options: Any
+    ) -> bool:
+        """Whether the job may be enqueued, as far as its dependencies go; ``False`` if it was canceled, or its id was
+        used again meanwhile.
 
         RQ keeps such an id among those that wait for the old parent. When that parent ends, RQ would enqueue the new
-        job once more, or could not end the parent if the new job waits for none.
+        job once more, or could not end the parent if the new job waits for none. RQ does not watch the job itself, so
+        its transaction would overwrite a cancel.
         """
-        if self.get_status(refresh=False) not in _WAITING or (
-            parent_job is not None and parent_job.id not in self._dependency_ids
-        ):
+        status: Any = self.get_status(refresh=False).value.encode()
+        if pipeline is not None:
+            pipeline.watch(self.key)  # type: ignore[no-untyped-call]
+            status = pipeline.hget(self.key, "status")  # it was read before
+        if status not in _WAITING or (parent_job is not None and parent_job.id not in self._dependency_ids):
             return False
-        return bool(super().dependencies_are_met(parent_job, *args, **options))
+        return bool(super().dependencies_are_met(parent_job, pipeline, *args, **options))
 
     def check_before_end(self, pipeline: Pipeline) -> None:
         check, self.before_end = self.before_end, None

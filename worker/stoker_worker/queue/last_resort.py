@@ -21,8 +21,9 @@ from rq.results import Result
 from rq.utils import now, utcformat
 
 from stoker_shared.errors import InvalidRequest, OwnershipLost
-from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, FIELD_ATTEMPTS, FIELD_LOST_ALONE
+from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S
 from stoker_worker.queue.foreign_ids import raw
+from stoker_worker.queue.json_job import OF_THE_RUN
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 
@@ -54,16 +55,21 @@ if member ~= '' and status ~= 'started' then return 0 end
 local ttl_s = math.floor(tonumber(redis.call('HGET', job, 'failure_ttl')) or -2)
 if not (ttl_s >= -1 and ttl_s < 1e9) then ttl_s = tonumber(ARGV[9]) end
 redis.call('HSET', job, 'status', 'failed', 'ended_at', ARGV[5], 'exc_info', ARGV[6])
-redis.call('HDEL', job, ARGV[13], ARGV[14])
-if redis.call('TYPE', results).ok ~= 'stream' then redis.call('DEL', results) end
-redis.call('XADD', results, 'MAXLEN', '10', '*', 'type', ARGV[7], 'worker_name', '', 'exc_string', ARGV[8])
+redis.call('HDEL', job, unpack(ARGV, 13))
+local function tell()
+  return redis.pcall('XADD', results, 'MAXLEN', '10', '*', 'type', ARGV[7], 'worker_name', '', 'exc_string', ARGV[8])
+end
+if type(tell()) == 'table' then -- an error: it is no stream, or a stream that takes no more
+  redis.call('DEL', results)
+  tell()
+end
 if ttl_s < 0 then
   redis.call('PERSIST', job)
-  redis.call('ZADD', failed, ttl_s, job_id)
+  redis.pcall('ZADD', failed, ttl_s, job_id)
 else
   redis.call('EXPIRE', job, ttl_s)
   redis.call('EXPIRE', results, ttl_s)
-  redis.call('ZADD', failed, tonumber(ARGV[10]) + ttl_s, job_id)
+  redis.pcall('ZADD', failed, tonumber(ARGV[10]) + ttl_s, job_id)
 end
 return 1
 """
@@ -114,7 +120,7 @@ class LastResort:
         compressed = zlib.compress(line.encode(errors="replace"))
         args: list[str | bytes | int] = [*self._lease.args, raw(job_id), utcformat(now()), compressed]
         args += [Result.Type.FAILED.value, b64encode(compressed), DEFAULT_FAILURE_TTL_S, int(time.time())]
-        args += [member, execution.id if execution else "", FIELD_ATTEMPTS, FIELD_LOST_ALONE]
+        args += [member, execution.id if execution else "", *OF_THE_RUN]
         found = self._script(keys=keys, args=args)
         if found < 0:
             raise OwnershipLost(f"job {job_id!r} is no longer this worker's")

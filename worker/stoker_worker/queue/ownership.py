@@ -21,8 +21,8 @@ from rq.utils import str_to_date, utcformat
 
 from stoker_shared.errors import JobLost
 from stoker_shared.job_data import unpacked
-from stoker_shared.wire import ENDED_KEY, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING
-from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, delivery_stamp, hash_of
+from stoker_shared.wire import ENDED_KEY, FIELD_SAVING
+from stoker_worker.queue.json_job import DELIVERY, OF_THE_RUN, JobRun, JsonJob, delivery_stamp, hash_of
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 
@@ -100,7 +100,7 @@ if redis.pcall('HGET', KEYS[3], 'status') == 'started' then return 0 end
 local stood = redis.call('ZREM', KEYS[5], member) + redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
 redis.call('SREM', KEYS[7], member)
-if stood > 0 then redis.pcall('HDEL', KEYS[3], ARGV[6], ARGV[7]) end
+if stood > 0 then redis.pcall('HDEL', KEYS[3], unpack(ARGV, 6)) end
 return 1
 """
 )
@@ -144,10 +144,10 @@ class Ownership:
         return "lost"
 
     def refuse_if_lost(self, run: JobRun, claim_number: int) -> None:
-        """Of a run that is not ours any more.
+        """Called for a run that is not ours any more: tells whether that is because Redis has lost it.
 
         Raises:
-            JobLost: that is because Redis has lost data, not because the job was withdrawn.
+            JobLost: Redis has lost it; nobody has withdrawn the job.
         """
         self.lease.renew()  # nobody may have noticed the loss yet
         if not self.lease.lost_data.had_in_flight(claim_number):
@@ -172,7 +172,7 @@ class Ownership:
             execution.worker_executions_key,
         ]
         args = [*self.lease.args, execution.composite_key, execution.id]
-        self._let_go(keys=keys, args=[*args, FIELD_ATTEMPTS, FIELD_LOST_ALONE])
+        self._let_go(keys=keys, args=[*args, *OF_THE_RUN])
         if rq_job.rate_limit_key:  # a canceled job keeps its place until its run is gone
             RateLimitRegistry(rq_job.rate_limit_key, self._connection).release_stale_and_enqueue(rq_job.id)
 

@@ -29,9 +29,6 @@ from rq.worker.base import WorkerStatus
 from stoker_shared.needs import READS
 from stoker_shared.wire import (
     DEFAULT_RESULT_TTL_S,
-    FIELD_ATTEMPTS,
-    FIELD_LOST_ALONE,
-    FIELD_SAVING,
     GIVE_UP_COMMAND,
     WORKER_KEY,
 )
@@ -40,7 +37,7 @@ from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.hang_up import shut_down
 from stoker_worker.queue.in_flight import StopRequests
-from stoker_worker.queue.json_job import JsonJob
+from stoker_worker.queue.json_job import OF_THE_RUN, JsonJob
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +199,12 @@ class RqRegistration(BaseWorker):
         pipeline.pexpire(self.key, self._ttl_ms)
 
     def cleanup_execution(self, job: Job, pipeline: Pipeline, execution: Execution | None = None) -> None:
-        """The counts belong to this run: a requeue by an operator, or RQ's Repeat, begins at zero."""
+        """Some fields belong to this run: a requeue by an operator, or RQ's Repeat, begins at zero."""
         if isinstance(job, JsonJob):
             job.check_before_end(pipeline)
             if job.at_end is not None:
                 job.at_end(pipeline)
-        pipeline.hdel(job.key, FIELD_ATTEMPTS, FIELD_LOST_ALONE, FIELD_SAVING)
+        pipeline.hdel(job.key, *OF_THE_RUN)
         super().cleanup_execution(job, pipeline, execution)
 
     def _enqueue_dependents_safely(self, queue: Queue, job: Job) -> None:

@@ -34,9 +34,9 @@ _REGISTRIES: Final = (*_WAITS, ReadyJobRegistry, FinishedJobRegistry, FailedJobR
 OVER: Final = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED}
 
 # 1: this worker still has the claim. 2: the same, but a registry still holds the id from an earlier job. 0: it has not.
-# -1: it was withdrawn since it was read, or its batch is canceled, and the job is now; or its id was enqueued while it
-# waits in another registry, or another member runs this delivery. -2: it was enqueued anew since it was read. -3:
-# another member runs another delivery of its id.
+# -1: it was withdrawn since it was read; or its batch is canceled, so this script canceled it; or its id was enqueued
+# while it waits in another registry; or another member runs this delivery. -2: it was enqueued anew since it was read.
+# -3: another member runs another delivery of its id.
 _MAY_START = (
     HOLDS
     + DELIVERY
