@@ -1,7 +1,8 @@
 """Config keys that most architectures share, in a tiny size. Owns no architecture.
 
 Four layers of 32 channels, 4 heads and 2 K/V heads, so that a batch of two has as many sequences as K/V heads; windows
-of 16 tokens and sparse budgets of 16, which sequences of 40 tokens cross.
+of 16 tokens and sparse budgets of 16 or 32, which sequences of 40 tokens cross. The shortest plan of the proof at load
+crosses 12.
 """
 
 from typing import Any, Final

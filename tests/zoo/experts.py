@@ -95,8 +95,8 @@ EXPERT: Final[dict[str, Config]] = {
         mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
         index_n_heads=2,
         index_head_dim=8,
-        index_block_size=4,
-        index_topk_blocks=3,
+        index_block_size=8,
+        index_topk_blocks=4,
     ),
     "mistral4": {
         **EXPERTS,

@@ -5,18 +5,28 @@ Owns the order in which modes are tried, and the time that the proof may take. `
 """
 
 import logging
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_shared.error_line import one_line
 from stoker_worker.engine.rows.rows_generator import why_not_in_rows
+from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS
+from stoker_worker.engine.spans import spans
 from stoker_worker.engine.trial import IN_8_BITS, Found, Limit, Reference, all_found, may_pass, try_plan
-from stoker_worker.engine.trial_sequences import TrialPlan, plan, plan_in_two_groups
+from stoker_worker.engine.trial_sequences import (
+    MOST_AFTER_SPAN,
+    SHORTEST_SPAN,
+    TrialPlan,
+    plan,
+    plan_in_two_groups,
+    plan_of_alike,
+)
 from stoker_worker.engine.verdicts import Verdict
 from stoker_worker.models.cache_probe import can_be_batched
 from stoker_worker.ports import LoadedModel, TokenizerPort
@@ -26,11 +36,12 @@ LEAST_BUDGET_S: Final = 5.0
 LOAD_SHARE: Final = 0.03
 """A proof may take this share of the time the model took to load, or `LEAST_BUDGET_S`, whichever is longer."""
 
+MOST_BUDGET_S: Final = 60.0
+"""A proof that had no time for something may take twice as long at the next start, up to this."""
+
 _TRIAL_COSTS: Final = 3.0
 """The reference and one trial together take so many times as long as the reference."""
 
-_SPAN: Final = re.compile(r"window|top_?k|sparse|chunk|block", re.ASCII)
-_SPANS: Final = range(8, 1 << 20)
 _TEXT: Final = (
     "The harbour lay quiet before the storm. Two boats came in late, their lamps lit, and nobody on the pier could "
     "tell which of them had been missing since Tuesday. `for i in range(10): print(i * i)` was written on the wall, "
@@ -40,51 +51,84 @@ _TEXT: Final = (
 _log = logging.getLogger(__name__)
 
 
-def prove(model: Any, loaded: LoadedModel, *, max_batch: int, load_s: float = 0.0) -> Verdict:
+def prove(
+    model: Any,
+    loaded: LoadedModel,
+    *,
+    max_batch: int,
+    load_s: float = 0.0,
+    draft_ngram: bool = False,
+    before: Verdict | None = None,
+) -> Verdict:
     """Find out how `model` may be served.
 
     Args:
         model: an mlx-lm model, evaluated on this thread.
         max_batch: most sequences that will run together.
         load_s: seconds that loading the model took.
+        draft_ngram: whether rows will get drafts.
+        before: the verdict of an earlier start that had no time for some trials.
+
+    Returns:
+        The verdict; `before` with a larger budget if there is no time for more than at that start.
     """
+    budget_s = max(LEAST_BUDGET_S, LOAD_SHARE * load_s)
+    if before is not None:
+        budget_s = max(budget_s, min(2 * before.budget_s, MOST_BUDGET_S))
     runs_in_rows = why_not_in_rows(model, loaded.spec) is None
     try:
-        planned = _plan(model, loaded, max_batch, max(LEAST_BUDGET_S, LOAD_SHARE * load_s))
-        in_groups = _in_groups(model, loaded, max_batch) if runs_in_rows else []
+        planned = _plan(model, loaded, max_batch, runs_in_rows, budget_s)
+        if before is not None and planned.reached <= before.reached:
+            return replace(before, budget_s=budget_s)
+        precision = _precision(model, loaded)
+        trials = _Trials(model, loaded, planned, max_batch, draft_ngram)
     except Exception as error:  # the model itself cannot run a sequence of more than one token in one pass
         alone = f"alone: {one_line(error)}"
         return Verdict(WIDEST_FIRST[-1], (alone,), may_pass(error))
-    why = [planned.untried] if planned.untried else []
+    why = [planned.left_out] if planned.left_out else []
     if not can_be_batched(model):
         why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
-
-    def found_in(mode: ServingMode, limit: Limit, more: Sequence[_Trial] = ()) -> Found:
-        in_mode, trials = replace(loaded, mode=mode), [planned.trial, *more]
-        found = all_found(try_plan(model, in_mode, *trial, max_batch=max_batch, limit=limit) for trial in trials)
-        _log.debug("tried %s: %s", mode, found)
-        return found
-
-    limit = Limit.of(planned.precision)
+    limit = Limit.of(precision)
     if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
-        single = found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, in_groups)
-        limit = Limit.of(planned.precision, rounding=single.apart)
+        single = trials.found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, with_rows=runs_in_rows)
+        limit = Limit.of(precision, rounding=single.apart)
+    found = _widest(trials, _candidates(model, loaded, runs_in_rows), limit)
+    return Verdict(found.mode, (*why, *found.why), found.may_pass, planned.reached, planned.is_whole, budget_s)
+
+
+def _widest(trials: "_Trials", candidates: Iterator[ServingMode], limit: Limit) -> Verdict:
+    """The first of `candidates` that is right, and the faults of those before it."""
     right_when_fresh: set[Batching] = set()
+    why: list[str] = []
     passing = False
-    mode = WIDEST_FIRST[-1]
-    for candidate in _candidates(model, loaded, runs_in_rows):
+    for candidate in candidates:
         if candidate.batching in right_when_fresh:
-            mode = candidate
-            break
-        found = found_in(candidate, limit, in_groups if candidate.batching == Batching.ROWS else ())
+            return Verdict(candidate, tuple(why), passing)
+        found = trials.found_in(candidate, limit, with_rows=candidate.batching == Batching.ROWS)
         passing = passing or found.may_pass
         if found.fresh is None and found.restored is None:
-            mode = candidate
-            break
+            return Verdict(candidate, tuple(why), passing)
         if found.fresh is None:
             right_when_fresh.add(candidate.batching)
         why.append(f"{candidate}: {found.fresh or f'restored: {found.restored}'}")
-    return Verdict(mode, tuple(why), passing)
+    return Verdict(WIDEST_FIRST[-1], tuple(why), passing)
+
+
+class _Trials:
+    """The planned trials of one model, each with its reference."""
+
+    def __init__(self, model: Any, loaded: LoadedModel, planned: "_Planned", max_batch: int, draft_ngram: bool) -> None:
+        self._loaded = loaded
+        self._try = partial(try_plan, model, max_batch=max_batch, draft_ngram=draft_ngram)
+        self._of_all = [(one, Reference(model, one)) for one in planned.of_all]
+        self._of_rows = [(one, Reference(model, one)) for one in planned.of_rows]
+
+    def found_in(self, mode: ServingMode, limit: Limit, *, with_rows: bool) -> Found:
+        trials = [*self._of_all, *(self._of_rows if with_rows else ())]
+        in_mode = replace(self._loaded, mode=mode)
+        found = all_found(self._try(in_mode, one, reference, limit=limit) for one, reference in trials)
+        _log.debug("tried %s: %s", mode, found)
+        return found
 
 
 def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator[ServingMode]:
@@ -99,63 +143,78 @@ def _candidates(model: Any, loaded: LoadedModel, runs_in_rows: bool) -> Iterator
             yield mode
 
 
-_Trial = tuple[TrialPlan, Reference]
-
-
 @dataclass(frozen=True)
 class _Planned:
-    trial: _Trial
-    precision: str
-    untried: str
+    """
+    Attributes:
+        of_all: plans that are tried in every mode.
+        of_rows: those that are tried in rows besides.
+        left_out: what is not tried, for the log; empty if nothing is.
+        is_whole: whether nothing is left out for lack of time.
+        reached: tokens of the longest sequence for which there was time.
+    """
+
+    of_all: list[TrialPlan]
+    of_rows: list[TrialPlan]
+    left_out: str
+    is_whole: bool
+    reached: int
 
 
-def _plan(model: Any, loaded: LoadedModel, max_batch: int, budget_s: float) -> _Planned:
-    """The sequences to try, each with its reference; across windows and sparse budgets where there is time for it."""
-    logits = model(mx.array([[0, 1]]))
-    text_ids = _text_ids(loaded.tokenizer, logits.shape[-1])
+def _plan(model: Any, loaded: LoadedModel, max_batch: int, runs_in_rows: bool, budget_s: float) -> _Planned:
+    """The sequences to try: across windows and sparse budgets, and with common beginnings, where there is time."""
+    most = loaded.context_tokens
+    text_ids = _text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1])
     kv_heads = {layer.n_kv_heads for layer in loaded.spec.layers}
-    precision = str(logits.dtype).rpartition(".")[2]
-    if precision == "float32" and any(layer.is_packed for layer in loaded.spec.layers):
-        precision = IN_8_BITS
-    chosen = plan(text_ids, kv_heads=kv_heads, max_batch=max_batch, span=0)
-    began = time.perf_counter()
-    reference = Reference(model, chosen)
-    tokens_per_s = chosen.n_tokens / (time.perf_counter() - began)
-    untried: list[int] = []
-    for span in sorted(_spans(model, loaded), reverse=True):
-        longer = plan(text_ids, kv_heads=kv_heads, max_batch=max_batch, span=span)
-        fits = longer.longest <= loaded.context_tokens
-        if fits and _TRIAL_COSTS * longer.n_tokens / tokens_per_s < budget_s:
-            chosen, reference = longer, Reference(model, longer)
+    make = partial(plan, text_ids, kv_heads=kv_heads, max_batch=max_batch, most=most)
+    windows = {layer.window_tokens for layer in loaded.spec.layers}
+    wanted = sorted(n for n in spans(getattr(model, "args", None), windows) if SHORTEST_SPAN < n < most)
+    crossing = {n: make(span=n) for n in wanted if n + 2 * MOST_AFTER_SPAN <= most}
+    of_rows = [plan_in_two_groups(text_ids), *([plan_of_alike(text_ids)] if loaded.spec.has_only_full_layers else [])]
+    of_rows = [one for one in of_rows if runs_in_rows and max_batch > 1 and one.longest <= most]
+    longer = [*crossing.values(), *of_rows]
+    reached = _reached(model, longer, budget_s / _TRIAL_COSTS)
+    tried = {n for n, one in crossing.items() if one.longest <= reached}
+    untried = [f"sequences longer than {n} tokens" for n in wanted if n not in tried]
+    untried += ["common beginnings" for one in of_rows if one.shares and one.longest > reached]
+    return _Planned(
+        [crossing[max(tried)] if tried else make()],
+        [one for one in of_rows if one.longest <= reached or not one.shares],
+        f"not tried: {', '.join(untried)}" if untried else "",
+        all(one.longest <= reached for one in longer),
+        reached,
+    )
+
+
+def _reached(model: Any, plans: Sequence[TrialPlan], within_s: float) -> int:
+    """Tokens of the longest sequence of a plan whose reference takes at most `within_s`.
+
+    Measured by a prefill that stops when that time is over, because short ones are much slower for each token.
+    """
+    if not plans:
+        return 0
+    longest = max(plans, key=lambda one: one.longest)
+    ids = max((sequence.ids for sequence in longest.sequences), key=len)
+    within_s /= max(one.n_tokens / one.longest for one in plans)
+    caches, done, began = make_prompt_cache(model), 0, time.perf_counter()
+    while done < len(ids):
+        chunk = ids[done : done + min(max(64, done // 2), REFERENCE_CHUNK_TOKENS)]
+        logits = model(mx.array([chunk]), cache=caches)
+        mx.eval(logits[:, -1], [cache.state for cache in caches])
+        if time.perf_counter() - began > within_s:
             break
-        untried.append(span)
-    left_out = f"not tried: sequences longer than {', '.join(map(str, untried))} tokens" if untried else ""
-    return _Planned((chosen, reference), precision, left_out)
+        done += len(chunk)
+    return done
 
 
-def _in_groups(model: Any, loaded: LoadedModel, max_batch: int) -> list[_Trial]:
-    """What is tried in rows besides, if there may be two of them."""
-    chosen = plan_in_two_groups(_text_ids(loaded.tokenizer, model(mx.array([[0]])).shape[-1]))
-    return [(chosen, Reference(model, chosen))] if max_batch > 1 and chosen.longest <= loaded.context_tokens else []
+def _precision(model: Any, loaded: LoadedModel) -> str:
+    """The dtype of the logits of a pass, or `IN_8_BITS`."""
+    precision = str(model(mx.array([[0, 1]])).dtype).rpartition(".")[2]
+    is_packed = any(layer.is_packed for layer in loaded.spec.layers)
+    return IN_8_BITS if precision == "float32" and is_packed else precision
 
 
 def _text_ids(tokenizer: TokenizerPort, vocabulary: int) -> list[int]:
     """Token ids of real text: after random ones a model's distribution is flat, and differences drown in noise."""
     ids = tokenizer.encode(_TEXT, special_start=False)
     return [token for token in ids if token < vocabulary and token not in tokenizer.eos_ids]
-
-
-def _spans(model: Any, loaded: LoadedModel) -> set[int]:
-    """Numbers of tokens beyond which the model may behave differently: windows, and config values named like one."""
-    spans = {layer.window_tokens for layer in loaded.spec.layers}
-    spans |= {n for name, n in _numbers(getattr(model, "args", None)) if _SPAN.search(name)}
-    return {n for n in spans if n in _SPANS and n < loaded.context_tokens}
-
-
-def _numbers(config: Any) -> Iterator[tuple[str, int]]:
-    fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-    for name, value in fields.items():
-        if type(value) is int:
-            yield str(name), value
-        elif isinstance(value, Mapping) or hasattr(value, "__dataclass_fields__"):
-            yield from _numbers(value)

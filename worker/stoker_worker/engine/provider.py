@@ -110,8 +110,16 @@ class MlxProvider(ModelProviderPort):
             self.settings.store_folder / "model-proofs.json",
             loaded.fingerprint,
             max_batch=loaded.max_batch.jobs,
+            draft_ngram=self.settings.draft_ngram,
             device=mx.default_device().type.name,
-            prove=lambda: prove(model, loaded, max_batch=loaded.max_batch.jobs, load_s=load_s),
+            prove=lambda before: prove(
+                model,
+                loaded,
+                max_batch=loaded.max_batch.jobs,
+                load_s=load_s,
+                draft_ngram=self.settings.draft_ngram,
+                before=before,
+            ),
         )
         is_narrow = not verdict.mode.memory or verdict.mode.batching not in (Batching.ROWS, Batching.BATCHED)
         level = logging.WARNING if is_narrow else logging.INFO

@@ -37,7 +37,7 @@ class WatchedGenerator:
     def insert(self, start: SequenceStart) -> int:
         ids = (*start.cached_ids, *(token for segment in start.segments for token in segment))
         planned = next(sequence for sequence in self._plan.sequences if sequence.ids[: len(ids)] == ids)
-        uid = self._generator.insert(replace(start, sampler=_planned_sampler(planned.ids[len(ids) :])))
+        uid = self._generator.insert(replace(start, sampler=_PlannedSampler(planned.ids[len(ids) :])))
         self._at[uid] = planned, len(ids)
         return uid
 
@@ -72,7 +72,16 @@ class WatchedGenerator:
         self._generator.close()
 
 
-def _planned_sampler(ids: Sequence[int]) -> Callable[[mx.array], mx.array]:
-    """A sampler that draws `ids`, one after the other; mlx-lm samples one token more than it outputs."""
-    left = iter(ids)
-    return lambda logprobs: mx.array([next(left, ids[-1])])
+class _PlannedSampler:
+    """Draws planned tokens, one after the other; mlx-lm samples one token more than it outputs."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+        self._n_drawn = 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self._n_drawn += 1
+        return mx.array([self._ids[min(self._n_drawn, len(self._ids)) - 1]])
+
+    def take_back(self, n_tokens: int) -> None:
+        self._n_drawn -= n_tokens
