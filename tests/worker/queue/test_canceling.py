@@ -290,3 +290,9 @@ def test_a_mark_of_an_earlier_save_keeps_no_line_in_a_canceled_batch(connection,
         connection.hset(key, FIELD_SAVING, "2020-01-01T00:00:00Z")  # of an earlier job of this id
     batch("cancel", "b")
     assert claim(queue, 20) == []
+
+
+def test_a_record_without_a_name_cancels_no_job(connection, plain, queue):
+    enqueue(plain)
+    connection.hset("stoker:batch:", "canceled", "1")
+    assert [job.job_id for job in claim(queue)] == ["job"]

@@ -55,6 +55,7 @@ class DeferredJobs:
         if not self._left and time.monotonic() >= self._next_round_at:
             keys = [DeferredJobRegistry(name, connection=self._connection).key for name in self._queues()]
             self._left = [job_id for key in keys for job_id in cast(list[bytes], self._connection.zrange(key, 0, -1))]
+            self._in_vain &= {job_id.decode(errors="replace") for job_id in self._left}
             self._next_round_at = time.monotonic() + _EVERY_S
         if self._left:
             self._look_at(self._left[:_PAGE])

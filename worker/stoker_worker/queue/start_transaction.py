@@ -55,7 +55,7 @@ if redis.call('EXISTS', job) == 0 then return -1 end
 if status == 'scheduled' and is_in(KEYS[5], job_id) then return -1 end
 if status == 'deferred' and is_in(KEYS[6], job_id) then return -1 end
 if stamp ~= '' and stamp ~= delivery(job) then return -2 end
-if type(redis.pcall('HGET', KEYS[9], 'canceled')) == 'string' then
+if KEYS[9] ~= 'stoker:batch:' and type(redis.pcall('HGET', KEYS[9], 'canceled')) == 'string' then
   redis.call('HSET', job, 'status', 'canceled')
   redis.pcall('ZADD', KEYS[10], redis.call('TIME')[1], job_id)
   if tonumber(ARGV[9]) > 0 then redis.pcall('EXPIRE', job, ARGV[9]) end
