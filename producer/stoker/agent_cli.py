@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import click
@@ -101,8 +101,11 @@ def forget(context: click.Context, /, agent_id: str, yes: bool, with_jobs: bool,
         click.echo("nothing was removed", err=True)
         context.exit(1)
     with open_producer(context.obj) as producer:
+        # Before it, so that forget does not wait for them; and after it, because more may have been enqueued.
+        removed = producer.agents.jobs(agent_id, remove=True).removed if with_jobs else 0
         done = _result(producer, options, lambda agents, given: agents.forget(agent_id, **given))
         left = producer.agents.jobs(agent_id, remove=with_jobs)
+        left = replace(left, removed=left.removed + removed)
     value = {**done.model_dump(mode="json"), "in_redis": asdict(left)}
     show(as_json, value, f"{_words(done)}\n{_words_of_jobs(left, with_jobs)}")
 

@@ -91,7 +91,8 @@ def _data_loss_text(losses: Mapping[str, DataLoss]) -> str:
     if not losses:
         return ""
     ago = duration(min(loss.ago_s for loss in losses.values()))
-    noticed = [f"{name}: {loss.times} times, {loss.jobs} jobs in flight" for name, loss in losses.items()]
+    times = {name: "once" if loss.times == 1 else f"{loss.times} times" for name, loss in losses.items()}
+    noticed = [f"{name}: {times[name]}, {loss.jobs} jobs in flight" for name, loss in losses.items()]
     return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. {'; '.join(noticed)}."
 
 

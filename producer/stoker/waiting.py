@@ -112,5 +112,5 @@ def results_after(last_entry_ids: dict[str, str], block_s: float) -> Command:
 def timed_out(record: JobRecord, after_s: float) -> Operation[ResultTimeout]:
     """The error of a wait for a job that has not ended, with a warning if no worker listens to its queue."""
     warning = (yield from unattended(record.queue)) if record.state == "queued" else None
-    still = f"still {record.state} after {after_s:g} s; it continues"
+    still = f"still {record.state} after {after_s:g} s; it is not canceled"
     return ResultTimeout(record.job_id, f"{still}; {warning}" if warning else still)

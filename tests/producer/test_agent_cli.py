@@ -104,6 +104,14 @@ def test_forget_tells_what_redis_still_has_of_the_agent_and_removes_it(connectio
     assert (shown["in_redis"]["removed"], shown["in_redis"]["kept_s"]) == (0, None)
 
 
+def test_forget_does_not_wait_for_the_jobs_that_it_removes(connection, stoker, producer):
+    waiting = producer.submit(agent_id="a", prompt="x")
+    code, _, err = stoker("agent", "forget", "a", "--yes", "--jobs", "--timeout-s", "1")
+    assert code == 1
+    assert "ResultTimeout" in err
+    assert not connection.exists(f"rq:job:{waiting.job_id}")
+
+
 def test_a_failed_change_is_exit_code_1_with_the_reason(stoker, requests):
     _, answers = requests
     answers += ["AgentNotFound: there is no agent 'a'"]

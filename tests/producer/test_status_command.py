@@ -64,7 +64,7 @@ def test_lost_data_and_a_suspension_come_first(connection, stoker):
     publish(connection, "stoker-mini", "generate", now=figures)
     lost, suspended = stoker("status")[1].splitlines()[:2]
     assert lost.startswith("Redis lost data 2 min ago")
-    assert lost.endswith("stoker-mac: 1 times, 3 jobs in flight.")
+    assert lost.endswith("stoker-mac: once, 3 jobs in flight.")
     assert "rq resume" in suspended
     assert json.loads(stoker("status", "--json")[1])["workers"][0]["live"]["now"]["data_loss"]["jobs"] == 3
 

@@ -19,7 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 log = logging.getLogger(__name__)
 
 HEAD_S: Final = 10.0
-BODY_S: Final = 60.0
+BODY_S: Final = 65.0
+"""A little longer than a call waits for its body, so that it can still answer with 408."""
 BODY_BYTES: Final = 2**20
 MOST_CONNECTIONS: Final = 2048
 

@@ -22,7 +22,7 @@ REQUEST_ID: Final = "x-request-id"
 CLIENT_IS_GONE: Final = 499
 """The status of a response that nobody reads."""
 
-_READ_BODY_S: Final = 60.0
+READ_BODY_S: Final = 60.0
 _IN_MEMORY_BYTES: Final = 16 * 2**10
 
 
@@ -67,11 +67,11 @@ async def received(request: Request) -> AsyncIterator[IO[bytes]]:
         raise Failure(415, "the Content-Type must be application/json", code="unsupported_content_type")
     with SpooledTemporaryFile(_IN_MEMORY_BYTES) as body:
         try:
-            async with asyncio.timeout(_READ_BODY_S):
+            async with asyncio.timeout(READ_BODY_S):
                 async for chunk in request.stream():
                     body.write(chunk)
         except TimeoutError:
-            raise Failure(408, f"the body did not come within {_READ_BODY_S:.0f} s", code="body_timeout") from None
+            raise Failure(408, f"the body did not come within {READ_BODY_S:.0f} s", code="body_timeout") from None
         except OSError as error:
             message = f"the body cannot be kept: {error.strerror}"
             raise Failure(503, message, kind="server_error", code="no_space", retryable=True) from None

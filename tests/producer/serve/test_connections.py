@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from stoker.serve import connections
+from stoker.serve import responses
 from stoker.serve.connections import BODY_BYTES, BODY_S, HEAD_S, Connections, LimitedProtocol
 
 HEAD = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 9999999\r\n\r\n"
@@ -80,6 +81,10 @@ def test_a_request_that_does_not_come_in_time_is_closed(connect, first, seconds,
         assert not client.is_closed
     client.pass_s(seconds / 10)
     assert client.is_closed
+
+
+def test_a_call_whose_body_does_not_come_is_answered_before_its_connection_is_closed():
+    assert BODY_S > responses.READ_BODY_S
 
 
 def test_a_long_upload_goes_on_as_long_as_enough_of_it_comes(connect):

@@ -50,9 +50,9 @@ class Look:
         elif self.state.redis_away_s > 0:
             found.append(f"no heartbeat has reached Redis for {self.state.redis_away_s:.1f} s")
         if (loss := self.state.data_loss).ago_s < DATA_LOSS_SHOWN_S:
-            since_start = f"since the start {loss.times} times, with {loss.jobs} jobs in flight"
+            since_start = f"losses since the start: {loss.times}, jobs in flight then: {loss.jobs}"
             shown = f"shown for {DATA_LOSS_SHOWN_S:.0f} s"
-            found.append(f"Redis lost data {loss.ago_s:.0f} s ago, {since_start} ({shown})")
+            found.append(f"Redis lost data {loss.ago_s:.0f} s ago; {since_start} ({shown})")
         if isinstance(self.store, OSError):
             found.append(f"the store cannot be used: {self.store}")
         elif self.store is not None and self.store.disk_free_bytes < _LEAST_FREE_BYTES:
