@@ -14,8 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from stoker.serve import connections
-from stoker.serve import responses
+from stoker.serve import connections, responses
 from stoker.serve.connections import BODY_BYTES, BODY_S, HEAD_S, Connections, LimitedProtocol
 
 HEAD = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 9999999\r\n\r\n"
