@@ -101,7 +101,7 @@ def _first_error(validator: Any, value: Any) -> Any:
     return next(validator.iter_errors(value), None)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # each may take 30 MB
 def _validator(schema_text: str) -> Any:
     dialect, schema = _dialect(), json.loads(schema_text)
     from referencing import Registry

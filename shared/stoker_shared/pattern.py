@@ -14,6 +14,9 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 _MOST_WRITTEN_OUT: Final = 10_000
 """Characters; a text of 100,000 characters then takes some ten seconds in the worst case."""
 
+_MOST_CHARACTERS: Final = 40_000
+"""Of the pattern as it is given: the parser takes up to seven kilobytes for four of them, before it refuses any."""
+
 _TOKEN: Final = re.compile(
     r"(?P<class>\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\])|\\[pPxuU]\{[^}]*\}|\\."
     r"|\{(?P<least>\d+)(?P<comma>,(?P<most>\d*))?\}|\(\?[a-zA-Z]*(?P<comments>x)|.",
@@ -46,8 +49,10 @@ def is_found(regex: str, text: str) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # each may take 14 MB
 def _compiled(regex: str) -> SchemaValidator:
+    if len(regex) > _MOST_CHARACTERS:
+        raise NoPattern(f"it is longer than {_MOST_CHARACTERS:,} characters")
     try:
         compiled = SchemaValidator(core_schema.str_schema(pattern=regex, regex_engine="rust-regex"))
     except SchemaError as error:

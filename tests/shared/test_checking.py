@@ -1,6 +1,7 @@
 """Checks of answers: what each condition accepts, and that no check can hang or open anything."""
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -172,6 +173,7 @@ def test_a_schema_that_is_none_is_refused_by_name(schema):
         ({"check": {}}, "at least one condition"),
         ({"check": {"regex": "(?=a)"}}, "'regex' cannot be read"),
         ({"check": {"regex": "(?:(?:a|b|ab|ba|.){1,60}x){50}"}}, "'regex' cannot be read: .* longer than 10,000"),
+        ({"check": {"regex": r"[\w]" * 250_000}}, "'regex' cannot be read: it is longer than 40,000"),
         ({"check": {"regex": r"(?x) [a-z] # ("}}, "flag x"),
         ({"check": {"min_mean_logprob": -1.0}}, "needs 'logprobs'"),
         ({"check": {"contains": ["a"]}, "n": 2, "cache": "off"}, "one answer"),
@@ -185,3 +187,14 @@ def test_a_schema_that_is_none_is_refused_by_name(schema):
 def test_fields_that_do_not_go_together_are_refused(fields, message):
     with pytest.raises(InvalidRequest, match=message):
         build_request({"prompt": "p", **fields})
+
+
+def test_the_compiled_schemas_of_many_jobs_do_not_add_up():
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            make_ready(Check(json_schema={"enum": [f"{number}" + "z" * 2_000_000]}))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 80e6

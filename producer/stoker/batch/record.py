@@ -31,6 +31,13 @@ class BatchGone(StokerError):
         super().__init__(f"no batch {batch} in Redis; {advice}")
 
 
+class BatchUnreadable(StokerError):
+    """Something else than a batch's record is where it should be: any producer may write there."""
+
+    def __init__(self, batch: str) -> None:
+        super().__init__(f"the record of batch {batch} in Redis cannot be read")
+
+
 @dataclass(frozen=True)
 class BatchRecord:
     """
@@ -96,9 +103,16 @@ def bad_key(batch: str) -> str:
 
 
 def read_record(batch: str) -> Operation[BatchRecord | None]:
-    """``None`` when there is no such batch in Redis."""
+    """``None`` when there is no such batch in Redis.
+
+    Raises:
+        BatchUnreadable: what is there is no record.
+    """
     fields = yield from ask("HGETALL", record_key(batch))
-    return BatchRecord.from_hash(batch, fields) if fields else None
+    try:
+        return BatchRecord.from_hash(batch, fields) if fields else None
+    except (KeyError, ValueError):
+        raise BatchUnreadable(batch) from None
 
 
 def find_record(name: str) -> Operation[BatchRecord]:
@@ -156,7 +170,7 @@ def forget(batch: str) -> Operation[None]:
 
 def all_batches() -> Operation[list[str]]:
     """The ids of all batches, the oldest first. Batches whose record has expired are removed from the index."""
-    names = [name.decode() for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
+    names = [name.decode(errors="replace") for name in (yield from ask("ZRANGE", INDEX_KEY, 0, -1))]
     if not names:
         return []
     exist = yield Commands([("EXISTS", record_key(name)) for name in names])

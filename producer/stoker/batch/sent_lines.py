@@ -91,9 +91,9 @@ def send(
 
 def sent_lines(batch: str, after: int, count: int) -> Operation[list[SentLine]]:
     """The next `count` lines in Redis after the line number `after`, sorted by number."""
-    found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "+inf", "WITHSCORES", "LIMIT", 0, count)
+    found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "(+inf", "WITHSCORES", "LIMIT", 0, count)
     pairs = [(entry[0], entry[1]) for entry in found] if found and isinstance(found[0], list | tuple) else _pairs(found)
-    return [_sent_line(int(float(number)), member.decode()) for member, number in pairs]
+    return [_sent_line(int(float(number)), member.decode(errors="replace")) for member, number in pairs]
 
 
 def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[str, Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from stoker.batch.canceling import cancel_batch
-from stoker.batch.record import BatchRecord, all_batches, find_record, is_held, read_record
+from stoker.batch.record import BatchRecord, BatchUnreadable, all_batches, find_record, is_held, read_record
 from stoker.batch.status import BatchStatus, status_of
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import open_connection
@@ -67,8 +67,13 @@ def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
 def ls(url: str, as_json: bool) -> None:
     """List the batches that are in Redis."""
     with or_usage_error(lambda: open_connection(url)) as connection:
-        records = [carry_out(connection, read_record(name)) for name in carry_out(connection, all_batches())]
-        found = [(record, carry_out(connection, status_of(record))) for record in records if record is not None]
+        found = []
+        for name in carry_out(connection, all_batches()):
+            try:
+                if (record := carry_out(connection, read_record(name))) is not None:
+                    found.append((record, carry_out(connection, status_of(record))))
+            except BatchUnreadable as error:
+                click.echo(printable(str(error)), err=True)
     lines = "\n".join(printable(f"{record.batch}  {_as_line(record, now)}") for record, now in found)
     show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
 

@@ -189,6 +189,28 @@ def test_a_batch_is_submitted_counted_and_fetched_by_others(batch, connection, s
     assert (listed["batch"], listed["state"], listed["done"], listed["failed"]) == (name, "fetched", 2, 1)
 
 
+def test_a_record_that_cannot_be_read_hides_no_other_batch(batch, connection, tmp_path):
+    write(tmp_path, ["one"])
+    name = batch("submit", "in.jsonl")[1]
+    connection.zadd(f"stoker:batch:{name}:lines", {b"\xff": 7, "chat:x": float("inf")})
+    for bad, fields in (
+        ("b-1", {"a": "b"}),
+        ("b-2", {"queue": "q", "source": "s", "n_lines": "x"}),
+        ("b-3", {b"\xff": 1}),
+    ):
+        connection.hset(f"stoker:batch:{bad}", mapping=fields)
+        connection.zadd("stoker:batch::all", {bad: 1, b"\xff": 1})
+    code, out, err = batch("ls", "--json")
+    assert (code, [listed["batch"] for listed in out["batches"]]) == (0, [name])
+    assert [bad for bad in ("b-1", "b-2", "b-3") if f"the record of batch {bad} in Redis cannot be read" in err] == [
+        "b-1",
+        "b-2",
+        "b-3",
+    ]
+    assert "cannot be read" in batch("cancel", "b-1")[2]
+    assert batch("cancel", name)[0] == 0
+
+
 def test_run_continues_a_batch_that_was_submitted(batch, somebody, tmp_path):
     write(tmp_path, ["one", "two"])
     batch("submit", "in.jsonl")

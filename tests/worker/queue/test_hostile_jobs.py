@@ -172,6 +172,20 @@ def test_a_job_whose_key_is_no_hash_is_dropped_with_a_line(connection, queue, en
         assert sum(name in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("key", ["rq:job:{}", "rq:executions:{}"])
+def test_a_key_that_changes_its_type_while_the_job_runs_keeps_no_other_without_a_heartbeat(
+    connection, queue, enqueue, key
+):
+    for job_id in ("bad", "good"):
+        enqueue(job_id)
+    claimed = {job.job_id: job for job in queue.claim(2, Busy())}
+    connection.delete(key.format("bad"))
+    connection.rpush(key.format("bad"), "x")
+    connection.hset(claimed["good"].run.execution.key, "last_heartbeat", "0")
+    assert queue.beat()
+    assert connection.hget(claimed["good"].run.execution.key, "last_heartbeat") != b"0"
+
+
 def test_a_right_that_the_worker_lacks_fails_no_job(connection, queue, enqueue, monkeypatch):
     enqueue("good")
     denied = NoPermissionError("NOPERM this user has no permissions to run the 'hset' command")
