@@ -6,7 +6,6 @@ Redis knows no agents, so this goes through the ids of all queues and registries
 the oldest: what ends meanwhile moves to the other side. It holds one page, and the request of one job at most.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, get_args
@@ -29,7 +28,8 @@ from stoker.operations import Command, Commands, Operation, ask
 from stoker.rq_keys import queue_key, registry_key
 from stoker_shared.agent_request import AgentAction
 from stoker_shared.errors import JobNotFound
-from stoker_shared.job_data import unpacked
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
 from stoker_shared.wire import FIELD_AGENT, FIELD_BATCH, REQUEST_KWARG, STREAM_KEY, TASK_PATH
 
 _PAGE: Final = 500
@@ -134,9 +134,9 @@ def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool
 
 def _requests(agent_id: str, data: bytes) -> bool:
     try:
-        call = json.loads(unpacked(data))
+        call = read_json(unpacked(data), MAX_DATA_BYTES)
         return bool(call[0] == TASK_PATH and call[3][REQUEST_KWARG]["agent_id"] == agent_id)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError):
         return False
 
 

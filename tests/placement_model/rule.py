@@ -1,6 +1,6 @@
 """The rule for several workers: what Redis' scripts and a member's threads do, one network operation at a time.
 
-The contract of `placement/` and `memory/replica/`. Each method of `Redis` is one script. Each ``yield`` is one network
+The product does not follow it yet. Each method of `Redis` is one script. Each ``yield`` is one network
 operation: the member may crash, sleep or lose the reply there, and nowhere else. Redis' operations have the name of a
 script; ``list``, ``get``, ``put``, ``remove`` and ``empty`` are the bucket's, ``compute`` is the engine's. Pure: it
 knows neither the faults nor the invariants, and each member sees its own clock only.

@@ -8,7 +8,7 @@ from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
 from stoker.agent_cli import agent
-from stoker_shared.wire import AGENT_TASK_PATH, REQUEST_KWARG
+from stoker_shared.wire import AGENT_TASK_PATH, REQUEST_KWARG, TASK_PATH
 
 pytestmark = pytest.mark.server
 
@@ -175,3 +175,12 @@ def test_without_a_worker_a_command_ends_by_itself_and_tells_why(connection, sto
         assert "ResultTimeout" in err
         assert "no worker listens to 'generate'" in err
     assert connection.llen("rq:queue:generate") == 4
+
+
+def test_a_job_of_millions_of_values_is_no_job_of_the_agent(connection, stoker, producer, requests):
+    _, answers = requests
+    answers += [ANSWERS["forget", "a", "--yes"][0]]
+    ticket = producer.submit(agent_id="a", prompt="x", queue="other")
+    data = b'["%s",null,[],{"request":{"agent_id":"a","tools":[%b0]}}]' % (TASK_PATH.encode(), b"0," * 300_000)
+    connection.hset(f"rq:job:{ticket.job_id}", mapping={"data": data, "stoker_agent": ""})
+    assert "Redis has no job of it" in stoker("agent", "forget", "a", "--yes")[1]

@@ -1,6 +1,6 @@
 """How many clients may connect to `stoker serve`, and for how long; uvicorn limits only the time between two requests.
 
-A request's head has to come within ten seconds, and a mebibyte of its body each minute; a client has a minute to take
+A request's head has to come within ten seconds, and a mebibyte of its body in each 65; a client has as long to take
 what was sent to it. If there are too many connections, each new one closes another: the one that has sent no request
 for longest, else the oldest whose request is not complete. So idle clients keep nobody out, not even a health check.
 """

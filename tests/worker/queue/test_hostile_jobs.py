@@ -235,3 +235,16 @@ def test_commands_that_the_worker_ignores_do_not_fill_its_log(queue, caplog):
         registration.handle_payload({"data": data.encode()})
     [line] = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert "shutdown" in line
+
+
+@pytest.mark.parametrize("count", ["1e308", "0x1", " 1", "1" * 30])
+def test_a_count_of_lost_workers_that_is_none_does_not_make_a_job_wait_for_a_run_alone(
+    connection, queue, enqueue, count
+):
+    for job_id in ("bad", "good"):
+        enqueue(job_id)
+    connection.hset("rq:job:bad", "stoker_attempts", count)
+    claimed = queue.claim(8, Busy())
+    assert {job.job_id for job in claimed} == {"bad", "good"}
+    for job in claimed:
+        job.release()

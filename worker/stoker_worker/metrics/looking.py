@@ -14,7 +14,7 @@ STORE_EVERY_S: Final = 5.0
 
 _LEAST_FREE_BYTES: Final = 2**20
 
-DATA_LOSS_SHOWN_S: Final = 180.0
+NOT_READY_AFTER_LOSS_S: Final = 180.0
 """Some looks of a monitor, and shorter than the five minutes after which a worker that is not ready raises an alarm:
 this one works."""
 
@@ -49,9 +49,9 @@ class Look:
             found.append(str(self.queues))
         elif self.state.redis_away_s > 0:
             found.append(f"no heartbeat has reached Redis for {self.state.redis_away_s:.1f} s")
-        if (loss := self.state.data_loss).ago_s < DATA_LOSS_SHOWN_S:
+        if (loss := self.state.data_loss).ago_s < NOT_READY_AFTER_LOSS_S:
             since_start = f"losses since the start: {loss.times}, jobs in flight then: {loss.jobs}"
-            shown = f"shown for {DATA_LOSS_SHOWN_S:.0f} s"
+            shown = f"shown for {NOT_READY_AFTER_LOSS_S:.0f} s"
             found.append(f"Redis lost data {loss.ago_s:.0f} s ago; {since_start} ({shown})")
         if isinstance(self.store, OSError):
             found.append(f"the store cannot be used: {self.store}")

@@ -138,7 +138,10 @@ for i = 3, #KEYS do
   end
   notes[n], homes[n], needs[n] = note, '', of_this_job(fields[4], fields[3])
   if agent then agents[#agents + 1], of_job[#of_job + 1] = agent, n end
-  if fields[2] and tonumber(fields[2]) and tonumber(fields[2]) > 0 then quarantined[#quarantined + 1] = n end
+  local count = fields[2] -- as in `as_count`
+  if count and #count < 10 and string.find(count, '^%d+$') and tonumber(count) > 0 then
+    quarantined[#quarantined + 1] = n
+  end
 end
 local entries = #agents > 0 and redis.call('HMGET', KEYS[2], unpack(agents)) or {}
 for i = 1, #agents do
