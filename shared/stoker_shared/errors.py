@@ -17,12 +17,12 @@ An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`)
     │   └── PayloadRefused              not a job of stoker's: a pickle, an unknown function, callbacks
     ├── AgentMemoryError
     │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
-    │   │   └── SharedStoreAway         its newest turns may be in the shared store, which does not answer
+    │   ├── SharedStoreAway             the shared store does not answer: the job waits
+    │   ├── VersionTaken                another worker has made the agent's next version: the job runs again
     │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
     │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
     │   ├── AgentNotFound               there is no such agent, or it has no such version
     │   ├── AgentExists                 the agent that was to be made exists already
-    │   ├── AgentElsewhere              the agent's memory is in the store of a worker that is away
     │   ├── AgentBusy                   another process is working on the agent: a worker, or a command of the shell
     │   └── StoreUnusable               the store folder cannot be accessed, is locked or has an unknown format
     ├── EngineError
@@ -32,7 +32,7 @@ An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`)
     │   └── EngineFailed                the engine broke while the job was in it
     ├── QueueError
     │   ├── RedisUnavailable            no server at the URL, or it refused this client
-    │   ├── QueueHeld                   another live worker has this worker's name
+    │   ├── QueueHeld                   a live worker has this worker's name, or its queue and not its shared store
     │   └── OwnershipLost               another process has the execution: the result is dropped
     │       └── JobLost                 Redis has lost the execution, with other data
     ├── JobError                        raised in a producer that waits for the job
@@ -113,8 +113,14 @@ class AgentTranscriptUnreadable(AgentMemoryError):
         self.usable = usable
 
 
-class SharedStoreAway(AgentTranscriptUnreadable):
-    """Other workers may have continued the agent, and the shared store, which knows, does not answer."""
+class SharedStoreAway(AgentMemoryError):
+    """The shared store does not answer, so it is not known how an agent goes on. No job fails for it: it waits."""
+
+    retryable = True
+
+
+class VersionTaken(AgentMemoryError):
+    """Another worker has made the agent's next version meanwhile. No job fails for it: it runs again from that one."""
 
     retryable = True
 
@@ -135,12 +141,6 @@ class AgentNotFound(AgentMemoryError):
 
 class AgentExists(AgentMemoryError):
     """There already is an agent with the new agent's id."""
-
-
-class AgentElsewhere(AgentMemoryError):
-    """The job needs what is in another worker's store, and that worker is away or busy; the message names it."""
-
-    retryable = True  # the worker may come back
 
 
 class AgentBusy(AgentMemoryError):

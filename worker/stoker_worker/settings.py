@@ -59,7 +59,7 @@ class WorkerSettings(BaseSettings):
     lease_ttl_s: Annotated[float, Field(gt=0)] = 4.0
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
-    home_wait_s: Annotated[float, Field(ge=0)] = 300.0
+    patience_s: Annotated[float, Field(ge=0)] = 10.0
     allow_callbacks: str = ""
     ignore_shutdown_command: bool = False
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
@@ -69,6 +69,7 @@ class WorkerSettings(BaseSettings):
     max_jobs: Annotated[int, Field(ge=1)] | None = None
     max_idle_s: Annotated[float, Field(gt=0)] | None = None
     standby: bool = False
+    new_store: bool = False
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     log_format: Literal["text", "json"] = "text"
     quiet: bool = False

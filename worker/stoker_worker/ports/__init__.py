@@ -6,7 +6,7 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 """
 
 from stoker_worker.ports.agent_jobs import AgentJobsPort
-from stoker_worker.ports.agents import UNUSED, AgentHome, Busy, Delivery, HomeOf, MemoryUse, PlaceOf
+from stoker_worker.ports.agents import UNUSED, Busy, Delivery, LastVersion, MemoryUse, PlaceOf
 from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
 from stoker_worker.ports.cancel_token import CancelReason, CancelToken
 from stoker_worker.ports.claimed_job import ClaimedJob

@@ -14,7 +14,7 @@ class AgentJobsPort(Protocol):
         """The answer of this delivery, if it has taken effect.
 
         Raises:
-            AgentTranscriptUnreadable, AgentBusy, OSError: that cannot be known.
+            AgentTranscriptUnreadable, AgentBusy, SharedStoreAway, OSError: that cannot be known.
         """
         ...
 
@@ -23,6 +23,8 @@ class AgentJobsPort(Protocol):
 
         Raises:
             AgentMemoryError: it cannot be done, and nothing has changed.
+            VersionTaken: the same, because another worker has changed the agent at the same time.
+            SharedStoreAway: it may have been done or not; `answer` tells later.
             OSError: nothing has changed, or it is done and `answer` returns its result.
         """
         ...

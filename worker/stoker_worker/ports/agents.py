@@ -10,28 +10,18 @@ PlaceOf = Callable[[str], tuple[int, int]]
 """As `QueuePort.place_of`."""
 
 
-class AgentHome(NamedTuple):
-    """Where an agent was until its job was claimed.
+class LastVersion(NamedTuple):
+    """What Redis knows of an agent's newest version: a hint and a lower bound, which may be lost without harm.
 
     Attributes:
-        former: its home before this worker; ``-``: none, or it is not known; ``None``: it has not moved.
-        version: the newest version whose job has ended, on whatever worker, or the number at which a job has forgotten
-            the agent; 0: none has.
-        kept_by: the worker that made that version, by the name of its store.
+        number: the version's.
+        member: the worker that made it.
+        is_here: whether this very process did.
     """
 
-    former: str | None
-    version: int
-    kept_by: str
-
-    @property
-    def is_unnoted(self) -> bool:
-        """Whether the agent comes from a worker that had no shared store at its last turn, and may have one since."""
-        return self.former is not None and self.version == 0 and self.kept_by != "-"
-
-
-HomeOf = Callable[[str], AgentHome | None]
-"""Of an agent with a job in flight; ``None``: nothing is known. Any thread; never blocks."""
+    number: int
+    member: str
+    is_here: bool
 
 
 class MemoryUse(NamedTuple):
@@ -59,11 +49,13 @@ class Busy:
         writing: agents whose memory is being written: none of their jobs may start.
         reading: agents whose memory is being read: none of their jobs that write may start.
         job_ids: jobs that may not start, even if their agents are free.
+        memory_is_away: no job that uses an agent's memory may start: the shared store does not answer.
     """
 
     writing: frozenset[str] = frozenset()
     reading: frozenset[str] = frozenset()
     job_ids: frozenset[str] = frozenset()
+    memory_is_away: bool = False
 
     @property
     def agents(self) -> frozenset[str]:
@@ -72,6 +64,8 @@ class Busy:
 
     def bars(self, use: MemoryUse) -> bool:
         """Whether a job that uses memory like this has to wait."""
+        if self.memory_is_away and use.agent_id is not None:
+            return True
         return use.agent_id in self.writing or (use.access == "write" and use.agent_id in self.reading)
 
     def beside(self, uses: Iterable[MemoryUse]) -> "Busy":
@@ -81,6 +75,7 @@ class Busy:
             self.writing.union(use.agent_id for use in all_uses if use.agent_id and use.access == "write"),
             self.reading.union(use.agent_id for use in all_uses if use.agent_id and use.access == "read"),
             self.job_ids,
+            self.memory_is_away,
         )
 
 

@@ -8,7 +8,7 @@ from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
-from stoker_worker.ports.agents import Delivery, MemoryUse
+from stoker_worker.ports.agents import Delivery, LastVersion, MemoryUse
 from stoker_worker.ports.cancel_token import CancelToken
 
 
@@ -29,7 +29,8 @@ class ClaimedJob(Protocol):
         lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
         tried: the attempts of other models whose answers were rejected.
-        former_home: the worker that had its agent until now; ``None`` if the agent has not moved.
+        last: what Redis knows of its agent's newest version; ``None``: nothing.
+        was_saving: an earlier run of this delivery had begun to save its turn, which may still arrive.
         cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
     """
 
@@ -44,7 +45,8 @@ class ClaimedJob(Protocol):
     claim_number: int
     deadline: float | None
     tried: tuple[Attempt, ...] = ()
-    former_home: str | None = None
+    last: LastVersion | None = None
+    was_saving: bool = False
     cancel: CancelToken = field(default_factory=CancelToken, repr=False)
 
     @property
@@ -53,6 +55,11 @@ class ClaimedJob(Protocol):
     @property
     def memory_use(self) -> MemoryUse:
         return MemoryUse.of(self.request.access, self.request.agent_id, continues=self.request.continues)
+
+    @property
+    def moved_from(self) -> str | None:
+        """The worker that made its agent's newest version, if that is another one."""
+        return None if self.last is None or self.last.is_here else self.last.member
 
     @property
     def model(self) -> str | None:

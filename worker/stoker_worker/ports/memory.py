@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Protocol
 
 from stoker_shared.message import Message
 from stoker_worker.ports.agent_jobs import AgentJobsPort
-from stoker_worker.ports.agents import Delivery, HomeOf, PlaceOf
+from stoker_worker.ports.agents import Delivery, LastVersion, PlaceOf
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
 from stoker_worker.ports.model import LoadedModel
 
@@ -134,13 +134,27 @@ class CacheStorePort(Protocol):
     agent_jobs: AgentJobsPort
     """Carries out jobs about an agent's memory."""
 
-    def open_agent(self, agent_id: str) -> AgentVersion:
-        """The agent's newest version.
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        """Bring in what other workers have written of the agent, before `answer` and `open_agent`. Loader thread.
+
+        Args:
+            last: what Redis knows of its newest version. If this process made that one, the shared store is not asked.
+
+        Returns:
+            whether no other worker can know more: the shared store was asked, or there is none.
 
         Raises:
-            AgentTranscriptUnreadable: a version is damaged, missing, foreign or on another worker, or the last turn
-                was not saved. The error's `.usable` is the version that `context="full"` may still continue from.
-            SharedStoreAway: one of these; other workers may have continued the agent, and that cannot be known now.
+            SharedStoreAway: that cannot be known now.
+            AgentTranscriptUnreadable: a version in the shared store is damaged; `.usable` as in `open_agent`.
+        """
+        ...
+
+    def open_agent(self, agent_id: str) -> AgentVersion:
+        """The agent's newest version here.
+
+        Raises:
+            AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
+                error's `.usable` is the version that `context="full"` may still continue from.
             AgentBusy: another process is changing the agent, and did not end in time; for ``full`` jobs too.
         """
         ...
@@ -178,15 +192,26 @@ class CacheStorePort(Protocol):
         ...
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
-        """Make the turn durable as the agent's next version, with its result: cache files first, then one transaction.
-        Without its cache, if that cannot be written.
+        """Make the turn durable as the agent's next version, with its result: cache files first, then the version in
+        the shared store, if there is one, then one transaction. Without its cache, if that cannot be written.
 
         Returns:
             the result as it is stored: the turn's, with the reason if its cache is not saved.
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
+            VersionTaken: another worker has made the next version meanwhile.
+            SharedStoreAway: it may be there or not; `answer` tells, once `look` has asked.
             OSError: it could not be written; the agent is still at `turn.base`.
+        """
+        ...
+
+    def close_number(self, agent_id: str) -> None:
+        """Before a job ends without a turn of which an earlier run may have sent one: that one takes no effect any
+        more, because its number is taken. The agent stays as it is. Finisher threads.
+
+        Raises:
+            SharedStoreAway, OSError: it may still take effect.
         """
         ...
 
@@ -228,23 +253,8 @@ class CacheStorePort(Protocol):
         """From now on, of the agents that wait, the one of the largest place loses its cache first. Any thread."""
         ...
 
-    def know_homes(self, home_of: HomeOf) -> None:
-        """From now on `home_of` tells whether other workers may have continued an agent, and how far its jobs have
-        come: a version that is missing here is then noticed. Any thread."""
-        ...
-
-    def is_only_here(self, agent_id: str) -> bool:
-        """Whether no other worker could continue the agent, because its newest version is on this machine alone. Any
-        thread."""
-        ...
-
     def is_away(self) -> bool:
         """Whether there is a shared store, and it does not answer. Any thread; never blocks."""
-        ...
-
-    def move_s(self, agent_id: str) -> float | None:
-        """Seconds until another worker would have brought in the agent's cache; ``None``: it would compute it. Any
-        thread."""
         ...
 
     def is_at_hand(self, agent_id: str) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from stoker_shared.markers import Markers
-from stoker_worker.ports.agents import AgentHome, Busy
+from stoker_worker.ports.agents import Busy
 from stoker_worker.ports.claimed_job import ClaimedJob
 from stoker_worker.ports.engine import SequenceProgress
 
@@ -102,20 +102,6 @@ class QueuePort(Protocol):
         none is known to wait. Any thread; no round trip."""
         ...
 
-    def home_of(self, agent_id: str) -> AgentHome | None:
-        """Of an agent with a job in flight: see `HomeOf`. Any thread; no round trip."""
-        ...
-
-    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
-        """From now on `is_only_here` and `move_s` (see `CacheStorePort`) tell which agents this worker may give up to
-        another one, and what that costs. Called on the fetcher thread."""
-        ...
-
-    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
-        """From now on, while that is true, no job comes here that continues what another worker's store has: it waits,
-        as without a shared store. `is_store_away` is called on the fetcher thread, and must not block."""
-        ...
-
     def next_agents(self, limit: int) -> tuple[str, ...]:
         """At most `limit` agents of waiting jobs, about in the order in which `claim` would take these; without those
         that have a job in flight. Changes nothing.
@@ -150,7 +136,7 @@ class QueuePort(Protocol):
         ...
 
     def leave(self) -> None:
-        """Instead of `claim`, while this worker drains: give up agents to other workers as they ask for them."""
+        """Instead of `claim`, while this worker drains: other workers no longer leave agents' jobs to it."""
         ...
 
     def tidy(self) -> bool:
@@ -166,8 +152,8 @@ class QueuePort(Protocol):
         ...
 
     def announce(self, serving: Serving) -> None:
-        """Show producers and other workers what this worker serves, and leave to those what it cannot serve; no round
-        trip. Main thread, before the first `claim`."""
+        """Show producers and other workers what this worker serves; no round trip. Main thread, before the first
+        `claim`."""
         ...
 
     def beat(self) -> bool:
