@@ -13,7 +13,7 @@ import numpy as np
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.ports import AgentVersion, Delivery, LayerKV, Snapshot, Transcript
+from stoker_worker.ports import AgentVersion, Delivery, LastVersion, LayerKV, Snapshot, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 
 _heads = count(1)
@@ -57,6 +57,10 @@ class AgentMemory:
         blocks: the full blocks, by address.
         counted_on: addresses of the blocks that an agent's work was restored from, or may have been.
         ended: until which Unix time the answer to an agent's delivery is kept whose job has ended.
+        looks: the calls of `look`, in order.
+        is_away: a shared store that does not answer.
+        is_certain: whether `look` asks although the agent's newest version is from here.
+        closed: the agents of each call of `close_number`.
     """
 
     def __init__(self) -> None:
@@ -68,6 +72,10 @@ class AgentMemory:
         self.pinned: frozenset[str] = frozenset()
         self.counted_on: dict[str, set[str]] = {}
         self.ended: dict[tuple[str, Delivery], float] = {}
+        self.looks: list[tuple[str, LastVersion | None]] = []
+        self.is_away = False
+        self.is_certain = True
+        self.closed: list[str] = []
 
     def newest(self, agent_id: str) -> AgentVersion:
         versions = self.agents.get(agent_id, [])

@@ -11,7 +11,7 @@ from typing import Any
 from tests.in_memory.agent_jobs import InMemoryAgentJobs
 from tests.in_memory.agent_memory import AgentMemory, SavedCache, SavedVersion, cut, join
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway
 from stoker_worker.memory.block_chain import BlockChain, common_length
 from stoker_worker.memory.cache_layout import fits, state_fits
 from stoker_worker.ports import (
@@ -19,7 +19,7 @@ from stoker_worker.ports import (
     CacheSlice,
     CacheStorePort,
     Delivery,
-    HomeOf,
+    LastVersion,
     LoadedModel,
     PlaceOf,
     Restored,
@@ -47,6 +47,16 @@ class InMemoryAgentStore(CacheStorePort):
         self.agent_jobs = InMemoryAgentJobs(self.memory)
         self.at_hand: set[str] | None = None
         self._begun: set[str] = set()
+
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        """No other worker has what is in this process's memory."""
+        self.memory.looks.append((agent_id, last))
+        if self.memory.is_away:
+            raise SharedStoreAway("the shared store is away (in memory)")
+        return self.memory.is_certain or last is None
+
+    def close_number(self, agent_id: str) -> None:
+        self.memory.closed.append(agent_id)
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         with self.memory.lock:
@@ -96,6 +106,8 @@ class InMemoryAgentStore(CacheStorePort):
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
         check_cache(turn)
+        if self.memory.is_away:
+            raise SharedStoreAway("the shared store is away (in memory)")
         self.memory.before_write(turn.agent_id)
         with self.memory.lock:
             newest, base = self.memory.newest(turn.agent_id), turn.base
@@ -129,17 +141,8 @@ class InMemoryAgentStore(CacheStorePort):
     def order_by(self, place_of: PlaceOf) -> None:
         self.place_of = place_of
 
-    def know_homes(self, home_of: HomeOf) -> None:
-        """No other worker has what is in this process's memory."""
-
-    def is_only_here(self, agent_id: str) -> bool:
-        return True
-
     def is_away(self) -> bool:
-        return False
-
-    def move_s(self, agent_id: str) -> float | None:
-        return None
+        return self.memory.is_away
 
     def is_at_hand(self, agent_id: str) -> bool:
         return self.at_hand is None or agent_id in self.at_hand

@@ -20,7 +20,6 @@ from stoker_shared.result import Attempt
 from stoker_shared.route import Step
 from stoker_worker.ports import (
     NOTHING_LOST,
-    AgentHome,
     Busy,
     ClaimedJob,
     DataLoss,
@@ -170,15 +169,6 @@ class InMemoryQueue(QueuePort):
             agents = [self.entries[job_id].request.agent_id for job_id in self.waiting]
             return (0, agents.index(agent_id)) if agent_id in agents else (1, 0)
 
-    def home_of(self, agent_id: str) -> AgentHome | None:
-        return None
-
-    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
-        """There is no other worker."""
-
-    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
-        """There is no other worker."""
-
     def next_agents(self, limit: int) -> tuple[str, ...]:
         with self.lock:
             running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
@@ -252,6 +242,8 @@ class InMemoryQueue(QueuePort):
             attempt=entry.lost + 1,
             tried=entry.tried,
             losses_alone=entry.losses_alone,
+            last=entry.last,
+            was_saving=entry.was_saving,
             enqueued_at=entry.enqueued_at,
             claimed_at=time.time(),
             claim_number=next(self._numbers),
@@ -284,6 +276,7 @@ class InMemoryJob(ClaimedJob):
 
     def begin_save(self) -> None:
         self._check()
+        self.entry.was_saving = True
 
     def finish(self, result: Mapping[str, Any]) -> None:
         with self.owner.lock:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt
-from stoker_worker.ports import SequenceProgress
+from stoker_worker.ports import LastVersion, SequenceProgress
 
 State = Literal["queued", "started", "finished", "failed", "stopped", "canceled"]
 
@@ -39,3 +39,5 @@ class Entry:
     error: Exception | None = None
     partial_text: str | None = None
     run: int | None = None
+    last: LastVersion | None = None
+    was_saving: bool = False

@@ -5,7 +5,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_j
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
-    AgentVersionConflict,
     AgentVersionNotSaved,
     JobLost,
     RedisUnavailable,
+    VersionTaken,
     WorkerLostTooOften,
 )
 from stoker_worker.engine.scripted import ScriptedProvider
@@ -31,7 +30,7 @@ from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.worker import Worker
-from stoker_worker.ports import CacheSlice, Delivery, Restored, Turn
+from stoker_worker.ports import Busy, CacheSlice, Delivery, Restored
 from stoker_worker.settings import read_settings
 
 TO_GIVE_BACK = GivenBack(counts_as_attempt=False)
@@ -239,39 +238,86 @@ def test_shared_blocks_that_cannot_be_written_fail_no_job(
 
 
 @pytest.mark.parametrize("context", ["append", "full"])
-def test_a_turn_whose_agent_was_meanwhile_made_by_a_fork_fails_with_that_reason(scene: Scene, context: str) -> None:
+def test_a_turn_whose_agent_was_changed_meanwhile_runs_again(scene: Scene, context: str) -> None:
     scene.put_finished("a")
     scene.wait_for_release()
-    job = loaded_job(scene.queue, "a", job_id="late", context=context)  # loaded before the fork
+    job = loaded_job(scene.queue, "a", job_id="late", context=context)  # loaded before the change
     scene.finisher.put(job, generated())
     scene.wait_for_release()
     entry = scene.queue.entries["late"]
-    if context == "append":
-        assert (entry.state, type(entry.error)) == ("failed", AgentVersionConflict)
-    else:
-        assert entry.result is not None
-        report = entry.result["cache"]
-        assert (report["saved"], report["replaced_version"]) == (False, None)
-        assert "AgentVersionConflict" in report["save_error"]
+    assert (entry.state, entry.lost, scene.queue.given_back) == ("queued", 0, ["late"])
+    assert len(scene.store.memory.agents["a"]) == 1
 
 
-@pytest.mark.parametrize("context", ["append", "full"])
-def test_a_turn_that_a_worker_taken_for_dead_has_made_meanwhile_is_the_answer(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, context: str
+def test_a_change_of_an_agent_that_another_worker_changed_first_runs_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = scene.store.save
+    def overtaken(*args: object) -> None:
+        raise VersionTaken("another worker has written that version")
 
-    def overtaken(turn: Turn) -> None:
-        save(replace(turn, result={**turn.result, "text": "made elsewhere"}))
-        raise AgentVersionConflict("another worker has written that version")
+    monkeypatch.setattr(scene.store.agent_jobs, "run", overtaken)
+    request = build_agent_request({"agent_id": "a", "action": "forget"})
+    scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=request)), AgentChange(request))
+    scene.wait_for_release()
+    assert (scene.queue.state("forget"), scene.queue.given_back) == ("queued", ["forget"])
 
-    monkeypatch.setattr(scene.store, "save", overtaken)
-    scene.put_finished("a", context=context)
+
+def away(scene: Scene) -> Job:
+    """A finished turn that waits for the shared store."""
+    scene.store.memory.is_away = True
+    job = scene.put_finished("a", context="append")
+    end = time.monotonic() + TIMEOUT_S
+    while job.waits_since is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return job
+
+
+def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(scene: Scene) -> None:
+    away(scene)
+    scene.put_finished("b", cache="off")
+    scene.wait_for_release(n_left=1)
+    assert scene.states("a", "b") == ["started", "finished"]
+    scene.store.memory.is_away = False
     scene.wait_for_release()
     assert scene.states("a") == ["finished"]
-    result = scene.queue.entries["job-a"].result
-    assert result is not None
-    assert (result["text"], result["cache"]["saved"]) == ("made elsewhere", True)
+    assert scene.queue.given_back == []
+
+
+def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses_up_no_try(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = away(scene)
+    assert job.waits_since is not None
+    job.waits_since -= 3600
+    scene.wait_for_release()
+    entry = scene.queue.entries["job-a"]
+    assert (entry.state, entry.lost, entry.error) == ("queued", 0, None)
+
+
+@pytest.mark.parametrize("how", ["hurry", "stopping"])
+def test_a_stop_waits_for_no_shared_store(scene: Scene, how: str) -> None:
+    job = away(scene)
+    if how == "hurry":
+        scene.finisher.hurry()
+    else:
+        job.cancel.set("stopping")
+    scene.wait_for_release()
+    assert scene.states("a") == ["queued"]
+
+
+@pytest.mark.parametrize("was_saving", [True, False])
+def test_before_a_job_ends_without_a_turn_that_an_earlier_run_may_have_sent_its_number_is_closed(
+    scene: Scene, was_saving: bool
+) -> None:
+    for agent_id, outcome in ("failed", Failed(ValueError("odd"))), ("stopped", Cancelled()):
+        scene.queue.enqueue(job_id=agent_id, agent_id=agent_id)
+        scene.queue.entries[agent_id].was_saving = was_saving
+        (job,) = scene.queue.claim(1, Busy())
+        scene.finisher.put(Job(job), outcome)
+    scene.wait_for_release()
+    assert sorted(scene.store.memory.closed) == (["failed", "stopped"] if was_saving else [])
+    assert (scene.queue.state("failed"), scene.queue.state("stopped")) == ("failed", "stopped")
 
 
 def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(

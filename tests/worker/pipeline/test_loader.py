@@ -16,9 +16,9 @@ from stoker_shared.errors import (
     InvalidRequest,
     WorkerLostTooOften,
 )
-from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Failed, GivenBack, Job, Replayed
+from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Failed, GivenBack, Job, Replayed, RunsAgain
 from stoker_worker.pipeline.loader import Loader
-from stoker_worker.ports import Busy, Restored, Transcript, Turn
+from stoker_worker.ports import Busy, LastVersion, Restored, Transcript, Turn
 from stoker_worker.ports.request_defaults import RequestDefaults
 
 
@@ -235,3 +235,35 @@ def test_a_prompt_is_restored_only_up_to_the_first_token_that_is_scored(
     assert isinstance(refused, Failed)
     assert isinstance(refused.error, InvalidRequest)
     assert str(refused.error) == "'prompt_logprobs_start' is 24; the prompt has 24 tokens"
+
+
+def test_a_job_that_may_have_missed_other_workers_turns_is_refused_only_after_a_look(scene: Scene) -> None:
+    scene.store.memory.is_certain = False
+    seen = LastVersion(7, "this", is_here=True)
+
+    def put(agent_id: str, **fields: Any) -> None:
+        scene.queue.enqueue(job_id=agent_id, agent_id=agent_id, context="append", **fields)
+        scene.queue.entries[agent_id].last = seen
+        (job,) = scene.queue.claim(1, Busy())
+        scene.loader.put(Job(job))
+
+    put("fine")
+    put("refused", must_exist=True)
+    scene.loader.start()
+    assert scene.engine.next().job_id == "fine"
+    _, outcome = scene.finisher.next()
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, AgentNotFound)
+    assert scene.store.memory.looks == [("fine", seen), ("refused", seen), ("refused", None)]
+
+
+def test_a_job_whose_agent_is_in_a_shared_store_that_is_away_runs_again(scene: Scene) -> None:
+    scene.store.memory.is_away = True
+    scene.put("a")
+    scene.put("b", context="append")
+    scene.put("c", cache="off")
+    scene.loader.start()
+    found = [scene.finisher.next() for _ in range(2)]
+    assert [job.job_id for job, _ in found] == ["job-a", "job-b"]
+    assert [type(outcome) for _, outcome in found] == [RunsAgain] * 2
+    assert scene.engine.next().job_id == "job-c"

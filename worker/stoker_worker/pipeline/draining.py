@@ -87,6 +87,7 @@ class Draining:
             log.info("stopping: no new claims, %g s for running jobs; a second signal ends at once", grace_s)
             self._drain_until = time.monotonic() + grace_s
             self._fetcher.drain()
+            self._finisher.hurry()
         if engine_died:
             self._engine.hand_over_waiting()
         if self._hang_up_if_away() or at_once or time.monotonic() > self._drain_until:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
+from dataclasses import replace
 
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.events.job_log import log_job
@@ -141,15 +142,16 @@ class Fetcher(threading.Thread):
         """Whether any job was claimed."""
         in_flight = self._queue.in_flight()
         room = self._leaving.room(max(0, self._max_in_flight - len(in_flight)))
-        claimed = self._queue.claim(room, busy_beside(in_flight))
+        busy = replace(busy_beside(in_flight), memory_is_away=self._store.is_away())
+        claimed = self._queue.claim(room, busy)
         self._leaving.claimed(len(claimed))
         self._pin_agents(is_all=self._queue.knows_all())
         for job in claimed:
             waited_s = round(max(0.0, job.claimed_at - job.enqueued_at), 3)
-            moved = {} if job.former_home is None else {"moved_from": job.former_home}
+            moved = {} if job.moved_from is None else {"moved_from": job.moved_from}
             log_job("claimed", job.job_id, agent=job.request.agent_id, queue=job.queue, waited=waited_s, **moved)
             self._loader.put(Job(job))
-        if n_moved := sum(job.former_home is not None for job in claimed):
+        if n_moved := sum(job.moved_from is not None for job in claimed):
             self._metrics.moved_in(n_moved)
         self._store.read_ahead(self._queue.next_agents(READ_AHEAD_JOBS * self._max_in_flight))
         # A job that could take a free place may wait behind those that were read.

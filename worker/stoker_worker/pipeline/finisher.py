@@ -2,25 +2,29 @@
 
 Own the disk writes of agent memory and the end of each job. Never touch MLX: they receive arrays that are already
 evaluated. While Redis is away they wait and try again: a finished result is not lost and does not turn into a failure.
-There are a few threads, because one agent's sync may take a disk seconds while the results of others are ready.
+A turn that cannot be put into the shared store waits aside, and goes back to the queue after a while: no thread sleeps
+for it. There are a few threads, because one agent's sync may take a disk seconds while the results of others are ready.
 """
 
 import itertools
 import logging
 import threading
+import time
+from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, assert_never
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.errors import (
-    AgentVersionConflict,
     AgentVersionNotSaved,
     JobLost,
     OwnershipLost,
     RedisUnavailable,
+    SharedStoreAway,
+    VersionTaken,
     WorkerLostTooOften,
 )
 from stoker_worker.events.job_log import log_answer, log_failure, log_job
@@ -36,6 +40,7 @@ from stoker_worker.pipeline.job import (
     Job,
     Outcome,
     Replayed,
+    RunsAgain,
     cut_short,
 )
 from stoker_worker.pipeline.patience import Patience
@@ -45,6 +50,9 @@ from stoker_worker.ports import NOT_COUNTED, CacheStorePort, CompletedGeneration
 log = logging.getLogger(__name__)
 
 _THREADS: Final = 4
+_STORE_WAIT_S: Final = 30.0
+"""How long a finished turn waits for the shared store before its job runs again."""
+_LOOK_S: Final = 0.25
 
 
 class Finisher:
@@ -78,6 +86,8 @@ class Finisher:
         self._escalating = Escalating(self._redis, metrics)
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
+        self._waiting: deque[tuple[Job, Outcome]] = deque()  # for the shared store
+        self._hurries = threading.Event()
 
     def start(self) -> None:
         for thread in self.threads:
@@ -95,6 +105,10 @@ class Finisher:
         """Whether all threads are alive: one that died took a job with it."""
         return all(thread.is_alive() for thread in self.threads)
 
+    def hurry(self) -> None:
+        """The worker stops: jobs wait no longer for the shared store. Any thread."""
+        self._hurries.set()
+
     def abandon(self) -> None:
         """Wait no more for a Redis that is away: the next worker recovers what is left. Any thread."""
         self._redis.abandon()
@@ -104,11 +118,22 @@ class Finisher:
         return len(self._to_give_back)
 
     def _run(self) -> None:
-        while (item := self._ended.get()) is not None:
+        while (item := self._next()) is not None:
             self._take(*item)
             del item  # its arrays go now, not when the next job ends
         if next(self._leaving) == len(self.threads):  # the others have ended their last jobs too
+            self._hurries.set()
+            while self._waiting:
+                self._take(*self._waiting.popleft())
             self._give_back_all()
+
+    def _next(self) -> tuple[Job, Outcome] | None:
+        while True:
+            with suppress(IndexError):  # nothing waits, or another thread has just taken it
+                if not self._store.is_away() or not self._may_wait(self._waiting[0][0]):
+                    return self._waiting.popleft()
+            with suppress(Empty):
+                return self._ended.get(timeout=_LOOK_S)
 
     def _take(self, job: Job, outcome: Outcome) -> None:
         if isinstance(outcome, AgentChange) and job.cancel.reason is not None:
@@ -117,7 +142,9 @@ class Finisher:
             self._to_give_back.append((job, outcome))
             return
         try:
-            self._end(job, outcome)
+            if not self._is_ended(job, outcome):
+                self._waiting.append((job, outcome))
+                return
         except OwnershipLost as error:
             if isinstance(error, JobLost):
                 log_job("lost", job.job_id, logging.WARNING, agent=job.claimed.request.agent_id, reason=str(error))
@@ -132,7 +159,19 @@ class Finisher:
             self._fail_at_last(job, error)
         job.claimed.release()
 
-    def _end(self, job: Job, outcome: Finished | Failed | Cancelled | Replayed | AgentChange) -> None:
+    def _is_ended(self, job: Job, outcome: Finished | Failed | Cancelled | Replayed | RunsAgain | AgentChange) -> bool:
+        """``False`` if its turn waits for the shared store."""
+        try:
+            self._end(job, outcome)
+        except SharedStoreAway as error:
+            if self._may_wait(job):
+                return False
+            self._run_again(job, error)
+        except VersionTaken as error:
+            self._run_again(job, error)
+        return True
+
+    def _end(self, job: Job, outcome: Finished | Failed | Cancelled | Replayed | RunsAgain | AgentChange) -> None:
         match outcome:
             case Finished(completion):
                 self._finish(job, completion)
@@ -145,7 +184,10 @@ class Finisher:
                 self._change_agent(job, request)
             case Failed(error, partial_text):
                 self._fail(job, error, partial_text)
+            case RunsAgain(why):
+                self._run_again(job, why)
             case Cancelled():
+                self._close_number(job)
                 self._redis.wait(job.claimed.stop)
                 self._metrics.ended("withdrawn")
                 log_job("cancelled", job.job_id)
@@ -161,7 +203,7 @@ class Finisher:
             self._begin_save(job)
         try:
             saved = save_turn(job, completion, answers, self._store, model)
-        except (AgentVersionNotSaved, AgentVersionConflict) as error:
+        except AgentVersionNotSaved as error:
             self._fail(job, error)
             return
         result = with_total_until_now(saved, job)
@@ -183,6 +225,9 @@ class Finisher:
         self._redis.wait(claimed.begin_save)
         try:
             result = carry_out(request, claimed, store)
+        except (SharedStoreAway, VersionTaken) as error:
+            self._run_again(job, error)  # nothing is computed anew
+            return
         except Exception as error:  # whatever a damaged file does, it does to one job
             self._fail(job, error)
             return
@@ -201,10 +246,31 @@ class Finisher:
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
         if self._escalating.after_error(job, error, self._loaded.result()):
             return
+        self._close_number(job)
         log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
         may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
         self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))
         self._metrics.failed(error)
+
+    def _close_number(self, job: Job) -> None:
+        """Before the job ends without a turn: one that an earlier run has sent must not arrive any more. Raises
+        `SharedStoreAway`."""
+        request = job.claimed.request
+        agent_id = request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
+        if job.claimed.was_saving and agent_id is not None:
+            self._store.close_number(agent_id)
+
+    def _may_wait(self, job: Job) -> bool:
+        """Whether a finished turn waits for the shared store: to generate it again costs more."""
+        now = time.monotonic()
+        job.waits_since = job.waits_since or now
+        is_stopping = self._hurries.is_set() or job.cancel.reason is not None
+        return now - job.waits_since < _STORE_WAIT_S and not is_stopping
+
+    def _run_again(self, job: Job, why: Exception) -> None:
+        if self._redis.wait(partial(job.claimed.give_back, counts_as_attempt=False)):
+            log_job("given back", job.job_id, agent=job.claimed.request.agent_id, reason=f"{type(why).__name__}: {why}")
+            self._metrics.ended("given_back")
 
     def _drop(self, job: Job) -> None:
         try:

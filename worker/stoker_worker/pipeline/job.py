@@ -31,6 +31,7 @@ class Job:
         further_choices: ends of its sequences after the first, of a job with several choices; in their order.
         attempt: its answer here as its check judges it; ``None`` before that, and without a check.
         filled_in: its request with the worker's defaults, once the loader has added them.
+        waits_since: `time.monotonic()` at which its turn could not be saved first, because the shared store is away.
     """
 
     claimed: ClaimedJob
@@ -46,6 +47,7 @@ class Job:
     further_choices: tuple[CompletedGeneration, ...] = ()
     attempt: Attempt | None = None
     filled_in: GenerationRequest | None = field(default=None, repr=False)
+    waits_since: float | None = None
 
     @property
     def job_id(self) -> str:
@@ -107,13 +109,21 @@ class GivenBack:
 
 
 @dataclass(frozen=True)
+class RunsAgain:
+    """It goes back to the queue at once, and no try is used up: the shared store does not answer, or another worker
+    has made the agent's next version."""
+
+    why: Exception
+
+
+@dataclass(frozen=True)
 class AgentChange:
     """Not an end yet: the finisher carries out this job about an agent's memory."""
 
     request: AgentRequest
 
 
-Outcome = Finished | Failed | Cancelled | Replayed | GivenBack | AgentChange
+Outcome = Finished | Failed | Cancelled | Replayed | GivenBack | RunsAgain | AgentChange
 
 
 def outcome_of(job: Job, completion: CompletedGeneration) -> Outcome:

@@ -13,17 +13,24 @@ from typing import Any
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.checking import make_ready
-from stoker_shared.errors import AgentTranscriptUnreadable, ModelMismatch, WorkerLostTooOften
+from stoker_shared.errors import (
+    AgentTranscriptUnreadable,
+    ModelMismatch,
+    SharedStoreAway,
+    StokerError,
+    WorkerLostTooOften,
+)
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.finisher import Finisher
-from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, cut_short
+from stoker_worker.pipeline.job import AgentChange, Failed, Job, Replayed, RunsAgain, cut_short
 from stoker_worker.pipeline.prompt import build_prompt, check_expectations, reusable_ids
 from stoker_worker.ports import (
     NOT_COUNTED,
     AgentVersion,
     CacheStorePort,
+    LastVersion,
     LoadedModel,
     MetricsPort,
     Restored,
@@ -84,6 +91,9 @@ class Loader(threading.Thread):
                 continue
             try:
                 replayed = self._load(job, model, tokenizer)
+            except SharedStoreAway as error:
+                self._finisher.put(job, RunsAgain(error))
+                continue
             except Exception as error:  # whatever a request or a damaged file does, it does to one job
                 self._finisher.put(job, Failed(error))
                 continue
@@ -95,13 +105,42 @@ class Loader(threading.Thread):
 
     def _load(self, job: Job, model: LoadedModel, tokenizer: TokenizerPort) -> Replayed | None:
         """Fill in what the engine needs, unless the job has been answered before."""
-        request, claimed = job.request, job.claimed
+        claimed = job.claimed
         if claimed.model is not None and claimed.model != model.name:
             raise ModelMismatch(f"the job asks for model {claimed.model!r}; this worker has loaded {model.name!r}")
+        unreadable, is_certain = self._look(job, claimed.last)
+        try:
+            return self._prepare(job, model, tokenizer, unreadable)
+        except StokerError:
+            if is_certain:
+                raise
+        unreadable, _ = self._look(job, None)  # nobody is refused for a version that may not be the newest
+        return self._prepare(job, model, tokenizer, unreadable)
+
+    def _look(self, job: Job, last: LastVersion | None) -> tuple[AgentVersion | None, bool]:
+        """Bring in what other workers have written of the job's agent.
+
+        Returns:
+            the version that a `full` job may replace, if the newest one is unreadable; and whether nobody can know
+            more.
+        """
+        request = job.request
+        if request.agent_id is None or request.cache == "off":
+            return None, True
+        try:
+            return None, self._store.look(request.agent_id, last)
+        except AgentTranscriptUnreadable as error:
+            return self._usable(job, error), True
+
+    def _prepare(
+        self, job: Job, model: LoadedModel, tokenizer: TokenizerPort, unreadable: AgentVersion | None
+    ) -> Replayed | None:
+        """`unreadable`: as `_look` returned it."""
+        claimed = job.claimed
         if (answer := self._answer(job)) is not None:
             return Replayed(answer)
-        job.filled_in = request = self._defaults.filled_in(request)
-        job.agent = agent = self._agent(job)
+        job.filled_in = request = self._defaults.filled_in(job.request)
+        job.agent = agent = unreadable or self._agent(job)
         if claimed.losses_alone >= MAX_ATTEMPTS:
             # Asked only after the history: a turn that was saved by the last worker to die did happen.
             raise WorkerLostTooOften(f"alone in flight while {claimed.losses_alone} workers died")
@@ -160,12 +199,16 @@ class Loader(threading.Thread):
         try:
             return self._store.open_agent(request.agent_id)
         except AgentTranscriptUnreadable as error:
-            usable: AgentVersion | None = error.usable
-            # A `full` job carries the whole conversation, so a damaged version costs only time.
-            if usable is None or request.context == "append":
-                raise
-            log.warning("agent of job %s: %s", job.job_id, error)
-            return usable
+            return self._usable(job, error)
+
+    def _usable(self, job: Job, error: AgentTranscriptUnreadable) -> AgentVersion:
+        """A `full` job carries the whole conversation, so a damaged version costs it only time. Raises the error for
+        any other."""
+        usable: AgentVersion | None = error.usable
+        if usable is None or job.request.context == "append":
+            raise error
+        log.warning("agent of job %s: %s", job.job_id, error)
+        return usable
 
 
 def _is_to_be_saved(request: GenerationRequest, restored: Restored) -> bool:

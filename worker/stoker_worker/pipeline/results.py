@@ -7,10 +7,9 @@ noted that its turn is missing.
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, AgentVersionNotSaved
+from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, SharedStoreAway, VersionTaken
 from stoker_shared.result import CacheReport, Choice, GenerationResult, Timing, Usage
 from stoker_shared.task_class import class_of_verdicts
 from stoker_worker.pipeline.answer import Answer, read_answer
@@ -118,7 +117,8 @@ def save_turn(
 
     Raises:
         AgentVersionNotSaved: an `append` turn could not be saved; or another one, and not even that could be noted.
-        AgentVersionConflict: an `append` turn was not saved, because another job has made the agent meanwhile.
+        VersionTaken: another worker, or a command of the shell, has changed the agent meanwhile.
+        SharedStoreAway: it may be saved or not.
     """
     agent, request = job.agent, job.request
 
@@ -142,26 +142,19 @@ def save_turn(
     )
     try:
         return store.save(turn)
+    except AgentVersionConflict as error:
+        raise VersionTaken(str(error)) from error
+    except (VersionTaken, SharedStoreAway):
+        raise
     except Exception as error:
-        if isinstance(error, AgentVersionConflict) and (made := _made_elsewhere(store, turn)) is not None:
-            return made
         reason = f"{type(error).__name__}: {error}"
         if request.context == "append":
-            raise error if isinstance(error, AgentVersionConflict) else AgentVersionNotSaved(reason) from error
-        if not isinstance(error, AgentVersionConflict):  # after a conflict, a newer version is there, and sound
-            try:
-                store.mark_unsaved(agent.agent_id)
-            except OSError as not_noted:
-                raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
+            raise AgentVersionNotSaved(reason) from error
+        try:
+            store.mark_unsaved(agent.agent_id)
+        except OSError as not_noted:
+            raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
         return result(_number_of(agent), saved=False, save_error=reason)
-
-
-def _made_elsewhere(store: CacheStorePort, turn: Turn) -> Mapping[str, Any] | None:
-    """The result of the same delivery, if that version is in the way: a worker that slept and was taken for dead can
-    have made this turn."""
-    with suppress(AgentTranscriptUnreadable):
-        return store.answer(turn.agent_id, turn.delivery)
-    return None
 
 
 def _number_of(agent: AgentVersion) -> int | None:
