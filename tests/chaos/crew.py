@@ -64,7 +64,7 @@ class Crew:
 
     def start(self, *arguments: str) -> AnyWorker:
         options = ["--redis", self._url, "--store", str(self.store), "--queues", ",".join(QUEUES)]
-        options += ["--max-batch", "8", "--grace-s", "0.3", *arguments]
+        options += ["--max-batch", "8", "--grace-s", "0.3", "--new-store", *arguments]
         log = self._folder / f"worker-{len(self._workers):03}.log"
         worker = self._breed.start(options, log, self._hooks)
         self._workers.append(worker)

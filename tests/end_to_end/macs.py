@@ -19,7 +19,7 @@ SHORT = {
     "STOKER_RECOVER_S": "0.3",
     "STOKER_POLL_S": "0.02",
     "STOKER_GRACE_S": "0.5",
-    "STOKER_HOME_WAIT_S": "60",
+    "STOKER_PATIENCE_S": "0.5",
     "STOKER_KEEP_VERSIONS": "100000",
 }
 
@@ -68,6 +68,9 @@ class Macs:
     def wait_until_ready(self) -> None:
         for worker in self.workers.values():
             worker.wait_until_ready()
+
+    def are_ready(self) -> bool:
+        return all("ready: model" in worker.log for worker in self.workers.values())
 
     def replace(self, n: int) -> None:
         self.workers[n] = self._start(n)

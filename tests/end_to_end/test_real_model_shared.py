@@ -1,12 +1,13 @@
-"""Two workers with SmolLM2 in float32 and a shared store: agents whose home was killed go on at the other one, with
+"""Two workers with SmolLM2 in float32 and a shared store: agents of a worker that was killed go on at the other one, with
 mlx-lm's own greedy answers and without computing their caches again.
 """
 
 import pytest
 from tests.end_to_end.macs import SHORT
 from tests.worker.memory.agents import files_below
-from tests.worker.queue.members import home_of
 from tests.worker_process import running_worker
+
+from stoker_shared.wire import LAST_KEY
 
 pytestmark = [pytest.mark.model, pytest.mark.server, pytest.mark.fast_blas, pytest.mark.scheduled]
 
@@ -44,11 +45,11 @@ def test_agents_of_a_worker_that_was_killed_go_on_at_another_one_as_mlx_lm_alone
             for agent, prompt in PROMPTS.items()
         }
         first = {agent: ticket.result(timeout_s=300) for agent, ticket in tickets.items()}
-        homes = {agent: home_of(connection, agent).split()[0] for agent in PROMPTS}
+        made_by = connection.hget(LAST_KEY.format(queue="generate"), "a").decode()
         one.wait_for(
             lambda: len(files_below(tmp_path / "mounted" / "caches")) == len(PROMPTS)
         )  # made when all is there
-        workers[homes["a"]].kill()
+        workers["mac1" if "mac1" in made_by else "mac2"].kill()
         tickets = {
             agent: producer.submit(agent_id=agent, prompt=MORE, context="append", max_tokens=MAX_TOKENS)
             for agent in PROMPTS

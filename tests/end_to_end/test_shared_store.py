@@ -1,14 +1,16 @@
 """Real workers, one after the other on one queue, each with a store of its own and one shared store."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from tests.worker.memory.agents import files_below
 from tests.worker.memory.shared_store.sharing import Share
 from tests.worker_process import running_worker
 
-from stoker_shared.errors import JobFailed
+from stoker_worker.cli.main import main
 
 pytestmark = pytest.mark.server
 
@@ -42,54 +44,65 @@ def test_an_agent_outlives_its_mac_with_its_cache(share, redis_url, producer, tm
     assert known <= again.usage.cached_tokens + 1 <= again.usage.prompt_tokens
 
 
-def test_turns_are_finished_while_the_shared_store_is_away_and_written_through_after(
+def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_none_fails(
+    share, redis_url, producer, tmp_path
+):
+    def submit(agent_id, **fields):
+        return producer.submit(agent_id=agent_id, prompt="and", max_tokens=5, **fields)
+
+    with mac(share, redis_url, tmp_path / "mac1") as worker:
+        assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 1
+        share.go_away()
+        under_way = submit("a", context="append")
+        worker.wait_for(lambda: shown(producer).away_s > 0)
+        waiting = [submit("a", context="append"), submit("new", context="append"), submit("full")]
+        assert submit(None).result(timeout_s=60).text
+        time.sleep(1)
+        assert [ticket.status() in ("queued", "started") for ticket in (under_way, *waiting)] == [True] * 4
+        assert worker.log.count("outage begins: the shared store") == 1
+        share.come_back()
+        versions = [ticket.result(timeout_s=60).cache.agent_version for ticket in (under_way, *waiting)]
+        assert versions == [2, 3, 1, 1]
+        worker.wait_for(lambda: shown(producer).away_s == 0)
+    with mac(share, redis_url, tmp_path / "mac2"):
+        assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 4
+
+
+def test_a_worker_stops_in_seconds_while_the_shared_store_is_away_and_its_jobs_wait(
     share, redis_url, producer, tmp_path
 ):
     with mac(share, redis_url, tmp_path / "mac1") as worker:
-        producer.submit(agent_id="a", prompt=PROMPT, max_tokens=5).result(timeout_s=60)
+        producer.submit(agent_id="a", prompt="x", max_tokens=5).result(timeout_s=60)
         share.go_away()
-        for number in range(2, 6):
-            ticket = producer.submit(agent_id="a", prompt="and", context="append", max_tokens=5)
-            assert ticket.result(timeout_s=60).cache.agent_version == number
-        worker.wait_for(lambda: shown(producer).away_s > 0 and shown(producer).waiting_agents == 1)
-        with pytest.raises(JobFailed, match="SharedStoreAway"):
-            producer.submit(agent_id="new", prompt="x", context="append", max_tokens=5).result(timeout_s=60)
-        assert worker.log.count("outage begins: the shared store") == 1
-        share.come_back()
-        worker.wait_for(lambda: len(files_below(share.objects / "agents")) == 5)
-        worker.wait_for(lambda: "outage over: the shared store works again" in worker.log)
-        worker.wait_for(lambda: (shown(producer).away_s, shown(producer).waiting_agents) == (0, 0))
-    with mac(share, redis_url, tmp_path / "mac2"):
-        ticket = producer.submit(agent_id="a", prompt="and", context="append", max_tokens=5)
-        assert ticket.result(timeout_s=60).cache.agent_version == 6
+        tickets = [producer.submit(agent_id=agent_id, prompt="and", context="append", max_tokens=5) for agent_id in "ab"]
+        worker.wait_for(lambda: shown(producer).away_s > 0)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+        assert [ticket.status() for ticket in tickets] == ["queued"] * 2
+    share.come_back()
+    with mac(share, redis_url, tmp_path / "mac1"):
+        assert [ticket.result(timeout_s=60).cache.agent_version for ticket in tickets] == [2, 1]
 
 
-def test_a_shared_store_is_introduced_worker_by_worker_and_every_conversation_goes_on(
+def test_a_store_is_shared_by_a_command_and_every_conversation_goes_on_at_another_worker(
     share, redis_url, producer, tmp_path
 ):
-    def submit(agent_id):
-        return producer.submit(agent_id=agent_id, prompt="x", context="append", max_tokens=5)
-
-    def version(ticket):
+    def version(agent_id):
+        ticket = producer.submit(agent_id=agent_id, prompt="x", context="append", max_tokens=5)
         return ticket.result(timeout_s=60).cache.agent_version
 
-    def old(name):
-        return running_worker(redis_url, tmp_path / name, "--name", name, env=SHORT)
-
-    def new(name, log_name):
-        options = ("--name", name, "--shared-store", share.url)
-        return running_worker(redis_url, tmp_path / name, *options, log_name=log_name, env=SHORT)
-
-    with old("mac1") as mac1:
-        assert [version(submit(agent)) for agent in ("a", "b")] == [1, 1]
-        with new("mac2", "first.log") as mac2:
-            mac2.wait_until_ready()
-            mac1.signal(signal.SIGTERM)
-            mac1.wait()
-            waits = submit("a")
-            mac2.wait_for(lambda: [one.member for one in producer.workers()] == ["mac2"])
-            with new("mac1", "second.log") as again:
-                assert version(waits) == 2
-                again.wait_for(lambda: len(files_below(share.objects / "agents")) == 3)
-                again.kill()
-            assert [version(submit(agent)) for agent in ("a", "b")] == [3, 2]
+    with running_worker(redis_url, tmp_path / "mac1", env=SHORT) as alone:
+        assert [version(agent_id) for agent_id in ("a", "b", "a")] == [1, 1, 2]
+        alone.signal(signal.SIGTERM)
+        alone.wait(30)
+    with mac(share, redis_url, tmp_path / "mac1") as refused:
+        assert refused.wait(60) == 1
+        assert "memory share" in refused.log
+    done = CliRunner().invoke(main, ["memory", "share", share.url, "--store", str(tmp_path / "mac1")])
+    assert done.exit_code == 0, done.output
+    with mac(share, redis_url, tmp_path / "mac1") as first:
+        assert version("a") == 3
+        first.signal(signal.SIGTERM)
+        first.wait(30)
+    with mac(share, redis_url, tmp_path / "mac2"):
+        assert [version(agent_id) for agent_id in ("a", "b")] == [4, 2]

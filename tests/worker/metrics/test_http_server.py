@@ -120,6 +120,8 @@ def test_redis_is_asked_for_its_figures_only_while_it_answers():
         (Look(state(redis_away_s=3), STORE, [WAITING]), ["no heartbeat"]),
         (Look(state(), PermissionError("no rights"), [WAITING]), ["no rights"]),
         (Look(state(), StoreUse(1, 2, 0, 9, 0, 0), [WAITING]), ["disk is full"]),
+        (Look(state(), STORE, [WAITING], shared=SharedUse(12.3, 0, 0)), ["shared store has not answered for 12 s"]),
+        (Look(state(), STORE, [WAITING], shared=SharedUse(0.0, 0, 0)), []),
         (Look(state(step_age_s=61), STORE, [WAITING]), ["one step for 61 s"]),
         (
             Look(state(data_loss=DataLoss(2, 7, 3.2)), STORE, [WAITING]),

@@ -27,6 +27,7 @@ class Look:
         redis: ``None`` as well while the server is away.
         is_standing_by: it waits for another worker's name or store.
         started_at: when the worker was started, in Unix time.
+        shared: of the shared store, if there is one.
     """
 
     state: WorkerState
@@ -35,6 +36,7 @@ class Look:
     redis: RedisUse | None = None
     is_standing_by: bool = False
     started_at: float = 0.0
+    shared: SharedUse | None = None
 
     @property
     def is_redis_up(self) -> bool:
@@ -57,6 +59,8 @@ class Look:
             found.append(f"the store cannot be used: {self.store}")
         elif self.store is not None and self.store.disk_free_bytes < _LEAST_FREE_BYTES:
             found.append("the store's disk is full")
+        if self.shared is not None and self.shared.away_s > 0:
+            found.append(f"the shared store has not answered for {self.shared.away_s:.0f} s; jobs with memory wait")
         if self.state.serving is None:
             found.append("the model is not loaded")
         if self.state.step_age_s > stuck_after_s:
@@ -89,7 +93,8 @@ class Looking:
         queues = self._queues()
         redis = self._redis() if isinstance(queues, list) else None
         is_standing_by = self.is_standby and queues is None
-        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at)
+        shared = None if self.shared_store is None else self.shared_store()
+        return Look(self.state(), self._store(), queues, redis, is_standing_by, self._started_at, shared)
 
     def _queues(self) -> list[QueueDepth] | RedisUnavailable | None:
         try:
