@@ -58,7 +58,7 @@ def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_
         waiting = [submit("a", context="append"), submit("new", context="append"), submit("full")]
         assert submit(None).result(timeout_s=60).text
         time.sleep(1)
-        assert [ticket.status() in ("queued", "started") for ticket in (under_way, *waiting)] == [True] * 4
+        assert [ticket.status().state in ("queued", "started") for ticket in (under_way, *waiting)] == [True] * 4
         assert worker.log.count("outage begins: the shared store") == 1
         share.come_back()
         versions = [ticket.result(timeout_s=60).cache.agent_version for ticket in (under_way, *waiting)]
@@ -74,11 +74,13 @@ def test_a_worker_stops_in_seconds_while_the_shared_store_is_away_and_its_jobs_w
     with mac(share, redis_url, tmp_path / "mac1") as worker:
         producer.submit(agent_id="a", prompt="x", max_tokens=5).result(timeout_s=60)
         share.go_away()
-        tickets = [producer.submit(agent_id=agent_id, prompt="and", context="append", max_tokens=5) for agent_id in "ab"]
+        tickets = [
+            producer.submit(agent_id=agent_id, prompt="and", context="append", max_tokens=5) for agent_id in "ab"
+        ]
         worker.wait_for(lambda: shown(producer).away_s > 0)
         worker.signal(signal.SIGTERM)
         assert worker.wait(30) == 0
-        assert [ticket.status() for ticket in tickets] == ["queued"] * 2
+        assert [ticket.status().state for ticket in tickets] == ["queued"] * 2
     share.come_back()
     with mac(share, redis_url, tmp_path / "mac1"):
         assert [ticket.result(timeout_s=60).cache.agent_version for ticket in tickets] == [2, 1]
