@@ -1,5 +1,5 @@
-"""Two workers with SmolLM2 in float32 and a shared store: agents of a worker that was killed go on at the other one, with
-mlx-lm's own greedy answers and without computing their caches again.
+"""Two workers with SmolLM2 in float32 and a shared store: agents of a worker that was killed go on at the other one,
+with mlx-lm's own greedy answers and without computing their caches again.
 """
 
 import pytest
