@@ -28,10 +28,10 @@ def claim_within(queue: RqQueue, within_s: float = 20.0) -> list[ClaimedJob]:
     return found
 
 
-def claim_in_turn(claiming: RqQueue, idle: RqQueue) -> list[str]:
+def claim_in_turn(claiming: RqQueue, idle: RqQueue, limit: int = 16) -> list[str]:
     """What one worker claims while another one, which must not claim anything, looks as well."""
     end = time.monotonic() + 20
-    while not (found := claim(claiming)):
+    while not (found := claim(claiming, limit)):
         assert claim(idle) == []
         assert time.monotonic() < end, "nothing to claim"
         time.sleep(0.02)

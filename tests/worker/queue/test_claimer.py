@@ -23,7 +23,7 @@ LEASE = LEASE_KEY.format(member="me")
 def claimer(connection):
     lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
     lease.acquire()
-    return Claimer(connection, "generate", lease, Placement(connection, ["generate"], worker_name="stoker-me-00000000"))
+    return Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
 
 
 @pytest.fixture
