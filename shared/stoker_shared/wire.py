@@ -142,25 +142,21 @@ one before shows the worker that Redis has lost data."""
 CLAIMED_KEY: Final = "stoker:claimed:{queue}:{member}"
 """List: ids that a member took out of a queue and has not started yet."""
 
-HOMES_KEY: Final = "stoker:homes:{queue}"
-"""Hash: for each agent two to four words. The first is its home, the member that alone claims its jobs while it is a
-member; ``-``: none; ``>`` and a job id: that job has gone on to another queue, and the agent's other jobs wait for it
-until it has ended. The second is the store that has the agent's last finished turn; ``=``: it is called like the home,
-``-``: none. A store is called like its member, unless an operator gave that one another name. The third, where there is
-a shared store, is the number of the newest version whose job has finished, or at which a job has forgotten the agent;
-0: none is known. The fourth is its home before, or ``-``, until a job of the agent has finished at this one."""
+HELD_KEY: Final = "stoker:held:{queue}"
+"""Hash: the agents of which a job is in flight at a worker that has a shared store. An entry is a JSON list: ``w`` (one
+job, which writes) or ``r`` (jobs that only read), then for each job its queue, the member that claimed it, and its id.
+Only those jobs count that have been claimed and not ended: entries are removed some time after they are void."""
+
+LAST_KEY: Final = "stoker:last:{queue}"
+"""Hash: for an agent the RQ worker that made its newest version, and the version's number: two words. A hint, which may
+be lost, and a lower bound: other workers leave the agent's jobs to that one for a while."""
 
 TAKEN_KEY: Final = "stoker:taken:{queue}"
 """List: the last ids that were claimed while there was more than one member, so that the others need not look for
 them."""
 
 COUNTS_KEY: Final = "stoker:counts:{queue}"
-"""Hash: `taken`, how many ids were ever added to `TAKEN_KEY`; `moves`, how often agents were set free."""
-
-GIVE_UP_COMMAND: Final = "give-up-agents"
-"""Command on a worker's channel of RQ's commands, with `agents` and `n_with_memory`: another member has room for them,
-and of those that have a memory for so many at most. With `unserved` true: their jobs wait in a queue that the worker
-does not serve, and all of them may go."""
+"""Hash: `taken`, how many ids were ever added to `TAKEN_KEY`."""
 
 ENDED_KEY: Final = "stoker:ended:{queue}"
 """Hash: ends of jobs that still need follow-up work (JSON by `<job id>:<execution id>`, with the member that wrote

@@ -28,12 +28,12 @@ def queue(redis_url):
 
 @pytest.fixture
 def join(redis_url):
-    """Opens the queue for a worker of this name."""
+    """Opens the queue for a worker of this name, with a shared store: without one, a worker is alone."""
     with ExitStack() as workers:
 
-        def open_for(name, *, store=None, shared="", removed=dict, loads="", **settings):
-            given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "home_wait_s": 0, **settings}
-            own = OwnStore(store, shared, removed)
+        def open_for(name, *, store=None, shared="b1", loads="", **settings):
+            given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "patience_s": 0, **settings}
+            own = OwnStore(store, shared)
             return workers.enter_context(open_queue(read_settings(given), redis_url, store=own, model=loads)).rq_queue
 
         yield open_for
@@ -41,12 +41,12 @@ def join(redis_url):
 
 @pytest.fixture
 def serve(join):
-    """Joins with a model, and lets all the others see it."""
+    """Joins, is ready, and lets all the others see it."""
     workers = []
 
-    def serve_with(name, model, **settings):
-        queue = join(name, **{"home_wait_s": 600, **settings})
-        queue.announce(Serving(model, 4096, "batched", 8, "given"))
+    def serve_with(name, **settings):
+        queue = join(name, **{"patience_s": 600, **settings})
+        queue.announce(Serving("m", 4096, "batched", 8, "given"))
         workers.append(queue)
         claim(queue, limit=0)
         for other in workers:

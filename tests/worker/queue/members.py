@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from redis import Redis
 from tests.worker.queue.ends import finish
 
-from stoker_shared.wire import HOMES_KEY, LEASE_KEY
+from stoker_shared.wire import LAST_KEY, LEASE_KEY
 from stoker_worker.ports import Busy, ClaimedJob
+from stoker_worker.queue.registration import member_of
 from stoker_worker.queue.rq_queue import RqQueue
 
 TTL_S = 0.6
@@ -27,10 +28,10 @@ def claim_within(queue: RqQueue, within_s: float = 20.0) -> list[ClaimedJob]:
     return found
 
 
-def claim_in_turn(claiming: RqQueue, idle: RqQueue) -> list[str]:
+def claim_in_turn(claiming: RqQueue, idle: RqQueue, limit: int = 16) -> list[str]:
     """What one worker claims while another one, which must not claim anything, looks as well."""
     end = time.monotonic() + 20
-    while not (found := claim(claiming)):
+    while not (found := claim(claiming, limit)):
         assert claim(idle) == []
         assert time.monotonic() < end, "nothing to claim"
         time.sleep(0.02)
@@ -41,14 +42,20 @@ def ids(jobs: Sequence[ClaimedJob]) -> list[str]:
     return [job.job_id for job in jobs]
 
 
-def home_of(connection: Redis, agent_id: str) -> str:
-    """The agent's entry."""
-    return (connection.hget(HOMES_KEY.format(queue="generate"), agent_id) or b"").decode()
+def last_of(connection: Redis, agent_id: str, queue: str = "generate") -> str:
+    """The member that made the agent's newest version, and its number."""
+    worker, _, number = (connection.hget(LAST_KEY.format(queue=queue), agent_id) or b"").decode().partition(" ")
+    return f"{member_of(worker)} {number}" if worker else ""
 
 
-def run(jobs: Iterable[ClaimedJob]) -> None:
+def turn(version: int, *, saved: bool = True) -> dict[str, dict[str, object]]:
+    """The result of a job that has made this version of its agent."""
+    return {"cache": {"agent_version": version, "saved": saved}}
+
+
+def run(jobs: Iterable[ClaimedJob], version: int | None = None) -> None:
     for job in jobs:
-        finish(job, {})
+        finish(job, {} if version is None else turn(version))
 
 
 def die(queue: RqQueue) -> None:

@@ -8,10 +8,10 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
+from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.waiting_job import HomeRule
 
 pytestmark = pytest.mark.server
 
@@ -23,7 +23,7 @@ LEASE = LEASE_KEY.format(member="me")
 def claimer(connection):
     lease = Lease(connection, "me", ["generate"], worker_name="me", ttl_s=60)
     lease.acquire()
-    return Claimer(connection, "generate", lease, HomeRule())
+    return Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_a_quarantined_job_is_claimed_alone_and_jobs_of_other_agents_pass_it(con
     first, lost_once, same_agent, behind = submit("a", "b", "b", "c")
     connection.hset(f"rq:job:{lost_once}", FIELD_ATTEMPTS, 1)
     assert claim(claimer) == [first, behind]
-    assert claimer.next_quarantined() == lost_once
-    assert ids_of(claimer.claim_quarantined()) == [lost_once]
-    assert claimer.next_quarantined() is None
+    assert claimer.next_quarantined(Busy()) == lost_once
+    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_once]
+    assert claimer.next_quarantined(Busy()) is None
     assert claim(claimer) == [same_agent]
 
 
@@ -149,9 +149,9 @@ def test_a_quarantined_job_that_was_removed_is_not_claimed(connection, claimer, 
     assert claim(claimer) == []
     connection.lrem("rq:queue:generate", 1, gone)
     with held_by_somebody_else(connection):
-        assert claimer.claim_quarantined() == []
-    assert ids_of(claimer.claim_quarantined()) == [lost_once]
-    assert ids_of(claimer.claim_quarantined()) == []
+        assert claimer.claim_quarantined(Busy()) == []
+    assert ids_of(claimer.claim_quarantined(Busy())) == [lost_once]
+    assert ids_of(claimer.claim_quarantined(Busy())) == []
 
 
 def test_the_agents_of_waiting_jobs_are_known_without_a_command(connection, claimer, submit):
@@ -237,7 +237,7 @@ def test_a_job_quarantined_after_it_was_read_is_read_again(connection, claimer, 
     connection.lrem(CLAIMED, 1, first)
     connection.lpush("rq:queue:generate", first)
     assert claim(claimer) == [second]
-    assert ids_of(claimer.claim_quarantined()) == [first]
+    assert ids_of(claimer.claim_quarantined(Busy())) == [first]
 
 
 def test_the_agent_of_another_producers_job_is_read_from_its_request(connection, claimer, submit):

@@ -1,7 +1,4 @@
-"""A rejected answer: its job goes on to the next model's queue, once, and its agent's later jobs wait for it."""
-
-import time
-from datetime import UTC, datetime, timedelta
+"""A rejected answer: its job goes on to the next model's queue, once."""
 
 import pytest
 from redis.exceptions import ConnectionError as Lost
@@ -9,8 +6,8 @@ from rq import Repeat
 from rq.job import Job
 from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, stop
-from tests.worker.queue.looking import MEMBER, taken_over
-from tests.worker.queue.members import claim, claim_within, die, home_of, ids, impatient, recovered
+from tests.worker.queue.looking import taken_over
+from tests.worker.queue.members import claim, claim_within, ids
 
 from stoker_shared.errors import EngineFailed, OwnershipLost, RedisUnavailable
 from stoker_shared.result import Attempt
@@ -213,136 +210,6 @@ def test_a_job_that_failed_at_the_next_model_is_requeued_there(connection, queue
     assert verdicts(connection) == {"t small": "0.0000 1.0000", "t large": "1.0000 0.0000"}
 
 
-@pytest.mark.parametrize("end", ["finished", "canceled", "deleted"])
-def test_the_agents_later_jobs_wait_until_the_job_has_ended(connection, queue, plain, join, end):
-    enqueue(plain, "first", agent_id="a")
-    enqueue(plain, "second", agent_id="a")
-    enqueue(plain, "other", agent_id="b")
-    jobs = claim(queue)
-    assert ids(jobs) == ["first", "other"]
-    jobs[0].escalate(REJECTED, LARGE)
-    jobs[0].release()
-    finish(jobs[1], {})
-    for _ in range(3):
-        assert claim(queue) == []
-    assert queue.place_of("a") < queue.place_of("nobody")  # it has work, though it does not come up
-    large = join("large", queues="large")
-    [later] = claim(large)
-    assert ids([later]) == ["first"]
-    assert claim(queue) == []
-    if end == "finished":
-        finish(later, result_of(REJECTED, ACCEPTED))
-    else:
-        rq_job = Job.fetch("first", connection, JSONSerializer)
-        rq_job.cancel() if end == "canceled" else rq_job.delete()
-    assert ids(claim_within(queue)) == ["second"]
-    assert queue.in_flight()[0].former_home is None
-
-
-@pytest.mark.parametrize("asked_before", [True, False])
-def test_a_turn_of_the_next_models_store_is_not_left_out_in_silence(connection, queue, plain, join, asked_before):
-    if asked_before:
-        enqueue(plain, "before", agent_id="a")
-        finish(claim(queue)[0], result_of(REJECTED))
-    enqueue(plain, "first", agent_id="a")
-    escalated(queue)
-    [later] = claim(join("large", queues="large"))
-    finish(later, result_of(REJECTED, ACCEPTED))
-    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="next")
-    enqueue(plain, "whole", agent_id="a")
-    [whole] = claim_within(queue)
-    assert whole.job_id == "whole"
-    failed = Job.fetch("next", connection, JSONSerializer).latest_result()
-    assert failed is not None
-    assert "AgentElsewhere: the memory of agent 'a' is in store 'large'" in (failed.exc_string or "")
-    finish(whole, result_of(REJECTED))
-    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a", "context": "append"}, job_id="again")
-    assert ids(claim_within(queue)) == ["again"]
-
-
-def test_a_job_that_is_requeued_late_changes_nothing_for_those_that_went_on_without_it(connection, queue, plain, join):
-    enqueue(plain, "first", agent_id="a")
-    escalated(queue)
-    large = join("large", queues="large")
-    [job] = claim(large)
-    fail(job, EngineFailed("broken"))
-    enqueue(plain, "second", agent_id="a")
-    [second] = claim_within(queue)
-    Job.fetch("first", connection, JSONSerializer).requeue()
-    [job] = claim_within(large)
-    finish(job, result_of(REJECTED, ACCEPTED))
-    assert home_of(connection, "a") == f"{MEMBER} -"
-    finish(second, result_of(REJECTED))
-    assert home_of(connection, "a") == f"{MEMBER} ="
-
-
-@pytest.mark.parametrize(("is_sharing", "version"), [(True, 8), (False, 9)])
-def test_the_version_of_the_next_models_turn_is_noted_where_versions_are(connection, plain, join, is_sharing, version):
-    share = {"shared": "b1", "shared_store": "file:///shared"}
-    small, large = join("small", **share), join("large", queues="large", **(share if is_sharing else {}))
-    enqueue(plain, "before", agent_id="a")
-    finish(claim(small)[0], {"cache": {"agent_version": 8 - is_sharing, "saved": True}})
-    enqueue(plain, "first", agent_id="a")
-    escalated(small)
-    finish(claim_within(large)[0], {"cache": {"agent_version": 8 if is_sharing else 1, "saved": True}})
-    assert home_of(connection, "a") == f">first large {version}"
-
-
-def test_a_later_job_with_the_id_holds_nobody_back(queue, plain, join):
-    enqueue(plain, "nightly", agent_id="a")
-    escalated(queue)
-    [later] = claim(join("large", queues="large"))
-    finish(later, result_of(REJECTED, ACCEPTED))
-    request = {"v": 4, "prompt": "p", "check": {"contains": ["x"]}, "route": ROUTE, "task": "t", "agent_id": "a"}
-    tomorrow = datetime.now(UTC) + timedelta(days=1)
-    plain.enqueue_at(tomorrow, TASK_PATH, request=request, job_id="nightly")
-    enqueue(plain, "other", agent_id="a")
-    assert ids(claim_within(queue)) == ["other"]
-
-
-def test_a_worker_of_both_queues_gets_the_agents_job(queue, plain, join):
-    enqueue(plain, "first", agent_id="a")
-    escalated(queue)
-    assert ids(claim_within(join("both", queues="large,generate"))) == ["first"]
-
-
-def test_a_worker_of_both_queues_keeps_the_agents_order(submit, join):
-    both = join("both", queues="generate,large")
-    checked = {"check": {"contains": ["x"]}, "route": ROUTE, "task": "t"}
-    (first,), (second,) = submit("a", **checked), submit("a", **checked)
-    escalated(both)
-    [later] = claim(both)
-    assert (later.job_id, later.model) == (first, "large")
-    finish(later, result_of(REJECTED, ACCEPTED))
-    assert ids(claim_within(both)) == [second]
-
-
-def test_a_lost_job_whose_agent_waits_for_one_that_has_gone_on_holds_nobody_up(plain, join, submit, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.claim_order._QUARANTINED_WAITS_S", 0.2)
-    worker, dying = impatient(join("w", queues="high,generate")), join("z", queues="high,generate")
-    (lost,) = submit("a")
-    assert ids(claim(dying)) == [lost]
-    submit("long")
-    [long] = claim_within(worker)
-    die(dying)
-    assert recovered(worker) == 1
-    route = ({"model": "small", "queue": "high"}, ROUTE[1])
-    (first,) = submit("a", queue="high", check={"contains": ["x"]}, route=route)
-    [job] = claim_within(worker)
-    assert job.job_id == first
-    job.escalate(REJECTED, LARGE)
-    job.release()
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:  # beside a job that goes on for long
-        (other,) = submit(None)
-        [found] = claim_within(worker, within_s=0.15)
-        assert found.job_id == other
-        finish(found, {})
-    Job.fetch(first, plain.connection, JSONSerializer).cancel()
-    finish(long, {})
-    assert ids(claim_within(worker)) == [lost]
-
-
 def test_a_reader_holds_nobody_back(queue, plain):
     enqueue(plain, "first", agent_id="a", cache="read")
     enqueue(plain, "second", agent_id="a", cache="read")
@@ -350,7 +217,7 @@ def test_a_reader_holds_nobody_back(queue, plain):
     first.escalate(REJECTED, LARGE)
     first.release()
     finish(second, {})
-    enqueue(plain, "third", agent_id="a")
+    plain.enqueue(TASK_PATH, request={"prompt": "p", "agent_id": "a"}, job_id="third")
     assert ids(claim(queue)) == ["third"]
 
 
@@ -370,3 +237,11 @@ def test_a_job_with_a_route_is_not_repeated(connection, queue, plain):
     result = failed.latest_result()
     assert result is not None
     assert "PayloadRefused: a job with a route" in (result.exc_string or "")
+
+
+def test_a_job_with_a_route_that_would_write_an_agents_memory_is_refused(connection, queue, plain):
+    enqueue(plain, agent_id="a")
+    assert claim(queue) == []
+    result = Job.fetch("job", connection, JSONSerializer).latest_result()
+    assert result is not None
+    assert "writes no agent's memory" in (result.exc_string or "")

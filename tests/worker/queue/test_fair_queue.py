@@ -124,13 +124,13 @@ class FairQueueMachine(RuleBasedStateMachine):
         unread = next((n for n, job_id in enumerate(self.waiting) if job_id not in self.known), len(self.waiting))
         wanted, quarantined = plainly(self.waiting[:unread], limit, busy, self.quarantined, self.given, self.served)
         assert self.fair_queue.choose(limit, busy) == wanted
-        assert self.fair_queue.next_quarantined() == quarantined
+        assert self.fair_queue.next_quarantined(Busy()) == quarantined
         for job_id in wanted if claim else ():
             self.serve(job_id)
 
     @rule()
     def claim_quarantined(self):
-        if (job_id := self.fair_queue.next_quarantined()) is not None:
+        if (job_id := self.fair_queue.next_quarantined(Busy())) is not None:
             self.serve(job_id)
 
     def serve(self, job_id):

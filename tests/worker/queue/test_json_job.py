@@ -11,8 +11,8 @@ from redis import Redis
 from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, RequestTooLarge
 from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
-from stoker_worker.queue.hints import hint_in
 from stoker_worker.queue.json_job import JsonJob
+from stoker_worker.queue.waiting_job import use_in
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -30,7 +30,7 @@ def payload(func=TASK_PATH, args=(), kwargs=None) -> bytes:
 @pytest.mark.parametrize("data", [payload(), zlib.compress(payload())], ids=["plain", "compressed"])
 def test_compressed_and_plain_payloads_carry_the_same_request(data):
     assert restored(data).read_request().agent_id == "a"
-    assert hint_in(data).use == MemoryUse("write", "a")
+    assert use_in(data) == MemoryUse("write", "a")
 
 
 @pytest.mark.parametrize(("action", "access"), [("info", "read"), ("forget", "write"), ("rollback", "write")])
@@ -38,7 +38,7 @@ def test_a_job_about_an_agent_is_read_as_such_and_uses_its_agents_memory(action,
     data = payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", "action": action}})
     request = restored(data).read_request()
     assert (request.action, request.access) == (action, access)
-    assert hint_in(data).use == MemoryUse(access, "a", continues=True)
+    assert use_in(data) == MemoryUse(access, "a", continues=True)
     with pytest.raises(InvalidRequest):
         restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
 
@@ -53,7 +53,7 @@ def test_a_pickle_is_refused_without_being_loaded(compress):
     data = compress(pickle.dumps((TASK_PATH, None, (), {"request": Bomb()})))
     with pytest.raises(PayloadRefused, match="pickle"):
         restored(data).read_request()
-    assert hint_in(data).use == UNUSED
+    assert use_in(data) == UNUSED
 
 
 @pytest.mark.parametrize("field", ["meta", "result"])
@@ -108,7 +108,7 @@ def test_millions_of_values_are_refused_before_they_are_built(messages, pack):
     try:
         with pytest.raises(RequestTooLarge, match="more than"):
             job.read_request()
-        assert hint_in(data).use == UNUSED
+        assert use_in(data) == UNUSED
         assert tracemalloc.get_traced_memory()[1] < 120 * 2**20
     finally:
         tracemalloc.stop()

@@ -5,10 +5,10 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from stoker_shared.wire import TASK_PATH
+from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.waiting_job import HomeRule
 
 pytestmark = pytest.mark.server
 
@@ -40,7 +40,7 @@ def lease(connection):
 
 @pytest.fixture
 def claim(connection, lease):
-    claimer = Claimer(connection, "generate", lease, HomeRule())
+    claimer = Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
 
     def claim(busy=NOTHING, limit=20):
         claimer.read_ahead(limit, busy)
@@ -82,6 +82,6 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
     assert note == f"write {agent}"
     for strange in ("", "write", "write ", "reads a", "none of them", agent.removeprefix("write ")):
         connection.hset(key, "stoker_agent", f"{moment} {strange}")
-        fresh = Claimer(connection, "generate", lease, HomeRule())
+        fresh = Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
         fresh.read_ahead(1, Busy())
         assert fresh.agents() == {agent}

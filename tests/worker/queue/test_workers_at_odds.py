@@ -1,16 +1,15 @@
 """Several workers that see different queues, look late, stop early or lose replies: no job is stuck, no turn lost."""
 
 import json
-import time
 
 import pytest
 from redis.exceptions import ConnectionError as NoConnection
-from tests.worker.queue.ends import fail, finish, give_back
+from tests.worker.queue.ends import give_back
 from tests.worker.queue.looking import places
-from tests.worker.queue.members import claim, claim_within, die, home_of, ids, impatient, recovered, run
+from tests.worker.queue.members import claim, claim_within, die, ids, impatient, recovered, run
 
-from stoker_shared.errors import JobFailed, QueueHeld, RedisUnavailable
-from stoker_shared.wire import AGENT_TASK_PATH, CLAIMED_KEY, HOMES_KEY, MEMBERS_KEY, SERVED_KEY, TASK_PATH
+from stoker_shared.errors import QueueHeld, RedisUnavailable
+from stoker_shared.wire import CLAIMED_KEY, MEMBERS_KEY, SERVED_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -18,112 +17,6 @@ pytestmark = pytest.mark.server
 
 def view_of(queue):
     return queue._claim_order.claimers["generate"]._view
-
-
-def until(found, *queues, within_s=20.0):
-    """Lets the workers claim as their fetchers do, until it is so."""
-    end = time.monotonic() + within_s
-    while not found():
-        assert time.monotonic() < end, "it never came to that"
-        for queue in queues:
-            claim(queue)
-        time.sleep(0.02)
-
-
-def status(connection, job_id):
-    return (connection.hget(f"rq:job:{job_id}", "status") or b"").decode()
-
-
-# --- queues that not all of them serve ---
-
-
-def test_an_agents_job_in_a_queue_that_its_home_does_not_serve_goes_to_a_worker_that_does(
-    connection, producer, join, submit
-):
-    a, b = join("a", queues="high,generate"), join("b")
-    submit("x")
-    run(claim(b))
-    (job_id,) = submit("x", queue="high")
-    until(lambda: job_id in ids(a.in_flight()), a, b)
-    assert home_of(connection, "x") == "a b"
-
-
-def test_a_busy_agent_is_given_up_for_such_a_queue_only_once_its_job_has_ended(join, submit):
-    a, b = join("a", queues="high,generate"), join("b")
-    submit("x")
-    (running,) = claim(b)
-    (job_id,) = submit("x", queue="high")
-    end = time.monotonic() + 1.5  # longer than a asks twice
-    while time.monotonic() < end:
-        assert claim(a) == []
-        claim(b)
-    finish(running, {})
-    until(lambda: job_id in ids(a.in_flight()), a, b)
-
-
-def test_a_job_that_continues_what_no_worker_of_its_queue_has_fails_and_names_the_home(
-    connection, producer, join, submit
-):
-    a, b = join("a", queues="high,generate", home_wait_s=600), join("b", home_wait_s=600)
-    submit("x", context="append")
-    run(claim(b))
-    (job_id,) = submit("x", queue="high", context="append")
-    until(lambda: status(connection, job_id) == "failed", a, b)
-    with pytest.raises(JobFailed, match=r"AgentElsewhere: .*'x' is in store 'b' of worker 'b', which .* serve"):
-        producer.result(job_id, timeout_s=1)
-    assert home_of(connection, "x") == "b ="
-
-
-def test_a_worker_of_several_queues_does_not_continue_an_older_turn_of_its_own(connection, producer, join, submit):
-    a, b = join("a", queues="generate,low"), join("b")
-    submit("x")
-    run(claim(a))
-    a._moving._homes.give_up({"x": True})
-    submit("x")
-    run(claim_within(b))  # the newer turn, which only the entry of this queue tells
-    b.sign_off()
-    (job_id,) = submit("x", queue="low", context="append")
-    until(lambda: status(connection, job_id) == "failed", a)
-    with pytest.raises(JobFailed, match=r"AgentElsewhere: .*'x' is in store 'b'"):
-        producer.result(job_id, timeout_s=1)
-
-
-# --- agents that are being made ---
-
-
-def test_an_agent_that_a_fork_is_making_is_given_up_to_nobody(connection, plain, join, submit):
-    a, b = join("a"), join("b")
-    submit("x")
-    run(claim(a))
-    plain.enqueue(AGENT_TASK_PATH, request={"agent_id": "x", "action": "fork", "target": "y"})
-    (fork,) = claim(a)
-    (job_id,) = submit("y")
-    a.leave()
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        assert claim(b) == []
-        a.leave()
-    finish(fork, {})
-    assert home_of(connection, "y") == "a ="
-    found = []
-    end = time.monotonic() + 20
-    while not found:
-        assert time.monotonic() < end
-        a.leave()
-        found = ids(claim(b))
-    assert found == [job_id]
-
-
-def test_a_fork_that_fails_leaves_the_memory_of_its_target_known(connection, plain, join, submit):
-    a = join("a")
-    submit("x", "y")
-    run(claim(a))
-    a._moving._homes.give_up({"y": True})
-    assert home_of(connection, "y") == "- a"
-    plain.enqueue(AGENT_TASK_PATH, request={"agent_id": "x", "action": "fork", "target": "y"})
-    (fork,) = claim(a)
-    fail(fork, ValueError("it exists"), may_retry=False)
-    assert home_of(connection, "y") == "a ="
 
 
 # --- what a look does not see ---
@@ -163,10 +56,7 @@ def test_a_claim_whose_reply_was_lost_costs_no_job_its_place(join, submit, monke
     assert ids(claim(a)) == [second]
 
 
-@pytest.mark.parametrize("what", ["_moving", "_passing_on"])
-def test_a_connection_that_is_lost_after_a_claim_leaves_no_job_in_flight_that_nobody_runs(
-    join, submit, monkeypatch, what
-):
+def test_a_connection_that_is_lost_after_a_claim_leaves_no_job_in_flight_that_nobody_runs(join, submit, monkeypatch):
     a, b = join("a"), join("b")
     assert claim(a) == claim(b) == []
     (job_id,) = submit("x")
@@ -174,7 +64,7 @@ def test_a_connection_that_is_lost_after_a_claim_leaves_no_job_in_flight_that_no
     def lost(*args):
         raise NoConnection
 
-    monkeypatch.setattr(getattr(a, what), "look_around", lost)
+    monkeypatch.setattr(a._claim_order, "look_around", lost)
     assert ids(claim(a)) == ids(a.in_flight()) == [job_id]
     with pytest.raises(RedisUnavailable):
         claim(a)
@@ -209,66 +99,6 @@ def test_jobs_of_producers_without_notes_do_not_hold_up_those_behind_them(plain,
             break
         assert b.has_unread()  # so that the fetcher does not rest
     assert ids(found) == [behind]
-
-
-# --- a store that is away ---
-
-
-def leave_memory_of(agents, a, submit):
-    """Each agent has a turn in a's store, which is away then, and a job that continues it."""
-    submit(*agents, context="append")
-    while len(a.in_flight()) < len(agents):
-        claim(a, limit=len(agents))
-    run(a.in_flight())
-    waiting = submit(*agents, context="append")
-    a.sign_off()
-    return waiting
-
-
-def test_jobs_that_wait_for_a_store_do_not_hold_up_others_behind_them(join, submit, monkeypatch):
-    a, b = join("a"), join("b", home_wait_s=600)
-    leave_memory_of([f"agent {n}" for n in range(150)], a, submit)
-    (behind,) = submit("new")
-    n_looks = 0
-    while behind not in ids(claim(b, limit=1)):
-        n_looks += 1
-        assert n_looks < 200
-    # From now on they cost nothing, until their store is back or their time is over.
-    claimer = b._claim_order.claimers["generate"]
-    monkeypatch.setattr(claimer, "_claim", lambda **_: pytest.fail("it is tried again"))
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        assert claim(b, limit=1) == []
-        time.sleep(0.02)
-
-
-def test_a_job_that_waits_for_a_store_waits_no_more_once_another_job_is_first_in_its_line(producer, join, submit):
-    a, b = join("a"), join("b", home_wait_s=600)
-    (waits,) = leave_memory_of(["x"], a, submit)
-    (full,) = submit("x")
-    assert claim(b) == []
-    assert claim(b) == []
-    producer.ticket(waits).cancel()
-    until(lambda: full in ids(b.in_flight()), b)
-
-
-def test_a_lost_job_that_waits_for_a_store_holds_nobody_up(join, submit, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.claim_order._QUARANTINED_WAITS_S", 0.2)
-    b = impatient(join("b", home_wait_s=600))
-    a = join("c")
-    submit("x", context="append")
-    run(claim(a))
-    (lost,) = submit("x", context="append")
-    assert ids(claim(a)) == [lost]
-    die(a)
-    assert recovered(b) == 1
-    submit("long")
-    claim_within(b)
-    end = time.monotonic() + 2
-    while time.monotonic() < end:  # beside a job that goes on for long
-        (other,) = submit(None)
-        assert ids(claim_within(b, within_s=0.15)) == [other]
-        run(job for job in b.in_flight() if job.job_id == other)
 
 
 # --- starts and stops at bad moments ---
@@ -340,4 +170,3 @@ def test_what_a_worker_of_the_version_before_left_goes_back(connection, plain, j
     a = join("a")
     assert a.recover() == 1
     assert ids(claim(a)) == [first, second]
-    assert set(connection.hgetall(HOMES_KEY.format(queue="generate"))) == {b"x", b"y"}

@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
+from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.claimer import Claimer
-from stoker_worker.queue.hints import Hint
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.job_start import JobStart
 from stoker_worker.queue.members import Members
@@ -27,6 +27,10 @@ _QUARANTINED_WAITS_S: Final = 5.0
 
 _LOOK_AGAIN_S: Final = 1.0
 """Until an id is claimed again whose earlier delivery ran at another worker."""
+
+_LOOK_AROUND_S: Final = 0.5
+_REST_SHARE: Final = 20.0
+"""Rests last so many times as long as a look, which walks past all jobs that are left to other workers."""
 
 
 class ClaimOrder:
@@ -57,6 +61,7 @@ class ClaimOrder:
         self._elsewhere: dict[str, float] = {}
         self._quarantined_since: float | None = None
         self.has_claimed = False
+        self._look = Periodic(_LOOK_AROUND_S)
 
     def waiting_agents(self) -> frozenset[str]:
         """The agents of the waiting jobs that were read; the same object until they change, if one queue has any."""
@@ -66,11 +71,11 @@ class ClaimOrder:
     def prefer(self, is_at_hand: Callable[[str], bool]) -> None:
         """See `QueuePort.prefer`."""
         for claimer in self.claimers.values():
-            claimer.prefer(is_at_hand)
+            claimer.waiting.is_at_hand = is_at_hand
 
     def place_of(self, agent_id: str) -> tuple[int, int]:
         """See `QueuePort.place_of`."""
-        places = ((number, claimer.place_of(agent_id)) for number, claimer in enumerate(self.claimers.values()))
+        places = ((number, claimer.waiting.place_of(agent_id)) for number, claimer in enumerate(self.claimers.values()))
         return next(((number, at) for number, at in places if at is not None), (len(self.claimers), 0))
 
     def next_agents(self, limit: int) -> tuple[str, ...]:
@@ -79,7 +84,9 @@ class ClaimOrder:
             for claimer in self.claimers.values():
                 claimer.read_ahead(0, Busy())
         running = {job.memory_use.agent_id for job in self._in_flight.snapshot()}
-        found = (name for claimer in self.claimers.values() for name in claimer.next_agents(limit + len(running)))
+        found = (
+            name for claimer in self.claimers.values() for name in claimer.waiting.next_agents(limit + len(running))
+        )
         return tuple(islice(dict.fromkeys(name for name in found if name not in running), limit))
 
     def claim(self, limit: int, busy: Busy, claimed: list[RqClaimedJob]) -> None:
@@ -87,13 +94,9 @@ class ClaimOrder:
         self.has_claimed = True
         for claimer in self.claimers.values():
             claimer.read_ahead(limit, busy)
-        if limit > 0 and not self._in_flight and self._claim_quarantined(claimed):
+        if limit > 0 and not self._in_flight and self._claim_quarantined(busy, claimed):
             return
-        if limit > 0:
-            for name, claimer in self.claimers.items():
-                for granted in claimer.settle_quarantined():
-                    self._start(name, granted, busy, claimed)
-        room = 0 if self._quarantined_comes_first() else limit
+        room = 0 if self._quarantined_comes_first(busy) else limit
         self._repeated_ids.intersection_update(self._in_flight)
         now = time.monotonic()
         self._elsewhere = {job_id: until for job_id, until in self._elsewhere.items() if until > now}
@@ -106,20 +109,31 @@ class ClaimOrder:
         self.has_unread = any(claimer.has_unread for claimer in self.claimers.values())
         self.knows_all = not self.has_unread
 
-    def _claim_quarantined(self, claimed: list[RqClaimedJob]) -> bool:
+    def look_around(self) -> None:
+        """After a claim: see which lines that were left to other workers need not wait for these any more."""
+        if not self._look.is_due():
+            return
+        begin = time.thread_time()
+        others, dead = self._members.others.values(), self._members.dead
+        ready = frozenset(one.worker for one in others if one.is_ready and not one.is_leaving and one not in dead)
+        for claimer in self.claimers.values():
+            claimer.look_around(ready)
+        self._look.rest(_REST_SHARE * (time.thread_time() - begin))
+
+    def _claim_quarantined(self, busy: Busy, claimed: list[RqClaimedJob]) -> bool:
         """While nothing is in flight, the quarantined jobs of all queues come first: they delay nobody then."""
+        alone = Busy(memory_is_away=busy.memory_is_away)
         for name, claimer in self.claimers.items():
-            if granted := claimer.claim_quarantined():
-                self._start(name, granted[0], Busy(), claimed)
+            if granted := claimer.claim_quarantined(alone):
+                self._start(name, granted[0], alone, claimed)
                 return True
         return False
 
-    def _quarantined_comes_first(self) -> bool:
-        """Whether a quarantined job has waited for so long that nothing may start before it.
-
-        Of several workers, one stops for those whose agents have no home; the others stop for their own agents only.
-        """
-        waits = [(name, job_id) for name, claimer in self.claimers.items() if (job_id := claimer.next_quarantined())]
+    def _quarantined_comes_first(self, busy: Busy) -> bool:
+        """Whether a quarantined job has waited for so long that nothing may start before it. Of several workers on a
+        queue, one stops for it."""
+        alone = Busy(memory_is_away=busy.memory_is_away)
+        waits = [name for name, claimer in self.claimers.items() if claimer.next_quarantined(alone) is not None]
         if not waits:
             self._quarantined_since = None
             return False
@@ -127,10 +141,7 @@ class ClaimOrder:
             self._quarantined_since = time.monotonic()
         if time.monotonic() - self._quarantined_since < _QUARANTINED_WAITS_S:
             return False
-        return any(self._stops_for(self.claimers[name], name, job_id) for name, job_id in waits)
-
-    def _stops_for(self, claimer: Claimer, queue: str, job_id: str) -> bool:
-        return self._members.is_first(queue, claimer.needs_of(job_id)) or claimer.is_at_home(job_id)
+        return not frozenset(waits).isdisjoint(self._members.duties())
 
     def _start(self, name: str, granted: Granted, busy: Busy, claimed: list[RqClaimedJob]) -> None:
         job_id = granted.job_id
@@ -139,11 +150,10 @@ class ClaimOrder:
         elif (job := self._started(name, granted)) is not None:
             is_quarantined = job.attempt > 1
             beside = busy.beside(other.memory_use for other in claimed)
-            hint = Hint(job.memory_use, job.needs)
-            is_misread = hint.use != granted.use or (hint.needs != granted.needs and self.claimers[name].leaves(hint))
+            is_misread = job.memory_use != granted.use
             if is_misread or beside.bars(job.memory_use) or (is_quarantined and self._in_flight):
                 # The job has changed since it was read, or its producer's note is wrong. It waits until it may run.
-                self.claimers[name].correct(job_id, hint, quarantined=is_quarantined)
+                self.claimers[name].correct(job_id, job.memory_use, quarantined=is_quarantined)
                 job.give_back(counts_as_attempt=False)
             else:
                 self._in_flight.add(job)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.needs import Needs
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
@@ -23,7 +22,6 @@ from stoker_worker.queue.escalation import Escalation, Onward
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
-from stoker_worker.queue.known_homes import KnownHomes
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.progress_meta import ProgressMeta
 from stoker_worker.queue.requeue import Claim, Requeue
@@ -48,7 +46,6 @@ class QueueParts:
     callbacks: Callbacks
     stop_requests: StopRequests
     in_flight: "JobsInFlight[RqClaimedJob]"
-    known_homes: KnownHomes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,9 +67,9 @@ class RqClaimedJob(ClaimedJob):
         return _MARGIN_S + (ttl_s if 0 <= ttl_s < _FOR_EVER_S else _FOR_EVER_S)
 
     @property
-    def needs(self) -> Needs:
-        """What this run of the job needs of its worker."""
-        return self.run.job.needs()
+    def moved_from(self) -> str | None:
+        """This worker's own name is none: it was started anew."""
+        return None if super().moved_from == self.parts.ownership.member else super().moved_from
 
     @as_redis_unavailable()
     def is_ours(self) -> bool:
@@ -117,8 +114,7 @@ class RqClaimedJob(ClaimedJob):
             return False
         self.ending.set()
         assert isinstance(self.request, GenerationRequest)
-        agent_id = self.request.agent_id if self.request.access == "write" else None
-        onward = Onward((*self.tried, rejected), task_of(self.request), to, agent_id)
+        onward = Onward((*self.tried, rejected), task_of(self.request), to)
         try:
             self.parts.escalation.carry_out(self.run, onward)
             return True

@@ -29,7 +29,6 @@ from stoker_worker.queue.own_store import NO_STORE, OwnStore
 from stoker_worker.queue.registration import RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.queue.transient_errors import may_pass, reason_of
-from stoker_worker.queue.waiting_job import HomeRule
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -93,8 +92,7 @@ def open_queue(
             callbacks=callbacks,
             heartbeat=HeartbeatWriter(beating, registration, lease),
             in_flight=in_flight,
-            rule=HomeRule(settings.home_wait_s, memory_travels=settings.shared_store is not None),
-            take_removed=store.take_removed,
+            patience_s=settings.patience_s,
         )
         closing.callback(_sign_off, rq_queue)
         depths = QueueDepths(_client(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)

@@ -15,7 +15,7 @@ from rq.queue import Queue
 
 from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
-from stoker_worker.queue.homes import Homes
+from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
 from stoker_worker.queue.progress_meta import read_meta, without_progress
@@ -64,7 +64,7 @@ class Ending:
     def __init__(
         self,
         ownership: Ownership,
-        homes: Homes,
+        placement: Placement,
         run: JobRun,
         end: End,
         *,
@@ -73,7 +73,7 @@ class Ending:
     ) -> None:
         """`result`: of a job that has finished."""
         self._ownership = ownership
-        self._homes = homes
+        self._placement = placement
         self._run = run
         self._partial_text = partial_text
         self._result = result or {}
@@ -137,8 +137,8 @@ class Ending:
     def finish_with_note(self, pipeline: Pipeline) -> None:
         if self._run.job.get_result_ttl(DEFAULT_RESULT_TTL_S) != 0:  # else the job is deleted at its end
             self._write_meta(pipeline)
-        if self._run.keeping is not None:
-            self._homes.keep(pipeline, self._run.keeping, self._result)
+        if self._run.writes is not None:
+            self._placement.wrote(pipeline, self._run.writes, self._result)
         self.write_note(pipeline)
 
     def write_note(self, pipeline: Pipeline) -> None:

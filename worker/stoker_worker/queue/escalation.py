@@ -20,10 +20,10 @@ from rq.utils import utcformat
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
-from stoker_shared.wire import FIELD_NEEDS, FIELD_TRIED
+from stoker_shared.wire import FIELD_TRIED
+from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.ending import AlreadyWritten, Ending
 from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.registration import RqRegistration
@@ -40,13 +40,11 @@ class Onward:
     Attributes:
         attempts: those so far, all rejected; the last one is that of this run.
         task: the class under which its verdict counts.
-        agent_id: the agent whose later jobs wait for this one, if there is one.
     """
 
     attempts: Sequence[Attempt]
     task: str
     to: Step
-    agent_id: str | None
 
 
 class Escalation:
@@ -57,13 +55,13 @@ class Escalation:
         connection: Redis,
         registration: RqRegistration,
         ownership: Ownership,
-        homes: Homes,
+        placement: Placement,
         follow_up: FollowUp,
     ) -> None:
         self._connection = connection
         self._registration = registration
         self._ownership = ownership
-        self._homes = homes
+        self._placement = placement
         self._follow_up = follow_up
         self._verdicts = Verdicts(connection)
 
@@ -73,7 +71,7 @@ class Escalation:
             OwnershipLost: the run is not ours (any more).
             RedisUnavailable: it could not be written.
         """
-        ending = Ending(self._ownership, self._homes, run, "escalated")
+        ending = Ending(self._ownership, self._placement, run, "escalated")
         for _ in range(_TRIES):
             note = ending.written()
             if note is None:
@@ -87,15 +85,13 @@ class Escalation:
 
     def _write(self, run: JobRun, ending: Ending, onward: Onward) -> None:
         rq_job, queue = run.job, Queue(onward.to.queue, connection=self._connection)
-        needs = rq_job.needs()._replace(model=onward.to.model)
-        # In RQ's form, to which a retry or RQ's own requeue brings it: the notes below are this job's, and stay so.
+        # In RQ's form, to which a retry or RQ's own requeue brings it: the note below is this job's, and stays so.
         created_at = utcformat(rq_job.created_at)
         moved: dict[Any, Any] = {
             "status": JobStatus.QUEUED.value,
             "origin": onward.to.queue,
             "created_at": created_at,
             FIELD_TRIED: as_field(onward.attempts, created_at),
-            FIELD_NEEDS: f"{created_at} {needs.note}",
         }
         with self._connection.pipeline() as pipeline:
             ending.open(pipeline)
@@ -106,9 +102,6 @@ class Escalation:
             pipeline.sadd(Queue.redis_queues_keys, queue.key)
             pipeline.lpush(queue.key, rq_job.id)
             self._verdicts.count(pipeline, onward.attempts[-1], onward.task)
-            if onward.agent_id is not None:
-                stays = onward.to.queue == rq_job.origin
-                self._homes.hold_back(pipeline, onward.agent_id, until=None if stays else rq_job.id)
             rq_job.at_end = ending.write_note
             self._registration.cleanup_execution(rq_job, pipeline, run.execution)
             pipeline.execute()

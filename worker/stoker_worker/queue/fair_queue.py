@@ -17,7 +17,6 @@ from heapq import merge
 from itertools import chain, islice, takewhile, zip_longest
 from math import inf
 
-from stoker_shared.needs import NOTHING, Needs
 from stoker_worker.ports import Busy, MemoryUse
 from stoker_worker.queue.lines import Lines
 from stoker_worker.queue.passed_over import MOST_PASSED, PassedOver
@@ -114,13 +113,12 @@ class FairQueue:
         """The first `count` jobs whose use of memory is not known."""
         return list(islice(self._unlearned, count))
 
-    def learn(self, job_id: str, use: MemoryUse, needs: Needs = NOTHING, *, quarantined: bool) -> None:
-        """Note how a job uses memory, and what it needs; a quarantined job is never chosen. Does nothing for a job that
-        is not waiting."""
+    def learn(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
+        """Note how a job uses memory; a quarantined job is never chosen. Does nothing for a job that is not waiting."""
         if job_id not in self._unlearned:
             return
         del self._unlearned[job_id]
-        job = self._jobs[job_id] = self._jobs[job_id]._replace(use=use, quarantined=quarantined, needs=needs)
+        job = self._jobs[job_id] = self._jobs[job_id]._replace(use=use, quarantined=quarantined)
         if quarantined:
             self._quarantined.add(job_id)
         self.lines.add(job)
@@ -128,10 +126,6 @@ class FairQueue:
     def use_of(self, job_id: str) -> MemoryUse:
         """How a waiting job uses memory, as it was learned."""
         return self._jobs[job_id].use
-
-    def needs_of(self, job_id: str) -> Needs:
-        """What a waiting job needs, as it was learned."""
-        return self._jobs[job_id].needs
 
     def learned(self) -> dict[str, Waiting]:
         """Every job that was learned, by its id."""
@@ -179,10 +173,10 @@ class FairQueue:
                 followers = sorted([*followers, *self.lines.behind(job)])
         return [job.job_id for job in chosen]
 
-    def next_quarantined(self) -> str | None:
-        """The oldest quarantined job that waits for nothing but to be alone."""
+    def next_quarantined(self, busy: Busy) -> str | None:
+        """The oldest quarantined job that may run beside what is busy, and waits for nothing but to be alone."""
         lines, jobs = self.lines, map(self._jobs.__getitem__, self._quarantined)
-        here = [job for job in jobs if job.line not in lines.aside and job.line not in lines.left]
+        here = [job for job in jobs if job.line not in lines.aside and not busy.bars(job.use)]
         ready = [job for job in here if job.place < self._end() and lines.first_of(job.line) is job]
         return min(ready).job_id if ready else None
 

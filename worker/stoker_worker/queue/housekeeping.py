@@ -1,12 +1,11 @@
-"""Looks after what is due by the clock: scheduled jobs, lost and deferred jobs, expired entries, homes of agents that
-were removed. Fetcher thread.
+"""Looks after what is due by the clock: scheduled jobs, lost and deferred jobs, expired entries. Fetcher thread.
 
 Owns when each is looked at. Each step is short, because the same thread watches the running jobs. Of several workers on
 a queue one does it (`Members.duties`), and RQ's own locks choose the one that schedules.
 """
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from functools import partial
 from typing import Final, TypeVar
 
@@ -17,10 +16,10 @@ from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
 from rq.serializers import JSONSerializer
 
 from stoker_worker.periodic import Periodic
+from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.canceled import CanceledJobs
 from stoker_worker.queue.deferred import DeferredJobs
 from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.json_job import JsonJob
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lost_jobs import LostJobs
@@ -46,43 +45,41 @@ class Housekeeping:
         members: Members,
         follow_up: FollowUp,
         *,
-        homes: Homes,
-        take_removed: Callable[[], Mapping[str, int]],
+        placement: Placement,
         name: str,
     ) -> None:
         """
         Args:
-            take_removed: as in `OwnStore`.
             name: the worker's name, under which the scheduler's locks are held.
         """
         self._connection = connection
         self._members = members
-        self._homes = homes
-        self._take_removed = take_removed
+        self._placement = placement
         self.scheduler = Scheduler(connection, lease, members, name=name)
         self._lost = LostJobs(connection, members.duties, lease)
         self._deferred = DeferredJobs(connection, members.duties, follow_up)
         self._canceled = CanceledJobs(connection, members.duties)
         self._search = Periodic(1.0)
         self._says_failed = Periodic(_SAYS_FAILED_S)
+        self._sweep = Periodic(5.0)
         self._clean = Periodic(60.0)
 
-    def step(self, in_flight: Container[str], agents: Container[str] | None) -> bool:
+    def step(self, in_flight: Container[str]) -> bool:
         """Do what is due.
 
         Args:
             in_flight: ids of the jobs this worker runs.
-            agents: of which it has jobs in flight; ``None``: that is not certain just now.
 
         Returns:
             whether more scheduled jobs are due already, so that the next step should come soon.
         """
         more_due = self._unharmed(self.scheduler.enqueue_due) or False
-        if agents is not None:  # which are known before the store is asked: what ends meanwhile is in the store again
-            self._homes.forget({name: last for name, last in self._take_removed().items() if name not in agents})
         if self._search.is_due():
             for search in (partial(self._lost.step, in_flight), self._deferred.step, self._canceled.step):
                 self._unharmed(search)
+        if self._sweep.is_due():
+            for name in self._members.duties():
+                self._unharmed(partial(self._placement.sweep, name))
         if self._clean.is_due():
             for name in self._members.duties():
                 for registry in (FinishedJobRegistry, FailedJobRegistry, ReadyJobRegistry):

@@ -19,9 +19,9 @@ from rq.utils import now
 
 from stoker_shared.error_line import message_line
 from stoker_shared.errors import RedisUnavailable, RequestError, StokerError
+from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.ending import AlreadyWritten, Ending, OwnedQueue
 from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.json_job import JobRun, JsonJob
 from stoker_worker.queue.last_resort import LastResort, is_the_jobs
 from stoker_worker.queue.ownership import EndedNote, Ownership
@@ -72,7 +72,7 @@ class JobFinish:
         connection: Redis,
         registration: RqRegistration,
         ownership: Ownership,
-        homes: Homes,
+        placement: Placement,
         follow_up: FollowUp,
     ) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class JobFinish:
         registration.log.addFilter(_swallowed)
         self.last_resort = LastResort(connection, ownership.lease)
         self._ownership = ownership
-        self._homes = homes
+        self._placement = placement
         self._follow_up = follow_up
         self._verdicts = Verdicts(connection)
 
@@ -89,7 +89,7 @@ class JobFinish:
         Raises:
             OwnershipLost: the run is not ours (any more), or it is finished already.
         """
-        ending = Ending(self._ownership, self._homes, run, "finished", result=result)
+        ending = Ending(self._ownership, self._placement, run, "finished", result=result)
         try:
             self._write_success(run, ending, result)
         except AlreadyWritten as written:
@@ -109,7 +109,7 @@ class JobFinish:
             RedisUnavailable: RQ could not write it.
         """
         rq_job = run.job
-        ending = Ending(self._ownership, self._homes, run, "failed", partial_text=partial_text)
+        ending = Ending(self._ownership, self._placement, run, "failed", partial_text=partial_text)
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._end_badly(run, ending, f"{type(error).__name__}: {message_line(error)}")
@@ -119,7 +119,7 @@ class JobFinish:
         if self._ownership.of(run) == "lost":
             self._ownership.let_go(run)
             return False
-        self._end_badly(run, Ending(self._ownership, self._homes, run, "stopped"), "JobStopped: stopped on request")
+        self._end_badly(run, Ending(self._ownership, self._placement, run, "stopped"), "JobStopped: stopped on request")
         return True
 
     def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:

@@ -17,22 +17,15 @@ from rq.executions import Execution
 
 from stoker_shared.agent_request import AgentRequest
 from stoker_shared.error_line import message_line
-from stoker_shared.errors import (
-    AgentElsewhere,
-    OwnershipLost,
-    PayloadRefused,
-    RequestError,
-    StokerError,
-)
+from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError, StokerError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import CLAIMED_KEY, DEFAULT_JOB_TIMEOUT_S
 from stoker_worker.events.job_log import log_failure
+from stoker_worker.placement.placement import Writes
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.foreign_ids import raw
-from stoker_worker.queue.homes import NOBODY, Homes
 from stoker_worker.queue.json_job import JobRun, JsonJob, is_rqs
-from stoker_worker.queue.keeping import Keeping
 from stoker_worker.queue.last_resort import FOREIGN_ID, is_the_jobs
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.registration import RqRegistration
@@ -48,14 +41,7 @@ _READS: Final = 10
 class JobStart:
     """Reads claimed jobs, starts them in RQ's terms, and numbers them."""
 
-    def __init__(
-        self,
-        connection: Redis,
-        registration: RqRegistration,
-        lease: Lease,
-        homes: Homes,
-        parts: QueueParts,
-    ) -> None:
+    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease, parts: QueueParts) -> None:
         """
         Args:
             parts: given to each claimed job; a job that cannot be run is ended with them.
@@ -63,7 +49,6 @@ class JobStart:
         self._parts = parts
         self._connection = connection
         self._lease = lease
-        self._homes = homes
         self._transaction = StartTransaction(connection, registration, lease)
         self._last_resort = parts.job_finish.last_resort
         self._claim_numbers = itertools.count()
@@ -75,9 +60,7 @@ class JobStart:
             RunsElsewhere: its id has to wait; it is still among the claimed ones.
             RedisError: the server went away meanwhile; recovery finds a job that was begun.
         """
-        job_id, agent_id = granted.job_id, granted.use.agent_id
-        if agent_id is not None:
-            self._parts.known_homes.claimed(agent_id, granted.former, granted.version, granted.store)
+        job_id = granted.job_id
         if not is_rqs(job_id):
             self._give_up(queue_name, job_id, FOREIGN_ID)
             return None
@@ -126,40 +109,23 @@ class JobStart:
             return None
         run = JobRun(rq_job, execution)
         try:
-            job = self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks), granted)
-            if job.memory_use == granted.use:  # otherwise it goes back, and is claimed as it really is
-                self._check_memory(job, granted)
-            return job
-        except (RequestError, AgentElsewhere) as error:
+            return self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks), granted)
+        except RequestError as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
         except Exception as error:
             self._give_up(queue_name, job_id, error, execution)
         return None
 
-    def _check_memory(self, job: RqClaimedJob, granted: Granted) -> None:
-        """
-        Raises:
-            AgentElsewhere: the job needs, or would make anew, what is in another member's store.
-        """
-        if granted.is_lost:
-            raise AgentElsewhere(
-                f"the memory of agent {granted.use.agent_id!r} is in store {granted.store!r} of worker "
-                f"{granted.former!r}, which is away or does not serve queue {job.queue!r}; start that worker, or send "
-                "the whole conversation (context 'full')"
-            )
-        target = job.request.target if isinstance(job.request, AgentRequest) else None
-        if target is not None:
-            if (other := self._homes.hold(target)) is not None:
-                raise AgentElsewhere(f"agent {target!r} exists already, at worker {other!r}")
-            self._parts.known_homes.claimed(target, NOBODY, 0, NOBODY)
-
     def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest, granted: Granted) -> RqClaimedJob:
-        if isinstance(request, GenerationRequest) and request.route and run.job.repeats_left:
-            raise PayloadRefused("a job with a route ends in another queue than it began in, so it cannot be repeated")
+        if isinstance(request, GenerationRequest) and request.route:
+            if request.access == "write":
+                raise PayloadRefused("a job with a route writes no agent's memory: set 'cache' to 'read' or 'off'")
+            if run.job.repeats_left:
+                raise PayloadRefused("a job with a route ends in another queue than it began, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
-        keeping = Keeping.of(request, granted, self._lease.store, n_tried=len(rq_job.tried))
+        last = granted.last
         rq_job.drop_data()
         return RqClaimedJob(
             job_id=rq_job.id,
@@ -173,8 +139,9 @@ class JobStart:
             claim_number=next(self._claim_numbers),
             deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
             tried=rq_job.tried,
-            former_home=None if granted.is_lost or granted.former in ("", NOBODY) else granted.former,
-            run=replace(run, keeping=keeping),
+            last=last,
+            was_saving=rq_job.was_saving,
+            run=replace(run, writes=Writes.of(request, last.number if last else 0)),
             parts=self._parts,
         )
 

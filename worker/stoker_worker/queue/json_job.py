@@ -19,7 +19,6 @@ from stoker_shared.agent_request import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.foreign_json import read_json
 from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
-from stoker_shared.needs import Needs
 from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.result import Attempt
 from stoker_shared.wire import (
@@ -37,7 +36,7 @@ from stoker_shared.wire import (
     REQUEST_KWARG,
     TASK_PATH,
 )
-from stoker_worker.queue.keeping import Keeping
+from stoker_worker.placement.placement import Writes
 from stoker_worker.queue.tried import tried_in
 
 _UNREADABLE = "<unreadable>"
@@ -105,6 +104,8 @@ class JsonJob(Job):
     tried: tuple[Attempt, ...] = ()  # what the models before made of it
     batch: str = ""
     """The batch with which it may be canceled; empty for none."""
+    was_saving: bool = False
+    """Whether an earlier run of this delivery had begun to save its turn."""
     data_hash: bytes = b""
     """The `hash_of` the data, unpacked."""
     stamp: str = ""
@@ -135,7 +136,9 @@ class JsonJob(Job):
         self.has_progress = isinstance(self.meta, dict) and META_PROGRESS in self.meta
         self.packs_result = raw_data.get(FIELD_PACKED.encode()) == PACKED_WITH_ZLIB.encode()
         self.raw_created_at = raw_data.get(b"created_at", b"").decode(errors="replace")
-        if raw_data.get(FIELD_SAVING.encode(), b"").decode(errors="replace") != (self.raw_created_at or "-"):
+        saving = raw_data.get(FIELD_SAVING.encode(), b"").decode(errors="replace")
+        self.was_saving = saving == (self.raw_created_at or "-")
+        if not self.was_saving:
             self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
         self.tried = tried_in(raw_data.get(FIELD_TRIED.encode()), self.raw_created_at)
 
@@ -263,10 +266,6 @@ class JsonJob(Job):
     def drop_data(self) -> None:
         """Keep only the arguments, so that a job in flight holds its megabytes once. Call `read_request` first."""
         self._data = b""
-
-    def needs(self) -> Needs:
-        """What this run of the job needs of its worker. Call `read_request` first."""
-        return Needs.of(self.func_name or "", self.kwargs[REQUEST_KWARG], len(self.tried))
 
     def digest(self) -> str:
         """The digest of the request, the same for every delivery of it. Call `read_request` first.
@@ -402,9 +401,9 @@ class JobRun:
     """RQ's record of the job, and of this execution of it.
 
     Attributes:
-        keeping: the agent that the job changes, if it changes one.
+        writes: what the job writes, if it writes any agent's memory.
     """
 
     job: JsonJob
     execution: Execution
-    keeping: Keeping | None = None
+    writes: Writes | None = None

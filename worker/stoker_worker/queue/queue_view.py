@@ -14,13 +14,13 @@ from rq.job import Job
 from rq.queue import Queue
 
 from stoker_shared.job_data import MAX_DATA_BYTES
-from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, FIELD_NEEDS, HOMES_KEY, MEMBERS_KEY, TAKEN_KEY
+from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, TAKEN_KEY
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import Busy
+from stoker_worker.ports import Busy, MemoryUse
 from stoker_worker.queue.claim_scripts import LOOK, READ
 from stoker_worker.queue.fair_queue import FairQueue
 from stoker_worker.queue.foreign_ids import raw, text
-from stoker_worker.queue.hints import Hint, hint_in, hint_noted
+from stoker_worker.queue.waiting_job import use_in, use_noted
 
 _PAGE: Final = 250
 _MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
@@ -33,23 +33,17 @@ _MAX_GONE: Final = 32  # known jobs that are not in the list any more
 
 
 class _Known(NamedTuple):
-    """`home`: another member that is the agent's home; empty if it is none, or not known."""
-
-    hint: Hint
+    use: MemoryUse
     quarantined: bool
-    home: str = ""
 
 
 class QueueView:
     """
     Attributes:
         waiting: the jobs, in the order in which they are served.
-        moves: the count of `COUNTS_KEY` at the last look.
     """
 
-    def __init__(self, connection: Redis, queue_name: str, member: str) -> None:
-        self._member = member
-        self._homes_key = HOMES_KEY.format(queue=queue_name)
+    def __init__(self, connection: Redis, queue_name: str) -> None:
         counts = COUNTS_KEY.format(queue=queue_name)
         self._look_keys = [Queue(queue_name, connection=connection).key, TAKEN_KEY.format(queue=queue_name), counts]
         self._look_at = connection.register_script(LOOK)
@@ -58,7 +52,7 @@ class QueueView:
         self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)
         self._is_whole = True
-        self._n_taken, self.moves = 0, "0"
+        self._n_taken = 0
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
         """Look for jobs that came in, and read how they use memory until a claim of `limit` jobs would find enough.
@@ -79,9 +73,9 @@ class QueueView:
         """Whether `read_ahead` stopped before it knew all waiting jobs."""
         return not self._is_whole or bool(self.waiting.unlearned(1))
 
-    def correct(self, job_id: str, hint: Hint, *, quarantined: bool) -> None:
+    def correct(self, job_id: str, use: MemoryUse, *, quarantined: bool) -> None:
         """A claimed job that goes back to the queue differs from what was read of it: note how it really is."""
-        self._known[job_id] = _Known(hint, quarantined)
+        self._known[job_id] = _Known(use, quarantined)
 
     def _look(self) -> None:
         """Take in what came in at either end since the last look, a page at a time, and what was taken."""
@@ -90,16 +84,15 @@ class QueueView:
             anchors, ends = ([known[at] for at in _KNOWN if at < len(known)] for known in (first, last))
             args: list[bytes | int] = [_PAGE, _MAX_IN_FRONT, self._n_taken, len(anchors)]
             args += [*map(raw, anchors), *map(raw, ends)]
-            reply = self._look_at(keys=self._look_keys, args=args)
-            length, anchor, before, behind, taken, n_taken, moves = reply
+            length, anchor, before, behind, taken, n_taken = self._look_at(keys=self._look_keys, args=args)
             knows_taken = 0 <= n_taken - self._n_taken <= len(taken)
-            self._n_taken, self.moves = n_taken, moves.decode()
+            self._n_taken = n_taken
             for job_id in filter(self.waiting.__contains__, map(text, taken)):
                 self.waiting.discard(job_id)
                 self._known.pop(job_id, None)  # if it comes back, its worker was lost with it, perhaps
             if not anchor:
                 self._start_over()
-            if not knows_taken:  # a job may have been taken, and be back because it needs another model now
+            if not knows_taken:  # a job may have been taken, and be back because its worker was lost
                 self._known.clear()
             # Those that were taken, and are back already, are in front anew.
             known_before = [job_id for job_id in first[: _KNOWN[anchor - 1] if anchor else 0] if job_id in self.waiting]
@@ -116,11 +109,8 @@ class QueueView:
             self._start_over()
 
     def _start_over(self) -> None:
-        aside = self.waiting.lines.aside
-        self._known |= {
-            job_id: _Known(Hint(job.use, job.needs), job.quarantined, aside.get(job.line, ""))
-            for job_id, job in self.waiting.learned().items()
-        }
+        learned = self.waiting.learned().items()
+        self._known |= {job_id: _Known(job.use, job.quarantined) for job_id, job in learned}
         self.waiting.clear()
 
     def _arriving(self, found: Sequence[bytes]) -> list[str]:
@@ -142,23 +132,19 @@ class QueueView:
             if job_id not in self._known:  # the data of those before it was too large to read more
                 break
             known = self._known.pop(job_id)
-            use, needs = known.hint
-            self.waiting.learn(job_id, use, needs, quarantined=known.quarantined)
-            if known.home and use.agent_id is not None:
-                self.waiting.lines.put_aside(use.agent_id, known.home)
+            self.waiting.learn(job_id, known.use, quarantined=known.quarantined)
         return bool(job_ids)
 
     def _read(self, job_ids: Sequence[str]) -> None:
         if not job_ids:
             return
-        keys: list[str | bytes] = [MEMBERS_KEY, self._homes_key, *(raw(Job.key_for(job_id)) for job_id in job_ids)]
-        args: list[str | int] = [self._member, FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES, FIELD_NEEDS, MAX_DATA_BYTES]
+        keys = [raw(Job.key_for(job_id)) for job_id in job_ids]
+        args: list[str | int] = [FIELD_AGENT, FIELD_ATTEMPTS, _AT_ONCE_BYTES, MAX_DATA_BYTES]
         reply: list[list[Any]] = self._read_at(keys=keys, args=args)
         with_data, quarantined = frozenset(reply[1]), frozenset(reply[2])
-        found = zip(job_ids, reply[0], reply[3], reply[4], strict=False)
-        for number, (job_id, value, home, note) in enumerate(found, start=1):
-            hint = hint_in(value, note) if number in with_data else hint_noted(value, note)
-            self._known[job_id] = _Known(hint, number in quarantined, home.decode(errors="replace"))
+        for number, (job_id, value) in enumerate(zip(job_ids, reply[0], strict=False), start=1):
+            use = use_in(value) if number in with_data else use_noted(value)
+            self._known[job_id] = _Known(use, number in quarantined)
 
 
 def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]:

@@ -12,7 +12,8 @@ from rq.queue import Queue
 from rq.suspension import is_suspended
 
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import AgentHome, Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
+from stoker_worker.placement.placement import Placement
+from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claim_order import ClaimOrder
@@ -21,24 +22,19 @@ from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.escalation import Escalation
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.hang_up import hang_up, shorten
-from stoker_worker.queue.homes import Homes
 from stoker_worker.queue.housekeeping import Housekeeping
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.job_start import JobStart
-from stoker_worker.queue.known_homes import KnownHomes
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.members import Members
-from stoker_worker.queue.moving import Moving
 from stoker_worker.queue.ownership import Ownership
-from stoker_worker.queue.passing_on import PassingOn
 from stoker_worker.queue.progress_meta import ProgressMeta
 from stoker_worker.queue.recoverer import Recoverer, RecoveryParts
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.requeue import Requeue
 from stoker_worker.queue.streams import JobStreams
 from stoker_worker.queue.transient_errors import as_redis_unavailable
-from stoker_worker.queue.waiting_job import HomeRule
 from stoker_worker.queue.watching import look
 
 log = logging.getLogger(__name__)
@@ -56,9 +52,12 @@ class RqQueue(QueuePort):
         callbacks: Callbacks,
         heartbeat: HeartbeatWriter,
         in_flight: JobsInFlight[RqClaimedJob],
-        rule: HomeRule,
-        take_removed: Callable[[], Mapping[str, int]],
+        patience_s: float,
     ) -> None:
+        """
+        Args:
+            patience_s: as in `Claimer`.
+        """
         self._connection = connection
         self._registration = registration
         self._heartbeat = heartbeat
@@ -67,33 +66,27 @@ class RqQueue(QueuePort):
         self._in_flight = in_flight
         self._ownership = Ownership(connection, lease, worker_name=registration.name)
         follow_up = FollowUp(connection)
-        homes = Homes(connection, lease, memory_travels=rule.has_shared_store)
+        placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
-        self._job_finish = JobFinish(connection, registration, self._ownership, homes, follow_up)
+        self._job_finish = JobFinish(connection, registration, self._ownership, placement, follow_up)
         self._requeue = Requeue(connection, lease)
         self._progress = ProgressMeta(connection)
         self._streams = JobStreams(connection)
         job_finish, stops = self._job_finish, registration.stop_requests
         own, streams, progress = self._ownership, self._streams, self._progress
-        self._known_homes = known = KnownHomes()
-        onward = Escalation(connection, registration, own, homes, follow_up)
+        onward = Escalation(connection, registration, own, placement, follow_up)
         self._parts = parts = QueueParts(
-            own, job_finish, onward, self._requeue, streams, progress, callbacks, stops, in_flight, known
+            own, job_finish, onward, self._requeue, streams, progress, callbacks, stops, in_flight
         )
-        self._job_start = JobStart(connection, registration, lease, homes, parts)
+        self._job_start = JobStart(connection, registration, lease, parts)
         to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
         self._recoverer = Recoverer(connection, to_recover, worker_name=registration.name, ttl_s=lease.ttl_s)
         self._housekeeping = Housekeeping(
-            connection, lease, members, follow_up, homes=homes, take_removed=take_removed, name=registration.name
+            connection, lease, members, follow_up, placement=placement, name=registration.name
         )
-        claimers = {name: Claimer(connection, name, lease, rule) for name in queues}
+        claimers = {name: Claimer(connection, name, lease, placement, patience_s=patience_s) for name in queues}
         self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
-        self._moving = Moving(connection, members, homes, claimers)
-        self._passing_on = PassingOn(connection, lease, members, self._moving, claimers, rule=rule)
-        self._rule = rule
-        registration.on_agents_asked = self._moving.asked.add
-        registration.unserved = lambda: self._passing_on.unserved
-        registration.on_unserved_agents = self._moving.unserved.add
+        self._to_announce: Serving | None = None
         self._look_if_suspended = Periodic(0.25)
         self._suspended = False
         self._in_doubt = False
@@ -105,11 +98,8 @@ class RqQueue(QueuePort):
         if self._look_if_suspended.is_due():
             self._note_suspension(bool(is_suspended(self._connection)))
         self._members.look_if_due()
-        self._passing_on.before_claim()
-        is_held_up = self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot())
-        if not self._in_doubt:
-            self._moving.answer(self._agents_in_flight, is_full=is_held_up or limit == 0)
-        if is_held_up:
+        self._announce()
+        if self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot()):
             return []
         if self._in_doubt:  # the jobs that the last claim left have to be back in the queue first, or order is lost
             if not self._lease.is_ours():
@@ -120,9 +110,7 @@ class RqQueue(QueuePort):
             self._in_doubt = True
             self._claim_order.claim(limit, busy, claimed)
             self._in_doubt = False
-            n_moved_in = sum(job.former_home is not None for job in self._in_flight.snapshot())
-            self._moving.look_around(len(claimed), limit - len(claimed), n_moved_in)
-            self._passing_on.look_around(self._agents_in_flight)
+            self._claim_order.look_around()
         except Exception as error:
             if not claimed:
                 raise
@@ -156,23 +144,9 @@ class RqQueue(QueuePort):
     def place_of(self, agent_id: str) -> tuple[int, int]:
         return self._claim_order.place_of(agent_id)
 
-    def home_of(self, agent_id: str) -> AgentHome | None:
-        return self._known_homes.of(agent_id) if self._rule.has_shared_store else None
-
-    def wait_while(self, is_store_away: Callable[[], bool]) -> None:
-        self._rule.is_store_away = is_store_away
-
-    def weigh_moves(self, is_only_here: Callable[[str], bool], move_s: Callable[[str], float | None]) -> None:
-        if self._rule.has_shared_store:
-            self._moving.is_only_here, self._moving.move_s = is_only_here, move_s
-
     @as_redis_unavailable()
     def next_agents(self, limit: int) -> tuple[str, ...]:
-        found = self._claim_order.next_agents(limit)
-        # The model is being loaded, for minutes perhaps. What the last worker of this name left is in the queue again.
-        if not (self._claim_order.has_claimed or self._lease.former_queues):
-            self._moving.answer(self._agents_in_flight, is_full=True)
-        return found
+        return self._claim_order.next_agents(limit)
 
     @as_redis_unavailable()
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
@@ -198,15 +172,13 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def leave(self) -> None:
-        # What the holder of this name before has left is not put back: its agents must not go yet.
+        # Until the jobs of the last worker of this name are back in the queue, the others see that worker.
         if not (self._registration.is_leaving or self._lease.former_queues):
             self._registration.is_leaving = self._lease.announce({"leaving": True})
-        if not self._in_doubt:
-            self._moving.leave(self._agents_in_flight)
 
     def announce(self, serving: Serving) -> None:
         self._registration.serving = serving  # written with the next heartbeat
-        self._passing_on.serve(serving)  # told with the next claim
+        self._to_announce = serving  # told with the next claim
 
     @as_redis_unavailable()
     def is_empty(self) -> bool:
@@ -216,7 +188,7 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def tidy(self) -> bool:
-        return self._housekeeping.step(self._in_flight, None if self._in_doubt else self._agents_in_flight())
+        return self._housekeeping.step(self._in_flight)
 
     @as_redis_unavailable()
     def beat(self) -> bool:
@@ -255,8 +227,9 @@ class RqQueue(QueuePort):
             log.warning("no longer suspended: jobs are claimed again")
         self._suspended = suspended
 
-    def _agents_in_flight(self) -> frozenset[str]:
-        """Those that jobs are about to make are among them."""
-        jobs = self._in_flight.snapshot()
-        made = {job.run.keeping.agent_id for job in jobs if job.run.keeping is not None}
-        return Busy().beside(job.memory_use for job in jobs).agents | made
+    def _announce(self) -> None:
+        """Let the other members know that this one is ready. As for `leave`, not before its jobs are settled."""
+        if (serving := self._to_announce) is None or self._lease.former_queues:
+            return
+        if self._lease.announce({"model": serving.model, "loading": False}):
+            self._to_announce = None

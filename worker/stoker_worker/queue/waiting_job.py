@@ -1,10 +1,16 @@
-"""A waiting job as the policies of the queue know it, its line, and the rule for homes that are gone. Pure, no I/O."""
+"""A waiting job as the policies of the queue know it, and what is known of it before it is claimed. Pure, no I/O.
 
-from collections.abc import Callable
+Our own producer notes how a job uses memory in a field of the job's hash. Of other producers' jobs the request itself
+is read.
+"""
+
 from typing import NamedTuple
 
-from stoker_shared.needs import NOTHING, Needs
-from stoker_worker.ports import UNUSED, MemoryUse
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.request import Access
+from stoker_shared.wire import REQUEST_KWARG
+from stoker_worker.ports import UNUSED, LastVersion, MemoryUse
 
 Line = str | tuple[str]
 """An agent's id; for a job that uses no memory, and so has a line of its own, a tuple of the job's id."""
@@ -17,7 +23,6 @@ class Waiting(NamedTuple):
     job_id: str
     use: MemoryUse = UNUSED
     quarantined: bool = False
-    needs: Needs = NOTHING
 
     @property
     def line(self) -> Line:
@@ -28,43 +33,29 @@ class Granted(NamedTuple):
     """A job that was claimed.
 
     Attributes:
-        use, needs: how it uses memory, and what it needs, as far as was known when it was claimed.
-        store: where its agent's memory is; ``-`` for nowhere.
-        former: its agent's home until now; empty if that is this worker, ``-`` if there was none or it is not known.
-        version: the newest version of that memory whose job has ended; 0 if none is noted.
-        is_lost: it continues what is in a store that is away for too long.
+        use: how it uses memory, as far as was known when it was claimed.
+        last: as in `ClaimedJob`.
     """
 
     job_id: str
     use: MemoryUse
-    store: str = "-"
-    former: str = ""
-    version: int = 0
-    is_lost: bool = False
-    needs: Needs = NOTHING
+    last: LastVersion | None = None
 
 
-class HomeRule:
-    """What becomes of agents whose home is gone, and of jobs that nobody can serve.
+def use_in(data: bytes | None) -> MemoryUse:
+    """Of a job with this stored `data`; `UNUSED` if it cannot be read."""
+    try:
+        request = read_json(unpacked(data or b""), MAX_DATA_BYTES)[3][REQUEST_KWARG]
+        agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return UNUSED
+    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
+    continues = context == "append" or action is not None
+    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None, continues=continues)
 
-    Attributes:
-        wait_s: how long a job that continues what is in the home's store waits for it, and any job for a worker that
-            can serve it.
-        has_shared_store: whether memory is also in a store that all workers have.
-        is_store_away: whether that one does not answer just now.
-    """
 
-    def __init__(self, wait_s: float = 300.0, *, memory_travels: bool = False) -> None:
-        self.wait_s = wait_s
-        self.has_shared_store = memory_travels
-        self.is_store_away: Callable[[], bool] = lambda: False
-
-    @property
-    def memory_travels_as_word(self) -> str:
-        """As the claim script has it."""
-        return "1" if self.memory_travels else "2" if self.has_shared_store else "0"
-
-    @property
-    def memory_travels(self) -> bool:
-        """Whether an agent's memory can be had elsewhere now, so that no job waits for one machine."""
-        return self.has_shared_store and not self.is_store_away()
+def use_noted(note: bytes) -> MemoryUse:
+    """From the end of `FIELD_AGENT`, in one of the forms that the script of `queue_view.py` lets pass."""
+    word, _, agent_id = note.decode(errors="replace").partition(" ")
+    access: Access = "read" if word in ("read", "ask") else "write"
+    return MemoryUse(access, agent_id, word in ("append", "ask")) if agent_id else UNUSED

@@ -1,0 +1,394 @@
+"""Which worker an agent's next job goes to: nobody works on an agent beside another one, and the worker that has an
+agent's cache is left its jobs for a while."""
+
+import random
+
+import pytest
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from tests.worker.queue.ends import fail, finish, give_back
+from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
+
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, HELD_KEY, LAST_KEY, LEASE_KEY, TASK_PATH
+from stoker_worker.ports import Busy, LastVersion
+
+pytestmark = pytest.mark.server
+
+HELD, LAST = HELD_KEY.format(queue="generate"), LAST_KEY.format(queue="generate")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timed(serve, clock):
+    """Joins, is ready, and has patience by this clock."""
+
+    def serve_timed(name, **settings):
+        queue = serve(name, **{"patience_s": 10, **settings})
+        for claimer in queue._claim_order.claimers.values():
+            claimer._clock = clock
+        return queue
+
+    return serve_timed
+
+
+def look(queue, limit=16):
+    """As much later as a fetcher looks again: at the other workers, and at what is left to them."""
+    queue._members.look()
+    queue._claim_order._look.make_due()
+    queue.claim(0, Busy())
+    return claim(queue, limit)
+
+
+def one_turn(queue, submit, agent="x", version=1):
+    submit(agent)
+    run(claim_within(queue), version)
+
+
+# --- held ---
+
+
+def test_an_agent_that_another_worker_works_on_waits_and_its_jobs_stay_in_order(join, submit):
+    a, b = join("a"), join("b")
+    first, other, second = submit("x", "y", "x")
+    assert ids(claim(a, limit=1)) == [first]
+    assert ids(claim(b)) == [other]
+    run(a.in_flight())
+    assert ids(claim_within(b)) == [second]
+
+
+def test_jobs_that_read_run_beside_one_another_and_one_that_writes_waits_for_them(join, submit):
+    a, b = join("a"), join("b")
+    one, two = submit("x", "x", cache="read")
+    assert ids(claim(a, limit=1)) == [one]
+    assert ids(claim(b)) == [two]
+    (writes,) = submit("x")
+    (behind,) = submit("x", cache="read")
+    run(a.in_flight())
+    assert claim(a) == []
+    assert claim(b) == []
+    run(b.in_flight())
+    assert ids(claim_within(a)) == [writes]
+    assert claim(b) == []
+    run(a.in_flight())
+    assert ids(claim_within(b)) == [behind]
+
+
+@pytest.mark.parametrize("how", ["canceled", "failed", "deleted"])
+def test_a_job_that_has_ended_in_any_way_holds_its_agent_no_more(connection, producer, join, submit, how):
+    a, b = join("a"), join("b")
+    first, second = submit("x", "x")
+    [job] = claim(a)
+    assert claim(b) == []
+    if how == "canceled":
+        producer.ticket(first).cancel()
+    elif how == "deleted":
+        Job.fetch(first, connection, JSONSerializer).delete()
+    else:
+        fail(job, ValueError("x"), may_retry=False)
+    assert ids(claim_within(b)) == [second]
+
+
+def test_a_job_that_is_given_back_comes_before_the_agents_next_one(join, submit):
+    a, b = join("a"), join("b")
+    first, second = submit("x", "x")
+    jobs = claim(a)
+    assert claim(b) == []
+    give_back(jobs, counts_as_attempt=False)
+    assert ids(claim_within(b)) == [first]
+    run(b.in_flight())
+    assert ids(claim_within(a)) == [second]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["", "[", "7", "{}", '["w"]', '["w", 1, 2, 3]', '["w", "generate", "gone", "no-such-job"]', '["w", "generate"]'],
+)
+def test_whatever_is_in_the_entry_of_an_agent_nothing_is_held_for_ever(connection, join, submit, entry):
+    """Redis may have lost its data, or be an old copy of itself."""
+    b = join("b")
+    connection.hset(HELD, "x", entry)
+    connection.hset(LAST, "x", entry)
+    (job_id,) = submit("x")
+    assert ids(claim(b)) == [job_id]
+
+
+def test_after_a_flush_the_agents_next_job_goes_to_anybody(connection, join, submit):
+    a, b = join("a"), join("b")
+    submit("x")
+    [lost] = claim(a)
+    assert claim(b) == []
+    connection.flushdb()  # a server of the test's own
+    assert a.beat()
+    assert b.beat()
+    (job_id,) = submit("x")
+    assert ids(claim_within(b)) == [job_id]
+    assert not lost.is_ours()
+
+
+def test_what_is_over_is_removed_and_what_is_in_flight_or_waits_stays(connection, join, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.placement.placement._MOST_LAST", 3)
+    a = join("a")
+    submit("finished", "failed", "back", "running")
+    jobs = {job.request.agent_id: job for job in claim(a)}
+    finish(jobs["finished"], turn(1))
+    fail(jobs["failed"], ValueError("x"), may_retry=False)
+    give_back([jobs["back"]], counts_as_attempt=False)
+    assert set(connection.hkeys(HELD)) == {b"failed", b"back", b"running"}
+    connection.hset(LAST, mapping={f"agent {n}": "stoker-b-00000000 1" for n in range(9)})
+    a.tidy()
+    assert set(connection.hkeys(HELD)) == {b"back", b"running"}
+    assert connection.hlen(LAST) == 3
+
+
+def test_a_worker_without_a_shared_store_writes_neither_hash(connection, join, submit):
+    a = join("a", shared="")
+    one_turn(a, submit)
+    submit("x")
+    [job] = claim(a)
+    assert job.last is None
+    assert not connection.exists(HELD, LAST)
+
+
+# --- the newest version ---
+
+
+def test_a_job_knows_who_made_its_agents_newest_version(connection, join, submit):
+    a, b = join("a"), join("b")
+    submit("x")
+    [first] = claim(a)
+    assert (first.last, first.moved_from) == (None, None)
+    finish(first, turn(7))
+    assert last_of(connection, "x") == "a 7"
+    submit("x")
+    [second] = claim(a)
+    assert (second.last, second.moved_from) == (LastVersion(7, "a", is_here=True), None)
+    fail(second, ValueError("x"), may_retry=False)
+    submit("x", cache="read")
+    [reads] = claim(a)
+    assert (reads.last, reads.moved_from) == (LastVersion(7, "a", is_here=False), None)
+    finish(reads, {})
+    submit("x")
+    [third] = claim_within(b)
+    assert (third.last, third.moved_from) == (LastVersion(7, "a", is_here=False), "a")
+    finish(third, turn(8))
+    assert last_of(connection, "x") == "b 8"
+
+
+def test_a_worker_that_was_started_again_is_not_certain_of_anything(join, submit):
+    a = join("a")
+    one_turn(a, submit)
+    a.sign_off()
+    again = join("a")
+    submit("x")
+    [job] = claim(again)
+    assert (job.last, job.moved_from) == (LastVersion(1, "a", is_here=False), None)
+
+
+@pytest.mark.parametrize("result", [turn(9, saved=False), turn(3), turn(4), {}, {"cache": None}])
+def test_a_job_that_makes_no_newer_version_changes_nothing(connection, join, submit, result):
+    """An answer that is given a second time has an older number."""
+    a, b = join("a"), join("b")
+    one_turn(a, submit, version=4)
+    submit("x")
+    [job] = claim_within(b)
+    finish(job, result)
+    assert last_of(connection, "x") == "a 4"
+
+
+def test_changes_of_an_agents_memory_are_versions_too(connection, plain, join, submit):
+    a, b = join("a"), join("b")
+    one_turn(a, submit, version=4)
+    for action, target in (("fork", "y"), ("forget", None)):
+        fields = {"agent_id": "x", "action": action} | ({"target": target} if target else {})
+        plain.enqueue(AGENT_TASK_PATH, request=fields)
+        [job] = claim_within(b)
+        finish(job, {"version": 1 if target else 5})
+    assert (last_of(connection, "x"), last_of(connection, "y")) == ("b 5", "b 1")
+    assert connection.hgetall(HELD) == {}
+
+
+# --- patience ---
+
+
+def test_an_agent_is_left_to_the_worker_that_has_its_cache_until_patience_is_over(timed, submit, clock):
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    (second,) = submit("x")
+    assert look(b) == []
+    clock.now += 9.9
+    assert look(b) == []
+    (beside,) = submit("new")
+    assert ids(look(b)) == [beside]
+    clock.now += 0.2
+    assert ids(look(b)) == [second]
+    assert look(a) == []
+
+
+@pytest.mark.parametrize("how", ["leaves", "has left", "has died", "is started again"])
+def test_an_agent_moves_at_once_when_that_worker_is_gone_or_leaves(connection, timed, join, submit, how):
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    (second,) = submit("x")
+    assert look(b) == []
+    if how == "leaves":
+        a.leave()
+    elif how == "has died":
+        die(a)
+        b._members._ttl_s = 0.0  # it is found dead at once
+    else:
+        a.sign_off()
+        if how == "is started again":
+            timed("a")
+    assert ids(look(b)) == [second]
+
+
+def test_a_worker_whose_lease_has_run_out_is_not_waited_for(connection, timed, submit):
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    connection.delete(LEASE_KEY.format(member="a"))
+    (second,) = submit("x")
+    assert ids(look(b)) == [second]
+
+
+def test_a_worker_that_still_loads_its_model_is_not_waited_for(timed, join, submit):
+    a, b = join("a", loads="m"), timed("b", loads="m")
+    one_turn(a, submit)
+    (second,) = submit("x")
+    assert ids(look(b)) == [second]
+
+
+def test_a_backlog_does_not_use_up_the_patience(timed, submit, clock):
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    first, second = submit("x", "x")
+    assert look(b) == []
+    clock.now += 9
+    assert ids(look(a)) == [first]
+    assert look(b) == []
+    run(a.in_flight(), 2)
+    clock.now += 9
+    assert look(b) == []
+    clock.now += 2
+    assert ids(look(b)) == [second]
+
+
+def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatch):
+    a, b = timed("a"), timed("b")
+    submit("x", "y")
+    run(claim(a), 1)
+    submit("x", "y")
+    assert look(b) == []
+    claimer = b._claim_order.claimers["generate"]
+    monkeypatch.setattr(claimer, "_claim", lambda **_: pytest.fail("it is tried again"))
+    for _ in range(3):
+        assert look(b) == []
+
+
+def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit):
+    a, b = timed("a"), timed("b")
+    agents = [f"agent {n}" for n in range(300)]
+    submit(*agents)
+    while len(a.in_flight()) < len(agents):
+        claim(a, limit=300)
+    run(a.in_flight(), 1)
+    submit(*agents)
+    (behind,) = submit("new")
+    for _ in range(100):
+        if found := claim(b, limit=1):
+            break
+        assert b.has_unread()  # so that the fetcher does not rest
+    assert ids(found) == [behind]
+
+
+# --- what a worker may not claim ---
+
+
+def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed(connection, join, submit):
+    a = join("a")
+    lost, _, plain = submit("x", "y", None)
+    connection.hset(f"rq:job:{lost}", FIELD_ATTEMPTS, 1)
+    away = Busy(memory_is_away=True)
+    [job] = a.claim(16, away)
+    assert job.job_id == plain
+    finish(job, {})
+    assert a.claim(16, away) == []
+    assert ids(a.claim(16, Busy())) == [lost]
+
+
+def test_a_job_whose_turn_may_have_been_saved_says_so_to_the_next_worker(connection, plain, join):
+    a, b = join("a"), impatient(join("b"))
+    for job_id in ("saves", "computes"):
+        plain.enqueue(TASK_PATH, request={"prompt": "x", "agent_id": job_id}, job_id=job_id)
+    jobs = {job.job_id: job for job in claim(a)}
+    assert not jobs["saves"].was_saving
+    jobs["saves"].begin_save()
+    die(a)
+    assert recovered(b) == 2
+    found = {}
+    while len(found) < 2:
+        [job] = claim_within(b)
+        found[job.job_id] = job.was_saving
+        finish(job, {})
+    assert found == {"saves": True, "computes": False}
+    plain.enqueue(TASK_PATH, request={"prompt": "y", "agent_id": "saves"}, job_id="saves")
+    assert not claim_within(b)[0].was_saving
+
+
+# --- everything at once ---
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_two_workers_work_on_an_agent_and_its_jobs_start_in_order(connection, timed, producer, submit, clock, seed):
+    """Three workers do at random what workers do; one of them dies now and then, and is put right by the others."""
+    chance = random.Random(seed)
+    workers = {name: timed(name, patience_s=chance.choice([0, 5])) for name in "abc"}
+    order = {}
+    for _ in range(120):
+        name = chance.choice("abc")
+        queue, act = workers[name], chance.random()
+        if act < 0.3:
+            agent, reads = chance.choice("xyz"), chance.random() < 0.4
+            (job_id,) = submit(agent, **({"cache": "read"} if reads else {}))
+            order[job_id] = (agent, reads, len(order))
+        elif act < 0.65:
+            for job in look(queue, limit=chance.choice([1, 2, 4])):
+                agent, reads, number = order[job.job_id]
+                before = [
+                    other
+                    for other, (whose, other_reads, n) in order.items()
+                    if whose == agent and n < number and not (reads and other_reads)
+                ]
+                assert all(connection.hget(f"rq:job:{other}", "status") in (b"finished", b"failed") for other in before)
+        elif jobs := queue.in_flight():
+            job = chance.choice(jobs)
+            if act < 0.85:
+                finish(job, turn(order[job.job_id][2] + 1))
+            elif act < 0.9:
+                fail(job, ValueError("x"), may_retry=False)
+            elif act < 0.97:
+                give_back(jobs, counts_as_attempt=False)
+            else:
+                queue._lease.release()  # killed
+                workers[name] = timed(name, patience_s=0)
+                workers[name].recover()
+        clock.now += chance.choice([0, 0.3, 3])
+    for _ in range(400):
+        for queue in workers.values():
+            run(look(queue), len(order) + 1)
+            run(queue.in_flight(), len(order) + 1)
+        clock.now += 3
+        if not connection.llen("rq:queue:generate"):
+            break
+    assert not connection.llen("rq:queue:generate")
+    assert all(connection.hget(f"rq:job:{job_id}", "status") in (b"finished", b"failed") for job_id in order)

@@ -1,0 +1,78 @@
+-- Part of each script that moves a job of an agent. `keys` are the `held` hashes of a worker's queues.
+--
+-- An entry of `held` is a JSON list: `w` (one job, which writes) or `r` (jobs that read), then for each job its queue,
+-- the member that claimed it, and its id. Only jobs that are still in flight count, so nobody has to remove an entry
+-- after a crash, a cancel or a recovery.
+
+local function held_in(key, agent)
+  local is_json, found = pcall(cjson.decode, redis.call('HGET', key, agent) or '')
+  if not is_json or type(found) ~= 'table' then return 'r', {} end
+  local jobs = {}
+  for i = 2, #found, 3 do
+    local queue, member, id = found[i], found[i + 1], found[i + 2]
+    if type(queue) == 'string' and type(member) == 'string' and type(id) == 'string' then
+      jobs[#jobs + 1] = {queue = queue, member = member, id = id}
+    end
+  end
+  return found[1], jobs
+end
+
+local function state_of(job)
+  local status = redis.pcall('HGET', 'rq:job:' .. job.id, 'status') -- a table, if the key is no hash
+  if status == 'started' then return 'in flight' end
+  if redis.call('LPOS', 'stoker:claimed:' .. job.queue .. ':' .. job.member, job.id) then return 'in flight' end
+  return status == 'queued' and 'waits' or 'over'
+end
+
+-- Whether a job that was put back is in front of another one. It is near the front then.
+local function is_before(queue, first, second)
+  local list = 'rq:queue:' .. queue
+  local at = redis.call('LPOS', list, first, 'MAXLEN', 1000)
+  return at and (at == 0 or not redis.call('LPOS', list, second, 'MAXLEN', at))
+end
+
+-- `held`: a job of the agent is in flight, beside which this one may not run. `stale`: a job of the agent that was in
+-- flight is back in front of this one, and the caller has not seen it yet.
+local function bar(keys, queue, agent, mode, id)
+  for _, key in ipairs(keys) do
+    local held_as, jobs = held_in(key, agent)
+    for _, job in ipairs((held_as == 'w' or mode == 'w') and jobs or {}) do
+      local state = job.id ~= id and state_of(job)
+      if state == 'in flight' then return 'held' end
+      if state == 'waits' and job.queue == queue and is_before(queue, job.id, id) then return 'stale' end
+    end
+  end
+end
+
+local function hold(keys, queue, member, agent, mode, id)
+  for _, key in ipairs(keys) do
+    local entry = {mode, queue, member, id}
+    local held_as, jobs = held_in(key, agent)
+    for _, job in ipairs(mode == 'r' and held_as == 'r' and jobs or {}) do
+      if job.id ~= id and state_of(job) ~= 'over' then
+        for _, word in ipairs({job.queue, job.member, job.id}) do entry[#entry + 1] = word end
+      end
+    end
+    redis.call('HSET', key, agent, cjson.encode(entry))
+  end
+end
+
+-- The worker that made the agent's newest version, and the version's number; nothing if none is known. `keys` are the
+-- `last` hashes of a worker's queues.
+local function last_of(keys, agent)
+  local maker, newest = '', 0
+  for _, key in ipairs(keys) do
+    local worker, number = string.match(redis.call('HGET', key, agent) or '', '^(%S+) (%d+)$')
+    if worker and tonumber(number) > newest then maker, newest = worker, tonumber(number) end
+  end
+  return maker, newest
+end
+
+-- Whether a worker lives, has loaded its model, and does not leave.
+local function is_ready(members, worker)
+  local member = string.match(worker, '^stoker%-(.+)%-%x+$')
+  if not member or redis.call('EXISTS', 'stoker:holder:' .. member) == 0 then return false end
+  local is_json, record = pcall(cjson.decode, redis.call('HGET', members, member) or '')
+  if not is_json or type(record) ~= 'table' or record.worker ~= worker then return false end
+  return record.loading == false and record.leaving ~= true
+end
