@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from datetime import timedelta
 from typing import Any, Final
@@ -26,12 +26,7 @@ from rq.utils import now
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from stoker_shared.needs import READS
-from stoker_shared.wire import (
-    DEFAULT_RESULT_TTL_S,
-    GIVE_UP_COMMAND,
-    WORKER_KEY,
-)
+from stoker_shared.wire import DEFAULT_RESULT_TTL_S, WORKER_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
@@ -104,8 +99,7 @@ class RqRegistration(BaseWorker):
             log_job_description=False,  # a plain producer's description holds its prompt
         )
         self.serving: Serving | None = None  # until the model is loaded
-        self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O, like the next: they run in the heartbeat
-        self.unserved: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+        self.figures: Callable[[], Mapping[str, Any]] = dict  # no I/O: it runs in the heartbeat
         self._ttl_ms = max(1, int(worker_ttl_s * 1000))
         self._process = ProcessIdentity.of_this_process()
         self.execution_ttl_s = execution_ttl_s
@@ -114,8 +108,6 @@ class RqRegistration(BaseWorker):
         self.log = logging.getLogger("stoker_worker.rq")
         self.on_shutdown: Callable[[], None] | None = None
         self._says_ignored = Periodic(_SAYS_IGNORED_S)
-        self.on_agents_asked: Callable[[list[str], int], None] = lambda agents, n_with_memory: None
-        self.on_unserved_agents: Callable[[list[str]], None] = lambda agents: None
         self.is_leaving = False
 
     def sign_on(self) -> None:
@@ -182,8 +174,7 @@ class RqRegistration(BaseWorker):
         assert self.birth_date is not None
         started_at = self.birth_date.timestamp()
         which = {"member": member_of(self.name), "queues": self.queue_names(), "leaving": self.is_leaving}
-        rest = {"reads": READS, "started_at": started_at, "unserved": [*self.unserved()], "now": {**self.figures()}}
-        return {**which, **serving, **where, **rest}
+        return {**which, **serving, **where, "started_at": started_at, "now": {**self.figures()}}
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
@@ -226,13 +217,6 @@ class RqRegistration(BaseWorker):
             self.stop_requests.ask(str(payload.get("job_id", "")))
         elif command == "stop-execution":
             self.stop_requests.ask_execution(str(payload.get("execution_id", "")))
-        elif command == GIVE_UP_COMMAND:
-            agents, number = payload.get("agents"), payload.get("n_with_memory")
-            asked = [str(agent) for agent in agents] if isinstance(agents, list) else []
-            if payload.get("unserved") is True:
-                self.on_unserved_agents(asked)
-            else:
-                self.on_agents_asked(asked, number if isinstance(number, int) else 0)
         else:
             self._ignore(repr(command)[:_MOST_SHOWN])
 
