@@ -1,10 +1,11 @@
 """A worker's share of its queues. Owns the member's lease and fencing number; main and heartbeat thread.
 
-A member is a worker by the name that stays. A queue has several if all of them have the same shared store and the same
-model, else one. Only the holder of a member's lease may claim in that name, and end the jobs that were claimed so. The lease expires if the holder stops renewing it, and is taken
-over at once from a holder that is certainly dead (same host and boot, process gone). Each holder has a fencing number,
-higher than all before: a holder that slept until its lease ran out sees from the last number handed out whether another
-worker has held it since.
+A member is a worker by the name that stays when it is started again. A queue has several members if all of them have
+the same shared store and the same model, else one. Only the holder of a member's lease may claim in that name, and end
+the jobs that were claimed so. The lease expires if the holder stops renewing it, and is taken over at once from a
+holder that is certainly dead (same host and boot, process gone). Each holder has a fencing number, higher than all
+before: a holder that slept until its lease ran out sees from the last number handed out whether another worker has held
+it since.
 
 Another member takes the lease of a dead one to put its jobs back (`recoverer.py`), by the same rules.
 """
@@ -120,19 +121,20 @@ class Lease:
         """
         if recovers:
             del self._all_keys[_N_KEYS:]
-        candidate, gone, gives_up_at = self._candidate, list[str](), 0.0
+        candidate, gives_up_at = self._candidate, 0.0
+        passed = [candidate.kept_alone]  # a store may have been shared since
         args: list[str | int] = [self._ttl_ms, self.member, self._description(recovers=recovers), self.store]
-        args += [self.shared, candidate.share, candidate.kept_in, candidate.kept_alone, int(self._new_store), int(waits)]
+        args += [self.shared, candidate.share, candidate.kept_in, int(waits)]
         while True:
-            reply = self._take(keys=self._all_keys, args=[*args, *gone])
+            reply = self._take(keys=self._all_keys, args=[*args, *passed])
             if reply[0] == b"taken":
                 _, value, self._fence, before = reply
                 self._value = self._record = value.decode()
                 self.former_queues = Member.of(self.member, before).queues
                 return
             obstacle = Obstacle.of(self._connection, reply, candidate)
-            if obstacle.is_gone(self.worker_name) and obstacle.found not in gone:
-                gone.append(obstacle.found)
+            if obstacle.found not in passed and self._passes(obstacle):
+                passed.append(obstacle.found)
                 continue
             gives_up_at = gives_up_at or time.monotonic() + obstacle.left_s + _RETRY_S
             is_recovered = obstacle.kind == "held" and obstacle.holders[0].recovers
@@ -192,11 +194,14 @@ class Lease:
             self.release()
 
     def _description(self, *, recovers: bool) -> str:
-        about = {"worker": self.worker_name, "queues": self.queues, "store": self.store, "shared": self.shared}
-        about |= {"model": self._candidate.model, "loading": True, "pids": pid_namespace()}
+        about: dict[str, Any] = {"worker": self.worker_name, "queues": self.queues, "store": self.store}
+        about |= {"shared": self.shared, "model": self._candidate.model, "loading": True, "pids": pid_namespace()}
         if recovers:
             about["recovers"] = self.member
         return json.dumps({**about, **asdict(ProcessIdentity.of_this_process())}, sort_keys=True)
+
+    def _passes(self, obstacle: Obstacle) -> bool:
+        return self._new_store if obstacle.kind == "kept" else obstacle.is_gone(self.worker_name)
 
     def _show(self) -> bool:
         return bool(self._describe(keys=self._all_keys, args=[self._value, self.member, self._record]))

@@ -5,37 +5,35 @@ Owns their text and nothing else.
 
 from typing import Final
 
-# KEYS: lease, fence, members, how often each member renewed its lease; then for each queue, unless the lease is taken to
-# put a dead member's jobs back, who serves it and which store its agents' conversations are in. A worker of an earlier
-# version has its lease, which is JSON, in the key that shows who serves the queue.
+# KEYS: lease, fence, members, how often each member renewed its lease; then, unless the lease is taken to put a dead
+# member's jobs back, for each queue `SERVED_KEY` and `STORE_KEY`.
 #
-# ARGV: the lifetime, the member, its description, its store, its shared store, what its queues show while it serves
-# them, and which store they have then; another store that may be there; whether any may; whether a store is looked at
-# before anything else; and the values of leases, and of members that serve a queue, whose processes are certainly gone.
+# ARGV: the lifetime, the member, its description, its store, its shared store, what `SERVED_KEY` and `STORE_KEY` get;
+# whether `STORE_KEY` is looked at first; and what may be in the way, because its workers are certainly gone, or
+# this store may follow that one.
 #
 # The reply: `taken`, the lease's value, its number, what was known of the member before. Or what is in the way, its
 # value, for how many milliseconds, and at which queue: `held`, the lease; `served`, who serves a queue; `kept`, its
 # store; `copied`, another member's record: its store is a copy of this one.
 #
-# Each script compares what is stored with what the caller expects, so that no step acts on an old reading. A worker that
-# is refused gets no number: that would depose the holder. A member that joins is in the set of members from the moment
-# in which it holds its lease; after a crash, as it was before, until its jobs are put back.
+# Each script compares what is stored with what the caller expects, so that no step acts on an old reading. A worker
+# that is refused gets no number: that would depose the holder. A member that joins is in the set of members from the
+# moment in which it holds its lease; after a crash, as it was before, until its jobs are put back.
 TAKE: Final = """
 local ttl_ms, me, mine, store, shared, share, kept = unpack(ARGV, 1, 7)
-local may_be, any_store, store_first = ARGV[8], ARGV[9] == '1', ARGV[10] == '1'
-local first, gone = 5, {}
-for i = 11, #ARGV do gone[ARGV[i]] = true end
+local store_first, first, passed = ARGV[8] == '1', 5, {}
+for i = 9, #ARGV do passed[ARGV[i]] = true end
 
 local function kept_elsewhere()
   for i = first, #KEYS, 2 do
-    local found = not any_store and redis.call('GET', KEYS[i + 1])
-    if found and found ~= kept and found ~= may_be then return {'kept', found, 0, (i - first) / 2} end
+    local found = redis.call('GET', KEYS[i + 1])
+    if found and found ~= kept and not passed[found] then return {'kept', found, 0, (i - first) / 2} end
   end
 end
 local function served_by_others()
   for i = first, #KEYS, 2 do
     local found = redis.call('GET', KEYS[i])
-    if found and found ~= share and not gone[found] then
+    if found and found ~= share and not passed[found] then
       return {'served', found, redis.call('PTTL', KEYS[i]), (i - first) / 2}
     end
   end
@@ -45,15 +43,14 @@ local function copied()
   for i = 1, #all, 2 do
     local record = all[i + 1]
     local is_same = string.find(record, '"store": "' .. store .. '"', 1, true)
-    if is_same and all[i] ~= me and not gone[record] and string.find(record, '"shared": "' .. shared .. '"', 1, true) then
-      return {'copied', record, 0, all[i]}
-    end
+      and string.find(record, '"shared": "' .. shared .. '"', 1, true)
+    if is_same and all[i] ~= me and not passed[record] then return {'copied', record, 0, 0} end
   end
 end
 
 local held = redis.call('GET', KEYS[1])
 local refused = store_first and kept_elsewhere()
-  or held and not gone[held] and {'held', held, redis.call('PTTL', KEYS[1]), 0}
+  or held and not passed[held] and {'held', held, redis.call('PTTL', KEYS[1]), 0}
   or served_by_others() or kept_elsewhere() or copied()
 if refused then return refused end
 local fence = redis.call('INCRBY', KEYS[2], 1)
@@ -86,10 +83,10 @@ has held it since: then our jobs in flight were that worker's to recover, even i
 its data has no number, or that of an earlier holder, perhaps with that holder's lease. Called with `Lease.keys` and
 `Lease.args`."""
 
-# ARGV, after those of `HOLDS`: the member, its record, what its queues show while it serves them, and which store they
-# have then. If another member has begun to serve one of them, which takes a Redis that lost its data or was away for
-# long, this one is deposed: it works on none of its jobs any more. The reply is how often the lease was renewed; 0:
-# another worker has it; or as `TAKE` if a queue is served by others.
+# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and `STORE_KEY` get. If another member has
+# begun to serve one of the queues, while this one slept or after Redis had lost its data, this one is deposed: it may
+# end none of its jobs any more. The reply is how often the lease was renewed; 0: another worker has it; or as of `TAKE`
+# if a queue is served by others.
 RENEW: Final = (
     HOLDS
     + """
@@ -125,7 +122,7 @@ FENCE_KEPT_S: Final = 30 * 86_400
 """Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
 finds that its executions and claimed ids are gone."""
 
-# ARGV: the value, the member, what its queues show while it serves them, and the queues. The last member that serves a
+# ARGV: the value, the member, what it has at `SERVED_KEY`, and the queues. The last member that serves a
 # queue leaves it to any other.
 LEAVE: Final = (
     """

@@ -38,7 +38,7 @@ class Member:
         is_ready: its model is loaded.
         is_leaving: it drains: it claims nothing more.
         recovers: the dead member whose jobs it puts back in that one's name; empty: none.
-        pids: whose pids its own is among: that of a process in another container tells nothing here.
+        pids: whose pids its own is among: that of a process in another container tells nothing here. Empty: of all.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Member:
         )
 
     def is_certainly_dead(self) -> bool:
-        return self.pids == pid_namespace() and self.process.is_certainly_dead()
+        return self.pids in ("", pid_namespace()) and self.process.is_certainly_dead()
 
     def __str__(self) -> str:
         return f"worker {self.worker} on host {self.process.host}, pid {self.process.pid}"

@@ -39,7 +39,8 @@ class Obstacle(NamedTuple):
     """
     Attributes:
         kind: `held`: the name has another holder; `served`: a queue is served by others, which this worker may not
-            join; `kept`: a queue's conversations are in another store; `copied`: another worker has a copy of this one's.
+            join; `kept`: a queue's conversations are in another store; `copied`: another worker has a copy of this
+            one's.
         found: the value in Redis that is in the way.
         left_s: until it expires.
         queue: which queue; of `held` and `copied` any.
@@ -81,9 +82,9 @@ class Obstacle(NamedTuple):
         Args:
             worker: this one's name as an RQ worker.
         """
-        if self.kind == "served" and not self.holders:
-            return False
-        return self.kind != "kept" and all(one.worker == worker or one.is_certainly_dead() for one in self.holders)
+        if not self.holders:
+            return self.kind == "copied"  # the other one's lease ran out
+        return all(one.worker == worker or one.is_certainly_dead() for one in self.holders)
 
     def error(self, candidate: Candidate) -> StokerError:
         if self.kind == "kept":
@@ -91,12 +92,13 @@ class Obstacle(NamedTuple):
         if self.kind == "copied":
             other = self.holders[0]
             return StoreUnusable(
-                f"{_who(other)} has a store of the same name, {other.store!r}: one is a copy of the other. Remove the "
+                f"{_who(other)}, has a store of the same name, {other.store!r}: one is a copy of the other. Remove the "
                 "file worker-name in the folder of the copy, and it gets another name"
             )
         left = f"if that worker is gone, its lease runs out in {self.left_s:.1f} s"
         if self.is_of_an_earlier_version:
-            return QueueHeld(f"queue {self.queue!r} is held by {_rq_worker(self)}, alone, as earlier versions do; {left}")
+            who = f"{_rq_worker(self)}, alone, as earlier versions do"
+            return QueueHeld(f"queue {self.queue!r} is held by {who}; {left}")
         if self.kind == "held":
             return QueueHeld(f"the name {candidate.name!r} is held by {_rq_worker(self)}; {left}")
         who = _who(next((one for one in self.holders if not one.is_certainly_dead()), None))
@@ -118,7 +120,7 @@ def _members(connection: Redis) -> list[tuple[Member, bool]]:
 def _who(member: Member | None) -> str:
     if member is None:
         return "another worker"
-    return f"worker {member.name!r} on host {member.process.host}, pid {member.process.pid},"
+    return f"worker {member.name!r} on host {member.process.host}, pid {member.process.pid}"
 
 
 def _rq_worker(obstacle: Obstacle) -> str:
@@ -140,8 +142,8 @@ def _served(found: str, share: str) -> tuple[str, str]:
     if theirs[0] != ours[0]:
         reason = f"which has the shared store {theirs[0]}, and this one has {ours[0]}"
         return reason, "start it with the same --shared-store"
-    reason = f"which has the model {theirs[1]!r}, and this one has {ours[1]!r}; all workers of a queue have the same one"
-    return reason, "start it with that model, or stop the others first"
+    reason = f"which has the model {theirs[1]!r}, and this one has {ours[1]!r}; a queue has one model"
+    return reason, "start it with the other one's model, or stop all workers of the queue first"
 
 
 def _kept(queue: str, found: str, candidate: Candidate) -> str:
