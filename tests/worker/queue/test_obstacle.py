@@ -13,9 +13,11 @@ from tests.worker.queue.processes import a_dead_process
 
 from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, SERVED_KEY, STORE_KEY
-from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.connect import _take_over
+from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import HOLDS
+from stoker_worker.queue.own_store import OwnStore
+from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
@@ -272,6 +274,23 @@ def test_a_copy_of_a_store_is_refused_while_the_other_one_is_in_use(connection, 
     worker("b", shared="s1").acquire()
 
 
+def test_the_settings_and_the_store_of_a_worker_decide(connection, redis_url):
+    def opened(name, store, model="m", shared="", **settings):
+        own = OwnStore(store, shared)
+        given = read_settings({"redis_url": redis_url, "name": name, **settings})
+        return open_queue(given, redis_url, store=own, model=model)
+
+    with opened("a", "one", shared="s1"), opened("b", "two", shared="s1"):
+        assert served(connection, "generate") == "shared s1 m"
+        with pytest.raises(QueueHeld, match="model 'm', and this one has 'n'"), opened("c", "three", "n", "s1"):
+            pass
+    with pytest.raises(StoreUnusable), opened("c", "three"):
+        pass
+    with opened("c", "three", new_store=True):
+        assert (served(connection, "generate"), kept(connection, "generate")) == ("only c", "store three")
+    assert not connection.exists(SERVED_KEY.format(queue="generate"))
+
+
 # --- Redis loses its data ---
 
 
@@ -294,8 +313,6 @@ def test_after_a_flush_the_worker_that_comes_first_goes_on_and_the_other_one_end
 
 def test_a_deposed_worker_ends_no_jobs(connection, join, worker):
     """What it had in flight, another worker puts back."""
-    from stoker_worker.queue.lease_scripts import HOLDS
-
     holds = connection.register_script(HOLDS + "return holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) and 1 or 0")
     first = join("a")
     assert holds(keys=first.keys, args=first.args)
@@ -323,9 +340,3 @@ def test_putting_a_dead_members_jobs_back_changes_nothing_at_its_queues(connecti
     assert served(connection) == "only b"
     assert not connection.exists(SERVED_KEY.format(queue="other"))
     assert mine.renew()
-
-
-def test_a_process_that_lives_is_never_taken_for_dead(connection, join):
-    me = ProcessIdentity.of_this_process()
-    record = json.loads(connection.hget(MEMBERS_KEY, join("a").member))
-    assert (record["pid"], record["started"]) == (me.pid, me.started)

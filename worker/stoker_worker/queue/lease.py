@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, Final
 
 from redis import Redis
@@ -26,7 +26,7 @@ from stoker_worker.process_identity import ProcessIdentity, pid_namespace
 from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
 from stoker_worker.queue.lost_data import LostData
 from stoker_worker.queue.member import Member
-from stoker_worker.queue.obstacle import Candidate, Obstacle
+from stoker_worker.queue.obstacle import Obstacle
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Lease:
             model: the one that the worker is going to load.
             new_store: it may serve queues whose agents' conversations are in another store.
         """
-        self.member = member
-        self.store = store or member
-        self.shared = shared
-        self.queues = tuple(queues)
+        process, pids = ProcessIdentity.of_this_process(), pid_namespace()
+        self._me = Member(member, worker_name, tuple(queues), store or member, process, shared, model, pids=pids)
+        self.member, self.worker_name, self.queues = member, worker_name, self._me.queues
+        self.store, self.shared = self._me.store, shared
         self.ttl_s = ttl_s
         self.lost_data = lost_data or LostData()
         self.former_queues: tuple[str, ...] = ()
@@ -79,8 +79,6 @@ class Lease:
         of_queues = [key.format(queue=queue) for queue in queues for key in (SERVED_KEY, STORE_KEY)]
         self._all_keys = [*self.keys, MEMBERS_KEY, RENEWALS_KEY, *of_queues]
         self._ttl_ms = max(1, int(ttl_s * 1000))
-        self.worker_name = worker_name
-        self._candidate = Candidate(member, self.queues, self.store, shared, model)
         self._new_store = new_store
         self._connection = connection
         self._take = connection.register_script(TAKE)
@@ -121,10 +119,10 @@ class Lease:
         """
         if recovers:
             del self._all_keys[_N_KEYS:]
-        candidate, gives_up_at = self._candidate, 0.0
-        passed = [candidate.kept_alone]  # a store may have been shared since
-        args: list[str | int] = [self._ttl_ms, self.member, self._description(recovers=recovers), self.store]
-        args += [self.shared, candidate.share, candidate.kept_in, int(waits)]
+        me, gives_up_at = replace(self._me, recovers=self.member if recovers else ""), 0.0
+        passed = [me.kept_alone]  # a store may have been shared since
+        args: list[str | int] = [self._ttl_ms, me.name, me.described(), me.store, me.shared]
+        args += [me.share, me.kept_in, int(waits)]
         while True:
             reply = self._take(keys=self._all_keys, args=[*args, *passed])
             if reply[0] == b"taken":
@@ -132,14 +130,14 @@ class Lease:
                 self._value = self._record = value.decode()
                 self.former_queues = Member.of(self.member, before).queues
                 return
-            obstacle = Obstacle.of(self._connection, reply, candidate)
+            obstacle = Obstacle.of(self._connection, reply, me)
             if obstacle.found not in passed and self._passes(obstacle):
                 passed.append(obstacle.found)
                 continue
             gives_up_at = gives_up_at or time.monotonic() + obstacle.left_s + _RETRY_S
             is_recovered = obstacle.kind == "held" and obstacle.holders[0].recovers
             if not is_recovered or recovers or time.monotonic() > gives_up_at:
-                raise obstacle.error(candidate)
+                raise obstacle.error(me)
             time.sleep(_RETRY_S)  # it only puts this member's jobs back
 
     def renew(self, connection: Redis | None = None) -> bool:
@@ -152,12 +150,12 @@ class Lease:
         if not self.is_held:
             return False
         before = self.lost_data.before_renewal()
-        args = [*self.args, self.member, self._record, self._candidate.share, self._candidate.kept_in]
+        args = [*self.args, self.member, self._record, self._me.share, self._me.kept_in]
         reply = self._renew(keys=self._all_keys, args=args, client=connection)
         if isinstance(reply, list):
             with suppress(RedisError):
-                obstacle = Obstacle.of(connection or self._connection, reply, self._candidate)
-                log.error("%s", obstacle.error(self._candidate))
+                obstacle = Obstacle.of(connection or self._connection, reply, self._me)
+                log.error("%s", obstacle.error(self._me))
             return False
         if reply:
             self.lost_data.renewed(reply, before)
@@ -179,7 +177,7 @@ class Lease:
 
     def leave(self) -> None:
         """Leave the members, and give up the lease. Nothing may be claimed or in flight in this name any more."""
-        self._leave(keys=self._all_keys, args=[self._value, self.member, self._candidate.share, *self.queues])
+        self._leave(keys=self._all_keys, args=[self._value, self.member, self._me.share, *self.queues])
         self._fence = 0
 
     def release(self) -> None:
@@ -193,15 +191,8 @@ class Lease:
         with suppress(RedisError):
             self.release()
 
-    def _description(self, *, recovers: bool) -> str:
-        about: dict[str, Any] = {"worker": self.worker_name, "queues": self.queues, "store": self.store}
-        about |= {"shared": self.shared, "model": self._candidate.model, "loading": True, "pids": pid_namespace()}
-        if recovers:
-            about["recovers"] = self.member
-        return json.dumps({**about, **asdict(ProcessIdentity.of_this_process())}, sort_keys=True)
-
     def _passes(self, obstacle: Obstacle) -> bool:
-        return self._new_store if obstacle.kind == "kept" else obstacle.is_gone(self.worker_name)
+        return self._new_store if obstacle.kind == "kept" else obstacle.is_gone(self._me)
 
     def _show(self) -> bool:
         return bool(self._describe(keys=self._all_keys, args=[self._value, self.member, self._record]))

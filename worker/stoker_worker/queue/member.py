@@ -3,7 +3,7 @@ asks the operating system."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
@@ -52,6 +52,28 @@ class Member:
     is_leaving: bool = False
     recovers: str = ""
     pids: str = ""
+
+    @property
+    def share(self) -> str:
+        """What `SERVED_KEY` has while it serves its queues: those that have the same there may serve them together."""
+        return f"shared {self.shared} {self.model}" if self.shared else f"only {self.name}"
+
+    @property
+    def kept_in(self) -> str:
+        """What `STORE_KEY` has from then on."""
+        return f"shared {self.shared}" if self.shared else self.kept_alone
+
+    @property
+    def kept_alone(self) -> str:
+        """The same, before its store was shared."""
+        return f"store {self.store}"
+
+    def described(self) -> str:
+        """What `of` reads."""
+        about: dict[str, Any] = {"worker": self.worker, "queues": self.queues, "store": self.store}
+        about |= {"shared": self.shared, "model": self.model, "loading": not self.is_ready, "leaving": self.is_leaving}
+        about |= {"pids": self.pids, **asdict(self.process)}
+        return json.dumps(about | ({"recovers": self.recovers} if self.recovers else {}), sort_keys=True)
 
     @classmethod
     def of(cls, name: str, value: bytes) -> "Member":

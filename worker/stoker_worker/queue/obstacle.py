@@ -10,31 +10,6 @@ from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
 from stoker_worker.queue.member import Member
 
 
-class Candidate(NamedTuple):
-    """The worker that is about to serve some queues: as in `Member`."""
-
-    name: str
-    queues: tuple[str, ...]
-    store: str
-    shared: str
-    model: str
-
-    @property
-    def share(self) -> str:
-        """What `SERVED_KEY` has while it serves them: others may serve them too if they have the same there."""
-        return f"shared {self.shared} {self.model}" if self.shared else f"only {self.name}"
-
-    @property
-    def kept_in(self) -> str:
-        """What `STORE_KEY` has from then on."""
-        return f"shared {self.shared}" if self.shared else self.kept_alone
-
-    @property
-    def kept_alone(self) -> str:
-        """The same, before this store was shared."""
-        return f"store {self.store}"
-
-
 class Obstacle(NamedTuple):
     """
     Attributes:
@@ -54,21 +29,22 @@ class Obstacle(NamedTuple):
     holders: tuple[Member, ...] = ()
 
     @classmethod
-    def of(cls, connection: Redis, reply: Sequence[Any], candidate: Candidate) -> "Obstacle":
+    def of(cls, connection: Redis, reply: Sequence[Any], me: Member) -> "Obstacle":
         """From a reply of `TAKE` that is not `taken`; two round trips for those that need to know who is behind it."""
         kind, found, left_ms, index = reply
         found = found.decode(errors="replace")
-        obstacle = cls(kind.decode(), found, left_ms / 1000, candidate.queues[index])
+        obstacle = cls(kind.decode(), found, left_ms / 1000, me.queues[index])
         if obstacle.kind == "held" or obstacle.is_of_an_earlier_version:
-            return obstacle._replace(holders=(Member.of(candidate.name, found.encode()),))
+            return obstacle._replace(holders=(Member.of(me.name, found.encode()),))
         if obstacle.kind == "kept":
             return obstacle
         members = _members(connection)
         if obstacle.kind == "served":
-            holders = [one for one, _ in members if obstacle.queue in one.queues]
+            here = [one for one, _ in members if obstacle.queue in one.queues]
+            holders = [one for one in here if one.share == found or found.startswith("shared ")]
         else:
-            alike = [(one, has_lease) for one, has_lease in members if one.name != candidate.name]
-            holders = [one for one, has_lease in alike if has_lease and one.store == candidate.store]
+            alike = [(one, has_lease) for one, has_lease in members if one.store == me.store and one.name != me.name]
+            holders = [one for one, has_lease in alike if has_lease]
         return obstacle._replace(holders=tuple(holders))
 
     @property
@@ -76,19 +52,15 @@ class Obstacle(NamedTuple):
         """Such a worker serves a queue alone, and has its lease, which is JSON, at the queue."""
         return self.kind == "served" and self.found.startswith("{")
 
-    def is_gone(self, worker: str) -> bool:
-        """Whether all workers behind it are certainly gone, or are this very process, whose earlier try had no reply.
-
-        Args:
-            worker: this one's name as an RQ worker.
-        """
+    def is_gone(self, me: Member) -> bool:
+        """Whether all workers behind it are certainly gone, or are this very one, whose earlier try had no reply."""
         if not self.holders:
             return self.kind == "copied"  # the other one's lease ran out
-        return all(one.worker == worker or one.is_certainly_dead() for one in self.holders)
+        return all(one.worker == me.worker or one.is_certainly_dead() for one in self.holders)
 
-    def error(self, candidate: Candidate) -> StokerError:
+    def error(self, me: Member) -> StokerError:
         if self.kind == "kept":
-            return StoreUnusable(_kept(self.queue, self.found, candidate))
+            return StoreUnusable(_kept(self.queue, self.found, me))
         if self.kind == "copied":
             other = self.holders[0]
             return StoreUnusable(
@@ -100,9 +72,9 @@ class Obstacle(NamedTuple):
             who = f"{_rq_worker(self)}, alone, as earlier versions do"
             return QueueHeld(f"queue {self.queue!r} is held by {who}; {left}")
         if self.kind == "held":
-            return QueueHeld(f"the name {candidate.name!r} is held by {_rq_worker(self)}; {left}")
+            return QueueHeld(f"the name {me.name!r} is held by {_rq_worker(self)}; {left}")
         who = _who(next((one for one in self.holders if not one.is_certainly_dead()), None))
-        reason, ways = _served(self.found, candidate.share)
+        reason, ways = _served(self.found, me.share)
         ways += ", or give it another queue (--queues)"
         return QueueHeld(f"queue {self.queue!r} is served by {who}, {reason}: {ways}; {left}")
 
@@ -146,12 +118,12 @@ def _served(found: str, share: str) -> tuple[str, str]:
     return reason, "start it with the other one's model, or stop all workers of the queue first"
 
 
-def _kept(queue: str, found: str, candidate: Candidate) -> str:
+def _kept(queue: str, found: str, me: Member) -> str:
     kind, _, name = found.partition(" ")
-    ours = f"the shared store {candidate.shared}" if candidate.shared else f"the store {candidate.store!r}"
+    ours = f"the shared store {me.shared}" if me.shared else f"the store {me.store!r}"
     if kind == "shared":
         theirs, way = f"the shared store {name}", "start it with that --shared-store"
-    elif candidate.shared:
+    elif me.shared:
         theirs = f"the store {name!r}, which is not shared yet"
         way = "run `stoker-worker memory share` on that store and start its worker with the same --shared-store first"
     else:
