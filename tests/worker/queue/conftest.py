@@ -32,7 +32,7 @@ def join(redis_url):
     with ExitStack() as workers:
 
         def open_for(name, *, store=None, shared="", removed=dict, loads="", **settings):
-            given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, **settings}
+            given = {"redis_url": redis_url, "name": name, "lease_ttl_s": 30, "home_wait_s": 0, **settings}
             own = OwnStore(store, shared, removed)
             return workers.enter_context(open_queue(read_settings(given), redis_url, store=own, model=loads)).rq_queue
 

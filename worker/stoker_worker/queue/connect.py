@@ -92,7 +92,6 @@ def open_queue(
             heartbeat=HeartbeatWriter(beating, registration, lease),
             in_flight=in_flight,
             patience_s=settings.patience_s,
-            take_removed=store.take_removed,
         )
         closing.callback(_sign_off, rq_queue)
         depths = QueueDepths(_client(redis_url, timeout_s=_LOOK_TIMEOUT_S), settings.queue_names)

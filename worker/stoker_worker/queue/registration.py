@@ -174,7 +174,8 @@ class RqRegistration(BaseWorker):
         assert self.birth_date is not None
         started_at = self.birth_date.timestamp()
         which = {"member": member_of(self.name), "queues": self.queue_names(), "leaving": self.is_leaving}
-        return {**which, **serving, **where, "started_at": started_at, "now": {**self.figures()}}
+        rest = {"started_at": started_at, "now": {**self.figures()}}
+        return {**which, **serving, **where, **rest}
 
     def set_state(self, state: str, pipeline: Pipeline | None = None) -> None:
         if pipeline is None:
