@@ -113,7 +113,7 @@ FIELD_DELIVERY: Final = "stoker_delivery"
 
 LEASE_KEY: Final = "stoker:holder:{member}"
 """String: a live worker's share of its queues (JSON: worker, queues, store, the shared store's id, host, pid, boot,
-started, fence, and what it is going to serve: model, reads, loading); expires with its heartbeat. A member is a worker
+started, fence, model, and whether it is loading that one); expires with its heartbeat. A member is a worker
 by the name that stays when it is started again. While another worker puts a dead member's jobs back, the lease is that
 worker's, and has the dead member's name as `recovers`."""
 
@@ -121,19 +121,19 @@ FENCE_KEY: Final = "stoker:fence:{member}"
 """Integer: the last fencing number handed out for this member, with its lease; expires long after it left."""
 
 MEMBERS_KEY: Final = "stoker:members"
-"""Hash: the members that joined and have not left, each with its lease's value, and while it drains `leaving`. Its
-`model` and `reads` (as in `WORKER_KEY`) are what it serves, or what it is going to serve while `loading` is true;
-members of earlier versions have neither while they load their model. A member that died is in it until another worker
-has put its jobs back."""
-
-LEFT_KEY: Final = "stoker:left"
-"""Hash: the stores of the last 1,000 members that left or died, each with the Unix time at which its member was removed
-from `MEMBERS_KEY`, that member's name, `unready` if it never loaded its model, and `shared` if it had a shared
-store."""
+"""Hash: the members that joined and have not left, each with its lease's value; `loading` in it is false once its model
+is loaded, and `leaving` is true while it drains. A member that died is in it until another worker has put its jobs
+back."""
 
 SERVED_KEY: Final = "stoker:lease:{queue}"
-"""String: some member serves the queue; expires with the members' heartbeats. Workers of earlier versions serve a queue
-alone: they begin with JSON here, and refuse to start while anything else is here."""
+"""String: who serves the queue: `only`, a space and a member without a shared store, which serves it alone; or `shared`
+and, separated by spaces, the id of the shared store and the model of the members that serve it. Expires with their
+heartbeats. Workers of earlier versions serve a queue alone: they begin with JSON here, and refuse to start while
+anything else is here."""
+
+STORE_KEY: Final = "stoker:store:{queue}"
+"""String: which store has the conversations of the queue's agents: `store`, a space and the name of a store; or
+`shared`, a space and the id of a shared store. It stays when no worker runs."""
 
 RENEWALS_KEY: Final = "stoker:renewals"
 """Hash: for each member in `MEMBERS_KEY`, how often its lease was renewed in all. A number that is not higher than the

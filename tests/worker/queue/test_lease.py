@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,13 +12,14 @@ from typing import Any
 import pytest
 from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
+from tests.worker.queue.processes import a_dead_process
 
 from stoker_shared.errors import QueueHeld
-from stoker_shared.wire import COUNTS_KEY, FENCE_KEY, LEASE_KEY, LEFT_KEY, MEMBERS_KEY
+from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.connect import _take_over, open_queue
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lease_scripts import FENCE_KEPT_S, MOST_LEFT
+from stoker_worker.queue.lease_scripts import FENCE_KEPT_S
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
@@ -29,25 +28,13 @@ pytestmark = pytest.mark.server
 LEASE, FENCE = LEASE_KEY.format(member="m"), FENCE_KEY.format(member="m")
 
 
-def lease(connection, name, queues=("q",), ttl_s=30.0, member="m"):
-    return Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s)
+def lease(connection, name, queues=("q",), ttl_s=30.0, member="m", store=None):
+    return Lease(connection, member, queues, worker_name=name, ttl_s=ttl_s, store=store, shared="s1")
 
 
 def hold_as(connection, identity, **more):
     value = json.dumps({"worker": "other", "fence": 1, **dataclasses.asdict(identity), **more})
     connection.set(LEASE, value, px=30_000)
-
-
-def a_dead_process():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    me = ProcessIdentity.of_this_process()
-    from stoker_worker.process_identity import _start_token
-
-    identity = dataclasses.replace(me, pid=process.pid, started=_start_token(process.pid) or "")
-    assert not identity.is_certainly_dead()
-    process.kill()
-    process.wait()
-    return identity
 
 
 def test_a_second_worker_gets_the_name_of_the_holder(connection):
@@ -162,7 +149,6 @@ def test_workers_of_different_names_share_a_queue(connection):
     second.leave()
     assert first.renew()
     assert set(connection.hgetall(MEMBERS_KEY)) == {b"m"}
-    assert set(connection.hgetall(LEFT_KEY)) == {b"n"}
 
 
 def test_a_member_whose_lease_was_only_released_stays_one_and_its_successor_knows_its_queues(connection):
@@ -175,8 +161,6 @@ def test_a_member_whose_lease_was_only_released_stays_one_and_its_successor_know
     assert json.loads(connection.hget(MEMBERS_KEY, "m"))["worker"] == "first"  # until its jobs are put back
     second.settle()
     assert json.loads(connection.hget(MEMBERS_KEY, "m"))["worker"] == "second"
-    assert connection.hgetall(COUNTS_KEY.format(queue="a")) == {b"moves": b"1"}
-    assert not connection.exists(COUNTS_KEY.format(queue="b"))
 
 
 def test_a_worker_that_was_deposed_does_not_become_a_member_again_by_draining(connection):
@@ -190,15 +174,6 @@ def test_a_worker_that_was_deposed_does_not_become_a_member_again_by_draining(co
     taker.leave()
     first.announce({"leaving": True})
     assert not connection.exists(MEMBERS_KEY)
-
-
-def test_of_members_that_left_only_the_last_are_known(connection):
-    before = {f"s{n}": f"{1000 + n} s{n}" for n in range(MOST_LEFT)}
-    connection.hset(LEFT_KEY, mapping={**before, "s7": "1 s7"})
-    mine = lease(connection, "mine")
-    mine.acquire()
-    mine.leave()
-    assert {name.decode() for name in connection.hkeys(LEFT_KEY)} == {*before, "m"} - {"s7"}
 
 
 def test_the_number_of_a_name_expires_only_when_nobody_has_that_name(connection):

@@ -28,7 +28,8 @@ def clock():
 @pytest.fixture
 def join(connection):
     def join(name, *queues, store=None):
-        lease = Lease(connection, name, queues or ("q",), worker_name=f"stoker-{name}-00000000", ttl_s=60, store=store)
+        which = {"worker_name": f"stoker-{name}-00000000", "store": store, "shared": "s1", "model": "m"}
+        lease = Lease(connection, name, queues or ("q",), ttl_s=60, **which)
         lease.acquire()
         return lease
 

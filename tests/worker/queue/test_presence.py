@@ -11,7 +11,6 @@ from rq.worker import Worker
 from rq.worker_registration import clean_worker_registry
 from tests.worker.queue.looking import LEASE, MEMBER
 
-from stoker_shared.wire import AGENT_REQUEST_VERSION, REQUEST_VERSION
 from stoker_worker.ports import Busy, Serving
 
 pytestmark = pytest.mark.server
@@ -36,8 +35,6 @@ def test_a_worker_publishes_its_models_and_queues_also_after_the_server_lost_the
             "max_batch_why": "the default",
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "reads": {"generate": REQUEST_VERSION, "agent": AGENT_REQUEST_VERSION},
-            "unserved": [],
             "now": {},
         }
         connection.delete(key)

@@ -24,7 +24,6 @@ from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lost_data import LostData
-from stoker_worker.queue.members import Members
 from stoker_worker.queue.own_store import NO_STORE, OwnStore
 from stoker_worker.queue.registration import RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
@@ -60,7 +59,7 @@ def open_queue(
 ) -> Iterator[OpenQueue]:
     """Be a member of the queues, and registered as an RQ worker, for as long as the context lasts.
 
-    A standby waits while another worker has its name, or Redis is away, instead of refusing.
+    A standby waits while another worker has its name or its queues, or Redis is away, instead of refusing.
 
     Args:
         store: the worker's.
@@ -68,8 +67,8 @@ def open_queue(
 
     Raises:
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
-        QueueHeld: another live worker has this name.
-        StoreUnusable: the store, or the shared one, does not go with that of another live worker.
+        QueueHeld: another live worker has this name, or serves a queue that the two may not share.
+        StoreUnusable: the conversations of a queue are in another store, or another live worker has a copy of this one.
         CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     with ExitStack() as closing:
@@ -134,6 +133,7 @@ def _new_member(
         store=store.name,
         shared=store.shared,
         model=model,
+        new_store=settings.new_store,
         lost_data=LostData(in_flight.snapshot),
     )
     return lease, registration
@@ -153,15 +153,14 @@ def _take_over(lease: Lease, registration: RqRegistration, *, standby: bool) -> 
     """Hold the queues and be registered, both or neither: a half-done take-over is undone, or expires by itself.
 
     Raises:
-        QueueHeld: another live worker has this name, and `standby` is not asked for.
+        QueueHeld: as for `open_queue`, and `standby` is not asked for.
         StoreUnusable: as for `open_queue`.
         RedisError: Redis is away, and `standby` is not asked for; or it refuses us.
     """
     said = ""
     while True:
         try:
-            lease.acquire()
-            Members(registration.connection, lease, ttl_s=lease.ttl_s).check_stores()
+            lease.acquire(waits=standby)
             registration.sign_on()
             return
         except QueueHeld as error:

@@ -5,33 +5,65 @@ Owns their text and nothing else.
 
 from typing import Final
 
-# KEYS: lease, fence, members, stores of members that left, how often each member renewed its lease, and for each queue
-# the key that shows producers that it is served. Each script compares the stored holder with the one the caller
-# expects, so that no step acts on an old reading. A worker that is refused gets no number: that would depose the
-# holder. A member that joins is in the set of members from the moment in which it holds its lease; after a crash, as it
-# was before, until its jobs are put back. A worker of an earlier version serves a queue alone, and has its lease, which
-# is JSON, in the key of the queue.
+# KEYS: lease, fence, members, how often each member renewed its lease; then, unless the lease is taken to put a dead
+# member's jobs back, for each queue `SERVED_KEY` and `STORE_KEY`.
+#
+# ARGV: the lifetime, the member, its description, its store, its shared store, what `SERVED_KEY` and `STORE_KEY` get;
+# whether `STORE_KEY` is looked at first; and what may be in the way, because its workers are certainly gone, or
+# this store may follow that one.
+#
+# The reply: `taken`, the lease's value, its number, what was known of the member before. Or what is in the way, its
+# value, for how many milliseconds, and at which queue: `held`, the lease; `served`, who serves a queue; `kept`, its
+# store; `copied`, another member's record: its store is a copy of this one.
+#
+# Each script compares what is stored with what the caller expects, so that no step acts on an old reading. A worker
+# that is refused gets no number: that would depose the holder. A member that joins is in the set of members from the
+# moment in which it holds its lease; after a crash, as it was before, until its jobs are put back.
 TAKE: Final = """
-for i = 6, ARGV[5] == '1' and #KEYS or 0 do
-  local only = redis.call('GET', KEYS[i])
-  if only and string.sub(only, 1, 1) == '{' then
-    if only ~= ARGV[1] then return {only, 0, redis.call('PTTL', KEYS[i]), ''} end
-    redis.call('DEL', KEYS[i])
+local ttl_ms, me, mine, store, shared, share, kept = unpack(ARGV, 1, 7)
+local store_first, first, passed = ARGV[8] == '1', 5, {}
+for i = 9, #ARGV do passed[ARGV[i]] = true end
+
+local function kept_elsewhere()
+  for i = first, #KEYS, 2 do
+    local found = redis.call('GET', KEYS[i + 1])
+    if found and found ~= kept and not passed[found] then return {'kept', found, 0, (i - first) / 2} end
   end
 end
+local function served_by_others()
+  for i = first, #KEYS, 2 do
+    local found = redis.call('GET', KEYS[i])
+    if found and found ~= share and not passed[found] then
+      return {'served', found, redis.call('PTTL', KEYS[i]), (i - first) / 2}
+    end
+  end
+end
+local function copied()
+  local all = shared ~= '' and #KEYS > 4 and redis.call('HGETALL', KEYS[3]) or {}
+  for i = 1, #all, 2 do
+    local record = all[i + 1]
+    local is_same = string.find(record, '"store": "' .. store .. '"', 1, true)
+      and string.find(record, '"shared": "' .. shared .. '"', 1, true)
+    if is_same and all[i] ~= me and not passed[record] then return {'copied', record, 0, 0} end
+  end
+end
+
 local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[1] then return {held, 0, redis.call('PTTL', KEYS[1]), ''} end
+local refused = store_first and kept_elsewhere()
+  or held and not passed[held] and {'held', held, redis.call('PTTL', KEYS[1]), 0}
+  or served_by_others() or kept_elsewhere() or copied()
+if refused then return refused end
 local fence = redis.call('INCRBY', KEYS[2], 1)
 redis.call('PERSIST', KEYS[2])
-local mine = '{"fence": ' .. fence .. ', ' .. string.sub(ARGV[2], 2)
-local before = redis.call('HGET', KEYS[3], ARGV[4]) or ''
-redis.call('SET', KEYS[1], mine, 'PX', ARGV[3])
-if ARGV[5] == '1' then
-  if before == '' then redis.call('HSET', KEYS[3], ARGV[4], mine) end
-  redis.call('HDEL', KEYS[4], ARGV[6])
-  for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
+local value = '{"fence": ' .. fence .. ', ' .. string.sub(mine, 2)
+local before = redis.call('HGET', KEYS[3], me) or ''
+redis.call('SET', KEYS[1], value, 'PX', ttl_ms)
+if before == '' and #KEYS > 4 then redis.call('HSET', KEYS[3], me, value) end
+for i = first, #KEYS, 2 do
+  redis.call('SET', KEYS[i], share, 'PX', ttl_ms)
+  redis.call('SET', KEYS[i + 1], kept)
 end
-return {mine, fence, 0, before}
+return {'taken', value, fence, before}
 """
 
 HOLDS: Final = """
@@ -51,56 +83,61 @@ has held it since: then our jobs in flight were that worker's to recover, even i
 its data has no number, or that of an earlier holder, perhaps with that holder's lease. Called with `Lease.keys` and
 `Lease.args`."""
 
+# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and `STORE_KEY` get. If another member has
+# begun to serve one of the queues, while this one slept or after Redis had lost its data, this one is deposed: it may
+# end none of its jobs any more. The reply is how often the lease was renewed; 0: another worker has it; or as of `TAKE`
+# if a queue is served by others.
 RENEW: Final = (
     HOLDS
     + """
 if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
+local first, share, kept = 5, ARGV[6], ARGV[7]
+for i = first, #KEYS, 2 do
+  local found = redis.call('GET', KEYS[i])
+  if found and found ~= share then
+    redis.call('DEL', KEYS[1])
+    redis.call('INCRBY', KEYS[2], 1)
+    return {'served', found, redis.call('PTTL', KEYS[i]), (i - first) / 2}
+  end
+end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
-for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[4], 'PX', ARGV[3]) end
-return redis.call('HINCRBY', KEYS[5], ARGV[4], 1)
+for i = first, #KEYS, 2 do
+  redis.call('SET', KEYS[i], share, 'PX', ARGV[3])
+  if redis.call('GET', KEYS[i + 1]) ~= kept then redis.call('SET', KEYS[i + 1], kept) end
+end
+return redis.call('HINCRBY', KEYS[4], ARGV[4], 1)
 """
 )
 RELEASE: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
-# ARGV: the value, the member, what the others see of it from now on, the number of its queues. After those KEYS: the
-# counts of the queues that it served before, and serves no more.
+# ARGV: the value, the member, what the others see of it from now on.
 DESCRIBE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
-for i = 6 + ARGV[4], #KEYS do redis.call('HINCRBY', KEYS[i], 'moves', 1) end
 return 1
 """
 
-MOST_LEFT: Final = 1000
 FENCE_KEPT_S: Final = 30 * 86_400
 """Names and stores that are used once, as by containers, would fill the server otherwise. Whoever sleeps for longer
 finds that its executions and claimed ids are gone."""
 
-# From here on the member's agents are anybody's. After those KEYS: the counts of its queues.
+# ARGV: the value, the member, what it has at `SERVED_KEY`, and the queues. The last member that serves a
+# queue leaves it to any other.
 LEAVE: Final = (
     """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local record = redis.call('HGET', KEYS[3], ARGV[2]) or ''
-local more = string.find(record, '"loading": true') and ' unready' or ''
-if string.find(record, '"shared": "%x') then more = more .. ' shared' end
 redis.call('HDEL', KEYS[3], ARGV[2])
-redis.call('HDEL', KEYS[5], ARGV[2])
-redis.call('HSET', KEYS[4], ARGV[3], redis.call('TIME')[1] .. ' ' .. ARGV[2] .. more)
-"""
-    + f"if redis.call('HLEN', KEYS[4]) > {MOST_LEFT} then"
-    + """
-  local all, oldest, least = redis.call('HGETALL', KEYS[4]), '', math.huge
-  for i = 1, #all, 2 do
-    local at = tonumber(string.match(all[i + 1], '^%d+')) or 0
-    if at < least then oldest, least = all[i], at end
+redis.call('HDEL', KEYS[4], ARGV[2])
+local is_served = {}
+for _, record in ipairs(#KEYS > 4 and redis.call('HVALS', KEYS[3]) or {}) do
+  local is_json, member = pcall(cjson.decode, record)
+  if is_json and type(member) == 'table' and type(member.queues) == 'table' then
+    for _, queue in ipairs(member.queues) do is_served[queue] = true end
   end
-  redis.call('HDEL', KEYS[4], oldest)
 end
-local n_queues, is_last = (#KEYS - 5) / 2, redis.call('HLEN', KEYS[3]) == 0
-for i = 6, 5 + n_queues do
-  if is_last then redis.call('DEL', KEYS[i]) end -- else it expires, unless another one serves the queue
-  redis.call('HINCRBY', KEYS[i + n_queues], 'moves', 1)
+for i = 5, #KEYS, 2 do
+  if not is_served[ARGV[(i + 3) / 2]] and redis.call('GET', KEYS[i]) == ARGV[3] then redis.call('DEL', KEYS[i]) end
 end
 """
     + f"redis.call('PEXPIRE', KEYS[2], {FENCE_KEPT_S}000)"

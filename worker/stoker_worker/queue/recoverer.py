@@ -68,14 +68,14 @@ class Recoverer:
         lease.settle()
         unknown = started.members() - members.everybody - {lease.member}
         dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
-        recovered += sum(self._bury(name, lease.queues, name) for name in unknown)
-        recovered += sum(self._bury(member.name, member.queues, member.store) for member in dead)
+        recovered += sum(self._bury(name, lease.queues) for name in unknown)
+        recovered += sum(self._bury(member.name, member.queues) for member in dead)
         self._forget_workers(queues)
         return recovered
 
-    def _bury(self, name: str, queues: Sequence[str], store: str) -> int:
+    def _bury(self, name: str, queues: Sequence[str]) -> int:
         """Put a dead member's jobs back, and remove it; nothing if another member does so just now, or it is back."""
-        lease = Lease(self._connection, name, queues, worker_name=self._worker_name, ttl_s=self._ttl_s, store=store)
+        lease = Lease(self._connection, name, queues, worker_name=self._worker_name, ttl_s=self._ttl_s)
         try:
             lease.acquire(recovers=True)
         except QueueHeld:
