@@ -17,9 +17,8 @@ from stoker.job_options import JobOptions
 from stoker.operations import Command
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.needs import NOTHING, Needs
 from stoker_shared.request import Access, GenerationRequest
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_NEEDS, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
 
 _CONTINUING: Final[dict[Access, str]] = {"write": "append", "read": "ask", "none": "none"}
 """The words of `FIELD_AGENT` for a request that continues what is stored."""
@@ -59,14 +58,13 @@ class NewJob:
         self.task, action = (
             (AGENT_TASK_PATH, request.action) if isinstance(request, AgentRequest) else (TASK_PATH, "generate")
         )
-        payload = request.as_payload()
         self.queue = queue
         self.dependency_ids = options.dependency_ids
         self.runs_after_failures = options.allow_dependency_failures
         self._ttl_s = options.ttl_s
         job = Job.create(
             self.task,
-            kwargs={REQUEST_KWARG: payload},
+            kwargs={REQUEST_KWARG: request.as_payload()},
             # RQ's own description would be the whole call with its prompt, which every dashboard shows.
             description=action + (f" for agent {request.agent_id[:60]!r}" if request.agent_id else ""),
             timeout=options.job_timeout_s,
@@ -84,8 +82,6 @@ class NewJob:
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
         self._fields: dict[str, Any] = {**job.to_dict(), FIELD_AGENT: " ".join(hint)}
-        if (needs := Needs.of(self.task, payload)) != NOTHING:
-            self._fields[FIELD_NEEDS] = f"{hint[0]} {needs.note}"
         if options.stream:
             self._fields[FIELD_STREAM] = 1
         self.size_bytes = len(job.data)

@@ -1,7 +1,6 @@
 """The models on offer: what the live workers serve, by queue, and what a token costs there. No I/O."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -38,14 +37,20 @@ class Offer:
         return Step(model=self.model, queue=self.queue, prompt_token_s=self.prompt_token_s, token_s=self.token_s)
 
 
-def offers_of(workers: Iterable[LiveWorker]) -> list[Offer]:
-    """One for each model and queue, sorted; of the workers that have loaded their model and do not drain."""
-    serving: dict[tuple[str, str], list[LiveWorker]] = defaultdict(list)
-    for worker in workers:
-        if worker.model is not None and not worker.leaving:
-            for queue in worker.queues:
-                serving[worker.model, queue].append(worker)
-    return [_offer(model, queue, found) for (model, queue), found in sorted(serving.items())]
+def offers_of(workers: Sequence[LiveWorker]) -> list[Offer]:
+    """One for each queue, sorted by model; of the workers that have loaded their model and do not drain.
+
+    A queue serves one model. If there are records of two, the worker that was started first has been killed, and its
+    record has not expired yet.
+    """
+    ready = [worker for worker in workers if worker.model is not None and not worker.leaving]
+    models: dict[str, str] = {}
+    for worker in sorted(ready, key=lambda worker: worker.started_at):
+        models.update(dict.fromkeys(worker.queues, worker.model or ""))
+    return [
+        _offer(model, queue, [worker for worker in ready if worker.model == model and queue in worker.queues])
+        for queue, model in sorted(models.items(), key=lambda served: (served[1], served[0]))
+    ]
 
 
 def offered(model: str, offers: Sequence[Offer], *, usual_queue: str) -> Offer:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -14,7 +14,7 @@ from rq.utils import utcparse
 
 from stoker.job_record import JobProgress, fields_of, progress_in
 from stoker.operations import Commands, Operation, ask
-from stoker.presence import LiveWorker, UnservedJobs, is_ours, known_workers
+from stoker.presence import LiveWorker, is_ours, known_workers
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.rq_keys import registry_key
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
@@ -78,14 +78,12 @@ class Overview:
     Attributes:
         slowest: the jobs that have run the longest, at most ten; ``None`` if this user may not read them.
         trouble: why the server may refuse to write; a living worker may then be shown as dead.
-        unserved: waiting jobs that no worker can serve, as far as the workers have looked.
     """
 
     queues: list[QueueOutlook]
     workers: list[WorkerOutlook]
     slowest: list[JobInFlight] | None
     trouble: str | None = None
-    unserved: list[UnservedJobs] = field(default_factory=list)
 
 
 def overview() -> Operation[Overview]:
@@ -107,7 +105,7 @@ def overview() -> Operation[Overview]:
     slowest = None if jobs is None else sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
     trouble = yield from _trouble()
     outlooks = [_outlook(queue, queues, living) for queue in queues]
-    return Overview(outlooks, workers, slowest, trouble, _unserved(living))
+    return Overview(outlooks, workers, slowest, trouble)
 
 
 def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> QueueOutlook:
@@ -119,15 +117,6 @@ def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequenc
     left_s = None if is_empty or rate <= 0 else n_jobs / rate
     names = tuple(worker.name for worker in serving)
     return QueueOutlook(queue.name, queue.waiting, queue.running, queue.oldest_wait_s, left_s, names)
-
-
-def _unserved(workers: Sequence[LiveWorker]) -> list[UnservedJobs]:
-    """Each worker counts the jobs that it has read: the largest number is the nearest."""
-    found: dict[UnservedJobs, int] = {}
-    for jobs in (jobs for worker in workers for jobs in worker.unserved):
-        kind = replace(jobs, jobs=0)
-        found[kind] = max(jobs.jobs, found.get(kind, 0))
-    return [replace(kind, jobs=n_jobs) for kind, n_jobs in found.items()]
 
 
 def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
-from stoker.presence import DataLoss, LiveWorker, UnservedJobs
+from stoker.presence import DataLoss
 from stoker.tables import Table, duration
 
 DEAD: Final = "DEAD"
 """The state of a worker without a heartbeat."""
-NOT_SERVED: Final = "No worker can serve"
 JOBS_HIDDEN: Final = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
 
 
@@ -52,8 +51,8 @@ def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
     known = {worker.name: worker.live.now.shared_store for worker in workers if worker.live and worker.live.now}
     for name, shared in known.items() if any(known.values()) else ():
         state = "none" if shared is None else f"away for {duration(shared.away_s)}" if shared.away_s else "answers"
-        rows.append([name, state, "-" if shared is None else str(shared.waiting_agents)])
-    return Table(["worker", "shared store", "agents not written through"], rows, range(2, 3))
+        rows.append([name, state])
+    return Table(["worker", "shared store"], rows, ())
 
 
 def job_table(jobs: Sequence[JobInFlight]) -> Table:
@@ -63,16 +62,6 @@ def job_table(jobs: Sequence[JobInFlight]) -> Table:
         shown = [progress.stage, str(progress.tokens), f"{progress.tokens_per_s:g}"] if progress else ["-"] * 3
         rows.append([job.job_id, job.queue, job.worker or "-", duration(job.running_s), *shown])
     return Table(["job", "queue", "worker", "for", "stage", "tokens", "tokens/s"], rows, range(5, 7))
-
-
-def unserved_table(now: Overview) -> Table:
-    """The jobs that no worker can serve, and what the workers of their queues serve."""
-    living = [worker.live for worker in now.workers if worker.live is not None]
-    rows = []
-    for jobs in now.unserved:
-        offers = [_offer_text(worker, jobs) for worker in living if jobs.queue in worker.queues]
-        rows.append([jobs.queue, str(jobs.jobs), _needs_text(jobs), ", ".join(offers)])
-    return Table(["queue", "jobs", "need", "its workers"], rows, range(1, 2))
 
 
 def trouble_text(now: Overview) -> str:
@@ -94,17 +83,6 @@ def _data_loss_text(losses: Mapping[str, DataLoss]) -> str:
     times = {name: "once" if loss.times == 1 else f"{loss.times} times" for name, loss in losses.items()}
     noticed = [f"{name}: {times[name]}, {loss.jobs} jobs in flight" for name, loss in losses.items()]
     return f"Redis lost data {ago} ago: jobs and results may be gone, conversations are not. {'; '.join(noticed)}."
-
-
-def _needs_text(jobs: UnservedJobs) -> str:
-    needs = [f"model {jobs.model!r}"] if jobs.model is not None else []
-    needs += [f"request version {jobs.version} ({jobs.task})"] if jobs.version else []
-    return " and ".join(needs) + (f", with memory that only {jobs.only_at} has" if jobs.only_at else "")
-
-
-def _offer_text(worker: LiveWorker, asked: UnservedJobs) -> str:
-    text = f"{worker.member or worker.name}: {worker.model or 'loading'}"
-    return f"{text}, version {worker.reads.get(asked.task, 0)}" if asked.version else text
 
 
 def leases_text(worker: WorkerOutlook) -> str:

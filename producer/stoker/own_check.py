@@ -27,16 +27,13 @@ def first_accepted(
         models: the cheapest first; the first of them that is trusted, or tried, is asked first.
         min_trust: as for `Producer.submit`.
         timeout_s: how long to wait for each answer, in seconds; ``None`` for no limit.
-        fields: as for `Producer.submit`, without `job_id`. A job that writes an agent's memory would save rejected
-            answers too.
+        fields: as for `Producer.submit`, without `job_id`.
 
     Raises:
         InvalidRequest: a field is wrong, or the job would write an agent's memory.
         NobodyServes: no live worker serves one of the models.
         JobFailed, JobCanceled, JobNotFound, ResultTimeout, RedisUnavailable: as `Ticket.result`.
     """
-    if fields.get("agent_id") is not None and fields.get("cache", "readwrite") == "readwrite":
-        raise InvalidRequest("agent_id: a rejected answer would be a turn of the agent: give cache 'read' or 'off'")
     if "job_id" in fields:
         raise InvalidRequest("job_id: each model's answer is a job of its own, and has its own id")
     if isinstance(models, str):

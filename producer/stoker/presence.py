@@ -29,11 +29,9 @@ class SharedStoreFigures:
 
     Attributes:
         away_s: for how long it has not answered; 0: it does.
-        waiting_agents: how many agents have something that is not written through to it yet.
     """
 
     away_s: float
-    waiting_agents: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class WorkerFigures:
         in_flight, in_batch: jobs that it has claimed, and those of them that are in the batch.
         hit_share: cached part of all prompt tokens since its start, 0 to 1; ``None`` before the first result.
         done, failed: jobs since its start.
-        moved_in: agents that came to it from another home since its start; 0 for workers of earlier releases.
+        moved_in: jobs since its start whose agent's newest version another worker had made.
         shared_store: ``None``: it has none.
         prompt_token_s, token_s: seconds that its model needs for a token of a prompt and for a generated one, under the
             load that it had; ``None`` before they are known.
@@ -86,24 +84,6 @@ class WorkerFigures:
 
 
 @dataclass(frozen=True)
-class UnservedJobs:
-    """Waiting jobs of one queue that none of its workers can serve.
-
-    Attributes:
-        model: the model that they name; ``None``: any.
-        task, version: the kind and the version of their requests; empty and 0 if every worker reads these.
-        only_at: the member with their agents' memory, if others could serve them without it; else ``None``.
-    """
-
-    queue: str
-    jobs: int
-    model: str | None
-    task: str
-    version: int
-    only_at: str | None
-
-
-@dataclass(frozen=True)
 class LiveWorker:
     """A worker that had a heartbeat a moment ago.
 
@@ -115,11 +95,9 @@ class LiveWorker:
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
         max_batch_why: what decided that number.
-        member: its name as agents' home, which stays when it is started again. Workers of earlier releases publish none
-            of this and the two before.
+        member: its name that stays when it is started again. Workers of earlier releases publish none of this and the
+            two before.
         leaving: it drains, and its agents go to other workers.
-        reads: the newest request version that it reads, by task; empty for workers of earlier releases.
-        unserved: jobs that neither it nor another worker of their queues can serve, as far as it has looked.
         now: ``None`` in its first moments. Workers of earlier releases publish none.
     """
 
@@ -135,8 +113,6 @@ class LiveWorker:
     max_batch_why: str | None = None
     member: str | None = None
     leaving: bool = False
-    reads: dict[str, int] = field(default_factory=dict, compare=False)
-    unserved: tuple[UnservedJobs, ...] = field(default=(), compare=False)
     now: WorkerFigures | None = field(default=None, compare=False)
 
 

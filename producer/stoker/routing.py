@@ -13,7 +13,7 @@ from stoker.operations import Operation
 from stoker.presence import live_workers
 from stoker.trust_counts import Trusted, read_trust
 from stoker_shared.errors import InvalidRequest
-from stoker_shared.request import GenerationRequest, build_request
+from stoker_shared.request import READS_ONLY, GenerationRequest, build_request
 from stoker_shared.route import Step
 from stoker_shared.selection import Candidate, cheapest_first, route_of
 from stoker_shared.task_class import task_of
@@ -53,17 +53,12 @@ class Routing:
             raise InvalidRequest("min_trust: must be from 0 to 1")
         if request.route or request.model is not None:
             raise InvalidRequest("models: 'model' or 'route' is given already")
-        keeps_order = request.access == "write"
-        if keeps_order and models == "auto":
-            raise InvalidRequest(
-                "models: 'auto' may begin in another queue each time: name the models of an agent's jobs"
-            )
+        if request.access == "write":
+            raise InvalidRequest(f"models: {READS_ONLY}")
         steps, task = (yield from self.steps(models)), task_of(request)
         candidates = [Candidate(step, self._counts.get((step.model, task), Counts())) for step in steps]
         has_check = request.check is not None
-        route: Sequence[Step] = steps  # there is no order across queues, so an agent's jobs all begin in the first
-        if not keeps_order:
-            route = route_of(candidates, min_trust=min_trust, escalates=has_check, dice=self._dice)
+        route = route_of(candidates, min_trust=min_trust, escalates=has_check, dice=self._dice)
         asked = [step.model_dump() for step in (route if has_check else route[:1])]
         return build_request({**request.as_payload(), "task": task, "route": asked})
 

@@ -13,12 +13,10 @@ from stoker.command_parts import json_option, open_producer, redis_option, show,
 from stoker.overview import Overview
 from stoker.overview_tables import (
     JOBS_HIDDEN,
-    NOT_SERVED,
     job_table,
     queue_table,
     shared_store_table,
     trouble_text,
-    unserved_table,
     worker_table,
 )
 from stoker.producer import Producer
@@ -43,8 +41,8 @@ EVERY_S: Final = 1.0
 def status(redis_url: str, job_id: str | None, watch: bool, as_json: bool) -> None:
     """Print whether a job is waiting, running or ended; without a job, the state of the whole.
 
-    The whole: jobs that no worker can serve, if there are any; for each queue the oldest wait and the time that is left
-    at the present rate; the workers, a dead one too; and the jobs that have run the longest.
+    The whole: for each queue the oldest wait and the time that is left at the present rate; the workers, a dead one
+    too; and the jobs that have run the longest.
     """
     if watch and (job_id is not None or as_json):
         raise click.UsageError("--watch shows the whole, as text: give it neither a job nor --json")
@@ -93,7 +91,6 @@ def _screen() -> Iterator[Callable[[str], None]]:
 def overview_text(now: Overview) -> str:
     queues, workers = queue_table(now.queues), worker_table(now.workers)
     parts = [trouble] if (trouble := trouble_text(now)) else []
-    parts += [f"{NOT_SERVED}:\n{unserved_table(now).text()}"] if now.unserved else []
     parts += [queues.text() if queues.rows else "no queues", workers.text() if workers.rows else "no workers"]
     if (shared := shared_store_table(now.workers)).rows:
         parts.append(shared.text())

@@ -36,6 +36,12 @@ def _is_printable(value: str) -> str:
     return value
 
 
+READS_ONLY: Final = (
+    "is for jobs that write no agent's memory, which belongs to one model: "
+    "give cache 'read' or 'off', or one 'model' and its queue"
+)
+"""Why a job that writes an agent's memory cannot ask several models."""
+
 Access = Literal["write", "read", "none"]
 """How a job uses its agent's memory. `write`: the agent's writing jobs run one at a time, in order. `read`: beside
 other readers, after the writes enqueued before it and before those enqueued after it. `none`: no order: the job has no
@@ -163,9 +169,16 @@ class GenerationRequest(BaseModel):
         if self.route and self.model is not None:
             raise ValueError("'route' and 'model' both name models: give one of them")
         if self.route and self.continues:
-            raise ValueError("context 'append' continues what one worker has stored: 'route' is refused with it")
+            raise ValueError("context 'append' continues what one model has stored: 'route' is refused with it")
+        if self.route and self.access == "write":
+            raise ValueError(f"'route' {READS_ONLY}")
         if len(self.route) > 1 and self.check is None:
             raise ValueError("'route' goes on to the next model by a 'check': give one")
+        models: dict[str, str] = {}
+        for step in self.route:
+            if (other := models.setdefault(step.queue, step.model)) != step.model:
+                both = f"{other!r} and {step.model!r} in queue {step.queue!r}"
+                raise ValueError(f"'route' has {both}, but a queue serves one model")
 
     @property
     def offered_tools(self) -> tuple[dict[str, Any], ...]:

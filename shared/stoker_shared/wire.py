@@ -65,13 +65,6 @@ request's `access` (``write``, ``read``, ``none``); for a request that continues
 ``write`` and ``ask`` instead of ``read``. Optional. If its `created_at` is not the job's own, the id was enqueued again
 since, and the field is ignored."""
 
-FIELD_NEEDS: Final = "stoker_needs"
-"""Field of the job hash, so that a worker need not read the request to know whether it can serve the job: `created_at`,
-a task and its `v` (``- 0`` if every worker that knows this field reads it), and the model that the request names, or
-the next one of its `route`, if any; separated by spaces. Omitted if every worker can serve the job. Ignored for a
-`created_at` that is not the job's own, like `FIELD_AGENT`. A worker that sends the job on changes it, and writes
-`created_at` in RQ's form."""
-
 FIELD_TRIED: Final = "stoker_tried"
 """Field of the job hash: `created_at`, a space, and the JSON list of the attempts that were rejected (`Attempt` in
 result.py). The next one is for the step of the request's `route` behind them. If its `created_at` is not the job's own,
@@ -95,18 +88,16 @@ before; ``end`` has no text: the run is over, and the job's hash has the outcome
 `markers`, the JSON of :class:`~stoker_shared.markers.Markers`, for the run's entries up to the next one. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
-"""String: a live worker (JSON: member, queues, model, context_tokens, mode, max_batch, max_batch_why, reads, host, pid,
-started_at, leaving, unserved, now; those from `model` to `max_batch_why` are null while the model loads). Expires with
-the worker's heartbeat. `reads` has the newest request version by task; `unserved` the waiting jobs that no worker can
-serve: queue, jobs, model, task, version, and `only_at`, the member with their agents' memory if others could serve them
-without it. RQ's set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix time),
-`tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`, `in_batch`,
-`hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since the start),
-`moved_in` (agents that came from another home since the start), `shared_store` (null, or `away_s`, for how long it has
-not answered, 0 if it does, and `waiting_agents`, of which it lacks something), `prompt_token_s` and `token_s` (seconds
-for a token of a prompt and for a generated one; null before they are known), `suspended` (whether it claims no jobs
-because of `rq suspend`), `data_loss` (null, or for a day after it has noticed that Redis had lost data: `ago_s`, and
-since the start `times` and `jobs`, how many it had in flight then). It may be empty."""
+"""String: a live worker (JSON: member, queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid,
+started_at, leaving, now; those from `model` to `max_batch_why` are null while the model loads). Expires with the
+worker's heartbeat. RQ's set of workers has the names. `now` has the worker's figures at its last heartbeat: `at` (Unix
+time), `tokens_per_s` (over ten seconds), `jobs_per_min` (over five minutes, without idle time), `in_flight`,
+`in_batch`, `hit_share` (of the prompt tokens since the start, 0 to 1; null before any), `done` and `failed` (jobs since
+the start), `moved_in` (jobs since the start whose agent's newest version another worker had made), `shared_store`
+(null, or `away_s`, for how long it has not answered, 0 if it does), `prompt_token_s` and `token_s` (seconds for a token
+of a prompt and for a generated one; null before they are known), `suspended` (whether it claims no jobs because of `rq
+suspend`), `data_loss` (null, or for a day after it has noticed that Redis had lost data: `ago_s`, and since the start
+`times` and `jobs`, how many it had in flight then). It may be empty."""
 
 FIELD_DELIVERY: Final = "stoker_delivery"
 """Field of an execution's hash: the delivery of its job (a hash of `created_at`, `repeats_left` and `data`)."""

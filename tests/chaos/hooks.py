@@ -19,7 +19,7 @@ from typing import Any
 
 import rq.utils
 
-from stoker_shared import needs, request
+from stoker_shared import request
 
 _LOOK_S = 0.1
 SCRIPTED_ENGINE = "stoker_worker.engine.scripted:ScriptedEngine"
@@ -133,7 +133,6 @@ def name_model(name: str) -> None:
 
 def read_requests_up_to(version: int) -> None:
     """As a release does that knows requests of this version."""
-    needs.READS["generate"] = version
     vars(request)["REQUEST_VERSION"] = version
 
 

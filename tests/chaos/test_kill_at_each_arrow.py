@@ -237,8 +237,7 @@ def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(
     target, when, has_moved = ESCALATION[place]
     steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
     request = {"v": 4, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
-    scene.enqueue("victim", "victim", "if large say yes else no", 20, request=request)
-    scene.enqueue("next", "victim", " next", 4)
+    scene.enqueue("victim", None, "if large say yes else no", 20, request=request)
     needles = [] if "Verdicts" in target else ["victim"]
     first = scene.worker(
         "first", "--model", "small", hooks={"die": {"target": target, "when": when, "needles": needles}}
@@ -253,14 +252,10 @@ def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(
     large.signal(signal.SIGTERM)
     assert large.wait() == 0, large.log
 
-    victim, after = scene.job("victim"), scene.job("next")
-    result = victim.return_value()
+    result = scene.job("victim").return_value()
     assert (result["text"], result["model"], result["metadata"]) == ("yes", "large", {"job": "victim"})
     assert [(tried["model"], tried["accepted"]) for tried in result["attempts"]] == [("small", False), ("large", True)]
     assert connection.xlen("rq:results:victim") == 1
     assert connection.hgetall("stoker:trust") == {b"t small": b"0.0000 1.0000", b"t large": b"1.0000 0.0000"}
     assert generations(scene.seen, {"job": "victim"}) == (2 if has_moved else 3)
-    assert after.ended_at >= victim.ended_at
-    assert after.latest_result().exc_string.startswith("AgentElsewhere: ")  # the turn before it is in the other store
-    assert scene.turns() == []  # a rejected answer is no turn
     scene.assert_nothing_is_left()

@@ -154,7 +154,7 @@ def test_checked_jobs_go_on_and_count_without_one_refusal(admin, url, producer, 
         checked = producer.submit(prompt="say yes", models="auto", check=check, task="t")
         assert checked.result(timeout_s=30).accepted
         assert checked.feedback(accepted=False)
-        rejected = producer.submit(prompt="say no", agent_id="a", route=route, check=check, task="t")
+        rejected = producer.submit(prompt="say no", route=route, check=check, task="t")
         worker.wait_for(lambda: admin.lrange("rq:queue:large", 0, -1) == [rejected.job_id.encode()])
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0

@@ -2,10 +2,9 @@
 model without the adapter beside the one with it, as two models that a job may ask."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import ExitStack
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -109,12 +108,12 @@ def alone(trained, smollm2):
 
 
 def test_jobs_go_on_from_the_model_to_the_taught_one_and_each_answers_as_mlx_lm_alone(
-    trained, alone, redis_url, producer, connection, smollm2, tmp_path, capsys
+    trained, alone, redis_url, producer, smollm2, tmp_path, capsys
 ):
     plain, taught = models = [smollm2.name, f"{smollm2.name}+taught"]
     jobs, verdicts = [], Counter()
 
-    def ask(messages, task, **fields):
+    def ask(messages, task):
         """Adds a job whose answer must hold `NEEDLES[task]`, with what it has to come to; returns the last answer."""
         attempts, text = [], ""
         for model in models:
@@ -123,19 +122,17 @@ def test_jobs_go_on_from_the_model_to_the_taught_one_and_each_answers_as_mlx_lm_
             verdicts[task, *attempts[-1]] += 1
             if attempts[-1][1]:
                 break
-        fields |= {"messages": messages, "task": task, "check": {"contains": NEEDLES[task]}, "max_tokens": MAX_TOKENS}
+        fields = {"messages": messages, "task": task, "check": {"contains": NEEDLES[task]}, "max_tokens": MAX_TOKENS}
         jobs.append((fields, attempts, text))
         return text
 
     for thing in ("ladder", "sofa"):
         ask([user(question(thing, "Rome"))], "teams")
         ask([user(question(thing, "Rome"))], "prose")
-    for agent_id in ("a", "b"):
-        messages = []
-        for city, task in (("Rome", "prose"), ("Bern", "teams"), ("Riga", "prose"), ("Kyiv", "teams")):
-            messages = [*messages, user(question("tent", city))]
-            text = ask(messages, task, agent_id=agent_id)
-            messages = [*messages, {"role": "assistant", "content": text}]
+    messages = []
+    for city, task in (("Rome", "prose"), ("Bern", "teams"), ("Riga", "prose"), ("Kyiv", "teams")):
+        messages = [*messages, user(question("tent", city))]
+        messages = [*messages, {"role": "assistant", "content": ask(messages, task)}]
     assert {(task, model, accepted) for task, model, accepted in verdicts} >= {
         ("teams", plain, False), ("teams", taught, True), ("prose", plain, True)
     }  # fmt: skip
@@ -150,10 +147,6 @@ def test_jobs_go_on_from_the_model_to_the_taught_one_and_each_answers_as_mlx_lm_
     for result, (fields, attempts, text) in zip(results, jobs, strict=True):
         assert [(one.model, one.accepted) for one in result.attempts] == attempts, fields
         assert (result.model, result.text) == (attempts[-1][0], text), fields
-    times = defaultdict(list)
-    for result in results:
-        times[result.agent_id].append(connection.hmget(f"rq:job:{result.job_id}", "started_at", "ended_at"))
-    assert all(later[0] >= before[1] for agent_id in "ab" for before, later in pairwise(times[agent_id]))
 
     with pytest.raises(SystemExit):
         main(["--redis", redis_url, "trust", "ls", "--json"])

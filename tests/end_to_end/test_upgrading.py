@@ -144,19 +144,3 @@ def test_two_workers_are_upgraded_under_load(producer, connection, workers, load
     load.submit(*agents, None, v=NEWER)
     load.check()
     until(lambda: producer.overview().unserved == [], workers)
-
-
-def test_workers_with_different_models_share_a_queue_while_one_of_them_is_restarted(producer, workers, load):
-    agents = [f"full {n}" for n in range(6)]
-    workers.start("mac1", model="small")
-    workers.start("mac2", model="large")
-    for model in ("small", "large", "large", "small"):  # each agent goes from one model to the other
-        load.submit(*agents, None, model=model)
-    load.submit(*agents)
-    workers.drain("mac2")
-    load.submit(*agents, None, model="large")
-    workers.left("mac2")
-    until(lambda: [jobs.model for jobs in producer.overview().unserved] == ["large"], workers)
-    workers.start("mac2", model="large")
-    load.submit(*agents, model="small")
-    load.check()

@@ -11,7 +11,7 @@ from rq.queue import Queue
 
 from stoker import InvalidRequest, JobNotFound, Producer
 from stoker.new_job import WireJson
-from stoker_shared.wire import FIELD_AGENT, FIELD_NEEDS, TASK_PATH
+from stoker_shared.wire import FIELD_AGENT, TASK_PATH
 
 FIELDS: dict[str, Any] = {"agent_id": "a", "prompt": "hi", "max_tokens": 5}
 TIMES = {"job_timeout": 3600, "result_ttl": 86_400, "failure_ttl": 7 * 86_400}
@@ -125,20 +125,6 @@ def test_a_worker_that_looks_ahead_finds_agent_and_access_beside_the_request(pro
     ticket = producer.submit(prompt="x", **fields)
     created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_AGENT)
     assert found.decode() == f"{created_at.decode()} {hint}"
-
-
-@pytest.mark.parametrize("agent_id", [None, "a b"])
-def test_a_worker_that_looks_ahead_finds_the_named_model_too_and_no_field_if_there_is_none(
-    producer, connection, agent_id
-):
-    ticket = producer.submit(prompt="x", agent_id=agent_id, model="a model")
-    created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_NEEDS)
-    assert found.decode() == f"{created_at.decode()} - 0 a model"
-    ticket = producer.submit(prompt="x", agent_id=agent_id, route=[{"model": "small", "queue": "q"}])
-    created_at, found = connection.hmget(f"rq:job:{ticket.job_id}", "created_at", FIELD_NEEDS)
-    assert found.decode() == f"{created_at.decode()} generate 4 small"
-    any_model = producer.submit(prompt="x", agent_id=agent_id)
-    assert not connection.hexists(f"rq:job:{any_model.job_id}", FIELD_NEEDS)
 
 
 def test_a_job_cannot_depend_on_a_missing_job(producer, connection):

@@ -181,12 +181,23 @@ def test_a_schema_that_is_none_is_refused_by_name(schema):
         ({"route": [{"model": "m", "queue": "q"}], "model": "m"}, "'route' and 'model'"),
         ({"route": [{"model": "m", "queue": "q"}] * 2}, "by a 'check'"),
         ({"route": [{"model": "m", "queue": "q"}], "agent_id": "a", "context": "append"}, "'append'"),
+        ({"route": [{"model": "m", "queue": "q"}], "agent_id": "a"}, "no agent's memory.*give cache 'read'"),
+        (
+            {"route": [{"model": m, "queue": "q"} for m in ("m", "o")], "check": {"contains": "a"}},
+            "'m' and 'o' in queue 'q'",
+        ),
         ({"task": "two words"}, "task"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields, message):
     with pytest.raises(InvalidRequest, match=message):
         build_request({"prompt": "p", **fields})
+
+
+@pytest.mark.parametrize("cache", ["read", "off"])
+def test_a_job_that_writes_no_memory_may_ask_several_models_for_an_agent(cache):
+    route = [{"model": "m", "queue": "q"}, {"model": "m", "queue": "q"}, {"model": "o", "queue": "r"}]
+    build_request({"prompt": "p", "agent_id": "a", "cache": cache, "route": route, "check": {"contains": "a"}})
 
 
 def test_the_compiled_schemas_of_many_jobs_do_not_add_up():

@@ -15,7 +15,6 @@ def test_the_names_on_the_wire_are_stable():
     assert wire.FIELD_ATTEMPTS == "stoker_attempts"
     assert wire.FIELD_LOST_ALONE == "stoker_lost_alone"
     assert wire.FIELD_AGENT == "stoker_agent"
-    assert wire.FIELD_NEEDS == "stoker_needs"
     assert wire.LEASE_KEY == "stoker:holder:{member}"
     assert wire.FENCE_KEY == "stoker:fence:{member}"
     assert wire.MEMBERS_KEY == "stoker:members"

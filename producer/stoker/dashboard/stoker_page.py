@@ -10,12 +10,10 @@ from stoker.driver import run
 from stoker.overview import overview
 from stoker.overview_tables import (
     JOBS_HIDDEN,
-    NOT_SERVED,
     job_table,
     queue_table,
     shared_store_table,
     trouble_text,
-    unserved_table,
     worker_table,
 )
 
@@ -25,8 +23,7 @@ def add_stoker_page(app: Flask, connection: Redis) -> None:
 
     def view(instance_number: int) -> Response:
         now = run(connection, overview())
-        tables = [(NOT_SERVED, unserved_table(now), "")] if now.unserved else []
-        tables += [
+        tables = [
             ("Queues", queue_table(now.queues), "no queues"),
             ("Workers", worker_table(now.workers), "no workers"),
             ("Shared store", shared_store_table(now.workers), "none"),

@@ -224,8 +224,7 @@ def test_the_stoker_page_shows_what_stoker_status_shows(page, producer, connecti
     text = words(page("/0/view/stoker"))
     assert "no queues" in text
     assert "no workers" in text
-    unserved = {"queue": "nightly", "jobs": 2, "model": MARKUP, "task": "", "version": 0, "only_at": None}
-    register(connection, "stoker-mac", "generate", "nightly", unserved=[unserved])
+    register(connection, "stoker-mac", "generate", "nightly", model=MARKUP)
     register(connection, "stoker-gone", alive=False)
     job_id = run_on(connection, producer, "stoker-gone")
     run_on(connection, producer, "stoker-mac")

@@ -19,7 +19,7 @@ from stoker_worker.metrics.watch import Watch
 from stoker_worker.ports import DataLoss, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
-STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8, 2))
+STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8))
 WAITING = QueueDepth("generate", 3, 1.5)
 REDIS = RedisUse({"misspelt": 2}, {metric.name.removeprefix("stoker_"): 1.0 for metric in REDIS_SERVER})
 

@@ -77,7 +77,9 @@ CACHE_MISSES: Final = _counter(
 )
 UNSAVED: Final = _counter("results_unsaved", "Results posted whose turn could not be saved.")
 RECOVERED: Final = _counter("jobs_recovered", "Jobs of dead workers that this worker put back into the queue.")
-MOVED_IN: Final = _counter("agents_moved_in", "Agents that came to this worker from another home.")
+MOVED_IN: Final = _counter(
+    "agents_moved_in", "Jobs of this worker whose agent's newest version another worker had made."
+)
 
 QUEUE_TIME: Final = _histogram("request_queue_time_seconds", "From enqueueing to the claim.", _LONG)
 FIRST_TOKEN: Final = _histogram("time_to_first_token_seconds", "From enqueueing to the first token.", _LONG)
@@ -136,9 +138,6 @@ RAM_MAX: Final = _gauge("ram_cache_max_bytes", "The limit of that.")
 SHARED_UP: Final = _gauge("shared_store_up", "Whether the shared store answers; only if there is one.")
 SHARED_WRITTEN: Final = _counter("shared_store_written_bytes", "Bytes of caches written to the shared store.")
 SHARED_READ: Final = _counter("shared_store_read_bytes", "Bytes of caches read from the shared store.")
-SHARED_WAITING: Final = _gauge(
-    "shared_store_waiting_agents", "Agents of which the shared store lacks a version or some cache."
-)
 REDIS_UP: Final = _gauge("redis_up", "Whether Redis answers, and has the last heartbeat.")
 REDIS_AWAY: Final = _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.")
 DATA_LOST: Final = _counter("redis_data_lost", "How often this worker has noticed that Redis had lost data.")

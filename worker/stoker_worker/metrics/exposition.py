@@ -113,7 +113,6 @@ def _of_memory(look: Look) -> Iterator[Value]:
             yield of.SHARED_UP, (), not shared.away_s
             yield of.SHARED_WRITTEN, (), shared.written_bytes
             yield of.SHARED_READ, (), shared.read_bytes
-            yield of.SHARED_WAITING, (), shared.waiting_agents
 
 
 def _version(package: str) -> str:

@@ -71,7 +71,7 @@ class LiveFigures:
         if self._looking.shared_store is None:
             return None
         shared = self._looking.shared_store()
-        return {"away_s": round(shared.away_s, 1), "waiting_agents": shared.waiting_agents}
+        return {"away_s": round(shared.away_s, 1)}
 
     def _add(self, sample: _Sample, *, is_idle: bool) -> None:
         """Time without work counts in no rate: the next backlog is not judged by it."""

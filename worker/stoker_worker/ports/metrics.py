@@ -44,7 +44,7 @@ class MetricsPort(Protocol):
         """Jobs of dead workers are back in the queue. Fetcher and recovery threads."""
 
     def moved_in(self, n_agents: int) -> None:
-        """Agents that had another home have this worker from now on. Fetcher thread."""
+        """Jobs have started whose agent's newest version another worker had made. Fetcher thread."""
 
     def restored(self, seconds: float, source: str) -> None:
         """Agent memory was looked up for one prompt, and read if there was any. Loader thread.
@@ -119,13 +119,11 @@ class SharedUse:
     Attributes:
         away_s: for how long it has not answered; 0: it does.
         written_bytes, read_bytes: since the start.
-        waiting_agents: of which it lacks something.
     """
 
     away_s: float
     written_bytes: int
     read_bytes: int
-    waiting_agents: int
 
 
 @dataclass(frozen=True)
