@@ -70,6 +70,8 @@ class Macs:
             worker.wait_until_ready()
 
     def are_ready(self) -> bool:
+        """Replaces those that left by themselves."""
+        self.see_to_all()
         return all("ready: model" in worker.log for worker in self.workers.values())
 
     def replace(self, n: int) -> None:

@@ -111,7 +111,7 @@ def test_no_conversation_is_lost_and_no_version_made_twice_whatever_happens(
         traffic.send(N_JOBS // 2)
         rage(crew, share, traffic, chance)
         traffic.send(N_AGENTS)  # everybody goes on, and nobody's turn is lost
-        wait_for(lambda: bool(crew.see_to_all()) or crew.are_ready(), CALM_S, crew.logs)
+        wait_for(crew.are_ready, CALM_S, crew.logs)
         traffic.wait(connection)
     finally:
         crew.end()
