@@ -19,7 +19,7 @@ from stoker_worker.ports import (
     CacheSlice,
     CacheStorePort,
     Delivery,
-    HomeOf,
+    LastVersion,
     LoadedModel,
     PlaceOf,
     Restored,
@@ -47,6 +47,12 @@ class InMemoryAgentStore(CacheStorePort):
         self.agent_jobs = InMemoryAgentJobs(self.memory)
         self.at_hand: set[str] | None = None
         self._begun: set[str] = set()
+
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        return True
+
+    def close_number(self, agent_id: str) -> None:
+        """No other run's turn can arrive later."""
 
     def open_agent(self, agent_id: str) -> AgentVersion:
         with self.memory.lock:
@@ -129,17 +135,8 @@ class InMemoryAgentStore(CacheStorePort):
     def order_by(self, place_of: PlaceOf) -> None:
         self.place_of = place_of
 
-    def know_homes(self, home_of: HomeOf) -> None:
-        """No other worker has what is in this process's memory."""
-
-    def is_only_here(self, agent_id: str) -> bool:
-        return True
-
     def is_away(self) -> bool:
         return False
-
-    def move_s(self, agent_id: str) -> float | None:
-        return None
 
     def is_at_hand(self, agent_id: str) -> bool:
         return self.at_hand is None or agent_id in self.at_hand
