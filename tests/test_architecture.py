@@ -75,7 +75,7 @@ ALLOWED_IMPORTERS = {
     "uvicorn": ("stoker.serve.server.", "stoker.serve.connections."),
     "click": COMMANDS,
     "prometheus_client": ("stoker_worker.metrics.",),
-    "obstore": ("stoker_worker.memory.shared_store.bucket.",),
+    "obstore": ("stoker_worker.memory.replica.bucket.",),
     "pickle": (),
 }
 """Module imported: prefixes of the modules that may import it."""

@@ -6,7 +6,7 @@ them apart. Only one of them is a worker (`store_lock`).
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker_shared.errors import StoreUnusable
@@ -22,12 +22,17 @@ from stoker_worker.memory.database_file import (
     refused_if_unusable,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.next_version import Alone, Replica
 from stoker_worker.memory.unsaved import UnsavedTurns
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoreParts:
-    """An open store."""
+    """An open store.
+
+    Attributes:
+        replica: what it is a copy of.
+    """
 
     path: Path
     files: Disk
@@ -35,6 +40,7 @@ class StoreParts:
     writer: DurableWriter
     blocks: BlockFolder
     pieces: PieceFolder
+    replica: Replica = field(default_factory=Alone)
 
     @property
     def temp(self) -> Path:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tests.worker.memory.agents import files_below, ids, problems_of
-from tests.worker.memory.shared_store.sharing import Machine, SharedFolder
+from tests.worker.memory.replica.sharing import Machine, SharedFolder
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.cli.main import main
 from stoker_worker.memory.checksum import checksum
-from stoker_worker.memory.shared_store import known_versions
-from stoker_worker.memory.shared_store.objects import version_name
+from stoker_worker.memory.replica import known_versions
+from stoker_worker.memory.replica.objects import version_name
 from stoker_worker.ports import AgentHome, Delivery
 
 LONG = ids(2000)

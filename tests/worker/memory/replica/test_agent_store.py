@@ -18,7 +18,7 @@ from tests.worker.memory.agents import (
     open_store,
     problems_of,
 )
-from tests.worker.memory.shared_store.sharing import BOTH, Machine, Share, SharedAgent
+from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgent
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway
