@@ -24,6 +24,7 @@ from stoker_worker.queue.registration import member_of
 from stoker_worker.queue.waiting_job import Granted
 
 _TRIES: Final = 8  # in one claim, while jobs turn out not to be ours to claim
+_MOST_PASSED: Final = 10_000
 _HELD_S: Final = 0.5
 """How long a line is aside while a job of its agent is in flight elsewhere, before the next try."""
 
@@ -121,7 +122,7 @@ class Claimer:
             ready: the other RQ workers to which lines may be left.
         """
         lines, now, back = self.waiting.lines, self._clock(), []
-        if not self.has_unread:
+        if not self.has_unread or len(self._passed_at) > _MOST_PASSED + len(self.waiting):
             self._passed_at = {job_id: at for job_id, at in self._passed_at.items() if job_id in self.waiting}
         for agent_id, why in lines.aside.items():
             head = lines.first_of(agent_id)
