@@ -132,7 +132,7 @@ def is_written_through(producer: Producer) -> bool:
     """As `stoker status` shows it."""
     shown = [worker.live and worker.live.now for worker in producer.overview().workers]
     shared = [now.shared_store for now in shown if now and now.shared_store]
-    return len(shared) == N_WORKERS and not any(one.away_s or one.waiting_agents for one in shared)
+    return len(shared) == N_WORKERS and not any(one.away_s for one in shared)
 
 
 def check_conversation(agent_id: str, jobs: Sequence[Sent], text: str | None) -> Counter[str]:
