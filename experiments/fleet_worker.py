@@ -24,7 +24,6 @@ from fleet_load import (
 from played_redis import PlayedRedis
 from virtual_time import CLOCK
 
-from stoker_shared.needs import NOTHING, Needs
 from stoker_shared.wire import LEASE_KEY
 from stoker_worker.ports import Busy, MemoryUse
 from stoker_worker.queue.claim_order import ClaimOrder
@@ -69,11 +68,6 @@ class Run:
     @property
     def job_id(self) -> str:
         return self.ask.job_id
-
-    @property
-    def needs(self) -> Needs:
-        """Any worker can serve it."""
-        return NOTHING
 
     @property
     def former_home(self) -> str | None:

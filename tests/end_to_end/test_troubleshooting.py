@@ -18,7 +18,6 @@ from rq.webhook import Webhook
 from tests.end_to_end.refused_jobs import (
     damaged_agent,
     lost_job,
-    of_another_store,
     plain_job,
     raised,
     refused_guide,
@@ -224,7 +223,6 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
         unsaved_log(redis_url, small_disk)[1],
         fails(agent_id="a", prompt="x", context="append", expect_version=7),
         raised(producer.agents.fork, "nobody", "b"),
-        of_another_store(redis_url, tmp_path),
         raised(producer.agents.fork, "a", "a"),
         fails(prompt="x", max_tokens=100_000, job_timeout_s=1),
         lost_job(redis_url, tmp_path),

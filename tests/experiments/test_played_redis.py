@@ -13,7 +13,6 @@ from stoker_shared.wire import (
     COUNTS_KEY,
     FIELD_AGENT,
     FIELD_ATTEMPTS,
-    FIELD_NEEDS,
     HOMES_KEY,
     LEASE_KEY,
     LEFT_KEY,
@@ -177,7 +176,7 @@ class History:
     def read(self) -> None:
         if ids := self.chance.sample(self.known, min(5, len(self.known))):
             keys = [MEMBERS_KEY, HOMES, *(b"rq:job:" + job_id for job_id in ids)]
-            self.both.script(READ, keys, [self.chance.choice(NAMES), FIELD_AGENT, FIELD_ATTEMPTS, 100_000, FIELD_NEEDS])
+            self.both.script(READ, keys, [self.chance.choice(NAMES), FIELD_AGENT, FIELD_ATTEMPTS, 100_000])
 
     def claim(self) -> None:
         name = self.chance.choice(NAMES)
