@@ -37,7 +37,7 @@ from tests.end_to_end.worker_logs import (
 from tests.private_server import free_port
 from tests.producer.serve.conftest import serving_at
 from tests.worker.memory.agents import ids, using
-from tests.worker.memory.shared_store.sharing import Machine, SharedFolder
+from tests.worker.memory.replica.sharing import Machine, SharedFolder
 from tests.worker_process import fork_server, running_worker
 
 from stoker.serve.tokens import Tokens

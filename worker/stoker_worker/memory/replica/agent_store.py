@@ -183,7 +183,7 @@ class ReplicatedStore(CacheStorePort):
     def glance(self) -> SharedUse:
         """How the shared store is used. No I/O; any thread."""
         caches = self._caches
-        return SharedUse(self._bucket.outage.seconds, caches.written_bytes, caches.read_bytes, self._behind.n_waiting)
+        return SharedUse(self._bucket.outage.seconds, caches.written_bytes, caches.read_bytes)
 
     def close(self) -> None:
         """A cache that is not written yet is computed by whoever needs it."""
