@@ -144,11 +144,16 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
     with running_worker(redis_url, store, "--name", "mac") as worker:
         worker.wait_until_ready()
         provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name mac"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name another"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --standby"))
         provoked.append(said(f"{run} --redis {redis_url} --queues other --store {store}"))
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        (copy / "worker-name").write_text((store / "worker-name").read_text())
-        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy"))
+    copy, shared = tmp_path / "copy", ("--queues", "shared", "--shared-store", f"file://{tmp_path / 'share'}")
+    copy.mkdir()
+    (tmp_path / "share").mkdir()
+    (copy / "worker-name").write_text((store / "worker-name").read_text())
+    with running_worker(redis_url, store, *shared) as worker:
+        worker.wait_until_ready()
+        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy {' '.join(shared)}"))
     provoked += [
         said(f"{run} --redis embedded --store /dev/null/store"),
         said(f"{run} --redis {redis_url} --store /dev/null/store"),
