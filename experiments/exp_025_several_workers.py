@@ -38,7 +38,18 @@ def run_jobs(url: str, folder: Path, n_workers: int, n_jobs: int) -> Json:
     with Redis.from_url(url) as connection, Producer(connection) as producer, ExitStack() as workers:
         connection.flushdb()
         connection.set("rq:suspended", 1)
-        options = ["--engine", "scripted", "--scripted-steps-per-s", str(STEPS_PER_S), "--max-batch", str(MAX_BATCH)]
+        shared = folder / f"shared-{time.monotonic_ns()}"
+        shared.mkdir()
+        options = [
+            "--shared-store",
+            f"file://{shared}",
+            "--engine",
+            "scripted",
+            "--scripted-steps-per-s",
+            str(STEPS_PER_S),
+            "--max-batch",
+            str(MAX_BATCH),
+        ]
         for n in range(n_workers):
             store = folder / f"{n_workers}-{n_jobs}-{time.monotonic_ns()}"
             workers.enter_context(WorkerProcess(url, store, "--name", f"mac{n}", *options))

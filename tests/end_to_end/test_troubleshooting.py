@@ -143,11 +143,16 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
     with running_worker(redis_url, store, "--name", "mac") as worker:
         worker.wait_until_ready()
         provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name mac"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name another"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --standby"))
         provoked.append(said(f"{run} --redis {redis_url} --queues other --store {store}"))
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        (copy / "worker-name").write_text((store / "worker-name").read_text())
-        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy"))
+    copy, shared = tmp_path / "copy", ("--queues", "shared", "--shared-store", f"file://{tmp_path / 'share'}")
+    copy.mkdir()
+    (tmp_path / "share").mkdir()
+    with running_worker(redis_url, tmp_path / "first", *shared) as worker:
+        worker.wait_until_ready()
+        (copy / "worker-name").write_text((tmp_path / "first" / "worker-name").read_text())
+        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy {' '.join(shared)}"))
     provoked += [
         said(f"{run} --redis embedded --store /dev/null/store"),
         said(f"{run} --redis {redis_url} --store /dev/null/store"),
@@ -311,8 +316,8 @@ def test_a_shared_store(said, redis_url, tmp_path, monkeypatch, caplog):
     (tmp_path / "other").mkdir()
     with running_worker(redis_url, tmp_path / "mac1", "--shared-store", share.url) as worker:
         worker.wait_until_ready()
-        run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
-        provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
+    run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
+    provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
     three = agent("three")
     three.store.know_homes(lambda agent_id: AgentHome("mac1", 0, "mac1"))
     provoked.append(refused(lambda: three.store.open_agent("new")))
