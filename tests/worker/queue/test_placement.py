@@ -297,10 +297,10 @@ def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatc
 
 def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit):
     a, b = timed("a"), timed("b")
-    agents = [f"agent {n}" for n in range(300)]
+    agents = [f"agent {n}" for n in range(100)]
     submit(*agents)
     while len(a.in_flight()) < len(agents):
-        claim(a, limit=300)
+        claim(a, limit=100)
     run(a.in_flight(), 1)
     submit(*agents)
     (behind,) = submit("new")
