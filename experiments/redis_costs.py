@@ -27,7 +27,6 @@ from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.rq_queue import RqQueue
-from stoker_worker.queue.own_store import OwnStore
 from stoker_worker.settings import read_settings
 
 QUEUE = "generate"
@@ -182,7 +181,8 @@ def _last_bytes(connection: Redis, n_agents: int) -> float:
     before: Any = connection.info("memory")
     key = LAST_KEY.format(queue=QUEUE)
     for start in range(0, n_agents, 1000):
-        connection.hset(key, mapping={f"agent-{n:08}": f"stoker-mac{n % 100:04}-01234567 {n % 50}" for n in range(start, start + 1000)})
+        found = {f"agent-{n:08}": f"stoker-mac{n % 100:04}-01234567 {n % 50}" for n in range(start, start + 1000)}
+        connection.hset(key, mapping=found)
     after: Any = connection.info("memory")
     connection.delete(key)
     return round((after["used_memory"] - before["used_memory"]) / n_agents, 1)
