@@ -74,14 +74,14 @@ def test_jobs_that_read_run_beside_one_another_and_one_that_writes_waits_for_the
     assert ids(claim(b)) == [two]
     (writes,) = submit("x")
     (behind,) = submit("x", cache="read")
-    run(a.in_flight())
+    run(b.in_flight())
     assert claim(a) == []
     assert claim(b) == []
-    run(b.in_flight())
-    assert ids(claim_within(a)) == [writes]
-    assert claim(b) == []
     run(a.in_flight())
-    assert ids(claim_within(b)) == [behind]
+    assert ids(claim_within(b)) == [writes]
+    assert claim(a) == []
+    run(b.in_flight())
+    assert ids(claim_within(a)) == [behind]
 
 
 @pytest.mark.parametrize("how", ["canceled", "failed", "deleted"])
