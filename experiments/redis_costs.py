@@ -19,14 +19,14 @@ from redis import Redis
 from redis.connection import AbstractConnection
 
 from stoker import Producer
-from stoker_shared.wire import HOMES_KEY
+from stoker_shared.wire import LAST_KEY
 from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, SequenceProgress
 from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.rq_queue import RqQueue
-from stoker_worker.queue.waiting_job import HomeRule
 from stoker_worker.settings import read_settings
 
 QUEUE = "generate"
@@ -121,7 +121,7 @@ def costs(url: str, members: tuple[int, ...], *, times: int) -> Json:
         found["beat"] = meter.cost(queue.beat, max(5, times // 10))
         found["watch"] = meter.cost(lambda: queue.withdrawn(_progress(queue)), max(5, times // 10))
         found["by members"] = {str(n): _with_members(connection, queue, meter, n, times) for n in members}
-        found["agent's home, bytes"] = _home_bytes(connection, 20 * times)
+        found["agent's newest version, bytes"] = _last_bytes(connection, 20 * times)
     return found
 
 
@@ -155,7 +155,7 @@ def _progress(queue: RqQueue) -> dict[str, SequenceProgress]:
 
 
 def _with_members(connection: Redis, queue: RqQueue, meter: Meter, n_members: int, times: int) -> Json:
-    """A look at the members, and reading a waiting job whose agent is at home at another one."""
+    """A look at the members, and reading a waiting job."""
     n_there: Any = connection.hlen("stoker:members")
     for n in range(n_there, n_members):
         name = f"mac{n:04}"
@@ -163,28 +163,26 @@ def _with_members(connection: Redis, queue: RqQueue, meter: Meter, n_members: in
     look = meter.cost(queue._members.look, max(5, times // 20))
     with Producer(connection) as producer:
         producer.submit_many([{"agent_id": f"there {n}", "prompt": "x" * 500} for n in range(READ_JOBS)])
-    homes = {f"there {n}": f"mac{1 + n % (n_members - 1):04} =" for n in range(READ_JOBS)} if n_members > 1 else {}
-    if homes:
-        connection.hset(HOMES_KEY.format(queue=QUEUE), mapping=homes)
 
     def read_all() -> None:
-        claimer = Claimer(connection, QUEUE, queue._lease, HomeRule())
+        claimer = Claimer(connection, QUEUE, queue._lease, Placement(connection, (), worker_name="stoker-mac-01234567"))
         claimer.read_ahead(0, Busy())
         while claimer.has_unread:
             claimer.read_ahead(0, Busy())
 
     read = meter.cost(read_all, max(2, times // 100))
-    connection.delete(f"rq:queue:{QUEUE}", HOMES_KEY.format(queue=QUEUE))
+    connection.delete(f"rq:queue:{QUEUE}")
     return {"members look": look, "job read": {"server_us": round(read["server_us"] / READ_JOBS, 2),
             "commands": round(read["commands"] / READ_JOBS, 4)}}  # fmt: skip
 
 
-def _home_bytes(connection: Redis, n_agents: int) -> float:
-    """What the entry of an agent takes of the server's memory."""
+def _last_bytes(connection: Redis, n_agents: int) -> float:
+    """What an agent's entry takes of the server's memory."""
     before: Any = connection.info("memory")
-    key = HOMES_KEY.format(queue=QUEUE)
+    key = LAST_KEY.format(queue=QUEUE)
     for start in range(0, n_agents, 1000):
-        connection.hset(key, mapping={f"agent-{n:08}": f"mac{n % 100:04} =" for n in range(start, start + 1000)})
+        found = {f"agent-{n:08}": f"stoker-mac{n % 100:04}-01234567 {n % 50}" for n in range(start, start + 1000)}
+        connection.hset(key, mapping=found)
     after: Any = connection.info("memory")
     connection.delete(key)
     return round((after["used_memory"] - before["used_memory"]) / n_agents, 1)
