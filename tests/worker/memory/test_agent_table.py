@@ -119,7 +119,7 @@ def test_the_newest_version_is_read_from_a_bounded_number_of_rows(connection: Co
 def test_an_agents_number_is_never_that_of_another_with_rows(connection: Connection) -> None:
     for name in "abc":
         say(connection, name, 10)
-    deliveries.remember(connection, 3, KEY, {"text": "c's"}, time.time() + 60)
+    deliveries.remember(connection, 3, KEY, {"text": "c's"}, time.time() + 60, version=1)
     forgotten = agent_table.find_agent(connection, "c")
     assert forgotten is not None
     agent_table.delete_agent(connection, forgotten)
