@@ -21,7 +21,7 @@ from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import NextVersion, commit_next
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def forget_agent(
     Raises:
         AgentTranscriptUnreadable: whether there is such an agent cannot be known.
         AgentVersionConflict: see `Asked`.
-        VersionTaken, SharedStoreAway: as `commit_next`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
     """
     change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held)
@@ -55,7 +55,7 @@ def forget_agent(
             version = None
         else:
             version = _empty_version(parts, agent_id, asked)
-            removed = commit_next(parts, lambda: version, change)
+            removed = parts.commit_next(lambda: version, change)
     if removed is None:  # here it is removed later
         assert version is not None
         assert version.result is not None

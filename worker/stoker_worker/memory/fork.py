@@ -21,7 +21,6 @@ from stoker_worker.memory.agent_changes import (
     write_with_cache,
 )
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import commit_next
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of, make_record
 from stoker_worker.ports import AgentVersion
@@ -38,7 +37,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
         AgentExists: there is a `target`.
         AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
         AgentVersionConflict: see `Asked`.
-        VersionTaken, SharedStoreAway: as `commit_next`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be written; there is no `target`.
     """
     with ExitStack() as files:
@@ -68,7 +67,7 @@ def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_CO
 
     try:
         with naming(target):
-            commit_next(parts, lambda: next_version, change)
+            parts.commit_next(lambda: next_version, change)
     except AgentExists:
         raise  # its files have the same names
     except Exception:

@@ -1,24 +1,16 @@
 """An agent's next version on its way: into the shared store first, if there is one, and then into the database. Any
 thread.
 
-Every change of an agent that makes a version goes through `commit_next`: a turn, a fork, a rollback, an import, a
-forget. A store without a shared one has `Alone`, which does nothing.
+Every change of an agent that makes a version goes through `StoreParts.commit_next`: a turn, a fork, a rollback, an
+import, a forget. A store without a shared one has `Alone`, which does nothing.
 """
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.turn_record import TurnRecord
-
-if TYPE_CHECKING:
-    from stoker_worker.memory.store_parts import StoreParts
-
-_log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,34 +113,3 @@ class Alone(Replica):
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
         return True
-
-
-def commit_next(parts: "StoreParts", version: Callable[[], NextVersion], change: Callable[[Connection], T]) -> T | None:
-    """Make the version the agent's newest one, there and here, by the transaction of `change`.
-
-    Returns:
-        what `change` returned; ``None``: it failed here, but the version is in the shared store, and so it is made. The
-        next look brings it in.
-
-    Raises:
-        VersionTaken, SharedStoreAway: as `Replica.publish`; nothing has changed here.
-        Exception: there is no shared store, and `change` failed; nothing has changed.
-    """
-    replica = parts.replica
-    if not replica.is_shared:
-        return parts.database.commit(change)
-    made = version()
-    replica.publish(made)
-
-    def run(connection: Connection) -> T:
-        result = change(connection)
-        replica.committed(connection, made)
-        return result
-
-    try:
-        return parts.database.commit(run)
-    except Exception as error:
-        _log.warning(
-            "agent %r: version %d is in the shared store, and comes here later: %s", made.agent_id, made.number, error
-        )
-        return None

@@ -12,7 +12,7 @@ from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import NextVersion, commit_next
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import cached_prefix, chain_of, make_record
 from stoker_worker.memory.turn_record import MadeBy, TurnRecord
@@ -29,7 +29,7 @@ def roll_back(
         AgentNotFound: there is no such agent, or it has no such version (any more).
         AgentTranscriptUnreadable: the transcript of that version is damaged.
         AgentVersionConflict: see `Asked`.
-        VersionTaken, SharedStoreAway: as `commit_next`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be written; the agent is as it was.
     """
     with naming(agent_id):
@@ -78,7 +78,7 @@ def _commit(parts: StoreParts, going: _Going) -> None:
         write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
         asked.remember(connection, row.number, back.agent_id, back, version=back.version)
 
-    commit_next(parts, lambda: going.next, change)
+    parts.commit_next(lambda: going.next, change)
     parts.pieces.remove(parts.pieces.paths(back.agent_id, back.from_version))
 
 

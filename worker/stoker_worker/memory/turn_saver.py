@@ -19,7 +19,7 @@ from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes
-from stoker_worker.memory.next_version import NextVersion, commit_next
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import cached_chain, own_pieces, record_of
 from stoker_worker.memory.turn_record import TurnRecord
@@ -58,7 +58,7 @@ class TurnSaver:
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
-            VersionTaken, SharedStoreAway: as `commit_next`.
+            VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
             OSError, Damaged: it could not be written; the agent is still at `turn.base`.
         """
         chain = cached_chain(turn)
@@ -99,7 +99,7 @@ class TurnSaver:
             raise CacheNotWritten(error) from error
         written = _Written(turn, chain, record_of(turn, chain), sizes, piece_bytes)
         try:
-            commit_next(self._parts, written.next_version, partial(self._commit, written=written))
+            self._parts.commit_next(written.next_version, partial(self._commit, written=written))
         except AgentVersionConflict:
             raise  # the newest version's files may have the same names
         except Exception:

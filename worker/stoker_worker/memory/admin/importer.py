@@ -23,7 +23,7 @@ from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.in_flight import working_on
-from stoker_worker.memory.next_version import NextVersion, commit_next
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import are_snapshots, chain_of
 from stoker_worker.memory.turn_record import TurnRecord, delta, replay
@@ -57,7 +57,7 @@ def import_agent(
 
     Raises:
         AgentMemoryError: the file is refused, or there is such an agent already.
-        VersionTaken, SharedStoreAway: as `commit_next`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         AgentBusy: a worker or another command works on an agent of this id.
         OSError: it could not be read or written; there is no such agent.
     """
@@ -95,7 +95,7 @@ class _Import:
             piece_bytes = sum(map(allocated_bytes, pieces))
             with naming(self.agent_id):
                 next_version = partial(self._next_version, version)
-                commit_next(parts, next_version, lambda connection: self._commit(connection, version, piece_bytes))
+                parts.commit_next(next_version, lambda connection: self._commit(connection, version, piece_bytes))
         except AgentExists:
             raise  # its files have the same names
         except Exception:

@@ -110,8 +110,10 @@ class SharedVersion:
             row = dict(zip(_NAMES, record.to_row(), strict=True))
             row |= {name: base64.b64encode(row[name]).decode() for name in _BLOBS if row[name] is not None}
             fields |= row | {"agent_id": made.agent_id, "layout": made.layout}
-        elif made.delivery is not None:
+        elif made.delivery is not None and made.result is not None:  # without the id of an agent that is forgotten
             fields["delivery"] = base64.b64encode(made.delivery).decode()
+            result = json.loads(made.result)
+            fields["result"] = json.dumps({name: value for name, value in result.items() if name != "agent_id"})
         if self.ended:
             fields["ended"] = [[base64.b64encode(key).decode(), *ended] for key, ended in self.ended.items()]
         body = json.dumps(fields, separators=(",", ":")).encode()
@@ -139,6 +141,8 @@ class SharedVersion:
                 raise Damaged("its content is not a version")
             if "checksum" not in fields:
                 delivery = None if fields.get("delivery") is None else _blob(fields["delivery"])
+                if result is not None:
+                    result = json.dumps(json.loads(result) | {"agent_id": agent_id})
                 return cls(NextVersion(agent_id, version, None, delivery, result), ended)
             row = {name: fields[name] for name in _NAMES}
             row |= {name: _blob(row[name]) for name in _BLOBS if row[name] is not None}
