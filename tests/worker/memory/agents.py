@@ -50,6 +50,7 @@ def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str =
 
 
 MODEL = make_model()
+HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
 class ArrayRoom(PrefixRoom):
