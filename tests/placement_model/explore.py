@@ -28,37 +28,221 @@ TROUBLE = {
     "prune": 5,
     "expire": 2,
     "bring": 2,
+    "idle": 1,
+    "slow": 2,
 }
 
 
-def scene(drawn, processes, agents, faults):
-    """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
-    one, agent, moment = drawn.randrange(processes), drawn.randrange(agents), drawn.randrange(7)
-    other = drawn.choice([agent, 1 - agent])  # forks write another one's
-    wait = drawn.choice([0, 1])
+APPEND, FULL, READ, FORGET, ROLLBACK, FORK, PLAIN = 0, 3, 4, 5, 6, 7, 8  # in `KINDS`
+AT_PUT, AT_COMPUTE = 0, 3  # in `MOMENTS`
+ALL, LONG = 29, 8  # rounds: all that can be done; more than a grace
 
-    def jobs(count, of):
-        return [("submit", drawn.choice([0, 0, drawn.randrange(9)]), of, drawn.randrange(9), 0) for _ in range(count)]
 
-    actions = [
-        *jobs(drawn.randrange(2), agent),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        ("submit", drawn.randrange(9), agent, drawn.randrange(100), 0),
-        ("until", one, moment, drawn.choice([0, 0, 1, 2, 2]), drawn.choice(faults)),
-        *[("long_time", drawn.randrange(5, 30), 0, 0, 0)] * wait,
-        ("work", 29, 0, 0, 0),
-        *jobs(drawn.randrange(5), other),
-        ("work", 29, 0, 0, 0),
-        ("work", 29, 0, 0, 0),
-        *[("long_time", drawn.randrange(30), 0, 0, 0)] * wait,
-        *jobs(drawn.randrange(2), other),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        ("prune", drawn.randrange(3), other, 0, 0),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        (drawn.choice(["wake", "arrive", "restart"]), one, 0, 0, 0),
-        ("steps", one, drawn.randrange(100), drawn.randrange(100), 99),
-    ]
-    return [action for action in actions if drawn.random() < 0.9]
+class Scenes:
+    """Directed parts of a history. Each line of one is left out now and then."""
+
+    def __init__(self, drawn, processes, agents, faults):
+        self.drawn, self.faults = drawn, faults
+        self.one, self.other = drawn.sample(range(processes), 2)
+        self.agent = drawn.randrange(agents)
+
+    def any_of(self):
+        scene = self.drawn.choice(
+            [self.stops] * 3 + [self.late, self.slow] * 4 + [self.hint, self.poison, self.outage]
+            + [self.again, self.listed, self.failing, self.closed]
+        )
+        return [action for action in scene() if self.drawn.random() < 0.95]
+
+    def job(self, *kinds, agent=None, argument=0):
+        return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument, 0)
+
+    def jobs(self, most, *kinds):
+        return [self.job(*(kinds or range(9)), argument=self.drawn.randrange(9)) for _ in range(self.drawn.randint(0, most))]
+
+    def work(self, rounds=ALL):
+        return ("work", rounds, 0, 0, 0)
+
+    def idle(self, least=0):
+        return ("idle", self.drawn.randint(least, 13), 0, 0, 0)
+
+    def prune(self):
+        return ("prune", self.drawn.randrange(3), self.agent, 0, 0)
+
+    def maybe(self, *actions):
+        return [action for action in actions if self.drawn.random() < 0.5]
+
+    def emptied(self):
+        """An agent without turns, so that forks and imports may write it."""
+        return [self.job(FORGET), self.work(), ("bring", self.drawn.randrange(3), self.agent, self.drawn.randrange(3), 0)]
+
+    def versions(self):
+        """Some, by others too: a member is left at the end of its patience, a fork and an import hold nothing."""
+        kinds = [[APPEND, FULL], [FORGET, APPEND], [FORGET, FORK, FULL], [APPEND]]
+        found = []
+        for _ in range(self.drawn.randint(2, 4)):
+            found += [self.job(*self.drawn.choice(kinds)), *self.maybe(("steps", 1, 1, 9, 99)), self.work()]
+        return found + self.maybe(*self.emptied())
+
+    def stops(self):
+        """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
+        self.agent = self.drawn.choice([self.agent, 1 - self.agent])  # forks write another one's
+        end = self.drawn.choice(["wake", "arrive", "restart"])
+        return [
+            *self.jobs(1),
+            self.work(self.drawn.randrange(30)),
+            self.job(*range(9), argument=self.drawn.randrange(9)),
+            ("until", self.one, self.drawn.randrange(7), self.drawn.choice([0, 0, 1, 2, 2]), self.drawn.choice(self.faults)),
+            *self.maybe(("long_time", self.drawn.randrange(5, 30), 0, 0, 0)),
+            *self.jobs(4),
+            self.work(),
+            self.work(),
+            *self.maybe(("long_time", self.drawn.randrange(30), 0, 0, 0)),
+            self.prune(),
+            self.work(self.drawn.randrange(30)),
+            (end, self.one, 0, 0, 0),
+            ("steps", self.one, self.drawn.randrange(100), self.drawn.randrange(100), 99),
+        ]
+
+    def late(self):
+        """A put arrives when its number was made by another and pruned; a rollback goes to that number."""
+        return [
+            *self.jobs(2, APPEND, FULL),
+            self.work(),
+            self.job(APPEND, FULL, FORGET),
+            ("until", self.one, AT_PUT, 2, self.drawn.choice([2, 2, 3])),
+            *self.maybe(("crash", self.one, 1, 0, 0), ("idle", 4, 0, 0, 0), ("restart", self.one, 0, 0, 0)),
+            self.work(),
+            *self.versions(),
+            self.idle(LONG),
+            self.prune(),
+            self.work(),
+            ("arrive", 0, 0, 0, 0),
+            *self.maybe(self.job(APPEND), self.work()),
+            self.job(ROLLBACK, READ, FORK, ROLLBACK, argument=self.drawn.randrange(4)),
+            self.work(),
+        ]
+
+    def slow(self):
+        """One thread stops at a moment, and its member does not: it keeps its lease while the chain goes on."""
+        source = 1 - self.agent
+        fork = [self.job(FORGET), self.job(APPEND, agent=source), self.work(), self.job(FORK, agent=source)]
+        write = [*self.jobs(1, APPEND), self.work(), self.job(APPEND, FULL, FORGET)]
+        is_fork = self.drawn.random() < 0.6
+        expired = [self.idle(12), ("expire", self.other, self.agent, 0, 0), self.work(), *self.emptied()[2:], self.work()]
+        return [
+            *(fork if is_fork else write),
+            ("slow", self.drawn.randrange(3), self.drawn.choice([AT_PUT, AT_PUT, AT_PUT, AT_COMPUTE, 6, 7]), 0, 0),
+            *(self.versions() if is_fork else expired + expired),
+            self.idle(LONG),
+            self.prune(),
+            self.work(),
+            *[("wake", process, 0, 0, 0) for process in range(3)],
+            self.work(self.drawn.choice([1, 2, 3, ALL])),
+            self.job(READ, ROLLBACK, APPEND),
+            self.work(),
+        ]
+
+    def hint(self):
+        """Redis, or a command without Redis, leaves a member with a hint that is no longer true."""
+        meanwhile = [
+            [("go_back", 0, 0, 0, 0)],
+            [self.job(FORGET), self.work(), *self.emptied()],
+            [self.idle(12), ("expire", self.other, self.agent, 0, 0), self.work()],
+        ]
+        return [
+            self.job(APPEND, FORGET),
+            self.work(),
+            ("replicate", 0, 0, 0, 0),
+            ("sleep", self.one, 0, 0, 0),
+            ("idle", self.drawn.randrange(4), 0, 0, 0),
+            self.job(APPEND, FULL),
+            self.work(),
+            ("wake", self.one, 0, 0, 0),
+            *self.drawn.choice(meanwhile),
+            self.job(READ, APPEND, ROLLBACK, FORK),
+            ("until", self.one, self.drawn.choice([AT_COMPUTE, AT_PUT]), 3, 99),
+            *self.maybe(self.idle(LONG), self.prune()),
+            self.work(),
+        ]
+
+    def poison(self):
+        """A job takes one member after the other along."""
+        dies = [
+            part
+            for process in self.drawn.choices(range(3), k=12)
+            for part in (("until", process, AT_COMPUTE, 1, 99), ("idle", 4, 0, 0, 0), ("restart", process, 0, 0, 0))
+        ]
+        return [self.job(APPEND, READ, FULL), *dies, self.work()]
+
+    def outage(self):
+        """The bucket goes away at a moment, and members stop. It stays away."""
+        moment = self.drawn.randrange(7)
+        stops = self.maybe(*[("stop", process, 0, 0, 0) for process in range(3)])
+        return [
+            self.job(APPEND, FULL),
+            ("until", self.one, moment, 3, 99),
+            ("outage", 0, 0, 0, 0),
+            *self.maybe(("steps", self.one, 1, self.drawn.randrange(12), 99)),
+            *stops,
+            *self.jobs(2, APPEND, PLAIN),
+        ]
+
+    def again(self):
+        """What was forgotten is imported again."""
+        name = self.drawn.randrange(3)
+        return [
+            self.job(FORGET),
+            self.work(),
+            ("bring", self.one, self.agent, name, 0),
+            self.work(),
+            *self.jobs(1, APPEND),
+            self.job(FORGET),
+            self.work(),
+            ("bring", self.other, self.agent, name, 0),
+            self.work(),
+        ]
+
+    def listed(self):
+        """Names go while somebody who sees an old listing follows them upwards."""
+        return [
+            *self.versions(),
+            self.idle(),
+            self.job(APPEND, FORGET),
+            self.job(APPEND, FORGET, FULL),
+            self.job(FORGET, APPEND),
+            self.work(),
+            ("time", self.drawn.randrange(4), 0, 0, 0),
+            self.prune(),
+            self.job(READ, ROLLBACK, FORK, APPEND),
+            *[("steps", self.drawn.randrange(3), 3 * self.drawn.randrange(9), 3, 99) for _ in range(9)],
+            self.work(),
+        ]
+
+    def failing(self):
+        """A job fails by itself after a put whose outcome is unknown, and is run again."""
+        faults = [("until", self.one, AT_PUT, 2, 2), ("until", self.one, AT_COMPUTE, 2, 4)]
+        return [
+            self.job(APPEND, READ, APPEND),
+            *faults,
+            ("until", self.one, AT_PUT, 2, self.drawn.choice([0, 1, 2, 3])),
+            *self.maybe(("until", self.one, AT_PUT, 2, self.drawn.choice([0, 1, 2, 3]))),
+            self.work(),
+            ("retry", 0, 0, 0, 0),
+            ("arrive", 0, 0, 0, 0),
+            self.work(),
+        ]
+
+    def closed(self):
+        """A read of the line waits for a write before it."""
+        return [
+            self.job(READ, FORK),
+            ("until", self.one, AT_COMPUTE, 3, 99),
+            self.job(APPEND, FORGET),
+            self.job(READ, APPEND),
+            self.work(self.drawn.randrange(4)),
+            *self.maybe(("until", self.other, AT_COMPUTE, 0, 99)),
+            self.work(),
+        ]
 
 
 def history_of(seed):
@@ -80,8 +264,9 @@ def history_of(seed):
         for name in names
     ]
     at = drawn.randint(0, len(history))
-    between = scene(drawn, processes, agents, faults) if drawn.random() < 0.7 else []
-    return history[: drawn.choice([0, 0, at])] + between + history[at:]
+    scenes = Scenes(drawn, processes, agents, faults)
+    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any_of()]
+    return history[: drawn.choice([0, 0, at])] + between + history[at if drawn.random() < 0.5 else len(history) :]
 
 
 def play(history, seed, rule: ModuleType = the_rule):

@@ -290,7 +290,7 @@ def run(me, job):
 
 def read(me, job):
     base = (yield from look(me, job.agent)) if job.agent is not None else NOTHING
-    failure = "failed" if job.losses >= LOSSES else (yield "compute", job.id)
+    failure = "failed" if job.losses >= LOSSES else (yield "compute", job.execution)
     yield from ask("end", me.life, job.id, job.execution, failure or "finished", base.number)
 
 
@@ -321,7 +321,7 @@ def write(me, job):
         if me.stopping:
             return (yield from ask("give_back", me.life, job.id, job.execution))
         if failure is None and not (answered and job.kind == "full"):
-            failure, answered = (yield "compute", job.id), True
+            failure, answered = (yield "compute", job.execution), True
         turns = None if failure else (yield from turns_after(me, job, base))
         if turns is not None:
             new = base.then(me, job.kind, turns, job)
