@@ -110,15 +110,21 @@ class Scenes:
             self.work(),
             self.job(APPEND, FULL, FORGET),
             ("until", self.one, AT_PUT, 2, self.drawn.choice([2, 2, 3])),
-            *self.maybe(("crash", self.one, 1, 0, 0), ("idle", 4, 0, 0, 0), ("restart", self.one, 0, 0, 0)),
+            *self.drawn.choice(
+                [
+                    [("until", self.one, AT_COMPUTE, 2, 4)],
+                    [("flush", 0, 0, 0, 0)],
+                    [("crash", self.one, 1, 0, 0), ("idle", 4, 0, 0, 0), ("restart", self.one, 0, 0, 0)],
+                ]
+            ),
             self.work(),
-            *self.versions(),
+            *self.drawn.choice([[], self.versions(), [self.job(APPEND)], [self.job(APPEND), self.job(FULL)]]),
+            self.work(),
             self.idle(LONG),
             self.prune(),
             self.work(),
             ("arrive", 0, 0, 0, 0),
-            *self.maybe(self.job(APPEND), self.work()),
-            self.job(ROLLBACK, READ, FORK, ROLLBACK, argument=self.drawn.randrange(4)),
+            self.job(ROLLBACK, ROLLBACK, READ, FORK, argument=2),
             self.work(),
         ]
 
@@ -204,17 +210,21 @@ class Scenes:
 
     def listed(self):
         """Names go while somebody who sees an old listing follows them upwards."""
+        reads = [self.job(READ, READ, ROLLBACK, FORK, argument=1) for _ in range(4)]
         return [
-            *self.versions(),
+            *self.maybe(*self.versions()),
             self.idle(),
-            self.job(APPEND, FORGET),
-            self.job(APPEND, FORGET, FULL),
-            self.job(FORGET, APPEND),
+            *[self.job(APPEND, APPEND, FULL, FORGET) for _ in range(self.drawn.randint(2, 5))],
+            ("slow", self.one, AT_PUT, 1, 0),
+            *self.maybe(("sleep", self.one, 0, 0, 0), ("idle", 4, 0, 0, 0)),
             self.work(),
+            *self.maybe(("flush", 0, 0, 0, 0)),
             ("time", self.drawn.randrange(4), 0, 0, 0),
+            *self.maybe(("wake", self.one, 0, 0, 0)),
             self.prune(),
-            self.job(READ, ROLLBACK, FORK, APPEND),
-            *[("steps", self.drawn.randrange(3), 3 * self.drawn.randrange(9), 3, 99) for _ in range(9)],
+            self.work(self.drawn.randrange(12)),
+            self.prune(),
+            *reads,
             self.work(),
         ]
 

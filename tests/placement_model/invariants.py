@@ -205,7 +205,9 @@ class Invariants:
             sources = self.chains[job.agent][max(0, source - 1) :]
             require(now.turns or not source or not all(one.turns for one in sources), "a job failed without a reason")
         else:
-            require(job.kind == "rollback", "a job failed without a reason")
+            first_kept = max(1, now.floor, number - self.world.rule.KEEP)
+            kept = job.kind == "rollback" and first_kept <= job.argument <= number
+            require(job.kind == "rollback" and not kept, "a job failed without a reason")
 
     # The end.
 

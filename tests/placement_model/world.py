@@ -106,6 +106,13 @@ class Process:
         else:
             self.advance(thread, lambda: generator.send(reply))
 
+    def stop_thread(self, thread, after):
+        if after:
+            self.step(self.threads.index(thread))
+        if thread in self.threads:
+            self.threads.remove(thread)
+            self.slow.append(thread)
+
     def advance(self, thread, resume):
         generator, _, member, _ = thread
         is_fetcher = generator.__name__ == "fetch"
@@ -192,15 +199,14 @@ class World:
             spin = thread if thread % 3 else self.random.randrange(99)
             one.step(spin, FAULTS[fault] if left == 0 and fault < len(FAULTS) else None)
 
-    def slow(self, process, operation, *_):
-        """The thread that waits for this operation stops there, and the process goes on."""
+    def slow(self, process, operation, after, _):
+        """The thread that waits for this operation stops there, or after it, and the process goes on."""
         wanted = MOMENTS[operation % len(MOMENTS)]
         for _ in range(20):
             for one in self.processes[process % 3 :] + self.processes[: process % 3]:
                 for thread in [] if one.asleep else one.threads:
                     if thread[1][0] == wanted and thread[0].__name__ != "fetch":
-                        one.threads.remove(thread)
-                        one.slow.append(thread)
+                        one.stop_thread(thread, after % 2)
                         return
             self.everybody()
 
@@ -326,14 +332,18 @@ class World:
         self.long_time(29)
         self.long_time(29)
         for agent in AGENTS:
-            for one in self.processes:
-                one.background(self.rule.prune, agent)
-        self.go_on(60)
-        self.invariants.nothing_is_left()
-        for agent in AGENTS:
-            [one for one in self.processes if one.member][0].background(self.rule.expire, agent)
+            self.background(self.rule.expire, agent)
         self.go_on(60)
         self.invariants.all_expired()
+        self.long_time(29)
+        for agent in AGENTS:
+            self.background(self.rule.prune, agent)
+        self.go_on(60)
+        self.invariants.nothing_is_left()
+
+    def background(self, action, agent):
+        self.go_on(20)  # members begin another life
+        [one for one in self.processes if one.member][0].background(action, agent)
 
     def go_on(self, rounds):
         for _ in range(rounds):
