@@ -48,8 +48,8 @@ class Scenes:
 
     def any_of(self):
         scene = self.drawn.choice(
-            [self.stops] * 3 + [self.late, self.slow] * 4 + [self.hint, self.poison, self.outage]
-            + [self.again, self.listed, self.failing, self.closed]
+            [self.stops] * 3 + [self.late, self.slow] * 4 + [self.listed] * 3 + [self.hint, self.poison, self.outage]
+            + [self.again, self.failing, self.closed]
         )
         return [action for action in scene() if self.drawn.random() < 0.95]
 

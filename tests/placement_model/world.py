@@ -230,6 +230,8 @@ class World:
         """All that are awake, without faults."""
         for _round in range(rounds % 30):
             self.everybody()
+            if self.is_quiet():
+                return
 
     def everybody(self):
         for one in self.processes:
@@ -349,6 +351,9 @@ class World:
         for _ in range(rounds):
             self.time(0)
             self.everybody()
-            is_quiet = not any(len(one.threads) > 1 or one.stopping for one in self.processes)
-            if is_quiet and all(job.status not in ("queued", "started") for job in self.redis.jobs.values()):
+            if self.is_quiet():
                 return
+
+    def is_quiet(self):
+        is_busy = any(one.stopping or len(one.threads) > 1 for one in self.processes if not one.asleep)
+        return not is_busy and all(job.status not in ("queued", "started") for job in self.redis.jobs.values())
