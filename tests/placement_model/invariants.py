@@ -69,7 +69,7 @@ class Invariants:
             later = version.kind != "fork" and self.behind(chain, place, epoch, put_epoch)
             require(not later, "turns are out of order")
         if version.kind == "expired":
-            _, made = self.world.bucket.objects[agent][newest.number]
+            made = self.world.bucket.objects[agent][newest.number][1]
             require(made <= self.world.now - self.world.rule.TTL, "an agent that is used expires")
         chain.append(version)
 
@@ -225,7 +225,7 @@ class Invariants:
         for agent, objects in self.world.bucket.objects.items():
             newest = self.newest(agent)
             require(all(n >= newest.number - self.world.rule.KEEP for n in objects), "old numbers are never pruned")
-            old = [one for one, _ in objects.values() if one.number < newest.floor and one.turns]
+            old = [one for one, _, _ in objects.values() if one.number < newest.floor and one.turns]
             require(not old, "forgotten content is left")
 
     def all_expired(self):

@@ -27,7 +27,7 @@ class Bucket:
         if version.number in self.objects[agent]:
             return False
         self.world.invariants.created(agent, version)
-        self.objects[agent][version.number] = [version, self.world.now]
+        self.objects[agent][version.number] = [version, self.world.now, self.world.now]
         return True
 
     def get(self, agent, number):
@@ -37,7 +37,7 @@ class Bucket:
         """When each name was made. Each may be missing for a while, and stay for a while after it was removed."""
         now = self.world.now
         seen = {n: made for a, n, made, removed in self.removed if a == agent and removed > now - self.lag()}
-        seen |= {n: made for n, (_, made) in self.objects.get(agent, {}).items() if made <= now - self.lag()}
+        seen |= {n: made for n, (_, made, named) in self.objects.get(agent, {}).items() if named <= now - self.lag()}
         self.world.count("a listing lacks the newest", agent and max(seen, default=0) < max(self.objects[agent], default=0))
         return now, seen
 
@@ -46,12 +46,12 @@ class Bucket:
 
     def remove(self, agent, number):
         if number in self.objects[agent]:
-            _, made = self.objects[agent].pop(number)
+            _, made, _ = self.objects[agent].pop(number)
             self.removed.append((agent, number, made, self.world.now))
             self.world.invariants.removed(agent, number)
 
     def empty(self, agent, number):
-        """Overwrites, if it is there."""
+        """Overwrites, if it is there. The object is newer then, its name is not."""
         if number in self.objects[agent]:
             entry = self.objects[agent][number]
             entry[0], entry[1] = replace(entry[0], kind="emptied", turns=(), seen={}), self.world.now
