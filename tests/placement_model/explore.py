@@ -10,7 +10,7 @@ from tests.placement_model import rule as the_rule
 from tests.placement_model.invariants import Broken
 from tests.placement_model.world import FAULTS, World
 
-WORK = {"submit": 10, "steps": 20, "time": 6, "until": 10, "work": 6}
+USUAL = {"submit": 10, "steps": 20, "time": 6, "until": 10, "work": 6}
 TROUBLE = {
     "long_time": 3,
     "sleep": 3,
@@ -35,230 +35,135 @@ TROUBLE = {
 
 APPEND, FULL, READ, FORGET, ROLLBACK, FORK, PLAIN = 0, 3, 4, 5, 6, 7, 8  # in `KINDS`
 AT_PUT, AT_COMPUTE = 0, 3  # in `MOMENTS`
-ALL, LONG = 29, 8  # rounds: all that can be done; more than a grace
+LATE, FAILED = 2, 4  # in `FAULTS`
+GRACE, TTL = 8, 12  # rounds of `idle` that take longer
+WORK = ("work", 29)  # all that can be done
 
 
 class Scenes:
-    """Directed parts of a history. Each line of one is left out now and then."""
+    """Directed parts of a history, by members `one` and `other` and an agent. Now and then an action is left out."""
 
     def __init__(self, drawn, processes, agents, faults):
-        self.drawn, self.faults = drawn, faults
+        self.drawn, self.faults, self.below = drawn, faults, drawn.randrange
         self.one, self.other = drawn.sample(range(processes), 2)
         self.agent = drawn.randrange(agents)
+        self.all = [self.stops] * 3 + [self.late] * 6 + [self.slow] * 4 + [self.listed] * 3
+        self.all += [self.hint, self.poison, self.outage, self.again, self.failing, self.waiting]
 
     def any_of(self):
-        scene = self.drawn.choice(
-            [self.stops] * 3 + [self.late, self.slow] * 4 + [self.listed] * 3 + [self.hint, self.poison, self.outage]
-            + [self.again, self.failing, self.closed]
-        )
-        return [action for action in scene() if self.drawn.random() < 0.95]
+        return [action for action in self.drawn.choice(self.all)() if self.drawn.random() < 0.95]
 
     def job(self, *kinds, agent=None, argument=0):
-        return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument, 0)
+        return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument)
 
     def jobs(self, most, *kinds):
-        return [self.job(*(kinds or range(9)), argument=self.drawn.randrange(9)) for _ in range(self.drawn.randint(0, most))]
-
-    def work(self, rounds=ALL):
-        return ("work", rounds, 0, 0, 0)
+        return [self.job(*kinds, argument=self.below(9)) for _ in range(self.below(most + 1))]
 
     def idle(self, least=0):
-        return ("idle", self.drawn.randint(least, 13), 0, 0, 0)
+        return ("idle", self.drawn.randint(least, 13))
 
     def prune(self):
-        return ("prune", self.drawn.randrange(3), self.agent, 0, 0)
+        return ("prune", self.below(3), self.agent)
+
+    def bring(self):
+        return ("bring", self.below(3), self.agent, self.below(3))
 
     def maybe(self, *actions):
         return [action for action in actions if self.drawn.random() < 0.5]
 
-    def emptied(self):
-        """An agent without turns, so that forks and imports may write it."""
-        return [self.job(FORGET), self.work(), ("bring", self.drawn.randrange(3), self.agent, self.drawn.randrange(3), 0)]
-
     def versions(self):
-        """Some, by others too: a member is left at the end of its patience, a fork and an import hold nothing."""
+        """Some, by others too: a fork and an import hold nothing."""
         kinds = [[APPEND, FULL], [FORGET, APPEND], [FORGET, FORK, FULL], [APPEND]]
         found = []
         for _ in range(self.drawn.randint(2, 4)):
-            found += [self.job(*self.drawn.choice(kinds)), *self.maybe(("steps", 1, 1, 9, 99)), self.work()]
-        return found + self.maybe(*self.emptied())
+            found += [self.job(*self.drawn.choice(kinds)), *self.maybe(("steps", 1, 1, 9)), WORK]
+        return found + self.maybe(self.job(FORGET), WORK, self.bring())
 
     def stops(self):
         """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
         self.agent = self.drawn.choice([self.agent, 1 - self.agent])  # forks write another one's
-        end = self.drawn.choice(["wake", "arrive", "restart"])
-        return [
-            *self.jobs(1),
-            self.work(self.drawn.randrange(30)),
-            self.job(*range(9), argument=self.drawn.randrange(9)),
-            ("until", self.one, self.drawn.randrange(7), self.drawn.choice([0, 0, 1, 2, 2]), self.drawn.choice(self.faults)),
-            *self.maybe(("long_time", self.drawn.randrange(5, 30), 0, 0, 0)),
-            *self.jobs(4),
-            self.work(),
-            self.work(),
-            *self.maybe(("long_time", self.drawn.randrange(30), 0, 0, 0)),
-            self.prune(),
-            self.work(self.drawn.randrange(30)),
-            (end, self.one, 0, 0, 0),
-            ("steps", self.one, self.drawn.randrange(100), self.drawn.randrange(100), 99),
-        ]
+        stop = ("until", self.one, self.below(7), self.drawn.choice([0, 0, 1, 2, 2]), self.drawn.choice(self.faults))
+        start = [*self.jobs(1, *range(9)), ("work", self.below(30)), self.job(*range(9), argument=self.below(9)), stop]
+        meanwhile = [*self.maybe(("long_time", self.drawn.randrange(5, 30))), *self.jobs(4, *range(9)), WORK, WORK]
+        end = [*self.maybe(("long_time", self.below(30))), self.prune(), ("work", self.below(30))]
+        again = [(self.drawn.choice(["wake", "arrive", "restart"]), self.one)]
+        return start + meanwhile + end + again + [("steps", self.one, self.below(100), self.below(100))]
 
     def late(self):
         """A put arrives when its number was made by another and pruned; a rollback goes to that number."""
-        return [
-            *self.jobs(2, APPEND, FULL),
-            self.work(),
-            self.job(APPEND, FULL, FORGET),
-            ("until", self.one, AT_PUT, 2, self.drawn.choice([2, 2, 3])),
-            *self.drawn.choice(
-                [
-                    [("until", self.one, AT_COMPUTE, 2, 4)],
-                    [("flush", 0, 0, 0, 0)],
-                    [("crash", self.one, 1, 0, 0), ("idle", 4, 0, 0, 0), ("restart", self.one, 0, 0, 0)],
-                ]
-            ),
-            self.work(),
-            *self.drawn.choice([[], self.versions(), [self.job(APPEND)], [self.job(APPEND), self.job(FULL)]]),
-            self.work(),
-            self.idle(LONG),
-            self.prune(),
-            self.work(),
-            ("arrive", 0, 0, 0, 0),
-            self.job(ROLLBACK, ROLLBACK, READ, FORK, argument=2),
-            self.work(),
-        ]
+        put = [*self.jobs(2, APPEND, FULL), WORK, self.job(APPEND, FULL, FORGET), ("until", self.one, AT_PUT, 2, LATE)]
+        lives_again = [("crash", self.one, 1), ("idle", 4), ("restart", self.one)]
+        ends = self.drawn.choice([[("until", self.one, AT_COMPUTE, 2, FAILED)], [("flush",)], lives_again])
+        above = self.drawn.choice([[], self.versions(), [self.job(APPEND)], [self.job(APPEND), self.job(FULL)]])
+        back = self.job(ROLLBACK, ROLLBACK, READ, FORK, argument=2)
+        return [*put, *ends, WORK, *above, WORK, self.idle(GRACE), self.prune(), WORK, ("arrive",), back, WORK]
 
     def slow(self):
         """One thread stops at a moment, and its member does not: it keeps its lease while the chain goes on."""
-        source = 1 - self.agent
-        fork = [self.job(FORGET), self.job(APPEND, agent=source), self.work(), self.job(FORK, agent=source)]
-        write = [*self.jobs(1, APPEND), self.work(), self.job(APPEND, FULL, FORGET)]
-        is_fork = self.drawn.random() < 0.6
-        expired = [self.idle(12), ("expire", self.other, self.agent, 0, 0), self.work(), *self.emptied()[2:], self.work()]
-        return [
-            *(fork if is_fork else write),
-            ("slow", self.drawn.randrange(3), self.drawn.choice([AT_PUT, AT_PUT, AT_PUT, AT_COMPUTE, 6, 7]), 0, 0),
-            *(self.versions() if is_fork else expired + expired),
-            self.idle(LONG),
-            self.prune(),
-            self.work(),
-            *[("wake", process, 0, 0, 0) for process in range(3)],
-            self.work(self.drawn.choice([1, 2, 3, ALL])),
-            self.job(READ, ROLLBACK, APPEND),
-            self.work(),
-        ]
+        moment = self.drawn.choice([AT_PUT, AT_PUT, AT_PUT, AT_COMPUTE, 6, 7])
+        stop, source = ("slow", self.below(3), moment), 1 - self.agent
+        if self.drawn.random() < 0.6:
+            start = [self.job(FORGET), self.job(APPEND, agent=source), WORK, self.job(FORK, agent=source)]
+            meanwhile = self.versions()
+        else:
+            start = [*self.jobs(1, APPEND), WORK, self.job(APPEND, FULL, FORGET)]
+            expire = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
+            meanwhile = [*expire, ("bring", self.one, self.agent, 0), WORK, *expire, ("bring", 0, self.agent, 1), WORK]
+        wake = [("wake", process) for process in range(3)]
+        end = [("work", self.drawn.choice([1, 2, 3, 29])), self.job(READ, ROLLBACK, APPEND), WORK]
+        return [*start, stop, *meanwhile, self.idle(GRACE), self.prune(), WORK, *wake, *end]
 
     def hint(self):
         """Redis, or a command without Redis, leaves a member with a hint that is no longer true."""
-        meanwhile = [
-            [("go_back", 0, 0, 0, 0)],
-            [self.job(FORGET), self.work(), *self.emptied()],
-            [self.idle(12), ("expire", self.other, self.agent, 0, 0), self.work()],
-        ]
-        return [
-            self.job(APPEND, FORGET),
-            self.work(),
-            ("replicate", 0, 0, 0, 0),
-            ("sleep", self.one, 0, 0, 0),
-            ("idle", self.drawn.randrange(4), 0, 0, 0),
-            self.job(APPEND, FULL),
-            self.work(),
-            ("wake", self.one, 0, 0, 0),
-            *self.drawn.choice(meanwhile),
-            self.job(READ, APPEND, ROLLBACK, FORK),
-            ("until", self.one, self.drawn.choice([AT_COMPUTE, AT_PUT]), 3, 99),
-            *self.maybe(self.idle(LONG), self.prune()),
-            self.work(),
-        ]
-
-    def poison(self):
-        """A job takes one member after the other along."""
-        dies = [
-            part
-            for process in self.drawn.choices(range(3), k=12)
-            for part in (("until", process, AT_COMPUTE, 1, 99), ("idle", 4, 0, 0, 0), ("restart", process, 0, 0, 0))
-        ]
-        return [self.job(APPEND, READ, FULL), *dies, self.work()]
-
-    def outage(self):
-        """The bucket goes away at a moment, and members stop. It stays away."""
-        moment = self.drawn.randrange(7)
-        stops = self.maybe(*[("stop", process, 0, 0, 0) for process in range(3)])
-        return [
-            self.job(APPEND, FULL),
-            ("until", self.one, moment, 3, 99),
-            ("outage", 0, 0, 0, 0),
-            *self.maybe(("steps", self.one, 1, self.drawn.randrange(12), 99)),
-            *stops,
-            *self.jobs(2, APPEND, PLAIN),
-        ]
-
-    def again(self):
-        """What was forgotten is imported again."""
-        name = self.drawn.randrange(3)
-        return [
-            self.job(FORGET),
-            self.work(),
-            ("bring", self.one, self.agent, name, 0),
-            self.work(),
-            *self.jobs(1, APPEND),
-            self.job(FORGET),
-            self.work(),
-            ("bring", self.other, self.agent, name, 0),
-            self.work(),
-        ]
+        by_command = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
+        emptied = [self.job(FORGET), WORK, self.bring(), WORK]
+        start = [self.job(APPEND, FORGET), WORK, ("replicate",), ("sleep", self.one), ("idle", self.below(4))]
+        moved = [self.job(APPEND, FULL), WORK, ("wake", self.one)]
+        moved += self.drawn.choice([[("go_back",)], emptied, by_command])
+        use = [self.job(READ, APPEND, ROLLBACK, FORK), ("until", self.one, self.drawn.choice([AT_COMPUTE, AT_PUT]), 3)]
+        return [*start, *moved, *use, *self.maybe(self.idle(GRACE), self.prune()), WORK]
 
     def listed(self):
         """Names go while somebody who sees an old listing follows them upwards."""
-        reads = [self.job(READ, READ, ROLLBACK, FORK, argument=1) for _ in range(4)]
-        return [
-            *self.maybe(*self.versions()),
-            self.idle(),
-            *[self.job(APPEND, APPEND, FULL, FORGET) for _ in range(self.drawn.randint(2, 5))],
-            ("slow", self.one, AT_PUT, 1, 0),
-            *self.maybe(("sleep", self.one, 0, 0, 0), ("idle", 4, 0, 0, 0)),
-            self.work(),
-            *self.maybe(("flush", 0, 0, 0, 0)),
-            ("time", self.drawn.randrange(4), 0, 0, 0),
-            *self.maybe(("wake", self.one, 0, 0, 0)),
-            self.prune(),
-            self.work(self.drawn.randrange(12)),
-            self.prune(),
-            *reads,
-            self.work(),
-        ]
+        written = [self.job(APPEND, APPEND, FULL, FORGET) for _ in range(self.drawn.randint(2, 5))]
+        start = [*self.maybe(*self.versions()), self.idle(), *written, ("slow", self.one, AT_PUT, 1)]
+        sleep = [*self.maybe(("sleep", self.one), ("idle", 4)), WORK, *self.maybe(("flush",)), ("time", self.below(4))]
+        prune = [*self.maybe(("wake", self.one)), self.prune(), ("work", self.below(12)), self.prune()]
+        return [*start, *sleep, *prune, *[self.job(READ, READ, ROLLBACK, FORK, argument=1) for _ in range(4)], WORK]
+
+    def poison(self):
+        """A job takes one member after the other along."""
+        victims = self.drawn.choices(range(3), k=12)
+        deaths = [death for p in victims for death in (("until", p, AT_COMPUTE, 1), ("idle", 4), ("restart", p))]
+        return [self.job(APPEND, READ, FULL), *deaths, WORK]
+
+    def outage(self):
+        """The bucket goes away at a moment, and members stop. It stays away."""
+        start = [self.job(APPEND, FULL), ("until", self.one, self.below(7), 3), ("outage",)]
+        stops = self.maybe(("steps", self.one, 1, self.below(12)), *[("stop", process) for process in range(3)])
+        return [*start, *stops, *self.jobs(2, APPEND, PLAIN)]
+
+    def again(self):
+        """What was forgotten is imported again."""
+        imported = [self.job(FORGET), WORK, self.bring(), WORK, *self.jobs(1, APPEND)]
+        return imported + imported
 
     def failing(self):
         """A job fails by itself after a put whose outcome is unknown, and is run again."""
-        faults = [("until", self.one, AT_PUT, 2, 2), ("until", self.one, AT_COMPUTE, 2, 4)]
-        return [
-            self.job(APPEND, READ, APPEND),
-            *faults,
-            ("until", self.one, AT_PUT, 2, self.drawn.choice([0, 1, 2, 3])),
-            *self.maybe(("until", self.one, AT_PUT, 2, self.drawn.choice([0, 1, 2, 3]))),
-            self.work(),
-            ("retry", 0, 0, 0, 0),
-            ("arrive", 0, 0, 0, 0),
-            self.work(),
-        ]
+        start = [self.job(APPEND, READ, APPEND), ("until", self.one, AT_PUT, 2, LATE)]
+        start += [("until", self.one, AT_COMPUTE, 2, FAILED), ("until", self.one, AT_PUT, 2, self.below(4))]
+        return [*start, *self.maybe(("until", self.one, AT_PUT, 2, self.below(4))), WORK, ("retry",), ("arrive",), WORK]
 
-    def closed(self):
-        """A read of the line waits for a write before it."""
-        return [
-            self.job(READ, FORK),
-            ("until", self.one, AT_COMPUTE, 3, 99),
-            self.job(APPEND, FORGET),
-            self.job(READ, APPEND),
-            self.work(self.drawn.randrange(4)),
-            *self.maybe(("until", self.other, AT_COMPUTE, 0, 99)),
-            self.work(),
-        ]
+    def waiting(self):
+        """A read waits for the write before it, which waits for a read."""
+        start = [self.job(READ, FORK), ("until", self.one, AT_COMPUTE, 3), self.job(APPEND, FORGET)]
+        return [*start, self.job(READ, APPEND), *self.maybe(("until", self.other, AT_COMPUTE, 0)), WORK]
 
 
 def history_of(seed):
     """Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
     drawn = random.Random(seed)
-    weights = WORK | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
+    weights = USUAL | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
     faults = [n for n in range(len(FAULTS)) if drawn.random() < 0.5] or [99]
     often = drawn.choice([0.02, 0.1, 0.3])
     names = drawn.choices(list(weights), list(weights.values()), k=drawn.randint(20, 100))

@@ -1,6 +1,6 @@
 """Around the rule: processes that crash and sleep, a Redis and a bucket that misbehave, a clock, and a history of them.
 
-A history is a list of actions, each a name and four numbers, so that any part of a history is one too.
+A history is a list of actions, each a name and up to four numbers, so that any part of a history is one too.
 """
 
 import copy
@@ -38,7 +38,9 @@ class Bucket:
         now = self.world.now
         seen = {n: made for a, n, made, removed in self.removed if a == agent and removed > now - self.lag()}
         seen |= {n: made for n, (_, made, named) in self.objects.get(agent, {}).items() if named <= now - self.lag()}
-        self.world.count("a listing lacks the newest", agent and max(seen, default=0) < max(self.objects[agent], default=0))
+        self.world.count(
+            "a listing lacks the newest", agent and max(seen, default=0) < max(self.objects[agent], default=0)
+        )
         return now, seen
 
     def lag(self):
@@ -123,13 +125,8 @@ class Process:
         except StopIteration:
             if is_fetcher:  # it has left
                 self.crash()
-        except self.world.rule.Lost:
+        except (self.world.rule.Lost, self.world.rule.Deposed):  # a command's; it is given again
             pass
-        except self.world.rule.Deposed:
-            if is_fetcher and member is self.member and not member.stopping:
-                self.begin()  # the threads of the life before go on until they find out
-            elif is_fetcher:
-                self.crash()
         if is_fetcher:
             for key in [one for one in member.jobs if one not in jobs]:
                 self.start(self.world.rule.run(member, member.jobs[key]), member)
@@ -174,7 +171,7 @@ class World:
     def play(self, history):
         """Raises `Broken` where an invariant does not hold."""
         for name, *numbers in history:
-            getattr(self, name)(*numbers)
+            getattr(self, name)(*numbers, *(0, 0, 0, 99)[len(numbers) :])
         self.heal()
 
     # Actions.
@@ -212,19 +209,19 @@ class World:
 
     def until(self, process, operation, then, fault):
         """Steps to the moment before an operation. It fails, or the process sleeps or crashes there, or goes on."""
-        one, wanted = self.processes[process % len(self.processes)], MOMENTS[operation % len(MOMENTS)]
-        for _ in range(40):
-            if one.asleep or not one.threads:
-                return
-            found = [at for at, thread in enumerate(one.threads) if thread[1][0] == wanted]
-            if found:
-                one.asleep = then % 4 == 0
-                if then % 4 == 1:
-                    one.crash()
-                if then % 4 == 2 and fault < len(FAULTS):
-                    one.step(found[0], FAULTS[fault])
-                return
-            one.step(0)
+        wanted = MOMENTS[operation % len(MOMENTS)]
+        for one in self.processes[process % 3 :] + self.processes[: process % 3]:
+            for _ in range(0 if one.asleep else 20):
+                found = [at for at, thread in enumerate(one.threads) if thread[1][0] == wanted]
+                if found:
+                    one.asleep = then % 4 == 0
+                    if then % 4 == 1:
+                        one.crash()
+                    if then % 4 == 2 and fault < len(FAULTS):
+                        one.step(found[0], FAULTS[fault])
+                    return
+                if one.threads:
+                    one.step(0)
 
     def work(self, rounds, *_):
         """All that are awake, without faults."""
@@ -344,8 +341,7 @@ class World:
         self.invariants.nothing_is_left()
 
     def background(self, action, agent):
-        self.go_on(20)  # members begin another life
-        [one for one in self.processes if one.member][0].background(action, agent)
+        next(one for one in self.processes if one.member).background(action, agent)
 
     def go_on(self, rounds):
         for _ in range(rounds):
