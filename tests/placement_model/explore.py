@@ -2,7 +2,7 @@
 
 import random
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -201,6 +201,16 @@ def search(seeds, rule: ModuleType = the_rule):
     return None
 
 
+def events(seeds):
+    """In how many histories each rare thing happens that a line of the rule is there for."""
+    counted = Counter()
+    for seed in seeds:
+        world = World(the_rule, seed)
+        world.play(history_of(seed))
+        counted.update(world.events)
+    return counted
+
+
 def shortest(seed, rule: ModuleType = the_rule):
     """The history without each part that it does not need to break the same invariant."""
     history = history_of(seed)
@@ -228,13 +238,3 @@ def rule_with(*changes):
     sys.modules[broken.__name__] = broken  # dataclasses look themselves up
     exec(compile(source, "broken_rule.py", "exec"), broken.__dict__)
     return broken
-
-
-def explore(seconds, first=0, rule: ModuleType = the_rule):
-    """How many histories, and what the first one that broke an invariant was."""
-    seed, until = first, time.monotonic() + seconds
-    while time.monotonic() < until:
-        if found := search([seed], rule):
-            return seed - first, found
-        seed += 1
-    return seed - first, None

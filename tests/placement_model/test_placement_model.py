@@ -6,7 +6,7 @@ The seeds are those of histories that were found before. `DEEP=N` plays N thousa
 import os
 
 import pytest
-from tests.placement_model.explore import history_of, play, rule_with, search, shortest
+from tests.placement_model.explore import events, history_of, play, rule_with, search, shortest
 from tests.placement_model.mutations import MUTATIONS
 
 pytestmark = pytest.mark.scheduled  # nothing of the product follows the rule yet
@@ -18,6 +18,17 @@ HISTORIES = DEEP * 1000 or 300
 def test_no_history_breaks_an_invariant():
     found = search(range(HISTORIES))
     assert found is None, f"{found}: {shortest(found[0])}"
+
+
+def test_the_histories_reach_what_the_rule_is_there_for():
+    counted = events(range(100))
+    for event in [
+        "a put takes a number below the newest",
+        "a late put takes a number below the newest",
+        "a listing lacks the newest",
+        "more than the grace passes before put",
+    ]:
+        assert counted[event] >= 3, event
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
