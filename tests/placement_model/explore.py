@@ -50,8 +50,9 @@ class Scenes:
         self.all = [self.stops] * 3 + [self.late] * 6 + [self.slow] * 4 + [self.listed] * 3
         self.all += [self.hint, self.poison, self.outage, self.again, self.failing, self.waiting]
 
-    def any_of(self):
-        return [action for action in self.drawn.choice(self.all)() if self.drawn.random() < 0.95]
+    def any_of(self, name=None):
+        scene = getattr(self, name) if name else self.drawn.choice(self.all)
+        return [action for action in scene() if self.drawn.random() < 0.95]
 
     def job(self, *kinds, agent=None, argument=0):
         return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument)
@@ -160,8 +161,8 @@ class Scenes:
         return [*start, self.job(READ, APPEND), *self.maybe(("until", self.other, AT_COMPUTE, 0)), WORK]
 
 
-def history_of(seed):
-    """Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
+def history_of(seed, scene=None):
+    """Its scenes are any, or all of one kind. Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
     drawn = random.Random(seed)
     weights = USUAL | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
     faults = [n for n in range(len(FAULTS)) if drawn.random() < 0.5] or [99]
@@ -180,7 +181,7 @@ def history_of(seed):
     ]
     at = drawn.randint(0, len(history))
     scenes = Scenes(drawn, processes, agents, faults)
-    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any_of()]
+    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any_of(scene)]
     return history[: drawn.choice([0, 0, at])] + between + history[at if drawn.random() < 0.5 else len(history) :]
 
 
@@ -193,10 +194,10 @@ def play(history, seed, rule: ModuleType = the_rule):
     return None
 
 
-def search(seeds, rule: ModuleType = the_rule):
+def search(seeds, rule: ModuleType = the_rule, scene=None):
     """The first seed whose history breaks an invariant, and which."""
     for seed in seeds:
-        if (broken := play(history_of(seed), seed, rule)) is not None:
+        if (broken := play(history_of(seed, scene), seed, rule)) is not None:
             return seed, broken
     return None
 

@@ -148,9 +148,9 @@ MUTATIONS = {
         "            created = False\n        base",
         "            created = False\n            me.away = False\n            while True:\n                try:\n                    yield 'list', ''\n                    break\n                except Lost:\n                    pass\n        base",
     ),
-    "names go without grace": (0, "made <= now - GRACE", "made <= now"),
+    "names go without grace": (476, "made <= now - GRACE", "made <= now"),
     "forget removes names at once": (
-        0,
+        199,
         '            yield "empty", agent, number\n',
         '            yield "remove", agent, number\n',
     ),
@@ -214,3 +214,6 @@ MUTATIONS = {
         "looked = not base.number",
     ),
 }
+
+SCENES = {"names go without grace": "listed", "forget removes names at once": "listed"}
+"""What is rare in histories of all kinds: those of the seed have scenes of this kind only."""

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from tests.placement_model.explore import events, history_of, play, rule_with, search, shortest
-from tests.placement_model.mutations import MUTATIONS
+from tests.placement_model.mutations import MUTATIONS, SCENES
 
 pytestmark = pytest.mark.scheduled  # nothing of the product follows the rule yet
 
@@ -34,8 +34,8 @@ def test_the_histories_reach_what_the_rule_is_there_for():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_line_is_found(name):
     """Its seed may be another one after a change of the model, so a few more are tried."""
-    seed, *change = MUTATIONS[name]
+    (seed, *change), scene = MUTATIONS[name], SCENES.get(name)
     rule = rule_with(change)
-    found = search([seed], rule) or search(range(HISTORIES), rule)
+    found = search([seed], rule, scene) or search(range(HISTORIES), rule, scene)
     assert found is not None
-    assert play(history_of(found[0]), found[0]) is None  # the unbroken rule survives the same history
+    assert play(history_of(found[0], scene), found[0]) is None  # the unbroken rule survives the same history
