@@ -45,10 +45,9 @@ from stoker_shared.errors import StokerError
 from stoker_shared.task import generate
 from stoker_worker.cli.main import main
 from stoker_worker.embedded_redis.server import EmbeddedServer
-from stoker_worker.memory.shared_store.bucket import Bucket
+from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.witness import Witness
 from stoker_worker.pipeline.wakefulness import Wakefulness
-from stoker_worker.ports import AgentHome
 
 pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 
@@ -281,7 +280,7 @@ def test_stoker_serve(said, redis_url, tmp_path):
     expect_rows("`stoker serve`", provoked)
 
 
-def test_a_shared_store(said, redis_url, tmp_path, monkeypatch, caplog):
+def test_a_shared_store(said, store, redis_url, tmp_path, monkeypatch, caplog):
     pytest.importorskip("obstore")
     share, provoked = SharedFolder(tmp_path), []
 
@@ -300,31 +299,30 @@ def test_a_shared_store(said, redis_url, tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "create", lambda *_: True)
         provoked.append(refused(agent("overwriting").store.meet))
+    run = f"stoker-worker run --engine scripted --redis {redis_url} --store"
+    provoked.append(said(f"{run} {store} --shared-store {share.url}"))
     one = agent("one")
     one.say(ids(300))
+    one.store.close()
+    provoked.append(said(f"{run} {tmp_path / 'one'}"))
+    one = agent("one")
+    one.store.look("a")
     share.go_away()
-    one.say(ids(310))
+    refused(lambda: one.say(ids(310)))
     provoked.append(caplog.text)
     caplog.clear()
     one.store.close()
     share.objects.mkdir()
-    agent("one").open()
+    refused(lambda: agent("one").store.look("a"))
     provoked.append(caplog.text)
     share.objects.rmdir()
-    provoked.append(refused(agent("two").open))
     share.come_back()
     (tmp_path / "other").mkdir()
     with running_worker(redis_url, tmp_path / "mac1", "--shared-store", share.url) as worker:
         worker.wait_until_ready()
-    run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
-    provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
-    three = agent("three")
-    three.store.know_homes(lambda agent_id: AgentHome("mac1", 0, "mac1"))
-    provoked.append(refused(lambda: three.store.open_agent("new")))
-    three.store.know_homes(lambda agent_id: AgentHome("mac1", 2, "mac1"))
-    provoked.append(refused(three.open))
+    provoked.append(said(f"{run} {tmp_path / 'mac2'} --shared-store file://{tmp_path / 'other'}"))
     next((share.objects / "agents").rglob("*.json")).write_bytes(b"")
-    provoked.append(refused(agent("four").open))
+    provoked.append(refused(lambda: agent("four").store.look("a")))
     expect_rows("A shared store", provoked)
 
 
