@@ -236,7 +236,7 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
     expect_rows("A job failed", provoked)
 
 
-def test_submitting_and_waiting(said, redis_url, producer, tmp_path):
+def test_submitting_and_waiting(said, redis_url, producer, connection, tmp_path):
     submit = f"stoker submit --redis {redis_url}"
     producer.submit(prompt="x", job_id="mine")
     canceled = producer.submit(prompt="x")
@@ -245,8 +245,10 @@ def test_submitting_and_waiting(said, redis_url, producer, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions",
                                                    "body": {"model": "m", "prompt": "x"}}))  # fmt: skip
     batch = f"stoker batch run {tmp_path / 'in.jsonl'} --redis {redis_url} --any-model --out"
+    connection.set("rq:job:other", "x")
     expect_rows("Submitting and waiting", [
         said(f"stoker submit --message x --redis redis://127.0.0.1:{free_port()}"),
+        said(f"stoker status other --redis {redis_url}"),
         said(f"{submit} --message x --queue unserved --wait --timeout-s 0.1"),
         said(f"{submit} --message x --models nobody"),
         said(f"{submit} --message x --job-id mine"),
