@@ -162,7 +162,10 @@ class Scenes:
 
 
 def history_of(seed, scene=None):
-    """Its scenes are any, or all of one kind. Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
+    """Each has some kinds of trouble and lacks others, so that one kind does not hide another.
+
+    `scene`: the one kind of scene that it has; any without.
+    """
     drawn = random.Random(seed)
     weights = USUAL | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
     faults = [n for n in range(len(FAULTS)) if drawn.random() < 0.5] or [99]

@@ -149,7 +149,7 @@ class World:
     def carry_out(self, operation, fault, member):
         name, *args = operation
         if name == "compute":
-            return self.invariants.computed(*args, fault)
+            return self.invariants.computed(args[0], fault)
         if name == "claim":
             self.invariants.due.pop(member.life, None)  # it does not leave what is there
         if name == "put":
