@@ -1,4 +1,4 @@
-"""Several scripted workers on one queue with one shared store, and what happens to machines."""
+"""Several scripted workers on one queue, each with a store of its own, and what happens to machines."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ SHORT = {
     "STOKER_RECOVER_S": "0.3",
     "STOKER_POLL_S": "0.02",
     "STOKER_GRACE_S": "0.5",
-    "STOKER_PATIENCE_S": "0.2",
+    "STOKER_HOME_WAIT_S": "60",
     "STOKER_KEEP_VERSIONS": "100000",
 }
 

@@ -36,8 +36,7 @@ def ended_at(connection, job_id):
 @pytest.mark.parametrize("seed", [1])
 def test_every_job_ends_once_and_in_its_agents_order(producer, redis_url, connection, tmp_path, seed):
     chance = random.Random(seed)
-    (tmp_path / "shared").mkdir()
-    crew = Macs(redis_url, tmp_path, N_WORKERS, "--shared-store", f"file://{tmp_path / 'shared'}")
+    crew = Macs(redis_url, tmp_path, N_WORKERS)
     try:
         crew.wait_until_ready()
         tickets = [submit(producer, n) for n in range(N_JOBS // 2)]
@@ -66,3 +65,4 @@ def test_every_job_ends_once_and_in_its_agents_order(producer, redis_url, connec
     assert connection.hlen(MEMBERS_KEY) == 0
     for pattern in ("stoker:claimed:*", "stoker:holder:*", "stoker:ended:*", "rq:wip:*", "rq:execution*"):
         assert connection.keys(pattern) == [], pattern
+    assert {home.split()[0] for home in connection.hvals("stoker:homes:generate")} <= {b"mac%d" % n for n in range(4)}
