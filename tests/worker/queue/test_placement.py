@@ -9,7 +9,7 @@ from rq.serializers import JSONSerializer
 from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, last_of, recovered, run, turn
 
-from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, HELD_KEY, LAST_KEY, LEASE_KEY, TASK_PATH
+from stoker_shared.wire import AGENT_TASK_PATH, FIELD_ATTEMPTS, FIELD_SAVING, HELD_KEY, LAST_KEY, LEASE_KEY, TASK_PATH
 from stoker_worker.ports import Busy, LastVersion
 
 pytestmark = pytest.mark.server
@@ -96,6 +96,17 @@ def test_a_job_that_has_ended_in_any_way_holds_its_agent_no_more(connection, pro
         Job.fetch(first, connection, JSONSerializer).delete()
     else:
         fail(job, ValueError("x"), may_retry=False)
+    assert ids(claim_within(b)) == [second]
+
+
+def test_a_job_that_is_enqueued_again_while_it_runs_holds_its_agent_still(connection, join, submit):
+    a, b = join("a"), join("b")
+    first, second = submit("x", "x")
+    [job] = claim(a)
+    connection.hset(f"rq:job:{first}", "status", "queued")  # as an enqueue of the same delivery does
+    connection.rpush("rq:queue:generate", first)
+    assert claim(b) == []
+    run([job])
     assert ids(claim_within(b)) == [second]
 
 
@@ -295,7 +306,8 @@ def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatc
         assert look(b) == []
 
 
-def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit):
+def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit, monkeypatch):
+    monkeypatch.setattr("stoker_worker.queue.claimer._TRIES", 2)
     a, b = timed("a"), timed("b")
     agents = [f"agent {n}" for n in range(100)]
     submit(*agents)
@@ -303,12 +315,13 @@ def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, s
         claim(a, limit=100)
     run(a.in_flight(), 1)
     submit(*agents)
-    (behind,) = submit("new")
+    behind, last = submit("new", "newer")
     for _ in range(100):
         if found := claim(b, limit=1):
             break
         assert b.has_unread()  # so that the fetcher does not rest
     assert ids(found) == [behind]
+    assert ids(claim(b)) == [last]
 
 
 # --- what a worker may not claim ---
@@ -342,6 +355,7 @@ def test_a_job_whose_turn_may_have_been_saved_says_so_to_the_next_worker(connect
         finish(job, {})
     assert found == {"saves": True, "computes": False}
     plain.enqueue(TASK_PATH, request={"prompt": "y", "agent_id": "saves"}, job_id="saves")
+    connection.hset("rq:job:saves", FIELD_SAVING, "2020-01-01T00:00:00Z")  # of an earlier job with this id
     assert not claim_within(b)[0].was_saving
 
 
