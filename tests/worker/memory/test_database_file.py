@@ -262,4 +262,4 @@ def test_a_worker_that_is_killed_at_any_step_of_a_migration_leaves_a_store_that_
             assert names(database) == ["a"]
         if was_whole:
             break
-    assert number == 19
+    assert number > 19

@@ -77,7 +77,7 @@ def with_an_agent(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [0, 4, 8, 2**31 - 1])
+@pytest.mark.parametrize("number", [0, 4, 9, 2**31 - 1])
 def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, number: int) -> None:
     with_an_agent(tmp_path)
 
@@ -90,7 +90,7 @@ def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, number: int
     with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 8"):
         open_store(tmp_path)
     assert (tmp_path / "agents.db").read_bytes() == before
-    set_format(7)
+    set_format(8)
     with closing(open_store(tmp_path)) as store:
         assert Agent(store).tokens() == ids(300)
 

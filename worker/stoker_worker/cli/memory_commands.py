@@ -3,6 +3,7 @@
 Options and output only; `memory_command` handles what all commands have in common.
 """
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -138,11 +139,44 @@ def rollback(store: Path, as_json: bool, agent: str, version: int | None, wait: 
     say(as_json, back.model_dump(mode="json", exclude={"job_id", "action"}), words)
 
 
+@command
+@click.argument("url")
+def share(store: Path, as_json: bool, url: str) -> None:
+    """Put the agents of this store into the shared store at URL, so that its worker can use it.
+
+    Agents that are there already are compared, so another call goes on after an interruption. No worker may run.
+    """
+    from contextlib import closing
+
+    from stoker_worker.memory.replica.bucket import Bucket
+    from stoker_worker.memory.replica.sharing import Shared
+    from stoker_worker.memory.replica.sharing import share as share_store
+    from stoker_worker.memory.store_lock import StoreLock
+    from stoker_worker.memory.store_parts import opened
+
+    def tell(done: Shared) -> None:
+        if not as_json:
+            click.echo(f"{done.agents + done.n_refused} agents", err=True)
+
+    with closing(StoreLock(store)), opened(store) as parts:
+        done = share_store(parts, Bucket(url), on_page=tell)
+    words = f"{done.agents} agents of {store} are in {url}; {done.put} were put there"
+    if done.n_refused:
+        why = "".join(f"\n  {agent_id!r}: {reason}" for agent_id, reason in done.refused.items())
+        words += (
+            f"; {done.n_refused} are not, so no worker starts with it yet (export and rm them here, and import them"
+            f" with another id afterwards):{why}"
+        )
+    say(as_json, asdict(done), words)
+    if done.n_refused:
+        sys.exit(1)
+
+
 @click.group(
     cls=LaidOutGroup,
     sections={
         "Read": ("ls", "show", "verify"),
-        "Change": ("fork", "rollback", "rm", "export", "import", "gc"),
+        "Change": ("fork", "rollback", "rm", "export", "import", "gc", "share"),
         "Back up and rescue": ("backup", "restore", "salvage"),
     },
 )
@@ -150,5 +184,5 @@ def memory() -> None:
     """Inspect and tidy the agents' memory, also beside a running worker (except for restore and salvage)."""
 
 
-for _each in (ls, show, verify, gc, rm, fork, rollback, export, import_, backup, restore, salvage):
+for _each in (ls, show, verify, gc, rm, fork, rollback, export, import_, share, backup, restore, salvage):
     memory.add_command(_each)

@@ -89,7 +89,14 @@ def ended_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
     """Of each delivery to the agent that may come again, by its key."""
     sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
     rows = ((key, _parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time())))
-    return {key: Ended(int(version), until) for key, version, until in rows if version}
+    return {key: Ended(int(version or 0), until) for key, version, until in rows}
+
+
+def read_text(connection: Connection, agent: int, key: bytes) -> str | None:
+    """The answer as JSON; ``None``: it is not here."""
+    sql = "SELECT result FROM deliveries WHERE agent = ? AND key = ?"
+    found = connection.execute(sql, (agent, key)).fetchone()
+    return _parts(found[0])[1] or None if found else None
 
 
 def _parts(result: str) -> tuple[str, str]:

@@ -89,9 +89,9 @@ class Versions:
                 raise Damaged(f"version {version.next.number} does not follow the one before it")
         return found, follows
 
-    def put(self, version: SharedVersion) -> None:
-        """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer
-        one."""
+    def put(self, version: SharedVersion, *, is_last: bool = True) -> None:
+        """Make it the agent's newest version. `is_last`: no next one follows at once. Raises `VersionTaken`: there is
+        another one of its number, or a newer one."""
         agent_id, number = version.next.agent_id, version.next.number
         name, content = version_name(agent_id, number), version.encode()
         if not self._bucket.create(name, content):
@@ -100,7 +100,7 @@ class Versions:
                 raise self._bucket.away(f"{name} is there and is not")
             if there != content:  # else the reply to an earlier try was lost
                 raise VersionTaken(f"another worker has made version {number} of agent {agent_id!r}")
-        if (newest := self.newest(agent_id, number)) > number:
+        if is_last and (newest := self.newest(agent_id, number)) > number:
             raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
 
     def made_at(self, agent_id: str, number: int) -> float | None:

@@ -1,0 +1,137 @@
+"""An existing store gets a shared one: by a command that can be repeated, and that merges nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.worker.memory.agents import Agent, files_below, ids, open_store, problems_of
+from tests.worker.memory.replica.sharing import BOTH, Machine, Share
+
+from stoker_shared.errors import SharedStoreAway, StoreUnusable
+from stoker_worker.cli.main import main
+from stoker_worker.memory.replica import sharing
+from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.store_parts import opened
+
+LONG = ids(2000)
+Start = Callable[..., Machine]
+
+
+def say_alone(folder: Path, **turns: int) -> None:
+    """Agents of a store without a shared one, by their numbers of turns."""
+    alone = open_store(folder)
+    for name, n_turns in turns.items():
+        agent = Agent(alone, name)
+        for n in range(agent.open().number + 1, agent.open().number + 1 + n_turns):
+            agent.say(LONG[: 20 * n])
+    alone.close()
+
+
+def share_store(folder: Path, share: Share, *words: str) -> tuple[int, dict]:
+    command = ["memory", "share", "--json", "--store", str(folder), share.url, *words]
+    done = CliRunner().invoke(main, command)
+    return done.exit_code, json.loads(done.stdout)
+
+
+def refuses(one: Machine) -> None:
+    """The machine's worker does not start."""
+    with pytest.raises(StoreUnusable, match="memory share"):
+        one.store.meet()
+    one.store.close()
+
+
+@BOTH
+def test_agents_of_before_there_was_a_shared_store_go_on_at_another_worker(
+    machine: Start, share: Share, tmp_path: Path
+) -> None:
+    say_alone(tmp_path / "one", agent=40, other=1)
+    one = machine("one")
+    with pytest.raises(StoreUnusable, match="memory share"):
+        one.store.meet()
+    with pytest.raises(SharedStoreAway, match="memory share"):
+        one.agent().open()
+    one.store.close()
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, done) == (0, {"agents": 2, "put": 2, "n_refused": 0, "refused": {}})
+    assert share_store(tmp_path / "one", share) == (0, done | {"put": 0})
+    one, two = machine("one"), machine("two")
+    one.store.meet()
+    assert two.agent().say(LONG[:900]) == 41
+    assert (one.agent().tokens(), one.agent().say(LONG[:910])) == (LONG[:900], 42)
+    assert two.agent("other").tokens() == LONG[:20]
+    assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
+
+
+def test_a_worker_with_an_empty_store_needs_no_command_and_one_on_its_own_ends_the_sharing(
+    machine: Start, share: Share, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = machine("one")
+    one.store.meet()
+    one.agent().say(LONG[:20])
+    one.store.close()
+    one = machine("one")
+    one.store.meet()
+    one.store.close()
+    alone = open_store(tmp_path / "one")
+    alone.leave_shared_store()
+    alone.leave_shared_store()
+    assert [r.message for r in caplog.records if "shared with" in r.message] == [
+        f"this store was shared with {share.url}, and is not any more"
+    ]
+    Agent(alone, jobs=iter([77])).say(LONG[:30])
+    alone.close()
+    refuses(machine("one"))
+    assert share_store(tmp_path / "one", share)[1]["put"] == 1
+    assert machine("two").agent().tokens() == LONG[:30]
+
+
+def test_an_interrupted_share_goes_on(
+    machine: Start, share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_PAGE", 2)
+    say_alone(tmp_path / "one", **{f"agent{n}": 20 for n in range(5)})
+
+    def interrupt(done: sharing.Shared) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path / "one") as parts, pytest.raises(KeyboardInterrupt):
+        sharing.share(parts, Bucket(share.url), on_page=interrupt)
+    made = files_below(share.objects / "agents")
+    made[-1].unlink()  # the last version of one agent: its chain was half put
+    refuses(machine("one"))
+    assert share_store(tmp_path / "one", share)[1] == {"agents": 5, "put": 4, "n_refused": 0, "refused": {}}
+    two = machine("two")
+    assert [two.agent(f"agent{n}").open().number for n in range(5)] == [20] * 5
+
+
+def test_agents_that_are_other_ones_there_are_named_and_stay_as_they_are(
+    machine: Start, share: Share, tmp_path: Path
+) -> None:
+    there = machine("there")
+    for name in ("longer", "shorter", "same number", "gone"):
+        for n in range({"longer": 5, "shorter": 1, "same number": 2, "gone": 3}[name]):
+            there.agent(name).say(ids(50 + n, seed=9))
+    say_alone(tmp_path / "one", **{"longer": 2, "shorter": 2, "same number": 2, "mine": 2})
+    code, done = share_store(tmp_path / "one", share)
+    assert (code, done["agents"], sorted(done["refused"])) == (1, 1, ["longer", "same number", "shorter"])
+    refuses(machine("one"))
+    assert there.agent("shorter").tokens() == ids(50, seed=9)
+    for name in done["refused"]:
+        CliRunner().invoke(main, ["memory", "rm", "--yes", "--store", str(tmp_path / "one"), name])
+    assert share_store(tmp_path / "one", share)[0] == 0
+    one = machine("one")
+    assert (one.agent("longer").open().number, one.agent("mine").open().number) == (5, 2)
+
+
+def test_a_copy_that_is_behind_is_shared_as_it_is(machine: Start, share: Share, tmp_path: Path) -> None:
+    say_alone(tmp_path / "one", agent=3)
+    share_store(tmp_path / "one", share)
+    two = machine("two")
+    two.agent().say(LONG[:300])
+    alone = open_store(tmp_path / "one")
+    alone.leave_shared_store()
+    alone.close()
+    assert share_store(tmp_path / "one", share) == (0, {"agents": 1, "put": 0, "n_refused": 0, "refused": {}})
+    assert machine("one").agent().tokens() == LONG[:300]

@@ -1,0 +1,142 @@
+"""Shares an existing store: puts its agents into a shared store that lacks them. A command of the shell, which has the
+store's lock.
+
+Goes through the agents in pages, so memory does not grow with the store. What is there already is compared and not put
+again, so after an interruption it goes on. An agent that is another one there is named, and stays as it is on both
+sides: then the store is not noted as shared, and no worker starts with it.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from stoker_shared.errors import VersionTaken
+from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import NextVersion
+from stoker_worker.memory.replica.bucket import Bucket
+from stoker_worker.memory.replica.identity import identify
+from stoker_worker.memory.replica.local_copy import checksum_of
+from stoker_worker.memory.replica.objects import Emptied, SharedVersion
+from stoker_worker.memory.replica.versions import Versions
+from stoker_worker.memory.shared_note import write_note
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.turn_record import TurnRecord
+
+_PAGE: Final = 64
+_THREADS: Final = 8
+_MOST_NAMED: Final = 1000
+
+
+@dataclass
+class Shared:
+    """
+    Attributes:
+        agents: that are in both now; `put`: of which something was put.
+        refused: why an agent was not, by its id; the first ones. `n_refused`: of all.
+    """
+
+    agents: int = 0
+    put: int = 0
+    n_refused: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], object] = lambda done: None) -> Shared:
+    """Make the shared store have all agents of this one, and note it if it has.
+
+    Args:
+        on_page: called with what is done so far.
+
+    Raises:
+        StoreUnusable: it is no shared store, and cannot be one.
+        BucketAway, OSError, Damaged: another call goes on.
+    """
+    note, done, last = identify(bucket, is_new=True), Shared(), 0
+    versions = Versions(bucket)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shared-store") as threads:
+        while page := _page(parts, last):
+            names = [agent_id for _, agent_id in page]
+            for agent_id, outcome in zip(
+                names, threads.map(partial(_share_agent, parts, versions), names), strict=True
+            ):
+                _count(done, agent_id, outcome)
+            last = page[-1][0]
+            on_page(done)
+    if not done.n_refused:
+        parts.database.commit(partial(write_note, note=note))
+    return done
+
+
+def _page(parts: StoreParts, last: int) -> list[tuple[int, str]]:
+    sql = "SELECT number, agent_id FROM agents WHERE number > ? ORDER BY number LIMIT ?"
+    with parts.database.snapshot() as connection:
+        return connection.execute(sql, (last, _PAGE)).fetchall()
+
+
+def _count(done: Shared, agent_id: str, outcome: int | str) -> None:
+    if isinstance(outcome, str):
+        done.n_refused += 1
+        if len(done.refused) < _MOST_NAMED:
+            done.refused[agent_id] = outcome
+    else:
+        done.agents += 1
+        done.put += bool(outcome)
+
+
+def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> int | str:
+    """How many versions were put, or why the agent is not shared. Raises `BucketAway`, `OSError`."""
+    try:
+        newest = versions.newest(agent_id, 0)
+        there = versions.get(agent_id, newest) if newest else None
+        with parts.database.snapshot() as connection:
+            row = agent_table.find_agent(connection, agent_id)
+            if row is None or not row.version:
+                return 0
+            here = _chain(connection, row)
+            ours = checksum_of(connection, row, newest)
+        if newest >= row.version:
+            at_ours = there if newest == row.version else versions.get(agent_id, row.version)
+            return 0 if at_ours is not None and at_ours.head == row.head else "there is another agent of this id there"
+        begins_again = there is not None and there.record is None and _keeps_nothing(here, newest + 1)
+        if there is not None and not begins_again and there.head != ours:
+            return "there is another agent of this id there"
+        missing = [version for version in here if version.next.number > newest]
+        for version in missing:
+            versions.put(version, is_last=version is missing[-1])
+        return len(missing)
+    except VersionTaken:
+        return "there is another agent of this id there"
+    except Emptied:
+        return "an agent of this id was forgotten there"
+    except Damaged as damage:
+        return str(damage)
+
+
+def _keeps_nothing(chain: list[SharedVersion], number: int) -> bool:
+    return any(x.next.number == number and x.record is not None and x.record.keeps_nothing for x in chain)
+
+
+def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
+    """The newest version and those that it needs, oldest first. Raises `Damaged`."""
+    if row.problem is not None:
+        raise Damaged(row.problem)
+    records = turn_table.read_chain(connection, row, row.version, row.head)
+    ended = deliveries.ended_for(connection, row.number)
+    return [
+        SharedVersion(_next_version(connection, row, record), ended if record is records[0] else {})
+        for record in records
+    ]
+
+
+def _next_version(connection: Connection, row: AgentRow, record: TurnRecord) -> NextVersion:
+    result = layout = None
+    if record.delivery is not None:
+        result = deliveries.read_text(connection, row.number, record.delivery)
+    if record.about.cache is not None:
+        layout = cache_index.read_model(connection, record.about.cache.model)
+    return NextVersion(row.agent_id, record.version, record, record.delivery, result, layout)
