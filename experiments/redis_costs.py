@@ -159,7 +159,7 @@ def _with_members(connection: Redis, queue: RqQueue, meter: Meter, n_members: in
     n_there: Any = connection.hlen("stoker:members")
     for n in range(n_there, n_members):
         name = f"mac{n:04}"
-        Lease(connection, name, [QUEUE], worker_name=f"stoker-{name}-0123456789", ttl_s=LEASE_S).acquire()
+        Lease(connection, name, [QUEUE], worker_name=f"stoker-{name}-0123456789", ttl_s=LEASE_S, shared="s1").acquire()
     look = meter.cost(queue._members.look, max(5, times // 20))
     with Producer(connection) as producer:
         producer.submit_many([{"agent_id": f"there {n}", "prompt": "x" * 500} for n in range(READ_JOBS)])
