@@ -244,4 +244,4 @@ def test_a_job_with_a_route_that_would_write_an_agents_memory_is_refused(connect
     assert claim(queue) == []
     result = Job.fetch("job", connection, JSONSerializer).latest_result()
     assert result is not None
-    assert "writes no agent's memory" in (result.exc_string or "")
+    assert "only for jobs that write no agent's memory" in (result.exc_string or "")

@@ -254,6 +254,18 @@ def test_a_worker_with_another_store_is_refused_after_the_first_has_left(connect
     refused(worker("a"), StoreUnusable)
 
 
+def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, join, worker):
+    first = join("a", has_agents=False)
+    assert first.renew()
+    assert not connection.exists(STORE_KEY.format(queue="q"))
+    first.has_agents = True  # its first turn
+    assert first.renew()
+    first.leave()
+    refused(worker("b", store="two", has_agents=False), StoreUnusable)
+    join("b", store="two", has_agents=False, new_store=True).leave()
+    assert kept(connection) == "store one"  # which still has what "two" has not
+
+
 def test_a_store_that_was_shared_is_accepted_and_from_then_on_the_shared_one_is_asked_for(connection, join, worker):
     join("a").leave()
     message = refused(worker("b", store="two", shared="s1"), StoreUnusable)

@@ -178,12 +178,14 @@ def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
 
 def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | ReplicatedStore") -> "OwnStore":
     """As the queue knows it. Raises `OSError`, `Damaged`."""
+    from stoker_worker.memory.shared_note import has_agents
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.store_name import store_name
     from stoker_worker.queue.own_store import OwnStore
 
-    shared = "" if isinstance(agents, AgentCacheStore) else agents.identity()
-    return OwnStore(store_name(settings.store_folder), shared)
+    local, shared = (agents, "") if isinstance(agents, AgentCacheStore) else (agents.local, agents.identity())
+    with local.parts.database.snapshot() as connection:
+        return OwnStore(store_name(settings.store_folder), shared, has_agents(connection))
 
 
 def _publish(redis_url: str, lock: Path) -> None:

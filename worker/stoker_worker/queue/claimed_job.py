@@ -86,6 +86,8 @@ class RqClaimedJob(ClaimedJob):
         self.ending.set()
         with self._lost_is_told():
             self.parts.job_finish.finish(self.run, result)
+        if self.memory_use.access == "write":
+            self.parts.ownership.lease.has_agents = True
         self.parts.streams.close(self.claim_number, ended=True)
         self.parts.callbacks.succeeded(self.run.job, result)
 

@@ -132,6 +132,7 @@ def _new_member(
         ttl_s=settings.lease_ttl_s,
         store=store.name,
         shared=store.shared,
+        has_agents=store.has_agents,
         model=model,
         new_store=settings.new_store,
         lost_data=LostData(in_flight.snapshot),

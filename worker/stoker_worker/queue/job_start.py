@@ -188,11 +188,8 @@ class JobStart:
         return None
 
     def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest, granted: Granted) -> RqClaimedJob:
-        if isinstance(request, GenerationRequest) and request.route:
-            if request.access == "write":
-                raise PayloadRefused("a job with a route writes no agent's memory: set 'cache' to 'read' or 'off'")
-            if run.job.repeats_left:
-                raise PayloadRefused("a job with a route ends in another queue than it began, so it cannot be repeated")
+        if isinstance(request, GenerationRequest) and request.route and run.job.repeats_left:
+            raise PayloadRefused("a job with a route ends in another queue than it began, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
         last = granted.last

@@ -46,6 +46,8 @@ class Lease:
         ttl_s: how long it lasts after a renewal.
         former_queues: where an earlier holder, which did not leave, has claimed, until `settle`.
         lost_data: what the renewals have shown.
+        has_agents: whether the store has conversations, so that another one must not take its place unnoticed. Set by
+            the thread that finishes the first turn.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Lease:
         shared: str = "",
         model: str = "",
         new_store: bool = False,
+        has_agents: bool = True,
         lost_data: LostData | None = None,
     ) -> None:
         """
@@ -73,6 +76,7 @@ class Lease:
         self.member, self.worker_name, self.queues = member, worker_name, self._me.queues
         self.store, self.shared = self._me.store, shared
         self.ttl_s = ttl_s
+        self.has_agents = has_agents
         self.lost_data = lost_data or LostData()
         self.former_queues: tuple[str, ...] = ()
         self.keys = [LEASE_KEY.format(member=member), FENCE_KEY.format(member=member)]
@@ -122,7 +126,7 @@ class Lease:
         me, gives_up_at = replace(self._me, recovers=self.member if recovers else ""), 0.0
         passed = [me.kept_alone]  # a store may have been shared since
         args: list[str | int] = [self._ttl_ms, me.name, me.described(), me.store, me.shared]
-        args += [me.share, me.kept_in, int(waits)]
+        args += [me.share, me.kept_in, int(waits), int(self.has_agents)]
         while True:
             reply = self._take(keys=self._all_keys, args=[*args, *passed])
             if reply[0] == b"taken":
@@ -150,7 +154,7 @@ class Lease:
         if not self.is_held:
             return False
         before = self.lost_data.before_renewal()
-        args = [*self.args, self.member, self._record, self._me.share, self._me.kept_in]
+        args = [*self.args, self.member, self._record, self._me.share, self._me.kept_in if self.has_agents else ""]
         reply = self._renew(keys=self._all_keys, args=args, client=connection)
         if isinstance(reply, list):
             with suppress(RedisError):

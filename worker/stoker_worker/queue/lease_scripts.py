@@ -9,8 +9,8 @@ from typing import Final
 # member's jobs back, for each queue `SERVED_KEY` and `STORE_KEY`.
 #
 # ARGV: the lifetime, the member, its description, its store, its shared store, what `SERVED_KEY` and `STORE_KEY` get;
-# whether `STORE_KEY` is looked at first; and what may be in the way, because its workers are certainly gone, or
-# this store may follow that one.
+# whether `STORE_KEY` is looked at first, whether it is written, and what may be in the way, because its workers are
+# certainly gone, or this store may follow that one.
 #
 # The reply: `taken`, the lease's value, its number, what was known of the member before. Or what is in the way, its
 # value, for how many milliseconds, and at which queue: `held`, the lease; `served`, who serves a queue; `kept`, its
@@ -22,7 +22,7 @@ from typing import Final
 TAKE: Final = """
 local ttl_ms, me, mine, store, shared, share, kept = unpack(ARGV, 1, 7)
 local store_first, first, passed = ARGV[8] == '1', 5, {}
-for i = 9, #ARGV do passed[ARGV[i]] = true end
+for i = 10, #ARGV do passed[ARGV[i]] = true end
 
 local function kept_elsewhere()
   for i = first, #KEYS, 2 do
@@ -61,7 +61,7 @@ redis.call('SET', KEYS[1], value, 'PX', ttl_ms)
 if before == '' and #KEYS > 4 then redis.call('HSET', KEYS[3], me, value) end
 for i = first, #KEYS, 2 do
   redis.call('SET', KEYS[i], share, 'PX', ttl_ms)
-  redis.call('SET', KEYS[i + 1], kept)
+  if ARGV[9] == '1' then redis.call('SET', KEYS[i + 1], kept) end
 end
 return {'taken', value, fence, before}
 """
@@ -90,7 +90,7 @@ has held it since, or serves one of its queues: then our jobs in flight were tha
 left. It is never taken up without its queues. A server that has lost its data has no number, or that of an earlier
 holder, perhaps with that holder's lease. Called with `Lease.keys` and `Lease.args`."""
 
-# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and `STORE_KEY` get. If another member has
+# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and, unless it is empty, `STORE_KEY` get. If another member has
 # begun to serve one of the queues, while this one slept or after Redis had lost its data, this one is deposed: it may
 # end none of its jobs any more. The reply is how often the lease was renewed; 0: another worker has it; or as of `TAKE`
 # if a queue is served by others.
@@ -113,7 +113,7 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
 for i = first, #KEYS, 2 do
   redis.call('SET', KEYS[i], share, 'PX', ARGV[3])
-  if redis.call('GET', KEYS[i + 1]) ~= kept then redis.call('SET', KEYS[i + 1], kept) end
+  if kept ~= '' and redis.call('GET', KEYS[i + 1]) ~= kept then redis.call('SET', KEYS[i + 1], kept) end
 end
 return redis.call('HINCRBY', KEYS[4], ARGV[4], 1)
 """

@@ -7,11 +7,12 @@ class OwnStore(NamedTuple):
     """
     Attributes:
         name: it stays, and the worker is called like it if the settings have no name; ``None``: called like the worker.
-        shared: as in `Lease`.
+        shared, has_agents: as in `Lease`.
     """
 
     name: str | None = None
     shared: str = ""
+    has_agents: bool = True
 
 
 NO_STORE: Final = OwnStore()
