@@ -86,7 +86,6 @@ def run(**options: Any) -> None:
 
 def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.database_file import refuse_other_formats
-    from stoker_worker.memory.ram_cache import default_memory_bytes
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.usage import store_use
     from stoker_worker.metrics.watch import Watch
@@ -105,19 +104,7 @@ def _run(settings: "WorkerSettings") -> None:
         if redis_url == EMBEDDED:
             redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
-        store = AgentCacheStore(
-            settings.store_folder,
-            max_bytes=settings.store_max_bytes,
-            memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
-            keep_versions=settings.keep_versions,
-            agent_ttl_s=settings.agent_ttl_s,
-            wait=settings.standby,
-        )
-        with ExitStack() as opened:
-            opened.enter_context(closing(store))
-            agents = _with_shared_store(settings, store)
-            opened.pop_all()
-        cleanup.enter_context(closing(agents))
+        agents = cleanup.enter_context(closing(_agents(settings)))
         watch.looking.store = partial(store_use, agents)
         if not isinstance(agents, AgentCacheStore):
             watch.looking.shared_store = agents.glance
@@ -146,6 +133,26 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
     url = cleanup.enter_context(server).url
     _publish(url, server.lock)
     return url
+
+
+def _agents(settings: "WorkerSettings") -> "AgentCacheStore | ReplicatedStore":
+    """The store, opened, and with the shared one behind it if there is one. Raises `StoreUnusable`."""
+    from stoker_worker.memory.ram_cache import default_memory_bytes
+    from stoker_worker.memory.store import AgentCacheStore
+
+    store = AgentCacheStore(
+        settings.store_folder,
+        max_bytes=settings.store_max_bytes,
+        memory_max_bytes=default_memory_bytes() if settings.memory_max_bytes is None else settings.memory_max_bytes,
+        keep_versions=settings.keep_versions,
+        agent_ttl_s=settings.agent_ttl_s,
+        wait=settings.standby,
+    )
+    with ExitStack() as opened:
+        opened.enter_context(closing(store))
+        agents = _with_shared_store(settings, store)
+        opened.pop_all()
+    return agents
 
 
 def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | ReplicatedStore":
