@@ -90,10 +90,10 @@ has held it since, or serves one of its queues: then our jobs in flight were tha
 left. It is never taken up without its queues. A server that has lost its data has no number, or that of an earlier
 holder, perhaps with that holder's lease. Called with `Lease.keys` and `Lease.args`."""
 
-# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and, unless it is empty, `STORE_KEY` get. If
-# another member has begun to serve one of the queues, while this one slept or after Redis had lost its data, this one
-# is deposed: it may end none of its jobs any more. The reply is how often the lease was renewed; 0: another worker has
-# it; or as of `TAKE` if a queue is served by others.
+# ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and, unless it is empty, `STORE_KEY` get.
+# If another member has begun to serve one of the queues, while this one slept or after Redis had lost its data, this
+# one is deposed: it may end none of its jobs any more. The reply is how often the lease was renewed; 0: another worker
+# has it; or as of `TAKE` if a queue is served by others.
 RENEW: Final = (
     HOLDS
     + """
