@@ -137,7 +137,7 @@ SHARED_UP: Final = _gauge("shared_store_up", "Whether the shared store answers; 
 SHARED_WRITTEN: Final = _counter("shared_store_written_bytes", "Bytes of caches written to the shared store.")
 SHARED_READ: Final = _counter("shared_store_read_bytes", "Bytes of caches read from the shared store.")
 SHARED_WAITING: Final = _gauge(
-    "shared_store_waiting_agents", "Agents of which the shared store lacks a version or some cache."
+    "shared_store_waiting_agents", "Agents whose caches are still to be written to the shared store."
 )
 REDIS_UP: Final = _gauge("redis_up", "Whether Redis answers, and has the last heartbeat.")
 REDIS_AWAY: Final = _counter("redis_away_seconds", "Time without a heartbeat that reached Redis.")

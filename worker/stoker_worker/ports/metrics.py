@@ -119,7 +119,7 @@ class SharedUse:
     Attributes:
         away_s: for how long it has not answered; 0: it does.
         written_bytes, read_bytes: since the start.
-        waiting_agents: of which it lacks something.
+        waiting_agents: whose caches are still to be written there.
     """
 
     away_s: float
