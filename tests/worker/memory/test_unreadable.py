@@ -17,7 +17,6 @@ from tests.worker.memory.faulty_files import unreadable
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_worker.memory.connection import DatabaseFailed
 from stoker_worker.memory.database import Database
-from stoker_worker.ports import AgentHome
 
 LONG = ids(700)
 NEXT = (*LONG, 1, 2, 3)
@@ -100,19 +99,3 @@ def test_a_database_that_cannot_be_read_is_a_refusal_and_changes_nothing(
             store.save(turn)
         assert agent.tokens() == LONG
         assert agent.cached(NEXT) == len(LONG)
-
-
-def test_a_version_that_another_worker_made_is_missed_by_name_and_a_full_turn_is_numbered_above_it(
-    tmp_path: Path,
-) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(ids(10))
-    agent.store.know_homes(lambda agent_id: AgentHome(None, 5, "mac1"))
-    for _ in range(2):
-        with pytest.raises(
-            AgentTranscriptUnreadable, match="worker 'mac1' made version 5, which is not here"
-        ) as caught:
-            agent.open()
-    agent.store.save(agent.turn(ids(20), agent=caught.value.usable))
-    assert (agent.open().number, agent.tokens()) == (6, ids(20))
-    assert agent.store.is_only_here("agent")

@@ -77,8 +77,9 @@ def test_a_holder_that_is_certainly_dead_is_replaced_at_once_with_a_higher_fence
 
 
 def test_a_holder_on_another_host_or_boot_is_never_considered_dead(connection):
-    for change in ({"host": "elsewhere"}, {"boot": "another"}):
-        hold_as(connection, dataclasses.replace(a_dead_process(), **change))
+    dead = a_dead_process()
+    for elsewhere in dataclasses.replace(dead, host="elsewhere"), dataclasses.replace(dead, boot="another"):
+        hold_as(connection, elsewhere)
         with pytest.raises(QueueHeld):
             lease(connection, "second").acquire()
 

@@ -77,7 +77,7 @@ def rm(store: Path, as_json: bool, agent: str, yes: bool, wait: bool) -> None:
     from stoker_worker.memory.agent_changes import exists
     from stoker_worker.memory.forget import forget_agent
     from stoker_worker.memory.in_flight import working_on
-    from stoker_worker.memory.replica.shell import opened_with_shared
+    from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
@@ -108,7 +108,7 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str, wait: bool) -> 
     """
     from stoker_worker.memory.fork import fork_agent
     from stoker_worker.memory.in_flight import working_on
-    from stoker_worker.memory.replica.shell import opened_with_shared
+    from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     with opened_with_shared(store) as (parts, look), working_on(store, new_agent, wait=wait):
         look(agent)
@@ -129,7 +129,7 @@ def rollback(store: Path, as_json: bool, agent: str, version: int | None, wait: 
     Nothing is lost: another rollback can return to the version before this one.
     """
     from stoker_worker.memory.in_flight import working_on
-    from stoker_worker.memory.replica.shell import opened_with_shared
+    from stoker_worker.memory.replica.shared_replica import opened_with_shared
     from stoker_worker.memory.rollback import roll_back
 
     with opened_with_shared(store) as (parts, look), working_on(store, agent, wait=wait):

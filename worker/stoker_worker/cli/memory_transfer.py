@@ -30,7 +30,7 @@ def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool
 def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blocks: bool) -> None:
     """Import the agent in FILE."""
     from stoker_worker.memory.admin.importer import import_agent
-    from stoker_worker.memory.replica.shell import opened_with_shared
+    from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     with opened_with_shared(store) as (parts, look):
         done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks, look=look)

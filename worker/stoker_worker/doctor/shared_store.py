@@ -6,8 +6,7 @@ from importlib.util import find_spec
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.doctor.check import Check, Finding, fail, ok
-from stoker_worker.memory.replica.bucket import Bucket, BucketAway
-from stoker_worker.memory.replica.identity import check_creates_once
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
 
 
 def checks(url: str | None) -> Iterator[Check]:

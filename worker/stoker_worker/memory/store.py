@@ -29,7 +29,6 @@ from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
-from stoker_worker.memory.shared_note import read_note, write_note
 from stoker_worker.memory.store_lock import StoreLock
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
@@ -194,15 +193,6 @@ class AgentCacheStore(CacheStorePort):
 
     def is_away(self) -> bool:
         return False
-
-    def leave_shared_store(self) -> None:
-        """Its worker has no shared store: from its first turn on, no shared store has all of its agents. Raises
-        `OSError`, `Damaged`."""
-        with self._database.snapshot() as connection:
-            note = read_note(connection)
-        if note is not None:
-            self._database.commit(partial(write_note, note=None))
-            _log.warning("this store was shared with %s, and is not any more", note.url)
 
     def brought_in(self, agent_id: str) -> None:
         """The agent's newest version has come from another worker."""

@@ -58,8 +58,8 @@ class Draining:
     def wait(self) -> None:
         """Until the fetcher has left: by itself, or told to."""
         while not self._fetcher.left.wait(_LOOK_S):
-            if not self._finisher.is_alive():
-                log.error("a finisher thread has died: the jobs in flight are left to recovery")
+            if not (self._finisher.is_alive() and (self._fetcher.is_alive() or self._fetcher.left.is_set())):
+                log.error("a fetcher or finisher thread has died: the jobs in flight are left to recovery")
                 self._fetcher.leave()
                 return
             self._look()

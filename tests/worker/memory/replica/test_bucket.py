@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from stoker_worker.memory.replica.meeting import meet
 from tests.private_server import free_port
 from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 
-from stoker_shared.errors import StoreUnusable
+from stoker_shared.errors import SharedStoreAway, StoreUnusable
 from stoker_worker.memory.replica import bucket as bucket_module
-from stoker_worker.memory.replica.bucket import Bucket, BucketAway
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 
 
 @BOTH
@@ -29,6 +28,10 @@ def test_objects_are_made_read_listed_and_removed(share: Share) -> None:
     assert [(x.name, x.n_bytes) for x in bucket.listed("a")] == [("a/1", 3), ("a/2", 0)]
     assert abs(bucket.listed("b")[0].changed_at - time.time()) < 60
     bucket.remove(["a/1", "a/nothing", "b/3"])
+    assert [x.name for x in bucket.listed("a", after="a/1")] == ["a/2"]
+    found = bucket.find("a/2")
+    assert found is not None
+    assert abs(found.changed_at - bucket.time()) < 60
     assert [x.name for folder in ("a", "b") for x in bucket.listed(folder)] == ["a/2"]
 
 
@@ -111,6 +114,15 @@ def test_a_server_that_overwrites_and_one_of_another_format_are_refused(
 
 
 @BOTH
+def test_a_share_that_a_second_client_does_not_see_is_refused(
+    share: Share, machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bucket, "listed", lambda self, *_, **__: [])
+    with pytest.raises(StoreUnusable, match="does not list an object that was made"):
+        machine("one").store.meet()
+
+
+@BOTH
 def test_another_shared_store_in_the_place_of_the_one_before_is_not_written_to(
     share: Share, machine: Callable[..., Machine]
 ) -> None:
@@ -121,8 +133,8 @@ def test_another_shared_store_in_the_place_of_the_one_before_is_not_written_to(
     one = machine("one")
     with pytest.raises(BucketAway, match="another shared store is in the place"):
         one.store.meet()
-    assert one.agent().say((1, 2, 3, 4)) == 2
-    assert one.store.is_only_here("agent")
+    with pytest.raises(SharedStoreAway, match="is away"):
+        one.agent().open()
 
 
 @BOTH

@@ -30,7 +30,7 @@ def written(machine: Callable[..., Machine]) -> Machine:
     one = machine("one")
     for name, tokens in (("a", ids(900)), ("b", (*ids(300), *ids(500, seed=2))), ("c", ids(700, seed=3))):
         one.agent(name).say(tokens)
-        one.write_through()
+        one.write_behind()
     return one
 
 
@@ -148,11 +148,11 @@ def test_what_is_used_while_the_lists_are_read_stays(
     lists_by_age(share)
     listed = bucket.listed
 
-    def list_and_work(folder: str, limit_s: float | None = None) -> list[Stored]:
-        found = listed(folder, limit_s)
+    def list_and_work(folder: str, limit_s: float | None = None, **more: str | None) -> list[Stored]:
+        found = listed(folder, limit_s, **more)
         if folder == "caches" and written.agent("a").open().number == 1:
             written.agent("a").say((*ids(900), 1))
-            written.write_through()
+            written.write_behind()
         return found
 
     bucket.listed = list_and_work  # type: ignore[method-assign]
@@ -166,5 +166,5 @@ def test_a_cache_that_was_removed_is_written_again_when_its_agent_is_back(
     collect_there(Bucket(share.url), max_bytes=0)
     monkeypatch.setattr(caches, "_KNOWN_S", 0.0)
     written.agent("a").say((*ids(900), 1))
-    written.write_through()
+    written.write_behind()
     assert machine("two").agent("a").cached((*ids(900), 1, 2)) == 901

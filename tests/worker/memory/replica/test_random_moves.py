@@ -78,6 +78,7 @@ class Play:
     faults: float = 0.15
     n_jobs: int = 0
     done: list[str] = field(default_factory=list)
+    finished: list[Job] = field(default_factory=list)
 
     def start(self, name: str) -> None:
         machine = Machine(self.folder / name, self.share)
@@ -123,7 +124,9 @@ class Play:
             self.hidden.clear()
         elif what < 0.23:
             self.caches_behind(name)
-        elif what < 0.26 and not self.hidden:  # names stay for longer than a listing lags
+        elif what < 0.3 and self.finished:
+            self.again(name, self.random.choice(self.finished))
+        elif what < 0.33 and not self.hidden:  # names stay for longer than a listing lags
             with suppress(BucketAway):
                 self.machines[name].store._replica.versions.prune(self.random.choice("abc"))
         else:
@@ -160,6 +163,20 @@ class Play:
         if version:
             self.ended(known, job, version, name)
         known.job = None
+
+    def again(self, name: str, job: Job) -> None:
+        """A job that has ended is delivered again: Redis went back in time. It is never run again."""
+        machine = self.machines[name]
+        with suppress(SharedStoreAway, AgentTranscriptUnreadable):  # its answer may be gone with what was forgotten
+            machine.store.look(job.agent)
+            if job.kind in ("append", "full"):
+                assert machine.store.answer(job.agent, job.delivery) is not None, f"job {job.number} would run again"
+            else:
+                assert machine.store.agent_jobs.answer(self.request(job), job.delivery) is not None
+
+    def request(self, job: Job) -> Any:
+        fields = {"version": job.to} if job.kind == "rollback" else {}
+        return build_agent_request({"action": job.kind, "agent_id": job.agent, **fields})
 
     def new_job(self, agent_id: str, known: Known) -> Job:
         self.n_jobs += 1
@@ -209,9 +226,7 @@ class Play:
         return Full()
 
     def change(self, machine: Machine, job: Job) -> int | None:
-        fields = {"version": job.to} if job.kind == "rollback" else {}
-        request = build_agent_request({"action": job.kind, "agent_id": job.agent, **fields})
-        jobs = machine.store.agent_jobs
+        request, jobs = self.request(job), machine.store.agent_jobs
         answer = jobs.answer(request, job.delivery)
         if answer is None:
             try:
@@ -235,6 +250,7 @@ class Play:
             known.tokens, known.at = (), {}
         else:
             known.tokens = known.at[job.to]
+        self.finished.append(job)
         known.last = (name, version)
         if job.kind != "forget":
             known.at[version] = known.tokens

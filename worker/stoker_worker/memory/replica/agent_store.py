@@ -20,9 +20,8 @@ from stoker_worker.memory import agent_table
 from stoker_worker.memory.agent_changes import naming
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.replica.behind import CachesBehind
 from stoker_worker.memory.replica.bucket import Bucket
-from stoker_worker.memory.replica.caches import SharedCaches
+from stoker_worker.memory.replica.caches import CachesBehind, SharedCaches
 from stoker_worker.memory.replica.shared_replica import SharedReplica
 from stoker_worker.memory.rollback import close_number
 from stoker_worker.memory.shared_note import read_note
@@ -63,7 +62,7 @@ class ReplicatedStore(CacheStorePort):
             local.parts, bucket, is_held=local.budget.holds.is_held, on_brought=local.brought_in
         )
         self._caches = SharedCaches(local.parts, bucket, local.budget)
-        self._behind = CachesBehind(bucket, self._replica, self._caches, max_bps=max_bps)
+        self._behind = CachesBehind(bucket, self._replica.versions, self._caches, max_bps=max_bps)
         self.agent_jobs = ReplicatedJobs(local.agent_jobs, self._replica, self._behind)
         self._model: str | None = None
         local.before_reading_ahead(self._prepare)
@@ -129,8 +128,10 @@ class ReplicatedStore(CacheStorePort):
             try:
                 result = self.local.save(turn)
             except (VersionTaken, AgentVersionConflict) as taken:
-                self.look(agent_id)
-                known = self.local.answer(agent_id, turn.delivery)  # an earlier run of the job may have made it
+                known = None
+                with suppress(AgentTranscriptUnreadable, OSError, Damaged):  # whoever runs the job again meets it
+                    self._replica.look(agent_id)
+                    known = self.local.answer(agent_id, turn.delivery)  # an earlier run of the job may have made it
                 if known is None:
                     raise VersionTaken(str(taken)) from taken
                 return known

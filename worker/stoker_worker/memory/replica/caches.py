@@ -6,6 +6,7 @@ here only saves time.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from stoker_shared.errors import StokerError
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
@@ -25,9 +27,11 @@ from stoker_worker.memory.checksum import Damaged, key_of
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway
-from stoker_worker.memory.replica.objects import files_in, manifest, manifest_name, pieces_prefix
+from stoker_worker.memory.replica.objects import MARKER, files_in, manifest, manifest_name, pieces_prefix
+from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.memory.turn_record import FULL_EVERY
 from stoker_worker.ports import AgentVersion
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
@@ -43,6 +47,10 @@ _JOB_WAITS_S: Final = 30.0
 _KNOWN_S: Final = 3600.0
 """`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
 _MOST_KNOWN: Final = 2**16
+_RETRY_S: Final = 1.0
+_STOP_S: Final = 5.0
+_MOST_WAITING: Final = 2**16
+"""Agents that wait. Of those beyond, the one that has waited longest goes without."""
 
 
 class SharedCaches:
@@ -230,3 +238,96 @@ def remove_caches(bucket: Bucket, agent_id: str) -> None:
 def _listed(bucket: Bucket, agent_id: str) -> list[str]:
     content = bucket.get(manifest_name(key_of(agent_id).hex()))
     return files_in(content) if content is not None else []
+
+
+class CachesBehind:
+    """Writes caches behind the turns, on a thread of its own, within a bandwidth. Nothing notes which ones are left:
+    another worker computes what it does not find. In an outage this thread alone goes on asking whether the shared
+    store is back."""
+
+    def __init__(self, bucket: Bucket, versions: Versions, caches: SharedCaches, *, max_bps: int | None) -> None:
+        """`max_bps`: most bytes per second; ``None``: no limit."""
+        self._bucket = bucket
+        self._versions = versions
+        self._caches = caches
+        self._max_bps = max_bps
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="caches-behind", daemon=True)
+
+    @property
+    def n_waiting(self) -> int:
+        """Agents whose caches are still to be written."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, agent_id: str) -> None:
+        """The agent has a new version. Never blocks."""
+        with self._changed:
+            self._waiting[agent_id] = None
+            if len(self._waiting) > _MOST_WAITING:
+                self._waiting.popitem(last=False)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread after its file, if that does not take long."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    def write_next(self) -> bool:
+        """Write the cache of the agent that has waited longest; returns whether one has. Raises `BucketAway`."""
+        with self._changed:
+            if self._is_closing or not self._waiting:
+                return False
+            agent_id, _ = self._waiting.popitem(last=False)
+        try:
+            version = self._caches.write(agent_id, self._pace)
+            if version and version % FULL_EVERY == 0:
+                self._versions.prune(agent_id)
+        except BucketAway:
+            self.add(agent_id)
+            raise
+        except (Damaged, OSError, StokerError) as error:
+            _log.warning("the cache of agent %r is not written to the shared store: %s", agent_id, error)
+        return True
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                if self._bucket.outage.seconds:
+                    self._bucket.get(MARKER)
+                while not self._bucket.outage.seconds and self.write_next():
+                    pass
+                self._wait(_RETRY_S if self._bucket.outage.seconds else None)
+            except _Closing:
+                return
+            except BucketAway:
+                self._wait(_RETRY_S)
+            except Exception:  # the worker can do without it for now
+                _log.exception("caches are written to the shared store later")
+                self._wait(_RETRY_S)
+
+    def _pace(self, n_bytes: int) -> None:
+        """Wait for the bandwidth. Raises `_Closing`."""
+        if self._max_bps is not None:
+            self._wait(n_bytes / self._max_bps)
+        if self._is_closing:
+            raise _Closing
+
+    def _wait(self, seconds: float | None) -> None:
+        """Until then, or until the end. ``None``: until there is something to write, or for as long as a retry."""
+        with self._changed:
+            if seconds is None:
+                self._changed.wait_for(lambda: self._is_closing or bool(self._waiting), _RETRY_S)
+            else:
+                self._changed.wait_for(lambda: self._is_closing, seconds)
+
+
+class _Closing(Exception):
+    """The thread is to end."""

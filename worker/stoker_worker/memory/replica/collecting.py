@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, Bucket, Stored
-from stoker_worker.memory.replica.identity import identity_of
+from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, Bucket, Stored, identity_of
 from stoker_worker.memory.replica.objects import AGENTS, BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
 
 _YOUNG_S: Final = 86_400.0

@@ -11,22 +11,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, StoreUnusable, VersionTaken
 from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory.agent_changes import naming
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.next_version import NEVER_MADE, Ended, Forgotten, NextVersion, Replica
-from stoker_worker.memory.replica.bucket import Bucket, BucketAway
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 from stoker_worker.memory.replica.caches import remove_caches
-from stoker_worker.memory.replica.identity import meet
 from stoker_worker.memory.replica.local_copy import adopt, checksum_of, lose
 from stoker_worker.memory.replica.objects import Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.shared_note import read_note
+from stoker_worker.memory.store_parts import StoreParts, opened
 from stoker_worker.ports import AgentVersion, LastVersion
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,10 @@ _MOST_NOTES: Final = 2**15
 """Agents beyond are looked for again."""
 _TRIES: Final = 3
 _CLOCK_S: Final = 3600.0
+
+
+Look = Callable[[str], object]
+"""Brings in what other workers have made of an agent. Raises `SharedStoreAway`, `AgentTranscriptUnreadable`."""
 
 
 class SharedReplica(Replica):
@@ -258,3 +264,20 @@ class SharedReplica(Replica):
             raise SharedStoreAway(str(why)) from why
         except StoreUnusable as why:
             raise SharedStoreAway(str(self._bucket.away(str(why)))) from why
+
+
+@contextmanager
+def opened_with_shared(path: Path) -> Iterator[tuple[StoreParts, Look]]:
+    """A store for one command of the shell that changes agents, with its shared store if it has one. Raises
+    `StoreUnusable` as `opened`."""
+    with opened(path) as parts:
+        with parts.database.snapshot() as connection:
+            note = read_note(connection)
+        replica = None if note is None else SharedReplica(parts, Bucket(note.url))
+
+        def look(agent_id: str) -> None:
+            if replica is not None:
+                with naming(agent_id):
+                    replica.look(agent_id)
+
+        yield parts, look

@@ -18,8 +18,7 @@ from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import NextVersion
-from stoker_worker.memory.replica.bucket import Bucket
-from stoker_worker.memory.replica.identity import identify
+from stoker_worker.memory.replica.bucket import Bucket, identify
 from stoker_worker.memory.replica.local_copy import checksum_of
 from stoker_worker.memory.replica.objects import Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
