@@ -29,4 +29,5 @@ def write_note(connection: Connection, note: SharedNote | None) -> None:
 
 
 def has_agents(connection: Connection) -> bool:
-    return connection.execute("SELECT 1 FROM agents LIMIT 1").fetchone() is not None
+    """Whether one has a version: without, there is nothing to share."""
+    return connection.execute("SELECT 1 FROM agents WHERE version > 0 LIMIT 1").fetchone() is not None

@@ -305,14 +305,14 @@ def meet(bucket: Bucket, database: Database) -> SharedNote:
     if note is None and not is_empty:
         raise StoreUnusable(f"not all agents of this store are in the shared store {bucket.url}; {how}")
     found = identify(bucket, is_new=note is None or note.url != bucket.url)
-    if note == found:
-        return found
     if note is not None and note.id != found.id:
         if note.url == bucket.url:
             raise bucket.away("another shared store is in the place of the one that was there before")
         if not is_empty:
             raise StoreUnusable(f"the agents of this store are in the shared store {note.url}; {how}")
-    database.commit(partial(write_note, note=found))
+    if note != found:
+        database.commit(partial(write_note, note=found))
+    bucket.landmark = MARKER
     return found
 
 
@@ -333,9 +333,7 @@ def identify(bucket: Bucket, *, is_new: bool) -> SharedNote:
     if content is None:
         bucket.create(MARKER, json.dumps({"format": FORMAT, "id": uuid.uuid4().hex}).encode())
         content = bucket.get(MARKER) or b""
-    found = SharedNote(bucket.url, identity_of(bucket, content))
-    bucket.landmark = MARKER
-    return found
+    return SharedNote(bucket.url, identity_of(bucket, content))
 
 
 def identity_of(bucket: Bucket, marker: bytes) -> str:

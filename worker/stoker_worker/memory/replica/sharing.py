@@ -20,7 +20,7 @@ from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.replica.bucket import Bucket, identify
 from stoker_worker.memory.replica.local_copy import checksum_of
-from stoker_worker.memory.replica.objects import Emptied, SharedVersion
+from stoker_worker.memory.replica.objects import MARKER, Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.shared_note import write_note
 from stoker_worker.memory.store_parts import StoreParts
@@ -56,6 +56,7 @@ def share(parts: StoreParts, bucket: Bucket, *, on_page: Callable[[Shared], obje
         BucketAway, OSError, Damaged: another call goes on.
     """
     note, done, last = identify(bucket, is_new=True), Shared(), 0
+    bucket.landmark = MARKER
     versions = Versions(bucket)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shared-store") as threads:
         while page := _page(parts, last):
