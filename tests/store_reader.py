@@ -95,5 +95,6 @@ def _history(connection: Connection, row: agent_row.AgentRow) -> Iterator[Kept]:
         result = None
         if record.delivery is not None:
             with suppress(Damaged):
-                result = deliveries.read_answer(connection, row.number, record.delivery)
+                known = deliveries.read_answer(connection, row.number, record.delivery)
+                result = known if isinstance(known, Mapping) else None
         yield Kept(record.version, record.about.job_id, record.delivery, transcript, cache, result)

@@ -106,5 +106,8 @@ def test_a_store_is_shared_by_a_command_and_every_conversation_goes_on_at_anothe
         assert version("a") == 3
         first.signal(signal.SIGTERM)
         first.wait(30)
+    with running_worker(redis_url, tmp_path / "mac1", env=SHORT) as alone:
+        assert alone.wait(60) == 1
+        assert f"is a copy of the shared store {share.url}" in alone.log
     with mac(share, redis_url, tmp_path / "mac2"):
         assert [version(agent_id) for agent_id in ("a", "b")] == [4, 2]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
+from stoker_worker.queue.home_scripts import GIVE_UP
 
 from stoker_shared.wire import (
     CLAIMED_KEY,
@@ -19,8 +21,6 @@ from stoker_shared.wire import (
     MEMBERS_KEY,
     TAKEN_KEY,
 )
-from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
-from stoker_worker.queue.home_scripts import GIVE_UP
 
 pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 

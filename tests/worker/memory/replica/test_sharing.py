@@ -64,27 +64,12 @@ def test_agents_of_before_there_was_a_shared_store_go_on_at_another_worker(
     assert not [problem for m in (one, two) for problem in problems_of(m.store.local)]
 
 
-def test_a_worker_with_an_empty_store_needs_no_command_and_one_on_its_own_ends_the_sharing(
-    machine: Start, share: Share, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_with_an_empty_store_needs_no_command(machine: Start) -> None:
     one = machine("one")
     one.store.meet()
     one.agent().say(LONG[:20])
     one.store.close()
-    one = machine("one")
-    one.store.meet()
-    one.store.close()
-    alone = open_store(tmp_path / "one")
-    alone.leave_shared_store()
-    alone.leave_shared_store()
-    assert [r.message for r in caplog.records if "shared with" in r.message] == [
-        f"this store was shared with {share.url}, and is not any more"
-    ]
-    Agent(alone, jobs=iter([77])).say(LONG[:30])
-    alone.close()
-    refuses(machine("one"))
-    assert share_store(tmp_path / "one", share)[1]["put"] == 1
-    assert machine("two").agent().tokens() == LONG[:30]
+    machine("one").store.meet()
 
 
 def test_an_interrupted_share_goes_on(
@@ -130,8 +115,5 @@ def test_a_copy_that_is_behind_is_shared_as_it_is(machine: Start, share: Share, 
     share_store(tmp_path / "one", share)
     two = machine("two")
     two.agent().say(LONG[:300])
-    alone = open_store(tmp_path / "one")
-    alone.leave_shared_store()
-    alone.close()
     assert share_store(tmp_path / "one", share) == (0, {"agents": 1, "put": 0, "n_refused": 0, "refused": {}})
     assert machine("one").agent().tokens() == LONG[:300]
