@@ -24,9 +24,10 @@ def mac(share: Share, redis_url: str, folder: Path):
     return running_worker(redis_url, folder, "--shared-store", share.url, env=SHORT)
 
 
-def shown(producer):
-    """Of the one worker's shared store, by `stoker status`."""
-    return producer.overview().workers[0].live.now.shared_store
+def away_s(producer):
+    """For how long the one worker's shared store has been away, by `stoker status`."""
+    now = producer.overview().workers[0].live.now
+    return now.shared_store.away_s if now else 0
 
 
 def test_an_agent_outlives_its_mac_with_its_cache(share, redis_url, producer, tmp_path):
@@ -54,7 +55,7 @@ def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_
         assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 1
         share.go_away()
         under_way = submit("a", context="append")
-        worker.wait_for(lambda: shown(producer).away_s > 0)
+        worker.wait_for(lambda: away_s(producer) > 0)
         waiting = [submit("a", context="append"), submit("new", context="append"), submit("full")]
         assert submit(None).result(timeout_s=60).text
         time.sleep(1)
@@ -63,7 +64,7 @@ def test_jobs_with_memory_wait_for_a_shared_store_that_is_away_others_go_on_and_
         share.come_back()
         versions = [ticket.result(timeout_s=60).cache.agent_version for ticket in (under_way, *waiting)]
         assert versions == [2, 3, 1, 1]
-        worker.wait_for(lambda: shown(producer).away_s == 0)
+        worker.wait_for(lambda: away_s(producer) == 0)
     with mac(share, redis_url, tmp_path / "mac2"):
         assert submit("a", context="append").result(timeout_s=60).cache.agent_version == 4
 
@@ -77,7 +78,7 @@ def test_a_worker_stops_in_seconds_while_the_shared_store_is_away_and_its_jobs_w
         tickets = [
             producer.submit(agent_id=agent_id, prompt="and", context="append", max_tokens=5) for agent_id in "ab"
         ]
-        worker.wait_for(lambda: shown(producer).away_s > 0)
+        worker.wait_for(lambda: away_s(producer) > 0)
         worker.signal(signal.SIGTERM)
         assert worker.wait(30) == 0
         assert [ticket.status().state for ticket in tickets] == ["queued"] * 2
