@@ -27,22 +27,23 @@ FLEETS = {
     "1 worker": Setup(1, MILLION, 60),
     "10 workers": Setup(10, MILLION, 10),
     "10 workers, a death a minute": Setup(10, MILLION, 10, deaths_per_min=1),
-    "the same, shared store": Setup(10, MILLION, 10, shared=True, deaths_per_min=1),
-    "100 workers": Setup(100, MILLION, 1),
+    "100 workers": Setup(100, MILLION, 1.5),
     "100 workers, a death a minute": Setup(100, MILLION, 1.5, deaths_per_min=1),
-    "these, shared store": Setup(100, MILLION, 1.5, shared=True, deaths_per_min=1),
-    "1,000 workers in groups of 25, 10 deaths a minute": Setup(
-        1000, MILLION, 1, groups=40, simulated=8, deaths_per_min=10
-    ),
-    "all these, shared store": Setup(1000, MILLION, 1, groups=40, simulated=8, shared=True, deaths_per_min=10),
+    "1,000 workers in groups of 25": Setup(1000, MILLION, 1, groups=40, simulated=8),
+    "the same, 10 deaths a minute": Setup(1000, MILLION, 1, groups=40, simulated=8, deaths_per_min=10),
+}
+TEN = {"": {}, ", nearly full": {"load": 0.95}, ", a death a minute": {"deaths_per_min": 1.0}}
+PATIENCES = {
+    f"{patience_s} s{about}": Setup(10, MILLION, 10, patience_s=patience_s, **options)
+    for about, options in TEN.items()
+    for patience_s in (0, 2, 10, 60)
 }
 QUICK = {
     "1 worker": Setup(1, 10_000, 0.5),
     "4 workers": Setup(4, 10_000, 0.5),
-    "4 workers in groups of 2, deaths, shared store": Setup(
-        4, 10_000, 0.5, groups=2, simulated=2, shared=True, deaths_per_min=4
-    ),
+    "4 workers in groups of 2, deaths": Setup(4, 10_000, 0.5, groups=2, simulated=2, deaths_per_min=4),
 }
+QUICK_PATIENCES = {"0 s": Setup(4, 10_000, 0.5, patience_s=0)}
 TWICE = Setup(4, 1000, 0.5, deaths_per_min=4)
 GROUPS_AT_ONCE = 4
 ONE_QUEUE = (1, 10, 25, 50, 100, 200, 500, 1000)
@@ -139,18 +140,19 @@ def run(folder: Path, *, quick: bool) -> Json:
         with EmbeddedServer(place / "costs", has_password=False) as server:
             return costs(server.url, members, times=times), saturation(place, jobs, rounds)
 
-    before, found = one_server(folder / "before"), simulated(QUICK if quick else FLEETS)
+    asked = (QUICK, QUICK_PATIENCES) if quick else (FLEETS, PATIENCES)
+    before, found, patient = one_server(folder / "before"), *map(simulated, asked)
     after = one_server(folder / "after")
     cost = least(before[0], after[0])
     replayed = max(before[1], after[1], key=lambda one: one["jobs_per_s"]["max"])
     fleets = [with_load(fleet, cost) for fleet in found]
     first, second = (_process("twice the same", TWICE, [0]) for _ in range(2))
-    like = [fleet for fleet in fleets if fleet["groups"] == 1 and fleet["workers"] > 1 and not fleet["deaths_per_min"]][
-        -1
-    ]
+    together = [fleet for fleet in fleets if fleet["groups"] == 1 and fleet["workers"] > 1]
+    like = [fleet for fleet in together if not fleet["deaths_per_min"]][-1]
     one_queue = [computed(like, cost, n) for n in ONE_QUEUE]
     return {
         "machine": machine, "verdict": verdict(fleets, replayed, is_same=first == second), "fleets": fleets,
+        "patience": [with_load(fleet, cost) for fleet in patient],
         "one_server": {"cost": cost, "replayed": replayed, "computed_like": like["name"], "one_queue": one_queue,
                        "ends_at_workers": end_of_one_server(like, cost, most=10_000)},
     }  # fmt: skip

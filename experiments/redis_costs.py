@@ -19,18 +19,19 @@ from redis import Redis
 from redis.connection import AbstractConnection
 
 from stoker import Producer
-from stoker_shared.wire import HOMES_KEY
+from stoker_shared.wire import LAST_KEY
 from stoker_worker.embedded_redis.server import EmbeddedServer
 from stoker_worker.ports import Busy, SequenceProgress
 from stoker_worker.queue.claimer import Claimer
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.own_store import OwnStore
 from stoker_worker.queue.rq_queue import RqQueue
-from stoker_worker.queue.waiting_job import HomeRule
 from stoker_worker.settings import read_settings
 
 QUEUE = "generate"
 RESULT = {"text": "word " * 200, "usage": {"prompt_tokens": 4000, "cached_tokens": 3600, "completion_tokens": 200}}
+STORE, MODEL = OwnStore("mac", "bucket"), "model"
 IN_FLIGHT = 16
 LEASE_S = 600.0
 READ_JOBS = 500
@@ -107,7 +108,8 @@ class Meter:
 
 
 def costs(url: str, members: tuple[int, ...], *, times: int) -> Json:
-    """The parts of what one worker sends, with `IN_FLIGHT` jobs that run; those that depend on it, by the members."""
+    """The parts of what a worker with a shared store sends, with `IN_FLIGHT` jobs that run; the one that depends on it
+    by the members."""
     found: Json = {}
     with Redis.from_url(url) as connection, Producer(connection) as producer, _opened(url) as queue:
         meter = Meter(connection)
@@ -120,8 +122,9 @@ def costs(url: str, members: tuple[int, ...], *, times: int) -> Json:
         found["look"] = meter.cost(lambda: queue._claim_order.claimers[QUEUE].read_ahead(0, Busy()), times)
         found["beat"] = meter.cost(queue.beat, max(5, times // 10))
         found["watch"] = meter.cost(lambda: queue.withdrawn(_progress(queue)), max(5, times // 10))
-        found["by members"] = {str(n): _with_members(connection, queue, meter, n, times) for n in members}
-        found["agent's home, bytes"] = _home_bytes(connection, 20 * times)
+        found |= _waiting(connection, producer, queue, meter, max(2, times // 100))
+        found["members look"] = {str(n): _look_at(connection, queue, meter, n, times) for n in members}
+        found["agent's entry, bytes"] = _entry_bytes(connection, 20 * times)
     return found
 
 
@@ -134,7 +137,8 @@ def least(one: Json, other: Json) -> Json:
 
 @contextmanager
 def _opened(url: str) -> Iterator[RqQueue]:
-    with open_queue(read_settings({"redis_url": url, "lease_ttl_s": LEASE_S, "name": "mac"}), url) as opened:
+    settings = read_settings({"redis_url": url, "lease_ttl_s": LEASE_S, "name": "mac"})
+    with open_queue(settings, url, store=STORE, model=MODEL) as opened:
         yield opened.rq_queue
 
 
@@ -154,37 +158,58 @@ def _progress(queue: RqQueue) -> dict[str, SequenceProgress]:
     return {job.job_id: SequenceProgress("decode", next(_tokens), 20.0) for job in queue.in_flight()}
 
 
-def _with_members(connection: Redis, queue: RqQueue, meter: Meter, n_members: int, times: int) -> Json:
-    """A look at the members, and reading a waiting job whose agent is at home at another one."""
-    n_there: Any = connection.hlen("stoker:members")
-    for n in range(n_there, n_members):
-        name = f"mac{n:04}"
-        Lease(connection, name, [QUEUE], worker_name=f"stoker-{name}-0123456789", ttl_s=LEASE_S).acquire()
-    look = meter.cost(queue._members.look, max(5, times // 20))
-    with Producer(connection) as producer:
-        producer.submit_many([{"agent_id": f"there {n}", "prompt": "x" * 500} for n in range(READ_JOBS)])
-    homes = {f"there {n}": f"mac{1 + n % (n_members - 1):04} =" for n in range(READ_JOBS)} if n_members > 1 else {}
-    if homes:
-        connection.hset(HOMES_KEY.format(queue=QUEUE), mapping=homes)
+def _join(connection: Redis, number: int) -> str:
+    """One more member, which is ready; its name as an RQ worker."""
+    name = f"mac{number:04}"
+    worker = f"stoker-{name}-01234567"
+    lease = Lease(
+        connection, name, [QUEUE], worker_name=worker, ttl_s=LEASE_S, store=name, shared=STORE.shared, model=MODEL
+    )
+    lease.acquire()
+    lease.announce({"loading": False})
+    return worker
 
-    def read_all() -> None:
-        claimer = Claimer(connection, QUEUE, queue._lease, HomeRule())
+
+def _waiting(connection: Redis, producer: Producer, queue: RqQueue, meter: Meter, times: int) -> Json:
+    """A waiting job read; and claimed, if it is left to another worker then."""
+    worker = _join(connection, 0)
+    producer.submit_many([{"agent_id": f"there {n}", "prompt": "x" * 500} for n in range(READ_JOBS)])
+    last = LAST_KEY.format(queue=QUEUE)
+    connection.hset(last, mapping={f"there {n}": f"{worker} 1" for n in range(READ_JOBS)})
+    placement = queue._claim_order.claimers[QUEUE]._placement
+
+    def read_all() -> Claimer:
+        claimer = Claimer(connection, QUEUE, queue._lease, placement, patience_s=60.0)
         claimer.read_ahead(0, Busy())
         while claimer.has_unread:
             claimer.read_ahead(0, Busy())
+        return claimer
 
-    read = meter.cost(read_all, max(2, times // 100))
-    connection.delete(f"rq:queue:{QUEUE}", HOMES_KEY.format(queue=QUEUE))
-    return {"members look": look, "job read": {"server_us": round(read["server_us"] / READ_JOBS, 2),
-            "commands": round(read["commands"] / READ_JOBS, 4)}}  # fmt: skip
+    def pass_all() -> None:
+        claimer = read_all()
+        while claimer.agents():
+            claimer.claim(1, Busy())
+
+    read, passed = (meter.cost(call, times) for call in (read_all, pass_all))
+    connection.delete(f"rq:queue:{QUEUE}", last)
+    each = {kind: {"read": read[kind], "pass": passed[kind] - read[kind]} for kind in ("commands", "server_us")}
+    return {name: {kind: round(each[kind][name] / READ_JOBS, 3) for kind in each} for name in ("read", "pass")}
 
 
-def _home_bytes(connection: Redis, n_agents: int) -> float:
-    """What the entry of an agent takes of the server's memory."""
+def _look_at(connection: Redis, queue: RqQueue, meter: Meter, n_members: int, times: int) -> Json:
+    n_there: Any = connection.hlen("stoker:members")
+    for n in range(n_there, n_members):
+        _join(connection, n)
+    return meter.cost(queue._members.look, max(5, times // 20))
+
+
+def _entry_bytes(connection: Redis, n_agents: int) -> float:
+    """What an agent's entry in `last` takes of the server's memory."""
     before: Any = connection.info("memory")
-    key = HOMES_KEY.format(queue=QUEUE)
+    key = LAST_KEY.format(queue=QUEUE)
     for start in range(0, n_agents, 1000):
-        connection.hset(key, mapping={f"agent-{n:08}": f"mac{n % 100:04} =" for n in range(start, start + 1000)})
+        names = {f"agent-{n:08}": f"stoker-mac{n % 100:04}-01234567 12" for n in range(start, start + 1000)}
+        connection.hset(key, mapping=names)
     after: Any = connection.info("memory")
     connection.delete(key)
     return round((after["used_memory"] - before["used_memory"]) / n_agents, 1)
