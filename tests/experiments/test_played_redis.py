@@ -146,8 +146,8 @@ class History:
         self.verdicts: Counter[bytes] = Counter()
 
     def step(self) -> None:
-        acts = [self.push, self.push, self.look, self.read, self.claim, self.claim, self.start, self.start, self.end, self.end, self.put_back]
-        self.chance.choice([*acts, *acts, self.come_or_go])()
+        often = [self.push, self.claim, self.start, self.end]
+        self.chance.choice([*often, *often, self.look, self.read, self.put_back, self.put_back, self.come_or_go])()
 
     def push(self) -> None:
         for _ in range(self.chance.randint(1, 3)):
@@ -207,7 +207,7 @@ class History:
 
     def claim(self) -> None:
         name = self.chance.choice(NAMES)
-        args = [self.values.get(name, "none"), name, self.chance.choice(WORKERS), QUEUE]
+        args: list[Any] = [self.values.get(name, "none"), name, self.chance.choice(WORKERS), QUEUE]
         waiting = self.both.state()[3]
         for job_id in dict.fromkeys([*waiting[:2], *self.chance.sample(self.known, min(1, len(self.known)))]):
             word, _, agent = self.both.servers[1].notes[job_id].partition(" ")
@@ -241,7 +241,7 @@ def test_the_played_server_answers_as_a_real_one(both, seed):
     history = History(both, random.Random(seed))
     for _ in range(3):
         history.come_or_go()
-    for _ in range(600):
+    for _ in range(800):
         history.step()
         both.state()
     assert history.verdicts.keys() == {b"claimed", b"held", b"stale", b"passed", b"gone"}
