@@ -17,9 +17,8 @@ def render(content: Json, results: Path) -> Report:
         f"{last['workers']:,} workers and {last['agents']:,} agents, with {last['deaths_per_min']:g} deaths a minute: "
         f"{last['hit_share']:.1%} of the prompt tokens come from a cache (at best {last['best_hit_share']:.1%}), the "
         f"median wait is {last['wait_s']['p50']:.2f} s, {last['over_10_s']:.1%} of the jobs wait for more than 10 s. A "
-        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone; it does "
-        f"{server['replayed']['jobs_per_s']['max']:.0f} jobs a second at most. By computation, one queue on it ends at "
-        f"{server['ends_at_workers']} workers."
+        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone. By computation, one queue on it ends "
+        f"at {server['ends_at_workers']} workers."
     )
     number = (
         f"hit share {last['hit_share']:.1%} with {last['workers']:,} workers; one Redis ends at "
@@ -28,7 +27,7 @@ def render(content: Json, results: Path) -> Report:
     return Report("scale out", number, {
         "summary": summary, "assumed": assumed(), "checks": criteria(content), "fleets": _fleets(fleets),
         "waits": _waits(fleets), "patience": _patience(content["patience"]), "sent": _sent(fleets),
-        "cost": _cost(cost), "replayed": _replayed(server["replayed"]), "one queue": _one_queue(server),
+        "cost": _cost(cost), "one queue": _one_queue(server),
     })  # fmt: skip
 
 
@@ -102,13 +101,6 @@ def _cost(cost: Json) -> str:
     rows = [{"name": name, **cost[key]} for key, name in names.items()]
     rows += [{"name": f"a look at {n} members (1 a second)", **found} for n, found in cost["members look"].items()]
     return columns(rows, {"": "{name}", "commands": "{commands:g}", "µs of the server": "{server_us:g}"})
-
-
-def _replayed(found: Json) -> str:
-    return listed(found, ("sent again without waiting", ""), {
-        "jobs/s of one server": "{jobs_per_s:.4g}", "commands/s at most": "{commands_per_s:,}",
-        "commands a job": "{commands_a_job:g}", "all jobs finished": "{all_finished}",
-    })  # fmt: skip
 
 
 def _one_queue(server: Json) -> str:

@@ -33,7 +33,8 @@ def server_load(workers: int, jobs_per_s: float, sent: Mapping[str, float], cost
     us = jobs_per_s * (cost["job"]["server_us"] + calls * cost["look"]["server_us"])
     us += jobs_per_s * (again["jobs read"] * cost["read"]["server_us"] + again["claim"] * cost["pass"]["server_us"])
     us += regular["server_us"] + looks * float(np.interp(workers, list(measured), list(measured.values())))
-    n_commands = cost["job"]["commands"] + calls + again["claim"] + again["members"] + regular["commands"] / jobs_per_s
+    n_commands = cost["job"]["commands"] + calls * cost["look"]["commands"] + again["members"]
+    n_commands += again["claim"] * cost["pass"]["commands"] + regular["commands"] / jobs_per_s
     return {
         "commands_a_job": round(n_commands, 1),
         "server_us_a_job": round(us / jobs_per_s),
