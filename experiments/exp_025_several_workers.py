@@ -114,9 +114,9 @@ def elsewhere(url: str, waiting: int) -> Json:
             queues[-1]._lease.announce({"loading": False})
         maker, queue = queues[0]._lease.worker_name, queues[1]
         last = LAST_KEY.format(queue="generate")
-        for first in range(0, waiting, 1000):
-            connection.hset(last, mapping={f"agent {n}": f"{maker} 1" for n in range(first, first + 1000)})
-            producer.submit_many([{"agent_id": f"agent {n}", "prompt": "x"} for n in range(first, first + 1000)])
+        for start in range(0, waiting, 1000):
+            connection.hset(last, mapping={f"agent {n}": f"{maker} 1" for n in range(start, start + 1000)})
+            producer.submit_many([{"agent_id": f"agent {n}", "prompt": "x"} for n in range(start, start + 1000)])
         begin, looks = time.perf_counter(), [timed(lambda: queue.claim(MAX_BATCH, Busy()))]
         while queue.has_unread():
             looks.append(timed(lambda: queue.claim(MAX_BATCH, Busy())))

@@ -39,7 +39,14 @@ class FirstMakers(dict[bytes, str]):
 
 
 class PlayedFleet:
-    """One queue with its workers and agents. See `Fleet` for what the workers use of it."""
+    """One queue with its workers and agents.
+
+    Attributes:
+        redis: the queue's server.
+        patience_s: as the workers' setting.
+        asks: the jobs that have not ended, by id.
+        bucket: the shared store's caches; ``None`` for a worker that is alone.
+    """
 
     def __init__(self, setup: Setup, population: Population, group: int) -> None:
         self._chance = np.random.default_rng([setup.seed, group])
@@ -100,6 +107,7 @@ class PlayedFleet:
     # --- what the workers use ---
 
     def conversation(self, agent: int) -> tuple[int, int]:
+        """Its number, and its tokens."""
         return self._conversations.get(agent) or (0, int(self._contexts[agent]))
 
     def at(self, when: float, act: Callable[[], None]) -> None:

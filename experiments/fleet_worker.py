@@ -8,7 +8,7 @@ its time after that.
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from fleet_load import (
     BUCKET_PER_S,
@@ -20,7 +20,6 @@ from fleet_load import (
     TOKEN_BYTES,
     TokenStore,
 )
-from played_redis import PlayedRedis
 from virtual_time import CLOCK
 
 from stoker_shared.wire import LEASE_KEY
@@ -28,11 +27,13 @@ from stoker_worker.placement.placement import Placement, Writes
 from stoker_worker.ports import Busy, MemoryUse
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.claim_order import ClaimOrder
-from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.claimer import Claimer, Granted
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.member import Member
 from stoker_worker.queue.members import Members
-from stoker_worker.queue.waiting_job import Granted
+
+if TYPE_CHECKING:
+    from fleet import PlayedFleet
 
 QUEUE: Final = "generate"
 POLL_S: Final = 0.05
@@ -97,27 +98,6 @@ class PlayedLease:
         return [LEASE_KEY.format(member=self.member)]
 
 
-class Fleet(Protocol):
-    """What a worker sees of the others.
-
-    Attributes:
-        patience_s: as the worker's setting.
-        asks: the jobs that have not ended, by id.
-        bucket: the shared store's caches; ``None`` for a worker that is alone.
-    """
-
-    redis: PlayedRedis
-    patience_s: float
-    asks: dict[str, Ask]
-    bucket: TokenStore | None
-
-    def conversation(self, agent: int) -> tuple[int, int]: ...
-    def at(self, when: float, act: Any) -> None: ...
-    def claimed(self, run: Run) -> None: ...
-    def ended(self, run: Run, turn: Turn, conversation: tuple[int, int]) -> None: ...
-    def bury(self, member: str) -> None: ...
-
-
 class FleetWorker:
     """
     Attributes:
@@ -125,7 +105,7 @@ class FleetWorker:
         life: how often this worker was started before.
     """
 
-    def __init__(self, fleet: Fleet, name: str, store: TokenStore, *, life: int = 0) -> None:
+    def __init__(self, fleet: "PlayedFleet", name: str, store: TokenStore, *, life: int = 0) -> None:
         self.fleet = fleet
         self.name = name
         self.store = store

@@ -1,6 +1,6 @@
 """Redis in memory, as far as the routing of several workers on one queue sees it. Owns the keys, counts what is sent.
 
-Plays the server's part of the scripts of `claim_scripts.py`, and of the commands that `Claimer`, `Members` and
+Plays the server's part of the scripts that read ahead and claim, and of the commands that `Claimer`, `Members` and
 `Placement` send beside them. It knows one queue, each id once, and jobs with the note of our producers.
 `tests/experiments/test_played_redis.py` holds it equal to a real server on random histories.
 """
@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from stoker_shared.wire import HELD_KEY, LAST_KEY, LEASE_KEY, MEMBERS_KEY
-from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
+from stoker_worker.queue.claimer import _CLAIM
 from stoker_worker.queue.member import Member
+from stoker_worker.queue.queue_view import _LOOK, _READ
 
 _JOB: Final = len("rq:job:")
 _MOST_TAKEN: Final = 2000
@@ -55,7 +56,7 @@ class PlayedRedis:
         }
         self._taken: list[bytes] = []
         self._n_taken = 0
-        self._scripts = {LOOK: self._look, READ: self._read, CLAIM: self._claim}
+        self._scripts = {_LOOK: self._look, _READ: self._read, _CLAIM: self._claim}
 
     # --- what happens to the keys beside the routing ---
 
@@ -151,11 +152,13 @@ class PlayedRedis:
     def _claim(self, keys: Sequence[str], args: Sequence[Any]) -> list[bytes] | None:
         """Without keys of agents, the worker has no shared store."""
         self.sent["claim"] += 1
-        value, member, me = args[:3]
+        value, member, me, _, limit = args[:5]
         if self._leases.get(keys[2]) != value.encode():
             return None
         found: list[str] = []
-        for job_id, use in zip(args[5::3], args[6::3], strict=True):
+        for job_id, use in zip(args[6::3], args[7::3], strict=True):
+            if found[::3].count("claimed") == limit:
+                break
             mode, is_impatient, agent = use[:1].decode(), use[1:2] == b"1", use[2:]
             is_entered = bool(mode) and len(keys) > 6
             verdict, maker, number = "claimed", "", 0

@@ -74,7 +74,6 @@ def costs(url: str, members: tuple[int, ...], *, times: int) -> Json:
         found["watch"] = meter.cost(lambda: queue.withdrawn(_progress(queue)), max(5, times // 10))
         found |= _waiting(connection, producer, queue, meter)
         found["members look"] = {str(n): _look_at(connection, queue, meter, n, max(5, times // 20)) for n in members}
-        found["agent's entry, bytes"] = _entry_bytes(connection, 20 * times)
     return found
 
 
@@ -144,15 +143,3 @@ def _look_at(connection: Redis, queue: RqQueue, meter: Meter, n_members: int, ti
     for n in range(n_there, n_members):
         _join(connection, n)
     return meter.cost(queue._members.look, times)
-
-
-def _entry_bytes(connection: Redis, n_agents: int) -> float:
-    """What an agent's entry in `last` takes of the server's memory."""
-    before: Any = connection.info("memory")
-    key = LAST_KEY.format(queue=QUEUE)
-    for start in range(0, n_agents, 1000):
-        names = {f"agent-{n:08}": f"stoker-mac{n % 100:04}-01234567 12" for n in range(start, start + 1000)}
-        connection.hset(key, mapping=names)
-    after: Any = connection.info("memory")
-    connection.delete(key)
-    return round((after["used_memory"] - before["used_memory"]) / n_agents, 1)

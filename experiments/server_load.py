@@ -26,19 +26,17 @@ def server_load(workers: int, jobs_per_s: float, sent: Mapping[str, float], cost
         cost: as `redis_costs.costs` returns it. One look, one reading and one claim are in the cost of a job.
     """
     again = Counter({kind: max(0.0, n - (kind in ("look", "read", "jobs read", "claim"))) for kind, n in sent.items()})
-    calls = again["look"] + again["read"] + again["position"]
-    beats, watches, looks = (workers * rate for rate in (BEATS_PER_S, WATCHES_PER_S, MEMBER_LOOKS_PER_S))
-    regular = {kind: beats * cost["beat"][kind] + watches * cost["watch"][kind] for kind in ("commands", "server_us")}
+    parts = {"look": again["look"] + again["read"] + again["claim"] + again["position"], "read": again["jobs read"]}
+    parts |= {"pass": again["jobs passed"] + again["jobs held"], "job": 1.0}
+    parts |= {"beat": workers * BEATS_PER_S / jobs_per_s, "watch": workers * WATCHES_PER_S / jobs_per_s}
+    n_commands, us = (sum(n * cost[part][kind] for part, n in parts.items()) for kind in ("commands", "server_us"))
+    looks = workers * MEMBER_LOOKS_PER_S / jobs_per_s
     measured = {int(n): found["server_us"] for n, found in cost["members look"].items()}
-    us = jobs_per_s * (cost["job"]["server_us"] + calls * cost["look"]["server_us"])
-    us += jobs_per_s * (again["jobs read"] * cost["read"]["server_us"] + again["claim"] * cost["pass"]["server_us"])
-    us += regular["server_us"] + looks * float(np.interp(workers, list(measured), list(measured.values())))
-    n_commands = cost["job"]["commands"] + calls * cost["look"]["commands"] + again["members"]
-    n_commands += again["claim"] * cost["pass"]["commands"] + regular["commands"] / jobs_per_s
+    us += looks * float(np.interp(workers, list(measured), list(measured.values())))
     return {
-        "commands_a_job": round(n_commands, 1),
-        "server_us_a_job": round(us / jobs_per_s),
-        "share": round(us / 1e6, 4),
+        "commands_a_job": round(n_commands + 2 * looks, 1),
+        "server_us_a_job": round(us),
+        "share": round(us * jobs_per_s / 1e6, 4),
     }
 
 
@@ -49,7 +47,8 @@ def computed(fleet: Json, cost: Json, workers: int) -> Json:
     factor = (workers - 1) / (there - 1)
     sent = dict(fleet["sent_a_job"])
     for kind in ("read", "jobs read", "claim"):
-        sent[kind] = 1 + max(0.0, sent.get(kind, 0.0) - 1) * factor
+        sent[kind] = 1 + max(0.0, sent[kind] - 1) * factor
+    sent["jobs passed"] = sent.get("jobs passed", 0.0) * factor
     return {"workers": workers, "jobs_per_s": round(rate * workers, 1)} | server_load(
         workers, rate * workers, sent, cost
     )

@@ -91,7 +91,9 @@ def packed(built: Path) -> set[str]:
 
 
 def modules_of_the_checkout(folder: str, package: str) -> set[str]:
-    return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder / package).rglob("*.py")}
+    """Also the scripts that run in Redis."""
+    files = (ROOT / folder / package).rglob("*.*")
+    return {path.relative_to(ROOT / folder).as_posix() for path in files if path.suffix in (".py", ".lua")}
 
 
 def test_the_wheel_has_the_modules_the_templates_and_nothing_else(built: Path):

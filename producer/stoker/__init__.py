@@ -2,6 +2,7 @@
 
 from stoker.async_producer import AsyncProducer
 from stoker.async_ticket import AsyncTicket
+from stoker.connection import WrongKeyType
 from stoker.offers import NobodyServes
 from stoker.overview import Overview
 from stoker.own_check import first_accepted
@@ -68,5 +69,6 @@ __all__ = [
     "Ticket",
     "TicketStatus",
     "ToolCall",
+    "WrongKeyType",
     "first_accepted",
 ]

@@ -13,6 +13,7 @@ async def run(connection: Redis, operation: Operation[T]) -> T:
     """
     Raises:
         RedisUnavailable: no server answered, or it refused a command, and the operation did not handle that.
+        WrongKeyType: the same of a command that is not for a key of this type.
     """
     answer: Any = None
     with redis_errors(connection):

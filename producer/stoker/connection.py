@@ -3,6 +3,7 @@
 Owns no keys and no jobs. redis-py's clients are thread-safe, so everything here can be used from any thread.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -11,13 +12,13 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
+from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from stoker_shared.error_line import refusal_line
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import QueueError, RedisUnavailable
 from stoker_shared.password_mask import mask_text
 
 # Set explicitly, because the default is no limit in redis-py 5 and five seconds in redis-py 8.
@@ -27,6 +28,11 @@ REFUSED = (AuthenticationError, AuthorizationError)  # connection errors to redi
 AnyRedis: TypeAlias = Redis | AsyncRedis
 _Client = TypeVar("_Client", Redis, AsyncRedis)
 LOST: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError)
+_OTHER_TYPE = re.compile(r"\bWRONGTYPE\b")  # in a pipeline or a script, other words precede it
+
+
+class WrongKeyType(QueueError):
+    """A key in Redis is of another type than ours: any producer may write there."""
 
 
 def open_connection(redis: "str | Redis") -> Redis:
@@ -93,24 +99,32 @@ def blocking_slice_s(connection: AnyRedis) -> float:
 
 @contextmanager
 def redis_errors(connection: AnyRedis) -> Iterator[None]:
-    """Turn every error of redis-py into `RedisUnavailable`.
+    """Turn every error of redis-py into one of ours.
 
     Raises:
         RedisUnavailable: no server answers, or it refused the command.
+        WrongKeyType: the command is not for a key of this type.
     """
     try:
         yield
     except RedisError as error:
         # Not chained: some servers quote the whole AUTH command in their error, and a traceback would show it.
-        raise RedisUnavailable(described(connection, error)) from None
+        kind = WrongKeyType if _is_of_other_type(error) else RedisUnavailable
+        raise kind(described(connection, error)) from None
 
 
 def described(connection: AnyRedis, error: RedisError) -> str:
     """The error and the server's address, in one line without the password."""
     lost = isinstance(error, LOST) and not isinstance(error, REFUSED)
-    problem = "no Redis server answers at" if lost else "refused by the Redis server at"
-    reason = mask_text(refusal_line(error), _kwargs(connection).get("password"))
-    return f"{problem} {address(connection)}: {reason}"
+    where = address(connection)
+    problem = f"no Redis server answers at {where}" if lost else f"refused by the Redis server at {where}"
+    if _is_of_other_type(error):
+        problem = f"a key at {where} is of another type than stoker's"
+    return f"{problem}: {mask_text(refusal_line(error), _kwargs(connection).get('password'))}"
+
+
+def _is_of_other_type(error: RedisError) -> bool:
+    return isinstance(error, ResponseError) and _OTHER_TYPE.search(str(error)) is not None
 
 
 def _kwargs(connection: AnyRedis) -> dict[str, Any]:

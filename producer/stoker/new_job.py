@@ -5,7 +5,7 @@ RQ's own enqueueing makes several round trips and does not support asyncio, so t
 """
 
 import json
-from typing import Any, Final
+from typing import Any
 from uuid import uuid4
 
 from rq.job import Dependency, Job, JobStatus
@@ -17,11 +17,8 @@ from stoker.job_options import JobOptions
 from stoker.operations import Command
 from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.agent_request import AgentRequest
-from stoker_shared.request import Access, GenerationRequest
+from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import AGENT_TASK_PATH, FIELD_AGENT, FIELD_STREAM, REQUEST_KWARG, TASK_PATH
-
-_CONTINUING: Final[dict[Access, str]] = {"write": "append", "read": "ask", "none": "none"}
-"""The words of `FIELD_AGENT` for a request that continues what is stored."""
 
 
 class WireJson:
@@ -78,7 +75,7 @@ class NewJob:
             connection=NO_CONNECTION,
             serializer=WireJson,
         )
-        hint = [utcformat(job.created_at), _CONTINUING[request.access] if request.continues else request.access]
+        hint = [utcformat(job.created_at), request.access]
         if request.agent_id is not None and request.access != "none":
             hint.append(request.agent_id)
         self._fields: dict[str, Any] = {**job.to_dict(), FIELD_AGENT: " ".join(hint)}

@@ -52,7 +52,7 @@ def shared_store_table(workers: Sequence[WorkerOutlook]) -> Table:
     for name, shared in known.items() if any(known.values()) else ():
         state = "none" if shared is None else f"away for {duration(shared.away_s)}" if shared.away_s else "answers"
         rows.append([name, state])
-    return Table(["worker", "shared store"], rows, ())
+    return Table(["worker", "shared store"], rows, range(0))
 
 
 def job_table(jobs: Sequence[JobInFlight]) -> Table:

@@ -32,7 +32,7 @@ class Producer:
     made from a URL; the pickle then contains the URL with its password.
 
     Nothing is sent before the first call. Every method raises `RedisUnavailable` when no server answers or it refuses
-    us; neither its message nor any repr contains the password.
+    us, and `WrongKeyType` when a key there is of another type; neither a message nor any repr contains the password.
 
     Attributes:
         agents: agents' memory: `info`, `forget`, `fork`, `rollback`.

@@ -21,7 +21,7 @@ from stoker.overview_tables import (
 )
 from stoker.producer import Producer
 from stoker.ticket_status import TicketStatus
-from stoker_shared.errors import RedisUnavailable
+from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
 from stoker_shared.printable import printable
 
@@ -67,7 +67,7 @@ def _texts(producer: Producer) -> Iterator[str]:
     while True:
         try:
             yield overview_text(producer.overview())
-        except RedisUnavailable as error:
+        except QueueError as error:
             yield printable(str(error), lines=True)
         time.sleep(EVERY_S)
 

@@ -37,7 +37,7 @@ def _is_printable(value: str) -> str:
 
 
 READS_ONLY: Final = (
-    "is for jobs that write no agent's memory, which belongs to one model: "
+    "only for jobs that write no agent's memory, which belongs to one model: "
     "give cache 'read' or 'off', or one 'model' and its queue"
 )
 """Why a job that writes an agent's memory cannot ask several models."""
@@ -171,7 +171,7 @@ class GenerationRequest(BaseModel):
         if self.route and self.continues:
             raise ValueError("context 'append' continues what one model has stored: 'route' is refused with it")
         if self.route and self.access == "write":
-            raise ValueError(f"'route' {READS_ONLY}")
+            raise ValueError(f"'route' is {READS_ONLY}")
         if len(self.route) > 1 and self.check is None:
             raise ValueError("'route' goes on to the next model by a 'check': give one")
         models: dict[str, str] = {}

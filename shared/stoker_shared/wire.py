@@ -61,9 +61,9 @@ worker was lost: the turn may have been saved. If it is not the job's own `creat
 FIELD_AGENT: Final = "stoker_agent"
 """Field of the job hash, so that a worker need not read the request to know the job's place: `created_at`, a word for
 how the job uses its agent's memory and, unless that is `none`, the agent id, separated by spaces. The word is the
-request's `access` (``write``, ``read``, ``none``); for a request that continues what is stored, ``append`` instead of
-``write`` and ``ask`` instead of ``read``. Optional. If its `created_at` is not the job's own, the id was enqueued again
-since, and the field is ignored."""
+request's `access` (``write``, ``read``, ``none``); producers of earlier versions may write ``append`` for ``write`` and
+``ask`` for ``read``. Optional. If its `created_at` is not the job's own, the id was enqueued again since, and the field
+is ignored."""
 
 FIELD_TRIED: Final = "stoker_tried"
 """Field of the job hash: `created_at`, a space, and the JSON list of the attempts that were rejected (`Attempt` in

@@ -46,8 +46,8 @@ FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 ARROWS = {
     "claim: the next jobs are chosen": Arrow(RQ + "fair_queue:FairQueue.choose", "after", QUEUED),
     "claim: the id is moved": Arrow(RQ + "claimer:Claimer.claim", "after", CLAIMED),
-    "start: before": Arrow(RQ + "start_transaction:StartTransaction.run", "before", CLAIMED),
-    "start: after": Arrow(RQ + "start_transaction:StartTransaction.run", "after", STARTED, attempt=2),
+    "start: before": Arrow(RQ + "job_start:StartTransaction.run", "before", CLAIMED),
+    "start: after": Arrow(RQ + "job_start:StartTransaction.run", "after", STARTED, attempt=2),
     "start: a job that is refused": Arrow(
         FINISH + "fail",
         "before",

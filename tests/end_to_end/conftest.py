@@ -8,7 +8,7 @@ import pytest
 from tests.server_fixture import connection, producer  # noqa: F401
 
 if TYPE_CHECKING:
-    from tests.worker.memory.shared_store.sharing import Share
+    from tests.worker.memory.replica.sharing import Share
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture(params=["folder", "bucket"])
 def share(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Share"]:
     """A shared store, twice: a folder, and a bucket of an S3 server."""
-    from tests.worker.memory.shared_store.sharing import SharedBucket, SharedFolder
+    from tests.worker.memory.replica.sharing import SharedBucket, SharedFolder
 
     if request.param == "bucket":
         pytest.importorskip("localbucket")

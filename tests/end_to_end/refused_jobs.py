@@ -3,7 +3,6 @@
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 
 from rq import Queue
 from rq.serializers import JSONSerializer
@@ -72,18 +71,3 @@ def lost_job(redis_url, folder):
         with running_worker(redis_url, folder / "lost", "--queues", "lost", "--burst") as worker:
             worker.wait()
         return raised(ticket.result)
-
-
-def _has_ended(ticket):
-    return ticket.status().state in ("finished", "failed")
-
-
-def of_another_store(redis_url, folder):
-    """An agent whose worker has left."""
-    with Producer(redis_url, queue="two") as producer:
-        for store in ("theirs", "ours"):
-            ticket = producer.submit(agent_id="two", prompt="x", context="append", max_tokens=4)
-            options = ("--queues", "two", "--max-jobs", "1")
-            with running_worker(redis_url, folder / store, *options, env={"STOKER_HOME_WAIT_S": "0"}) as worker:
-                worker.wait_for(partial(_has_ended, ticket))
-        return raised(ticket.result, 1)

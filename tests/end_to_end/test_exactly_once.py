@@ -122,7 +122,7 @@ def test_a_worker_that_slept_past_its_lease_writes_neither_version_nor_result(
     with running_worker(redis_url, tmp_path / "sleeper", *steps, env=patience) as sleeper:
         sleeper.wait_for(lambda: ticket.status().state == "started")
         sleeper.signal(signal.SIGSTOP)
-        with running_worker(redis_url, tmp_path / "other", "--standby", env=patience) as other:
+        with running_worker(redis_url, tmp_path / "other", "--standby", "--new-store", env=patience) as other:
             other.wait_for(lambda: ticket.status().state == "finished")
             sleeper.signal(signal.SIGCONT)
             assert sleeper.wait() == 1

@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.macs import LEASE_S, Macs
 from tests.forked_worker import wait_for
 from tests.store_reader import StoreReader
-from tests.worker.memory.shared_store.sharing import Machine, Share
+from tests.worker.memory.replica.sharing import Machine, Share
 
 from stoker import Producer, Ticket
 

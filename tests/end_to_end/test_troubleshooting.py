@@ -18,7 +18,6 @@ from rq.webhook import Webhook
 from tests.end_to_end.refused_jobs import (
     damaged_agent,
     lost_job,
-    of_another_store,
     plain_job,
     raised,
     refused_guide,
@@ -38,7 +37,7 @@ from tests.end_to_end.worker_logs import (
 from tests.private_server import free_port
 from tests.producer.serve.conftest import serving_at
 from tests.worker.memory.agents import ids, using
-from tests.worker.memory.shared_store.sharing import Machine, SharedFolder
+from tests.worker.memory.replica.sharing import Machine, SharedFolder
 from tests.worker_process import fork_server, running_worker
 
 from stoker.serve.tokens import Tokens
@@ -144,11 +143,16 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
     with running_worker(redis_url, store, "--name", "mac") as worker:
         worker.wait_until_ready()
         provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name mac"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --name another"))
+        provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'} --standby"))
         provoked.append(said(f"{run} --redis {redis_url} --queues other --store {store}"))
-        copy = tmp_path / "copy"
-        copy.mkdir()
-        (copy / "worker-name").write_text((store / "worker-name").read_text())
-        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy"))
+    copy, shared = tmp_path / "copy", ("--queues", "shared", "--shared-store", f"file://{tmp_path / 'share'}")
+    copy.mkdir()
+    (tmp_path / "share").mkdir()
+    with running_worker(redis_url, tmp_path / "first", *shared) as worker:
+        worker.wait_until_ready()
+        (copy / "worker-name").write_text((tmp_path / "first" / "worker-name").read_text())
+        provoked.append(said(f"{run} --redis {redis_url} --store {copy} --name copy {' '.join(shared)}"))
     provoked += [
         said(f"{run} --redis embedded --store /dev/null/store"),
         said(f"{run} --redis {redis_url} --store /dev/null/store"),
@@ -224,7 +228,6 @@ def test_a_job_failed(worker, producer, connection, redis_url, tmp_path, small_d
         unsaved_log(redis_url, small_disk)[1],
         fails(agent_id="a", prompt="x", context="append", expect_version=7),
         raised(producer.agents.fork, "nobody", "b"),
-        of_another_store(redis_url, tmp_path),
         raised(producer.agents.fork, "a", "a"),
         fails(prompt="x", max_tokens=100_000, job_timeout_s=1),
         lost_job(redis_url, tmp_path),
@@ -313,8 +316,8 @@ def test_a_shared_store(said, redis_url, tmp_path, monkeypatch, caplog):
     (tmp_path / "other").mkdir()
     with running_worker(redis_url, tmp_path / "mac1", "--shared-store", share.url) as worker:
         worker.wait_until_ready()
-        run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
-        provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
+    run = f"stoker-worker run --engine scripted --redis {redis_url} --store {tmp_path / 'mac2'}"
+    provoked.append(said(f"{run} --shared-store file://{tmp_path / 'other'}"))
     three = agent("three")
     three.store.know_homes(lambda agent_id: AgentHome("mac1", 0, "mac1"))
     provoked.append(refused(lambda: three.store.open_agent("new")))

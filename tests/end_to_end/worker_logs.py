@@ -12,7 +12,9 @@ from tests.worker_process import running_worker
 from stoker import Producer
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
+ANY_STORE = {"STOKER_NEW_STORE": "1"}  # these workers serve one queue after the other
 WITHOUT_PATIENCE = {
+    **ANY_STORE,
     "STOKER_HEARTBEAT_S": "0.1", "STOKER_LEASE_TTL_S": "0.5", "STOKER_RECOVER_S": "0.2", "STOKER_GRACE_S": "0",
 }  # fmt: skip
 
@@ -53,9 +55,9 @@ def crash_log(redis_url, folder):
     with Producer(redis_url) as producer:
         producer.submit(agent_id="a", prompt="crash")
     for _ in range(3):
-        with running_worker(redis_url, folder / "store") as worker:
+        with running_worker(redis_url, folder / "store", env=ANY_STORE) as worker:
             worker.wait()
-    with running_worker(redis_url, folder / "store", "--burst", log_name="last.log") as worker:
+    with running_worker(redis_url, folder / "store", "--burst", log_name="last.log", env=ANY_STORE) as worker:
         assert worker.wait() == 0
     return worker.log
 
@@ -63,7 +65,7 @@ def crash_log(redis_url, folder):
 def broken_log(redis_url, folder):
     with Producer(redis_url) as producer:
         ticket = producer.submit(prompt="break it")
-        with running_worker(redis_url, folder / "broken") as worker:
+        with running_worker(redis_url, folder / "broken", env=ANY_STORE) as worker:
             assert worker.wait() == 1
         ticket.cancel()
     return worker.log
@@ -75,7 +77,7 @@ def stopped_log(redis_url, folder):
         first.wait_until_ready()
         first.signal(signal.SIGSTOP)
         time.sleep(0.6)
-        with running_worker(redis_url, folder / "second", "--name", "mac") as second:
+        with running_worker(redis_url, folder / "second", "--name", "mac", env=ANY_STORE) as second:
             second.wait_until_ready()
             first.signal(signal.SIGCONT)
             first.wait()
@@ -113,6 +115,6 @@ def unsaved_log(redis_url, small_disk):
 def overfull_log(redis_url, folder):
     with Producer(redis_url) as producer:
         producer.submit(agent_id="a", prompt="x", max_tokens=4)
-        with running_worker(redis_url, folder / "full", "--store-max-bytes", "1", "--burst") as worker:
+        with running_worker(redis_url, folder / "full", "--store-max-bytes", "1", "--burst", env=ANY_STORE) as worker:
             worker.wait()
     return worker.log

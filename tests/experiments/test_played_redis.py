@@ -22,8 +22,9 @@ from stoker_shared.wire import (
 )
 from stoker_worker.placement.placement import Placement, Writes
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
+from stoker_worker.queue.claimer import _CLAIM
 from stoker_worker.queue.member import Member
+from stoker_worker.queue.queue_view import _LOOK, _READ
 
 pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 
@@ -35,7 +36,7 @@ NAMES = ["mac1", "mac-2", "mac3"]
 WORKERS = [f"stoker-{name}-0123456{life}" for life, name in enumerate([*NAMES, "mac1"])]
 AGENTS = [b"agent %d" % n for n in range(12)]
 NOTES = ["none", *(f"{word} {agent.decode()}" for agent in AGENTS for word in ("write", "read", "append"))]
-SCRIPTS = (LOOK, READ, CLAIM)
+SCRIPTS = (_LOOK, _READ, _CLAIM)
 
 
 def claimed_by(name: str) -> str:
@@ -198,16 +199,22 @@ class History:
         lasts = self.chance.sample([*waiting[-4:], *firsts], min(2, len(firsts)))
         page = self.chance.choice([2, 250])
         args = [page, self.chance.choice([1, 1000]), self.n_seen[name], len(firsts), *firsts, *lasts]
-        self.n_seen[name] = self.both.script(LOOK, [JOBS, TAKEN, COUNTS], args)[5]
+        self.n_seen[name] = self.both.script(_LOOK, [JOBS, TAKEN, COUNTS], args)[5]
 
     def read(self) -> None:
         if ids := self.chance.sample(self.known, min(5, len(self.known))):
             keys = [b"rq:job:" + job_id for job_id in ids]
-            self.both.script(READ, keys, [FIELD_AGENT, FIELD_ATTEMPTS, 100_000, 100_000])
+            self.both.script(_READ, keys, [FIELD_AGENT, FIELD_ATTEMPTS, 100_000, 100_000])
 
     def claim(self) -> None:
         name = self.chance.choice(NAMES)
-        args: list[Any] = [self.values.get(name, "none"), name, self.chance.choice(WORKERS), QUEUE]
+        args: list[Any] = [
+            self.values.get(name, "none"),
+            name,
+            self.chance.choice(WORKERS),
+            QUEUE,
+            self.chance.choice([1, 9]),
+        ]
         waiting = self.both.state()[3]
         for job_id in dict.fromkeys([*waiting[:2], *self.chance.sample(self.known, min(1, len(self.known)))]):
             word, _, agent = self.both.servers[1].notes[job_id].partition(" ")
@@ -215,7 +222,7 @@ class History:
             use = letter and letter + self.chance.choice([b"0", b"1"]) + agent.encode()
             args += [self.chance.choice([-1, 1]), job_id, use]
         keys = [JOBS, claimed_by(name), LEASE_KEY.format(member=name), MEMBERS_KEY, TAKEN, COUNTS]
-        found = self.both.script(CLAIM, [*keys, HELD, LAST] if self.chance.random() < 0.9 else keys, args)
+        found = self.both.script(_CLAIM, [*keys, HELD, LAST] if self.chance.random() < 0.9 else keys, args)
         self.verdicts.update((found or [])[::3])
 
     def come_or_go(self) -> None:

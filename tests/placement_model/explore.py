@@ -2,7 +2,7 @@
 
 import random
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +10,7 @@ from tests.placement_model import rule as the_rule
 from tests.placement_model.invariants import Broken
 from tests.placement_model.world import FAULTS, World
 
-WORK = {"submit": 10, "steps": 20, "time": 6, "until": 10, "work": 6}
+USUAL = {"submit": 10, "steps": 20, "time": 6, "until": 10, "work": 6}
 TROUBLE = {
     "long_time": 3,
     "sleep": 3,
@@ -28,43 +28,143 @@ TROUBLE = {
     "prune": 5,
     "expire": 2,
     "bring": 2,
+    "idle": 1,
+    "slow": 2,
 }
 
 
-def scene(drawn, processes, agents, faults):
-    """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
-    one, agent, moment = drawn.randrange(processes), drawn.randrange(agents), drawn.randrange(7)
-    other = drawn.choice([agent, 1 - agent])  # forks write another one's
-    wait = drawn.choice([0, 1])
-
-    def jobs(count, of):
-        return [("submit", drawn.choice([0, 0, drawn.randrange(9)]), of, drawn.randrange(9), 0) for _ in range(count)]
-
-    actions = [
-        *jobs(drawn.randrange(2), agent),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        ("submit", drawn.randrange(9), agent, drawn.randrange(100), 0),
-        ("until", one, moment, drawn.choice([0, 0, 1, 2, 2]), drawn.choice(faults)),
-        *[("long_time", drawn.randrange(5, 30), 0, 0, 0)] * wait,
-        ("work", 29, 0, 0, 0),
-        *jobs(drawn.randrange(5), other),
-        ("work", 29, 0, 0, 0),
-        ("work", 29, 0, 0, 0),
-        *[("long_time", drawn.randrange(30), 0, 0, 0)] * wait,
-        *jobs(drawn.randrange(2), other),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        ("prune", drawn.randrange(3), other, 0, 0),
-        ("work", drawn.randrange(30), 0, 0, 0),
-        (drawn.choice(["wake", "arrive", "restart"]), one, 0, 0, 0),
-        ("steps", one, drawn.randrange(100), drawn.randrange(100), 99),
-    ]
-    return [action for action in actions if drawn.random() < 0.9]
+APPEND, FULL, READ, FORGET, ROLLBACK, FORK, PLAIN = 0, 3, 4, 5, 6, 7, 8  # in `KINDS`
+AT_PUT, AT_COMPUTE = 0, 3  # in `MOMENTS`
+LATE, FAILED = 2, 4  # in `FAULTS`
+GRACE, TTL = 8, 12  # rounds of `idle` that take longer
+WORK = ("work", 29)  # all that can be done
 
 
-def history_of(seed):
-    """Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
+class Scenes:
+    """Directed parts of a history, by members `one` and `other` and an agent. Now and then an action is left out."""
+
+    def __init__(self, drawn, processes, agents, faults):
+        self.drawn, self.faults, self.below = drawn, faults, drawn.randrange
+        self.one, self.other = drawn.sample(range(processes), 2)
+        self.agent = drawn.randrange(agents)
+        self.all = [self.stops] * 3 + [self.late] * 6 + [self.slow] * 4 + [self.listed] * 3
+        self.all += [self.hint, self.poison, self.outage, self.again, self.failing, self.waiting]
+
+    def any_of(self, name=None):
+        scene = getattr(self, name) if name else self.drawn.choice(self.all)
+        return [action for action in scene() if self.drawn.random() < 0.95]
+
+    def job(self, *kinds, agent=None, argument=0):
+        return ("submit", self.drawn.choice(kinds), self.agent if agent is None else agent, argument)
+
+    def jobs(self, most, *kinds):
+        return [self.job(*kinds, argument=self.below(9)) for _ in range(self.below(most + 1))]
+
+    def idle(self, least=0):
+        return ("idle", self.drawn.randint(least, 13))
+
+    def prune(self):
+        return ("prune", self.below(3), self.agent)
+
+    def bring(self):
+        return ("bring", self.below(3), self.agent, self.below(3))
+
+    def maybe(self, *actions):
+        return [action for action in actions if self.drawn.random() < 0.5]
+
+    def versions(self):
+        """Some, by others too: a fork and an import hold nothing."""
+        kinds = [[APPEND, FULL], [FORGET, APPEND], [FORGET, FORK, FULL], [APPEND]]
+        found = []
+        for _ in range(self.drawn.randint(2, 4)):
+            found += [self.job(*self.drawn.choice(kinds)), *self.maybe(("steps", 1, 1, 9)), WORK]
+        return found + self.maybe(self.job(FORGET), WORK, self.bring())
+
+    def stops(self):
+        """One member stops at a moment, others do a few jobs of the same agent and prune, and it goes on."""
+        self.agent = self.drawn.choice([self.agent, 1 - self.agent])  # forks write another one's
+        stop = ("until", self.one, self.below(7), self.drawn.choice([0, 0, 1, 2, 2]), self.drawn.choice(self.faults))
+        start = [*self.jobs(1, *range(9)), ("work", self.below(30)), self.job(*range(9), argument=self.below(9)), stop]
+        meanwhile = [*self.maybe(("long_time", self.drawn.randrange(5, 30))), *self.jobs(4, *range(9)), WORK, WORK]
+        end = [*self.maybe(("long_time", self.below(30))), self.prune(), ("work", self.below(30))]
+        again = [(self.drawn.choice(["wake", "arrive", "restart"]), self.one)]
+        return start + meanwhile + end + again + [("steps", self.one, self.below(100), self.below(100))]
+
+    def late(self):
+        """A put arrives when its number was made by another and pruned; a rollback goes to that number."""
+        put = [*self.jobs(2, APPEND, FULL), WORK, self.job(APPEND, FULL, FORGET), ("until", self.one, AT_PUT, 2, LATE)]
+        lives_again = [("crash", self.one, 1), ("idle", 4), ("restart", self.one)]
+        ends = self.drawn.choice([[("until", self.one, AT_COMPUTE, 2, FAILED)], [("flush",)], lives_again])
+        above = self.drawn.choice([[], self.versions(), [self.job(APPEND)], [self.job(APPEND), self.job(FULL)]])
+        back = self.job(ROLLBACK, ROLLBACK, READ, FORK, argument=2)
+        return [*put, *ends, WORK, *above, WORK, self.idle(GRACE), self.prune(), WORK, ("arrive",), back, WORK]
+
+    def slow(self):
+        """One thread stops at a moment, and its member does not: it keeps its lease while the chain goes on."""
+        moment = self.drawn.choice([AT_PUT, AT_PUT, AT_PUT, AT_COMPUTE, 6, 7])
+        stop, source = ("slow", self.below(3), moment), 1 - self.agent
+        if self.drawn.random() < 0.6:
+            start = [self.job(FORGET), self.job(APPEND, agent=source), WORK, self.job(FORK, agent=source)]
+            meanwhile = self.versions()
+        else:
+            start = [*self.jobs(1, APPEND), WORK, self.job(APPEND, FULL, FORGET)]
+            expire = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
+            meanwhile = [*expire, ("bring", self.one, self.agent, 0), WORK, *expire, ("bring", 0, self.agent, 1), WORK]
+        wake = [("wake", process) for process in range(3)]
+        end = [("work", self.drawn.choice([1, 2, 3, 29])), self.job(READ, ROLLBACK, APPEND), WORK]
+        return [*start, stop, *meanwhile, self.idle(GRACE), self.prune(), WORK, *wake, *end]
+
+    def hint(self):
+        """Redis, or a command without Redis, leaves a member with a hint that is no longer true."""
+        by_command = [self.idle(TTL), ("expire", self.other, self.agent), WORK]
+        emptied = [self.job(FORGET), WORK, self.bring(), WORK]
+        start = [self.job(APPEND, FORGET), WORK, ("replicate",), ("sleep", self.one), ("idle", self.below(4))]
+        moved = [self.job(APPEND, FULL), WORK, ("wake", self.one)]
+        moved += self.drawn.choice([[("go_back",)], emptied, by_command])
+        use = [self.job(READ, APPEND, ROLLBACK, FORK), ("until", self.one, self.drawn.choice([AT_COMPUTE, AT_PUT]), 3)]
+        return [*start, *moved, *use, *self.maybe(self.idle(GRACE), self.prune()), WORK]
+
+    def listed(self):
+        """Names go while somebody who sees an old listing follows them upwards."""
+        written = [self.job(APPEND, APPEND, FULL, FORGET) for _ in range(self.drawn.randint(2, 5))]
+        start = [*self.maybe(*self.versions()), self.idle(), *written, ("slow", self.one, AT_PUT, 1)]
+        sleep = [*self.maybe(("sleep", self.one), ("idle", 4)), WORK, *self.maybe(("flush",)), ("time", self.below(4))]
+        prune = [*self.maybe(("wake", self.one)), self.prune(), ("work", self.below(12)), self.prune()]
+        return [*start, *sleep, *prune, *[self.job(READ, READ, ROLLBACK, FORK, argument=1) for _ in range(4)], WORK]
+
+    def poison(self):
+        """A job takes one member after the other along."""
+        victims = self.drawn.choices(range(3), k=12)
+        deaths = [death for p in victims for death in (("until", p, AT_COMPUTE, 1), ("idle", 4), ("restart", p))]
+        return [self.job(APPEND, READ, FULL), *deaths, WORK]
+
+    def outage(self):
+        """The bucket goes away at a moment, and members stop. It stays away."""
+        start = [self.job(APPEND, FULL), ("until", self.one, self.below(7), 3), ("outage",)]
+        stops = self.maybe(("steps", self.one, 1, self.below(12)), *[("stop", process) for process in range(3)])
+        return [*start, *stops, *self.jobs(2, APPEND, PLAIN)]
+
+    def again(self):
+        """What was forgotten is imported again."""
+        imported = [self.job(FORGET), WORK, self.bring(), WORK, *self.jobs(1, APPEND)]
+        return imported + imported
+
+    def failing(self):
+        """A job fails by itself after a put whose outcome is unknown, and is run again."""
+        start = [self.job(APPEND, READ, APPEND), ("until", self.one, AT_PUT, 2, LATE)]
+        start += [("until", self.one, AT_COMPUTE, 2, FAILED), ("until", self.one, AT_PUT, 2, self.below(4))]
+        return [*start, *self.maybe(("until", self.one, AT_PUT, 2, self.below(4))), WORK, ("retry",), ("arrive",), WORK]
+
+    def waiting(self):
+        """A read waits for the write before it, which waits for a read."""
+        start = [self.job(READ, FORK), ("until", self.one, AT_COMPUTE, 3), self.job(APPEND, FORGET)]
+        return [*start, self.job(READ, APPEND), *self.maybe(("until", self.other, AT_COMPUTE, 0)), WORK]
+
+
+def history_of(seed, scene=None):
+    """Its scenes are any, or all of one kind. Each has some kinds of trouble and lacks others, so that one kind does not hide another."""
     drawn = random.Random(seed)
-    weights = WORK | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
+    weights = USUAL | {name: weight for name, weight in TROUBLE.items() if drawn.random() < 0.6}
     faults = [n for n in range(len(FAULTS)) if drawn.random() < 0.5] or [99]
     often = drawn.choice([0.02, 0.1, 0.3])
     names = drawn.choices(list(weights), list(weights.values()), k=drawn.randint(20, 100))
@@ -80,8 +180,9 @@ def history_of(seed):
         for name in names
     ]
     at = drawn.randint(0, len(history))
-    between = scene(drawn, processes, agents, faults) if drawn.random() < 0.7 else []
-    return history[: drawn.choice([0, 0, at])] + between + history[at:]
+    scenes = Scenes(drawn, processes, agents, faults)
+    between = [action for _ in range(drawn.choice([1, 1, 2, 2])) for action in scenes.any_of(scene)]
+    return history[: drawn.choice([0, 0, at])] + between + history[at if drawn.random() < 0.5 else len(history) :]
 
 
 def play(history, seed, rule: ModuleType = the_rule):
@@ -93,12 +194,22 @@ def play(history, seed, rule: ModuleType = the_rule):
     return None
 
 
-def search(seeds, rule: ModuleType = the_rule):
+def search(seeds, rule: ModuleType = the_rule, scene=None):
     """The first seed whose history breaks an invariant, and which."""
     for seed in seeds:
-        if (broken := play(history_of(seed), seed, rule)) is not None:
+        if (broken := play(history_of(seed, scene), seed, rule)) is not None:
             return seed, broken
     return None
+
+
+def events(seeds):
+    """In how many histories each rare thing happens that a line of the rule is there for."""
+    counted = Counter()
+    for seed in seeds:
+        world = World(the_rule, seed)
+        world.play(history_of(seed))
+        counted.update(world.events)
+    return counted
 
 
 def shortest(seed, rule: ModuleType = the_rule):
@@ -128,13 +239,3 @@ def rule_with(*changes):
     sys.modules[broken.__name__] = broken  # dataclasses look themselves up
     exec(compile(source, "broken_rule.py", "exec"), broken.__dict__)
     return broken
-
-
-def explore(seconds, first=0, rule: ModuleType = the_rule):
-    """How many histories, and what the first one that broke an invariant was."""
-    seed, until = first, time.monotonic() + seconds
-    while time.monotonic() < until:
-        if found := search([seed], rule):
-            return seed - first, found
-        seed += 1
-    return seed - first, None

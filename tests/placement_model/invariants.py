@@ -37,6 +37,7 @@ class Invariants:
         self.jobs = {}
         self.chains = defaultdict(list)
         self.claims = {}  # by execution: the epoch, and how long its chain and its source were
+        self.runs = {}  # by execution: the job as it was claimed
         self.epochs = {}  # by version: when its put was sent
         self.ends = {}  # by job and place, without a turn: the epoch
         self.reasons = set()
@@ -67,6 +68,9 @@ class Invariants:
             require(not ended, "a job that ended without a turn has one")
             later = version.kind != "fork" and self.behind(chain, place, epoch, put_epoch)
             require(not later, "turns are out of order")
+        if version.kind == "expired":
+            made = self.world.bucket.objects[agent][newest.number][1]
+            require(made <= self.world.now - self.world.rule.TTL, "an agent that is used expires")
         chain.append(version)
 
     def behind(self, chain, place, claimed, used):
@@ -110,17 +114,19 @@ class Invariants:
     def submitted(self, job):
         self.jobs[job.id] = job
 
-    def computed(self, job_id, fault):
+    def computed(self, execution, fault):
+        job = self.runs[execution]
+        require(job.losses < self.world.rule.LOSSES, "a job takes one member after the other along")
         if fault != "failed":
             return None
-        self.reasons.add(job_id)
+        self.reasons.add((job.id, job.place))
         return "failed"
 
     def cancel(self, job_id):
         job = self.world.redis.jobs[job_id]
         was = job.status
         if self.world.redis.cancel(job_id):
-            self.reasons.add(job_id)
+            self.reasons.add((job_id, job.place))
             self.ended_without(job, was)
 
     def ended_without(self, job, was):
@@ -143,11 +149,10 @@ class Invariants:
             self.claimed(args[0], reply)
         return reply
 
-    def viewed(self, member, waiting, ready):
-        life, needs_nobody = (
-            member.life,
-            [one for one, agent, home in waiting if agent is not None and home not in ready],
-        )
+    def viewed(self, member, waiting, _):
+        life, leases = member.life, self.world.redis.leases.items()
+        ready = [one for one, lease in leases if lease.ready and lease.until > self.world.now]
+        needs_nobody = [one for one, agent, home in waiting if agent is not None and home not in ready]
         require(not self.due.pop(life, set()).intersection(needs_nobody), "a job waits for a member that is gone")
         self.due[life] = set() if member.away else set(needs_nobody)
         now = self.world.now
@@ -157,6 +162,10 @@ class Invariants:
 
     def claimed(self, life, job):
         chain, source = len(self.chains[job.chain]), len(self.chains[job.agent])
+        ahead = [one for one in self.world.redis.jobs.values() if one.writes and one.status not in ENDED]
+        passed = [one for one in ahead if one.agent == job.agent and one.place < job.place]
+        require(not passed, "a job passes a write before it")
+        self.runs[job.execution] = job
         self.claims[job.execution] = (self.world.epoch, chain, source)
         since, is_others = self.seen_waiting[life, job.id]
         patience = self.world.rule.PATIENCE
@@ -167,7 +176,7 @@ class Invariants:
         elif not self.world.bucket.down:
             self.outage_claims.clear()
         if job.losses >= self.world.rule.LOSSES:
-            self.reasons.add(job.id)
+            self.reasons.add((job.id, job.place))
 
     def ended(self, was, life, job_id, execution, status, number):
         require(was not in ENDED, "an end changed")
@@ -182,7 +191,7 @@ class Invariants:
             later = self.behind(self.chains[job.agent][:number], job.place, epoch, self.world.epoch)
             require(not later, "a read knows what was said behind it")
         else:
-            if job_id not in self.reasons:
+            if (job_id, job.place) not in self.reasons:
                 self.check_refusal(job, number, chain, source)
             self.ended_without(job, was)
 
@@ -196,7 +205,9 @@ class Invariants:
             sources = self.chains[job.agent][max(0, source - 1) :]
             require(now.turns or not source or not all(one.turns for one in sources), "a job failed without a reason")
         else:
-            require(job.kind == "rollback", "a job failed without a reason")
+            first_kept = max(1, now.floor, number - self.world.rule.KEEP)
+            kept = job.kind == "rollback" and first_kept <= job.argument <= number
+            require(job.kind == "rollback" and not kept, "a job failed without a reason")
 
     # The end.
 
@@ -216,3 +227,6 @@ class Invariants:
             require(all(n >= newest.number - self.world.rule.KEEP for n in objects), "old numbers are never pruned")
             old = [one for one, _, _ in objects.values() if one.number < newest.floor and one.turns]
             require(not old, "forgotten content is left")
+
+    def all_expired(self):
+        require(not any(self.newest(agent).turns for agent in self.chains), "an agent that nobody uses does not expire")

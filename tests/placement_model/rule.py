@@ -24,7 +24,7 @@ class Lost(Exception):
 
 
 class Deposed(Exception):
-    """Redis does not know this life of a member, or the job is not its own."""
+    """The job is not run by this execution any more."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,11 @@ class Redis:
 
     # What members call.
 
-    def join(self, life):
-        self.leases[life] = Lease(self.now + LEASE, ready=False)
-
     def renew(self, life, known, ready):
-        """Also gives back what this life does not know that it has claimed, and what the dead have."""
-        self._alive(life)
+        """A life may come back after its lease: what was given back meanwhile is checked by execution.
+
+        Also gives back what this life does not know that it has claimed, and what the dead have.
+        """
         self.leases[life] = Lease(self.now + LEASE, ready)
         for job in self._started():
             if job.member == life and job.execution not in known:
@@ -129,12 +128,10 @@ class Redis:
 
     def view(self, life):
         """Of each agent that is free the first job, with the member that has its cache; the members that are ready."""
-        self._alive(life)
         ready = [one for one, lease in self.leases.items() if lease.ready and self._lives(one)]
         return [(job.id, job.agent, self.last.get(job.chain, (None,))[0]) for job in self._free()], ready
 
     def claim(self, life, job_id, execution):
-        self._alive(life)
         if job_id not in [job.id for job in self._free()]:
             return None
         job = self.jobs[job_id]
@@ -165,13 +162,8 @@ class Redis:
     def _lives(self, life):
         return life in self.leases and self.leases[life].until > self.now
 
-    def _alive(self, life):
-        if not self._lives(life):
-            raise Deposed
-
     def _own(self, life, job_id, execution):
         """An execution, because one life may have run a job before: it was canceled and retried, or Redis went back."""
-        self._alive(life)
         job = self.jobs.get(job_id)
         if job is None or (job.status, job.execution) != ("started", execution):
             raise Deposed
@@ -236,8 +228,7 @@ def ask(*operation):
 
 
 def fetch(me):
-    """The fetcher's loop. Raises `Deposed`: this life is over, and the process begins another one."""
-    yield from ask("join", me.life)
+    """The fetcher's loop."""
     while not (me.stopping and not me.jobs):
         if me.away:
             try:
@@ -290,7 +281,7 @@ def run(me, job):
 
 def read(me, job):
     base = (yield from look(me, job.agent)) if job.agent is not None else NOTHING
-    failure = "failed" if job.losses >= LOSSES else (yield "compute", job.id)
+    failure = "failed" if job.losses >= LOSSES else (yield "compute", job.execution)
     yield from ask("end", me.life, job.id, job.execution, failure or "finished", base.number)
 
 
@@ -321,7 +312,7 @@ def write(me, job):
         if me.stopping:
             return (yield from ask("give_back", me.life, job.id, job.execution))
         if failure is None and not (answered and job.kind == "full"):
-            failure, answered = (yield "compute", job.id), True
+            failure, answered = (yield "compute", job.execution), True
         turns = None if failure else (yield from turns_after(me, job, base))
         if turns is not None:
             new = base.then(me, job.kind, turns, job)

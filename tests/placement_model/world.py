@@ -1,6 +1,6 @@
 """Around the rule: processes that crash and sleep, a Redis and a bucket that misbehave, a clock, and a history of them.
 
-A history is a list of actions, each a name and four numbers, so that any part of a history is one too.
+A history is a list of actions, each a name and up to four numbers, so that any part of a history is one too.
 """
 
 import copy
@@ -14,13 +14,7 @@ AGENTS = ("ann", "bob")
 KINDS = ("append", "append", "append", "full", "read", "forget", "rollback", "fork", "plain")
 BUCKET = ("list", "get", "put", "remove", "empty")
 MOMENTS = ("put", "put", "put", "compute", "sending", "end", "list", "get", "claim", "give_back", "remove")
-FAULTS = (
-    "lost",
-    "unheard",
-    "late",
-    "twice",
-    "failed",
-)  # not done; done; later; again later; by the engine
+FAULTS = ("lost", "unheard", "late", "twice", "failed")  # not done; done; later; again later; by the engine
 
 
 class Bucket:
@@ -32,28 +26,34 @@ class Bucket:
     def put(self, agent, version):
         if version.number in self.objects[agent]:
             return False
-        world = self.world
-        hidden = world.random.randint(0, LAG) if world.lags else 0
-        self.objects[agent][version.number] = [version, world.now, world.now + hidden]
-        world.invariants.created(agent, version)
+        self.world.invariants.created(agent, version)
+        self.objects[agent][version.number] = [version, self.world.now, self.world.now]
         return True
 
     def get(self, agent, number):
         return self.objects[agent].get(number, [None])[0]
 
     def list(self, agent):
+        """When each name was made. Each may be missing for a while, and stay for a while after it was removed."""
         now = self.world.now
-        found = {n: made for n, (_, made, shown) in self.objects.get(agent, {}).items() if shown <= now}
-        return now, {n: made for a, n, made, until in self.removed if a == agent and until > now} | found
+        seen = {n: made for a, n, made, removed in self.removed if a == agent and removed > now - self.lag()}
+        seen |= {n: made for n, (_, made, named) in self.objects.get(agent, {}).items() if named <= now - self.lag()}
+        self.world.count(
+            "a listing lacks the newest", agent and max(seen, default=0) < max(self.objects[agent], default=0)
+        )
+        return now, seen
+
+    def lag(self):
+        return self.world.random.randint(0, LAG) if self.world.lags else 0
 
     def remove(self, agent, number):
         if number in self.objects[agent]:
             _, made, _ = self.objects[agent].pop(number)
-            self.removed.append((agent, number, made, self.world.now + (LAG if self.world.lags else 0)))
+            self.removed.append((agent, number, made, self.world.now))
             self.world.invariants.removed(agent, number)
 
     def empty(self, agent, number):
-        """Overwrites, if it is there."""
+        """Overwrites, if it is there. The object is newer then, its name is not."""
         if number in self.objects[agent]:
             entry = self.objects[agent][number]
             entry[0], entry[1] = replace(entry[0], kind="emptied", turns=(), seen={}), self.world.now
@@ -62,14 +62,17 @@ class Bucket:
     def arrive(self, which):
         if self.late:
             agent, version = self.late.pop(which % len(self.late))
-            self.put(agent, version)
+            below = version.number < self.world.invariants.newest(agent).number
+            if self.put(agent, version):
+                self.world.count("a late put takes a number below the newest", below)
 
 
 class Process:
     """A member's process: its threads are generators that have yielded an operation. `local` is its disk."""
 
     def __init__(self, world):
-        self.world, self.local, self.member, self.threads, self.asleep = world, {}, None, [], False
+        self.world, self.local, self.member, self.asleep = world, {}, None, False
+        self.threads, self.slow = [], []
         self.begin()
 
     def begin(self):
@@ -78,14 +81,14 @@ class Process:
         self.start(self.world.rule.fetch(self.member), self.member)
 
     def start(self, generator, member):
-        self.advance([generator, None, member], generator.__next__)
+        self.advance([generator, None, member, 0], generator.__next__)
 
     @property
     def stopping(self):
         return self.member is not None and self.member.stopping
 
     def crash(self):
-        self.threads, self.member = [], None
+        self.threads, self.slow, self.member = [], [], None
 
     def background(self, action, *args):
         if self.member:
@@ -93,7 +96,9 @@ class Process:
 
     def step(self, which, fault=None):
         thread = self.threads.pop(which % len(self.threads))
-        generator, operation, member = thread
+        generator, operation, member, since = thread
+        if self.world.now - since >= self.world.rule.GRACE:
+            self.world.count(f"more than the grace passes before {operation[0]}", True)
         member.now = self.world.now
         try:
             reply = self.world.carry_out(operation, fault, member)
@@ -103,23 +108,25 @@ class Process:
         else:
             self.advance(thread, lambda: generator.send(reply))
 
+    def stop_thread(self, thread, after):
+        if after:
+            self.step(self.threads.index(thread))
+        if thread in self.threads:
+            self.threads.remove(thread)
+            self.slow.append(thread)
+
     def advance(self, thread, resume):
-        generator, _, member = thread
+        generator, _, member, _ = thread
         is_fetcher = generator.__name__ == "fetch"
         jobs = set(member.jobs)
         try:
-            thread[1] = resume()
+            thread[1], thread[3] = resume(), self.world.now
             self.threads.append(thread)
         except StopIteration:
             if is_fetcher:  # it has left
                 self.crash()
-        except self.world.rule.Lost:
+        except (self.world.rule.Lost, self.world.rule.Deposed):  # a command's; it is given again
             pass
-        except self.world.rule.Deposed:
-            if is_fetcher and member is self.member and not member.stopping:
-                self.begin()  # the threads of the life before go on until they find out
-            elif is_fetcher:
-                self.crash()
         if is_fetcher:
             for key in [one for one in member.jobs if one not in jobs]:
                 self.start(self.world.rule.run(member, member.jobs[key]), member)
@@ -132,12 +139,17 @@ class World:
         self.now, self.lives, self.places, self.epoch = 0, 0, 0, 0
         self.invariants = Invariants(self)
         self.redis, self.bucket, self.snapshots = rule.Redis(), Bucket(self), []
+        self.events = set()
         self.processes = [Process(self) for _ in range(processes)]
+
+    def count(self, event, happened):
+        if happened:
+            self.events.add(event)
 
     def carry_out(self, operation, fault, member):
         name, *args = operation
         if name == "compute":
-            return self.invariants.computed(args[0], fault)
+            return self.invariants.computed(*args, fault)
         if name == "claim":
             self.invariants.due.pop(member.life, None)  # it does not leave what is there
         if name == "put":
@@ -147,7 +159,9 @@ class World:
         is_away = name in BUCKET and self.bucket.down and fault != "unheard"
         if is_away or fault == "lost" or (fault == "late" and name == "put"):
             raise self.rule.Lost
+        below = name == "put" and args[1].number < self.invariants.newest(args[0]).number
         reply = getattr(self.bucket, name)(*args) if name in BUCKET else self.invariants.script(name, args)
+        self.count("a put takes a number below the newest", below and reply)
         if fault == "unheard":
             raise self.rule.Lost
         if name == "view":
@@ -157,7 +171,7 @@ class World:
     def play(self, history):
         """Raises `Broken` where an invariant does not hold."""
         for name, *numbers in history:
-            getattr(self, name)(*numbers)
+            getattr(self, name)(*numbers, *(0, 0, 0, 99)[len(numbers) :])
         self.heal()
 
     # Actions.
@@ -182,29 +196,51 @@ class World:
             spin = thread if thread % 3 else self.random.randrange(99)
             one.step(spin, FAULTS[fault] if left == 0 and fault < len(FAULTS) else None)
 
+    def slow(self, process, operation, after, _):
+        """The thread that waits for this operation stops there, or after it, and the process goes on."""
+        wanted = MOMENTS[operation % len(MOMENTS)]
+        for _ in range(20):
+            for one in self.processes[process % 3 :] + self.processes[: process % 3]:
+                for thread in [] if one.asleep else one.threads:
+                    if thread[1][0] == wanted and thread[0].__name__ != "fetch":
+                        one.stop_thread(thread, after % 2)
+                        return
+            self.everybody()
+
     def until(self, process, operation, then, fault):
         """Steps to the moment before an operation. It fails, or the process sleeps or crashes there, or goes on."""
-        one, wanted = self.processes[process % len(self.processes)], MOMENTS[operation % len(MOMENTS)]
-        for _ in range(40):
-            if one.asleep or not one.threads:
-                return
-            found = [at for at, thread in enumerate(one.threads) if thread[1][0] == wanted]
-            if found:
-                one.asleep = then % 4 == 0
-                if then % 4 == 1:
-                    one.crash()
-                if then % 4 == 2 and fault < len(FAULTS):
-                    one.step(found[0], FAULTS[fault])
-                return
-            one.step(0)
+        wanted = MOMENTS[operation % len(MOMENTS)]
+        for one in self.processes[process % 3 :] + self.processes[: process % 3]:
+            for _ in range(0 if one.asleep else 20):
+                found = [at for at, thread in enumerate(one.threads) if thread[1][0] == wanted]
+                if found:
+                    one.asleep = then % 4 == 0
+                    if then % 4 == 1:
+                        one.crash()
+                    if then % 4 == 2 and fault < len(FAULTS):
+                        one.step(found[0], FAULTS[fault])
+                    return
+                if one.threads:
+                    one.step(0)
 
     def work(self, rounds, *_):
         """All that are awake, without faults."""
         for _round in range(rounds % 30):
-            for one in self.processes:
-                for _thread in range(0 if one.asleep else len(one.threads)):
-                    if one.threads:
-                        one.step(0)
+            self.everybody()
+            if self.is_quiet():
+                return
+
+    def everybody(self):
+        for one in self.processes:
+            for _ in range(0 if one.asleep else len(one.threads)):
+                if one.threads:
+                    one.step(0)
+
+    def idle(self, rounds, *_):
+        """Time passes, and those that are awake keep their leases."""
+        for _round in range(rounds % 14):
+            self.time(2)
+            self.everybody()
 
     def time(self, by, *_):
         self.now += 1 + by % 4
@@ -218,7 +254,9 @@ class World:
         self.processes[process % len(self.processes)].asleep = True
 
     def wake(self, process, *_):
-        self.processes[process % len(self.processes)].asleep = False
+        one = self.processes[process % len(self.processes)]
+        one.asleep = False
+        one.threads, one.slow = one.threads + one.slow, []
 
     def crash(self, process, lose_disk, *_):
         one = self.processes[process % len(self.processes)]
@@ -275,8 +313,8 @@ class World:
     # The end of a history: nothing fails any more.
 
     def heal(self):
-        for one in self.processes:
-            one.asleep = False
+        for process in range(len(self.processes)):
+            self.wake(process)
         if all(one.member is None or one.stopping for one in self.processes):
             self.processes[0].crash()
             self.processes[0].begin()
@@ -293,18 +331,25 @@ class World:
         self.long_time(29)
         self.long_time(29)
         for agent in AGENTS:
-            for one in self.processes:
-                one.background(self.rule.prune, agent)
+            self.background(self.rule.expire, agent)
+        self.go_on(60)
+        self.invariants.all_expired()
+        self.long_time(29)
+        for agent in AGENTS:
+            self.background(self.rule.prune, agent)
         self.go_on(60)
         self.invariants.nothing_is_left()
+
+    def background(self, action, agent):
+        next(one for one in self.processes if one.member).background(action, agent)
 
     def go_on(self, rounds):
         for _ in range(rounds):
             self.time(0)
-            for one in self.processes:
-                for _ in range(len(one.threads)):
-                    if one.threads:
-                        one.step(0)
-            is_quiet = not any(len(one.threads) > 1 or one.stopping for one in self.processes)
-            if is_quiet and all(job.status not in ("queued", "started") for job in self.redis.jobs.values()):
+            self.everybody()
+            if self.is_quiet():
                 return
+
+    def is_quiet(self):
+        is_busy = any(one.stopping or len(one.threads) > 1 for one in self.processes if not one.asleep)
+        return not is_busy and all(job.status not in ("queued", "started") for job in self.redis.jobs.values())

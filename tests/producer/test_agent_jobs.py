@@ -19,11 +19,11 @@ def enqueued(producer: Producer, connection: Redis, action: str, *arguments: obj
 @pytest.mark.parametrize(
     ("action", "arguments", "options", "fields", "word"),
     [
-        ("info", (), {}, {}, b"ask"),
-        ("forget", (), {"expect_version": 3}, {"expect_version": 3}, b"append"),
-        ("fork", ("b",), {}, {"target": "b"}, b"append"),
-        ("rollback", (), {}, {}, b"append"),
-        ("rollback", (2,), {"queue": "high"}, {"version": 2}, b"append"),
+        ("info", (), {}, {}, b"read"),
+        ("forget", (), {"expect_version": 3}, {"expect_version": 3}, b"write"),
+        ("fork", ("b",), {}, {"target": "b"}, b"write"),
+        ("rollback", (), {}, {}, b"write"),
+        ("rollback", (2,), {"queue": "high"}, {"version": 2}, b"write"),
     ],
 )
 def test_each_is_a_plain_rq_job_in_its_agents_line(producer, connection, action, arguments, options, fields, word):

@@ -184,3 +184,13 @@ def test_every_command_has_help_with_examples_that_parse(command, tmp_path, monk
     assert examples
     for example in examples:
         cli.main(shlex.split(example, comments=True), standalone_mode=False)
+
+
+@pytest.mark.parametrize("command", ["cancel j", "status j", "result j", "trust ls", "batch ls", "batch status b"])
+def test_a_key_of_another_type_is_no_server_that_is_away(stoker, redis_url, command):
+    with Redis.from_url(redis_url) as connection:
+        for key in ("rq:job:j", "stoker:trust", "stoker:batch::all", "stoker:batch:b"):
+            connection.set(key, "something else")
+        code, out, err = stoker(*command.split())
+    assert (code, out) == (1, "")
+    assert re.match(r"WrongKeyType: a key at [\w.:/-]+ is of another type than stoker's: .*WRONGTYPE ", err)

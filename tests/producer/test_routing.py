@@ -26,7 +26,7 @@ def serve(connection):
 def test_several_models_are_refused_for_a_job_that_writes_an_agents_memory(producer, connection, serve, models):
     serve("a", "q-small", "small")
     serve("b", "q-large", "large")
-    with pytest.raises(InvalidRequest, match=r"^models: .* no agent's memory, .*: give cache 'read' or 'off', or one"):
+    with pytest.raises(InvalidRequest, match=r"^models: only .* no agent's memory, .*: give cache 'read' or 'off', or"):
         producer.submit(prompt="x", agent_id="a", models=models, check=CHECK)
     assert [queue.waiting for queue in producer.queues()] == [0, 0]
     for fields in ({"agent_id": "a", "cache": "read"}, {"agent_id": "a", "cache": "off"}, {}):

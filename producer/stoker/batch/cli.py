@@ -21,6 +21,7 @@ from stoker.batch.output_file import OutputFile
 from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
 from stoker.batch.record import BatchGone, BatchRecord, find_record, forget, read_record, register
+from stoker.batch.sent_lines import n_bad
 from stoker.batch.state_commands import cancel, ls, status
 from stoker.batch.training_command import export_training
 from stoker.batch.work import BatchWork
@@ -119,6 +120,8 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
             click.echo(printable(line, lines=True), err=True)
 
     with _server(url) as connection, or_usage_error(lambda: InputFile(source)) as lines:
+        if not lines.n_requests:
+            raise StokerError(f"{source} has no lines")
         planned, feeder = plan(connection, source, lines, options)
         carry_out(connection, register(planned))
         record = _sent_so_far(connection, planned.batch)
@@ -130,6 +133,9 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
             else:
                 _or_stop(partial(feeder.feed, record, record.n_lines))
             record = _sent_so_far(connection, record.batch)
+        if carry_out(connection, n_bad(record.batch)) == record.n_requests:
+            fetch = f"`stoker batch fetch {record.batch} --out OUT.jsonl` writes why"
+            raise StokerError(f"no line of {source} can be run; {fetch}")
         if warning := carry_out(connection, first_unattended(record.queues)):
             report(warning)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)

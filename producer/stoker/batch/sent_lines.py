@@ -51,6 +51,11 @@ def n_in_redis(batch: str) -> Operation[int]:
     return int((yield from ask("ZCARD", lines_key(batch))))
 
 
+def n_bad(batch: str) -> Operation[int]:
+    """Lines that cannot be run and whose answers are in Redis."""
+    return int((yield from ask("HLEN", bad_key(batch))))
+
+
 def send(
     record: BatchRecord, jobs: Sequence[tuple[Line, NewJob]], bad: Mapping[int, Mapping[str, Any]], *, upto: int, n: int
 ) -> Operation[bool]:

@@ -9,7 +9,7 @@ from stoker.batch.canceling import cancel_batch
 from stoker.batch.record import BatchRecord, BatchUnreadable, all_batches, find_record, is_held, read_record
 from stoker.batch.status import BatchStatus, status_of
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
-from stoker.connection import open_connection
+from stoker.connection import WrongKeyType, open_connection
 from stoker.driver import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
@@ -72,8 +72,8 @@ def ls(url: str, as_json: bool) -> None:
             try:
                 if (record := carry_out(connection, read_record(name))) is not None:
                     found.append((record, carry_out(connection, status_of(record))))
-            except BatchUnreadable as error:
-                click.echo(printable(str(error)), err=True)
+            except (BatchUnreadable, WrongKeyType):
+                click.echo(printable(str(BatchUnreadable(name))), err=True)
     lines = "\n".join(printable(f"{record.batch}  {_as_line(record, now)}") for record, now in found)
     show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
 

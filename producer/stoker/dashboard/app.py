@@ -26,7 +26,7 @@ from stoker.dashboard.readable_jobs import encode_unreadable_meta, read_jobs_of_
 from stoker.dashboard.stoker_page import add_stoker_page
 from stoker.dashboard.unpickling import never_unpickle
 from stoker.dashboard.workers_page import show_workers
-from stoker_shared.errors import JobNotFound, RedisUnavailable
+from stoker_shared.errors import JobNotFound, QueueError
 
 
 def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
@@ -74,7 +74,7 @@ def answer_errors_in_one_line(app: Flask, connection: Redis) -> None:
     rq-dashboard answers both with 500 and a traceback in its log, as of 0.9.0.
     """
     app.register_error_handler(RedisError, lambda error: _plain(described(connection, error), 503))
-    app.register_error_handler(RedisUnavailable, lambda error: _plain(str(error), 503))
+    app.register_error_handler(QueueError, lambda error: _plain(str(error), 503))
     for gone in (NoSuchJobError, JobNotFound):
         app.register_error_handler(gone, lambda error: _plain("no such job (any more)", 404))
 

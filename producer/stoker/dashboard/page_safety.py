@@ -24,9 +24,11 @@ def refuse_other_names(app: Flask, names: Collection[str]) -> None:
     the pages through the operator's browser.
     """
 
-    def guard() -> None:
-        if host_name(request.host) not in names:  # Flask's TRUSTED_HOSTS does not know IPv6
-            abort(400)
+    def guard() -> Response | None:
+        if host_name(request.host) in names:  # Flask's TRUSTED_HOSTS does not know IPv6
+            return None
+        text = f"this dashboard does not answer to the Host {request.host!r}; --name allows it\n"
+        return Response(text, 400, content_type="text/plain; charset=utf-8")
 
     app.before_request(guard)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 
@@ -199,14 +200,12 @@ def test_a_record_that_cannot_be_read_hides_no_other_batch(batch, connection, tm
         ("b-3", {b"\xff": 1}),
     ):
         connection.hset(f"stoker:batch:{bad}", mapping=fields)
-        connection.zadd("stoker:batch::all", {bad: 1, b"\xff": 1})
+        connection.zadd("stoker:batch::all", {bad: 1, "b-4": 1, b"\xff": 1})
+    connection.set("stoker:batch:b-4", "a string")
     code, out, err = batch("ls", "--json")
     assert (code, [listed["batch"] for listed in out["batches"]]) == (0, [name])
-    assert [bad for bad in ("b-1", "b-2", "b-3") if f"the record of batch {bad} in Redis cannot be read" in err] == [
-        "b-1",
-        "b-2",
-        "b-3",
-    ]
+    named = re.findall("the record of batch (.*) in Redis cannot be read", err)
+    assert named == ["b-1", "b-2", "b-3", "b-4"]
     assert "cannot be read" in batch("cancel", "b-1")[2]
     assert batch("cancel", name)[0] == 0
 
@@ -423,6 +422,26 @@ def test_a_queue_without_a_worker_is_named(batch, tmp_path, monkeypatch):
     code, _, err = batch("run", "in.jsonl", "--out", "out.jsonl")
     assert code == 130
     assert f"0 done, 0 failed, 1 waiting, {nobody}\nrun the same command again to continue from here\n" in err
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_lines_is_not_submitted(batch, connection, tmp_path, content):
+    (tmp_path / "in.jsonl").write_text(content)
+    assert batch("submit", "in.jsonl") == (1, "", "StokerError: in.jsonl has no lines\n")
+    code, out, err = batch("submit", "in.jsonl", "--json")
+    assert (code, out["error"]["message"], err) == (1, "in.jsonl has no lines", "")
+    assert keys(connection) == []
+
+
+def test_a_file_of_which_no_line_can_be_run_is_an_error_that_tells_where_the_reasons_are(batch, connection, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a"}\n\n{"custom_id": "b"}\n')
+    code, out, err = batch("submit", "in.jsonl", "--name", "n")
+    assert (code, out) == (1, "")
+    fetch = re.search("^StokerError: no line of in.jsonl can be run; `stoker batch (.*)` writes why$", err)[1]
+    assert batch(*fetch.split())[0] == 3
+    assert texts(tmp_path, "OUT.jsonl").keys() == {"a", "b"}
+    write(tmp_path, ["one"])
+    assert batch("submit", "in.jsonl", "--name", "n")[0] == 0
 
 
 def test_a_file_that_cannot_be_used_is_named(batch, tmp_path):

@@ -90,14 +90,14 @@ def test_caches_that_mlx_lm_cannot_batch_run_one_at_a_time_without_memory():
     assert "one batch" in verdict.why[0]
 
 
-def break_when(layout, monkeypatch, is_wrong):
+def break_when(layout, monkeypatch, is_wrong, times=0.7):
     """Make the model's answers wrong, or raise, in the passes where `is_wrong(batch, tokens)`."""
     model = type(layout.model)
     right = model.__call__
 
     def call(self, inputs, *args, **options):
         logits = right(self, inputs, *args, **options)
-        return logits * 0.7 if is_wrong(*inputs.shape) else logits
+        return logits * times if is_wrong(*inputs.shape) else logits
 
     monkeypatch.setattr(model, "__call__", call)
 
@@ -190,6 +190,30 @@ def test_a_model_whose_answer_depends_on_the_chunks_is_served_as_mlx_lm_does_it(
     layout = Layout("llama")
     break_when(layout, monkeypatch, lambda sequences, tokens: tokens in range(2, 100))
     assert proof_of(layout).mode == ServingMode(Batching.AS_MLX_LM, memory=False)
+
+
+# --- models that round inside, whatever their dtype ---
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "batching"),
+    [
+        (lambda sequences, tokens, step: False, Batching.ONE_AT_A_TIME),
+        (lambda sequences, tokens, step: tokens == 1 and step % 3 == 0, Batching.AS_MLX_LM),
+    ],
+)
+def test_codes_to_which_a_model_rounds_inside_are_distinguished_from_a_fault(is_wrong, batching, monkeypatch):
+    from tests.zoo.specimen import Specimen
+
+    specimen, passes = Specimen("deepseek_v41"), itertools.count()
+    break_when(specimen, monkeypatch, lambda sequences, tokens: is_wrong(sequences, tokens, next(passes)))
+    assert proof_of(specimen).mode == ServingMode(batching, memory=False)
+
+
+def test_a_small_fault_of_a_model_that_does_not_round_inside_is_no_rounding(monkeypatch):
+    layout = Layout("llama")
+    break_when(layout, monkeypatch, lambda sequences, tokens: sequences > 1, times=0.99)
+    assert proof_of(layout).mode.batching == Batching.ONE_AT_A_TIME
 
 
 # --- sparse budgets ---

@@ -50,6 +50,7 @@ def make_model(name: str = "a", *, spec: ModelCacheSpec = SPEC, tokenizer: str =
 
 
 MODEL = make_model()
+HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
 class ArrayRoom(PrefixRoom):
@@ -265,8 +266,9 @@ def disk_bytes(store: Path) -> int:
 
 def tidy(store: CacheStorePort) -> None:
     """What the upkeep of a store on disk does each second."""
-    if isinstance(store, AgentCacheStore):
-        for _ in store._upkeep.tidy():
+    local = getattr(store, "local", store)
+    if isinstance(local, AgentCacheStore):
+        for _ in local._upkeep.tidy():
             pass
 
 

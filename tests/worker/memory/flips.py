@@ -14,15 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from tests.worker.memory.agents import (
-    MODEL,
-    SNAPSHOT_SPECS,
-    Agent,
-    FastDisk,
-    files_below,
-    ids,
-    make_model,
-)
+from tests.worker.memory.agents import HYBRID, MODEL, Agent, FastDisk, files_below, ids
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, StoreUnusable
 from stoker_shared.message import Message
@@ -35,7 +27,6 @@ from stoker_worker.ports import AgentVersion, Delivery, Turn
 
 PAGE: Final = 4096
 FRAME: Final = PAGE + 24
-HYBRID: Final = make_model("h", spec=SNAPSHOT_SPECS["hybrid"])
 DATABASE: Final = ("agents.db", "agents.db-wal", "agents.db-shm", "agents.commits", "lock")
 
 

@@ -119,7 +119,7 @@ def test_the_newest_version_is_read_from_a_bounded_number_of_rows(connection: Co
 def test_an_agents_number_is_never_that_of_another_with_rows(connection: Connection) -> None:
     for name in "abc":
         say(connection, name, 10)
-    deliveries.remember(connection, 3, KEY, {"text": "c's"}, time.time() + 60)
+    deliveries.remember(connection, 3, KEY, {"text": "c's"}, time.time() + 60, version=1)
     forgotten = agent_table.find_agent(connection, "c")
     assert forgotten is not None
     agent_table.delete_agent(connection, forgotten)
@@ -139,7 +139,7 @@ def test_an_agents_number_is_never_that_of_another_with_rows(connection: Connect
 )
 def test_an_answer_that_is_damaged_or_missing_is_never_no_answer(connection: Connection, sql: str) -> None:
     row = say(connection, "a", 10)
-    deliveries.remember(connection, row.number, KEY, {"text": "hi"}, time.time() + 60)
+    deliveries.remember(connection, row.number, KEY, {"text": "hi"}, time.time() + 60, version=1)
     assert deliveries.read_answer(connection, row.number, KEY) == {"text": "hi"}
     connection.execute(sql)
     with pytest.raises(Damaged, match=r"answer to this delivery|its answer"):
@@ -147,7 +147,7 @@ def test_an_answer_that_is_damaged_or_missing_is_never_no_answer(connection: Con
 
 
 def test_an_answer_is_that_of_its_agent_and_its_delivery(connection: Connection) -> None:
-    deliveries.remember(connection, 1, KEY, {"text": "hi"}, time.time() + 60)
+    deliveries.remember(connection, 1, KEY, {"text": "hi"}, time.time() + 60, version=1)
     others = [
         Delivery("other", "2026", 1, "digest"),
         Delivery("job", "2027", 1, "digest"),
@@ -163,7 +163,7 @@ def test_an_answer_is_that_of_its_agent_and_its_delivery(connection: Connection)
 
 def test_answers_are_forgotten_oldest_first_and_none_before_its_time(connection: Connection) -> None:
     for number in range(1000):
-        deliveries.remember(connection, 1, number.to_bytes(32, "big"), {}, until=float(number))
+        deliveries.remember(connection, 1, number.to_bytes(32, "big"), {}, until=float(number), version=1)
     rounds, left = 0, [1000]
     while deliveries.forget_expired(connection, 900.0):
         rounds += 1

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
+    HYBRID,
     MODEL,
-    SNAPSHOT_SPECS,
     Agent,
     FastDisk,
     disk_bytes,
@@ -296,7 +296,7 @@ def test_a_block_that_a_save_counts_on_is_not_evicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "max_bytes"),
-    [(MODEL, 5_500_000), (make_model("h", spec=SNAPSHOT_SPECS["hybrid"]), 5_500_000)],
+    [(MODEL, 5_500_000), (HYBRID, 5_500_000)],
     ids=["full", "hybrid"],
 )
 def test_saves_loads_and_evictions_at_once_leave_whole_agents_and_a_right_usage(

@@ -16,14 +16,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from tests.worker.memory.agents import (
+    HYBRID,
     MODEL,
-    SNAPSHOT_SPECS,
     Agent,
     boundaries,
     disk_bytes,
     files_below,
     ids,
-    make_model,
     problems_of,
     tidy,
 )
@@ -48,7 +47,7 @@ NAMES = st.sampled_from("abcd")
 BASES = [ids(1500, seed=seed) for seed in range(2)]
 PAGE = 4096
 MEMORY_BYTES = 150_000
-MODELS = {"full attention": MODEL, "hybrid": make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])}
+MODELS = {"full attention": MODEL, "hybrid": HYBRID}
 
 
 class Budget(RuleBasedStateMachine):

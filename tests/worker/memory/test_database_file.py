@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import schema, unshared
+from stoker_worker.memory import schema
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Cursor, connect
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.database_file import create_database, open_database, seal_tables
 from stoker_worker.memory.files import Disk
+from stoker_worker.memory.shared_note import SharedNote, read_note
 from stoker_worker.memory.witness import Witness
 
 
@@ -133,24 +134,24 @@ def test_a_log_is_kept_whatever_the_journal_mode_was_set_to(folder: Path) -> Non
 
 
 STEPS = {
-    7: "ALTER TABLE models ADD COLUMN size INTEGER NOT NULL DEFAULT 7;\nCREATE INDEX by_size ON models (size);\n",
-    8: "UPDATE models SET size = size + 1;\nALTER TABLE models RENAME COLUMN size TO bytes;\n",
+    8: "ALTER TABLE models ADD COLUMN size INTEGER NOT NULL DEFAULT 7;\nCREATE INDEX by_size ON models (size);\n",
+    9: "UPDATE models SET size = size + 1;\nALTER TABLE models RENAME COLUMN size TO bytes;\n",
 }
 
 
 @pytest.fixture
 def next_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A database of format 7 with one row, opened by a stoker that writes format 9."""
+    """A database of format 8 with one row, opened by a stoker that writes format 10."""
     with closing(open_database(folder)) as database:
         add(database, "a")
-    monkeypatch.setattr(schema, "FORMAT", 9)
+    monkeypatch.setattr(schema, "FORMAT", 10)
     monkeypatch.setattr(schema, "MIGRATIONS", STEPS)
     return folder
 
 
 def rows(folder: Path) -> list[object]:
     with closing(open_database(folder)) as database, database.snapshot() as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (9,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (10,)
         return connection.execute("SELECT fingerprint, bytes FROM models ORDER BY 1").fetchall()
 
 
@@ -173,11 +174,11 @@ def test_several_that_open_an_older_format_at_once_take_each_step_once(next_vers
 
 def test_a_step_that_fails_leaves_the_format_before_it(next_version: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", {**STEPS, 8: "UPDATE models SET size = 0;\nNO SQL;\n"})
+        patch.setattr(schema, "MIGRATIONS", {**STEPS, 9: "UPDATE models SET size = 0;\nNO SQL;\n"})
         with pytest.raises((StoreUnusable, Damaged)):
             open_database(next_version)
     connection = connect(next_version / "agents.db")
-    assert connection.execute("SELECT user_version, size FROM pragma_user_version, models").fetchall() == [(8, 7)]
+    assert connection.execute("SELECT user_version, size FROM pragma_user_version, models").fetchall() == [(9, 7)]
     connection.close()
     assert rows(next_version) == [("a", 8)]
 
@@ -189,18 +190,34 @@ def test_the_format_after_the_last_step_is_this_one() -> None:
 def make_format_5(folder: Path) -> None:
     with closing(connect(folder / "agents.db")) as connection:
         for statement in (
-            "DROP TABLE unshared", "ALTER TABLE store DROP COLUMN shared", "ALTER TABLE store DROP COLUMN clock_s",
+            "ALTER TABLE store DROP COLUMN shared", "ALTER TABLE store DROP COLUMN clock_s",
             "DROP INDEX agents_by_clock", "ALTER TABLE agents DROP COLUMN used_clock_s", "PRAGMA user_version=5",
         ):  # fmt: skip
             connection.execute(statement).fetchall()
         seal_tables(connection)
 
 
-def test_a_store_of_format_5_is_brought_to_format_7(folder: Path) -> None:
+def test_a_store_of_format_5_is_brought_to_this_format(folder: Path) -> None:
     make_format_5(folder)
     with closing(open_database(folder)) as database, database.snapshot() as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (7,)
-        assert (unshared.shared_with(connection), unshared.count(connection)) == (None, 0)
+        assert connection.execute("PRAGMA user_version").fetchone() == (schema.FORMAT,)
+        assert read_note(connection) is None
+
+
+@pytest.mark.parametrize("note", [SharedNote("s3://a/b", "id"), None])
+def test_a_store_whose_shared_store_lacked_something_has_to_be_shared_again(
+    folder: Path, note: SharedNote | None
+) -> None:
+    with closing(connect(folder / "agents.db")) as connection:
+        connection.execute("CREATE TABLE unshared (key BLOB PRIMARY KEY, agent_id TEXT NOT NULL, forgotten INTEGER)")
+        if note is None:
+            connection.execute("INSERT INTO unshared VALUES (x'00', 'agent', NULL)")
+        connection.execute("UPDATE store SET shared = 's3://a/b id'")
+        connection.execute("PRAGMA user_version=7").fetchall()
+        seal_tables(connection)
+    with closing(open_database(folder)) as database, database.snapshot() as connection:
+        assert read_note(connection) == note
+        assert not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'unshared'").fetchall()
 
 
 class KilledAt:
@@ -240,8 +257,8 @@ def test_a_worker_that_is_killed_at_any_step_of_a_migration_leaves_a_store_that_
         shutil.copytree(folder, copy)
         was_whole = opens(copy, number)
         with closing(open_database(copy)) as database, database.snapshot() as connection:
-            assert connection.execute("PRAGMA user_version").fetchone() == (7,)
-            assert (unshared.shared_with(connection), unshared.count(connection)) == (None, 0)
+            assert connection.execute("PRAGMA user_version").fetchone() == (schema.FORMAT,)
+            assert read_note(connection) is None
             assert names(database) == ["a"]
         if was_whole:
             break

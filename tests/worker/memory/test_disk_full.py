@@ -13,21 +13,20 @@ from pathlib import Path
 import pytest
 from tests.small_disk import SmallDisk
 from tests.worker.memory.agents import (
+    HYBRID,
     MODEL,
-    SNAPSHOT_SPECS,
     Agent,
     FastDisk,
     files_below,
     ids,
-    make_model,
     open_store,
+    problems_of,
     reopen,
     tidy,
 )
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
-from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.orphans import cache_folders, orphans_in
 from stoker_worker.memory.store import AgentCacheStore
@@ -35,7 +34,6 @@ from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import Delivery, LoadedModel, Turn
 
 LONG = ids(900)
-HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 
 
 def on_full_disk(folder: Path, files: FullFiles) -> AgentCacheStore:
@@ -45,10 +43,6 @@ def on_full_disk(folder: Path, files: FullFiles) -> AgentCacheStore:
 def after_a_crash(folder: Path, into: Path) -> AgentCacheStore:
     """What a process that dies now leaves to the next one."""
     return open_store(shutil.copytree(folder, into, ignore=shutil.ignore_patterns("*-shm", "lock", "in-flight*")))
-
-
-def problems(store: AgentCacheStore) -> list[str]:
-    return list(verify_store(store.parts))
 
 
 def orphans(store: AgentCacheStore) -> list[Path]:
@@ -103,7 +97,7 @@ def test_a_turn_that_finds_the_disk_full_happens_or_leaves_the_agent_where_it_wa
                 agent.say(LONG[:700])
             assert agent.cached((*LONG[:700], 1)) == 700
             assert files_below(folder / "tmp") == []
-            assert problems(store) == []
+            assert problems_of(store) == []
             assert orphans(store) == []
         if not has_failed and not files.has_failed:
             break
@@ -132,7 +126,7 @@ def test_a_store_that_cannot_be_made_for_lack_of_space_is_made_when_there_is_som
             break
         with closing(open_store(folder)) as store:
             Agent(store).say(LONG[:300])
-            assert problems(store) == []
+            assert problems_of(store) == []
     assert fail_at > 10
 
 
@@ -214,7 +208,7 @@ def test_a_mark_finds_space_on_a_full_disk_and_outlives_the_worker(small_disk: S
         with pytest.raises(AgentTranscriptUnreadable, match="not saved"):
             store.open_agent(name)
     assert Agent(store, "b").tokens() == LONG
-    assert problems(store) == []
+    assert problems_of(store) == []
     store.close()
 
 
@@ -249,7 +243,7 @@ def test_on_a_small_disk_caches_go_before_a_turn_fails(small_disk: SmallDisk, mo
     assert files_below(folder / "tmp") == []
     for agent in agents:
         assert agent.tokens() == said[agent.name]
-    assert problems(store) == []
+    assert problems_of(store) == []
     small_disk.free()
     store = reopen(store, folder)
     for agent in agents[:2]:
@@ -315,7 +309,7 @@ def test_something_in_the_place_of_a_cache_folder_costs_the_cache(
         assert "cache" not in store.save(agent.turn((*LONG, 1)))
         store.ram_cache.drop("agent")
         assert agent.cached((*LONG, 1, 2)) == 901
-        assert problems(store) == []
+        assert problems_of(store) == []
 
 
 def test_a_temp_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:

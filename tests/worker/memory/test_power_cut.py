@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store
+from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, make_model, open_store
 from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivors
 
 from stoker_worker.memory.admin.verify import verify_store
@@ -28,7 +28,6 @@ ROUNDS = int(os.environ.get("DEEP", "0")) // 125
 """Of each instant, with each choice of what survives; 0: every second instant, each with another choice."""
 
 LONG = ids(1200)
-HYBRID = make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])
 Q8 = make_model("q8", spec=make_model().spec.__class__(MODEL.spec.layers, MODEL.spec.dtype, store_dtype="q8"))
 MODELS = {"window": HYBRID, "q8": Q8}
 """By agent; the others have `MODEL`."""

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model, problems_of
+from tests.worker.memory.agents import HYBRID, MODEL, Agent, FastDisk, ids, problems_of
 
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
 
 SHARED = ids(600)
-MODELS = {"full": MODEL, "hybrid": make_model("hybrid", spec=SNAPSHOT_SPECS["hybrid"])}
+MODELS = {"full": MODEL, "hybrid": HYBRID}
 PATIENCE_S = 60
 """Only a hang is longer."""
 

@@ -232,7 +232,8 @@ def test_a_stranger_finds_the_answer_to_a_delivery(tmp_path: Path) -> None:
     ((result, made),) = rows(
         tmp_path, "SELECT result, delivery FROM deliveries d JOIN turns t ON (t.agent, t.delivery) = (d.agent, d.key)"
     )
-    assert (json.loads(result), made) == (turn.result, key)
+    version, result = result.split(" ", 1)
+    assert (version, json.loads(result), made) == ("1", turn.result, key)
 
 
 def test_the_bytes_of_a_transcript_are_those_of_its_rows(talked: AgentCacheStore) -> None:

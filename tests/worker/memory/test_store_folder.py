@@ -87,7 +87,7 @@ def test_an_unknown_format_is_refused_and_left_alone(tmp_path: Path, number: int
 
     set_format(number)
     before = (tmp_path / "agents.db").read_bytes()
-    with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 7"):
+    with pytest.raises(StoreUnusable, match=f"has format {number}; this version of stoker reads format 8"):
         open_store(tmp_path)
     assert (tmp_path / "agents.db").read_bytes() == before
     set_format(7)

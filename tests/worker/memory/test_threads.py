@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, ids, make_model, open_store, problems_of
+from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, open_store, problems_of
 
 from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.ports import LoadedModel
@@ -15,7 +15,7 @@ from stoker_worker.ports import LoadedModel
 ROUNDS = 25
 
 
-@pytest.mark.parametrize("model", [MODEL, make_model("h", spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
+@pytest.mark.parametrize("model", [MODEL, HYBRID], ids=["full", "hybrid"])
 def test_reading_and_writing_at_once_never_gives_a_wrong_answer(tmp_path: Path, model: LoadedModel) -> None:
     store = open_store(tmp_path)
     shared = ids(700)

@@ -1,4 +1,4 @@
-"""The finisher with answers that are checked: the rejected go on to the next model, and are no turn of their agent."""
+"""The finisher with answers that are checked: the rejected go on to the next model."""
 
 import logging
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class Scene:
 
     def end(self, outcome: Any, *, tried: tuple[Attempt, ...] = (), **fields: Any) -> Any:
         """The entry of agent a's job after it ended so."""
-        fields = {"check": {"contains": ["yes"]}, "route": ROUTE, "task": "t", **fields}
+        fields = {"check": {"contains": ["yes"]}, "route": ROUTE, "task": "t", "cache": "read", **fields}
         job = loaded_job(self.queue, "a", **fields)
         object.__setattr__(job.claimed, "tried", tried)
         self.finisher.put(job, outcome)
@@ -42,7 +42,7 @@ def scene() -> Iterator[Scene]:
         thread.join()
 
 
-def test_a_rejected_answer_is_not_saved_and_its_job_goes_on(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_whose_answer_is_rejected_goes_on(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     entry = scene.end(generated(text="secret no"))
     assert scene.queue.escalated == [("job-a", "q-large")]
@@ -62,13 +62,13 @@ def test_a_job_whose_stop_was_asked_for_goes_nowhere(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("text", ["yes", "no"])
-def test_the_last_answer_is_the_result_and_the_agents_turn(scene: Scene, text: str) -> None:
+def test_the_last_answer_is_the_result(scene: Scene, text: str) -> None:
     tried = (Attempt(model="small", accepted=False),)
     entry = scene.end(generated(text=text), tried=tried)
     assert scene.queue.escalated == []
     assert entry.state == "finished"
     assert [attempt["accepted"] for attempt in entry.result["attempts"]] == [False, text == "yes"]
-    assert (entry.result["task"], entry.result["text"], entry.result["cache"]["saved"]) == ("t", text, True)
+    assert (entry.result["task"], entry.result["text"]) == ("t", text)
 
 
 def test_a_job_that_is_too_long_for_one_model_goes_on_and_other_errors_fail_it(scene: Scene) -> None:

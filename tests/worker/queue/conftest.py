@@ -22,7 +22,7 @@ def plain(connection):  # noqa: F811
 
 @pytest.fixture
 def queue(redis_url):
-    with open_queue(read_settings({"redis_url": redis_url}), redis_url) as opened:
+    with open_queue(read_settings({"redis_url": redis_url, "lease_ttl_s": 30}), redis_url) as opened:
         yield opened.rq_queue
 
 

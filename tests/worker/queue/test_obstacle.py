@@ -311,15 +311,33 @@ def test_after_a_flush_the_worker_that_comes_first_goes_on_and_the_other_one_end
     assert not first.renew()  # its jobs were the other one's to put back
 
 
-def test_a_deposed_worker_ends_no_jobs(connection, join, worker):
-    """What it had in flight, another worker puts back."""
+@pytest.fixture
+def ends_jobs(connection):
+    """Whether the scripts with which a worker starts and ends jobs do so."""
     holds = connection.register_script(HOLDS + "return holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) and 1 or 0")
-    first = join("a")
-    assert holds(keys=first.keys, args=first.args)
-    connection.delete(SERVED_KEY.format(queue="q"))  # it slept
-    join("b")
+    return lambda lease: bool(holds(keys=lease.keys, args=lease.args))
+
+
+@pytest.mark.parametrize("has_noticed", [False, True])
+def test_a_worker_whose_queue_another_one_serves_ends_no_jobs(connection, join, ends_jobs, has_noticed):
+    """What it had in flight, the other one puts back."""
+    first = join("a", "p", "q")
+    assert ends_jobs(first)
+    connection.delete(LEASE_KEY.format(member="a"), *(SERVED_KEY.format(queue=queue) for queue in "pq"))  # it slept
+    join("b", "q")
+    assert not (has_noticed and first.renew())
+    assert not ends_jobs(first)
+    assert not connection.exists(LEASE_KEY.format(member="a"))
     assert not first.renew()
-    assert not holds(keys=first.keys, args=first.args)
+
+
+@pytest.mark.parametrize("share", [{}, {"shared": "s1", "model": 'm "é"'}])
+def test_a_worker_that_ends_a_job_after_a_flush_has_its_queues_again(connection, join, worker, ends_jobs, share):
+    first = join("a", **share)
+    connection.flushall()
+    assert ends_jobs(first)
+    refused(worker("b", store="two", shared="s1", model="n"))
+    assert first.renew()
 
 
 def test_a_lease_that_ran_out_is_taken_up_again_with_its_queues(connection, join):

@@ -74,14 +74,14 @@ def test_jobs_that_read_run_beside_one_another_and_one_that_writes_waits_for_the
     assert ids(claim(b)) == [two]
     (writes,) = submit("x")
     (behind,) = submit("x", cache="read")
-    run(a.in_flight())
+    run(b.in_flight())
     assert claim(a) == []
     assert claim(b) == []
-    run(b.in_flight())
-    assert ids(claim_within(a)) == [writes]
-    assert claim(b) == []
     run(a.in_flight())
-    assert ids(claim_within(b)) == [behind]
+    assert ids(claim_within(b)) == [writes]
+    assert claim(a) == []
+    run(b.in_flight())
+    assert ids(claim_within(a)) == [behind]
 
 
 @pytest.mark.parametrize("how", ["canceled", "failed", "deleted"])
@@ -297,10 +297,10 @@ def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatc
 
 def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit):
     a, b = timed("a"), timed("b")
-    agents = [f"agent {n}" for n in range(300)]
+    agents = [f"agent {n}" for n in range(100)]
     submit(*agents)
     while len(a.in_flight()) < len(agents):
-        claim(a, limit=300)
+        claim(a, limit=100)
     run(a.in_flight(), 1)
     submit(*agents)
     (behind,) = submit("new")

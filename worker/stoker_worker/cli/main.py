@@ -2,14 +2,16 @@
 
 import logging
 import os
-from contextlib import ExitStack, closing, suppress
+import time
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from stoker_shared.environment import ENV_PREFIX
+from stoker_shared.errors import StoreUnusable
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
 from stoker_shared.local_server import SHOWN, publish
 from stoker_shared.password_mask import mask_url
@@ -25,13 +27,15 @@ from stoker_worker.cli.service_command import service
 if TYPE_CHECKING:
     from stoker_worker.engine.provider import MlxProvider
     from stoker_worker.engine.scripted import ScriptedProvider
-    from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
+    from stoker_worker.memory.replica.agent_store import ReplicatedStore
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
     from stoker_worker.queue.own_store import OwnStore
     from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger("stoker_worker")
+
+_STORE_POLL_S: Final = 1.0
 
 
 @click.group(
@@ -109,12 +113,16 @@ def _run(settings: "WorkerSettings") -> None:
             agent_ttl_s=settings.agent_ttl_s,
             wait=settings.standby,
         )
-        agents = cleanup.enter_context(closing(_with_shared_store(settings, store)))
+        with ExitStack() as opened:
+            opened.enter_context(closing(store))
+            agents = _with_shared_store(settings, store)
+            opened.pop_all()
+        cleanup.enter_context(closing(agents))
         watch.looking.store = partial(store_use, agents)
         if not isinstance(agents, AgentCacheStore):
             watch.looking.shared_store = agents.glance
         agents.start_upkeep()
-        own = _own_store(settings, store, agents)
+        own = _own_store(settings, agents)
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
         watch.looking.queues, watch.looking.redis = queue.depths.read, queue.depths.server
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
@@ -140,32 +148,42 @@ def _embedded_redis(settings: "WorkerSettings", cleanup: ExitStack) -> str:
     return url
 
 
-def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | SharedAgentStore":
-    """The store, written through to the shared one if there is one. Raises `StoreUnusable`."""
+def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | ReplicatedStore":
+    """The store, as a copy of the shared one if there is one. Waits for a shared store that has never answered: until
+    it is known which one it is, nobody knows who may serve the queue. Raises `StoreUnusable`."""
+    from stoker_worker.memory.shared_note import read_note
+
     if settings.shared_store is None:
+        with store.parts.database.snapshot() as connection:
+            note = read_note(connection)
+        if note is not None:
+            raise StoreUnusable(
+                f"the store {settings.store_folder} is a copy of the shared store {note.url}: start the worker with "
+                f"--shared-store {note.url}, or give it another folder with --store"
+            )
         return store
-    from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
-    from stoker_worker.memory.shared_store.bucket import Bucket, BucketAway
+    from stoker_worker.memory.replica.agent_store import ReplicatedStore
+    from stoker_worker.memory.replica.bucket import Bucket, BucketAway
 
-    with ExitStack() as opened:
-        opened.callback(store.close)
-        shared = SharedAgentStore(store, Bucket(settings.shared_store), max_bps=settings.shared_store_max_bps)
-        with suppress(BucketAway):  # it is logged, and asked again
+    shared = ReplicatedStore(store, Bucket(settings.shared_store), max_bps=settings.shared_store_max_bps)
+    while True:
+        try:
             shared.meet()
-        opened.pop_all()
-    return shared
+            return shared
+        except BucketAway:  # it is logged
+            if shared.identity():
+                return shared
+        time.sleep(_STORE_POLL_S)
 
 
-def _own_store(
-    settings: "WorkerSettings", store: "AgentCacheStore", agents: "AgentCacheStore | SharedAgentStore"
-) -> "OwnStore":
+def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | ReplicatedStore") -> "OwnStore":
     """As the queue knows it. Raises `OSError`, `Damaged`."""
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.store_name import store_name
     from stoker_worker.queue.own_store import OwnStore
 
     shared = "" if isinstance(agents, AgentCacheStore) else agents.identity()
-    return OwnStore(store_name(settings.store_folder), shared, store.take_removed)
+    return OwnStore(store_name(settings.store_folder), shared)
 
 
 def _publish(redis_url: str, lock: Path) -> None:

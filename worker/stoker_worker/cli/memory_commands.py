@@ -51,8 +51,8 @@ def gc(
 
 
 def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unused_for: str | None) -> None:
-    from stoker_worker.memory.shared_store.bucket import Bucket
-    from stoker_worker.memory.shared_store.collecting import collect_there
+    from stoker_worker.memory.replica.bucket import Bucket
+    from stoker_worker.memory.replica.collecting import collect_there
 
     try:
         unused_s = None if unused_for is None else seconds_of(unused_for)
@@ -76,16 +76,18 @@ def rm(store: Path, as_json: bool, agent: str, yes: bool, wait: bool) -> None:
     from stoker_worker.memory.agent_changes import exists
     from stoker_worker.memory.forget import forget_agent
     from stoker_worker.memory.in_flight import working_on
-    from stoker_worker.memory.store_parts import opened
+    from stoker_worker.memory.replica.shell import opened_with_shared
 
     if as_json and not yes:
         raise click.UsageError("--json needs --yes")
-    with opened(store) as parts:
+    with opened_with_shared(store) as (parts, look):
+        look(agent)
         if not exists(parts, agent):
             raise AgentNotFound(f"there is no agent {agent!r}")
         if not yes:
             click.confirm(f"Remove agent {agent!r} and its conversation for good?", abort=True, err=True)
         with working_on(store, agent, wait=wait):
+            look(agent)
             removed = forget_agent(parts, agent)
     if not removed.existed:  # any more
         raise AgentNotFound(f"there is no agent {agent!r}")
@@ -105,11 +107,12 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str, wait: bool) -> 
     """
     from stoker_worker.memory.fork import fork_agent
     from stoker_worker.memory.in_flight import working_on
-    from stoker_worker.memory.shared_store.beginning import last_number
-    from stoker_worker.memory.store_parts import opened
+    from stoker_worker.memory.replica.shell import opened_with_shared
 
-    with opened(store) as parts, working_on(store, new_agent, wait=wait):
-        made = fork_agent(parts, agent, new_agent, after=last_number(parts, new_agent))
+    with opened_with_shared(store) as (parts, look), working_on(store, new_agent, wait=wait):
+        look(agent)
+        look(new_agent)
+        made = fork_agent(parts, agent, new_agent)
     words = f"{new_agent!r} continues from {agent!r}: {made.tokens} tokens, without the results of its jobs"
     values = {"agent_id": new_agent, "forked_from": agent, "version": made.version, "tokens": made.tokens}
     say(as_json, values, words)
@@ -125,10 +128,11 @@ def rollback(store: Path, as_json: bool, agent: str, version: int | None, wait: 
     Nothing is lost: another rollback can return to the version before this one.
     """
     from stoker_worker.memory.in_flight import working_on
+    from stoker_worker.memory.replica.shell import opened_with_shared
     from stoker_worker.memory.rollback import roll_back
-    from stoker_worker.memory.store_parts import opened
 
-    with opened(store) as parts, working_on(store, agent, wait=wait):
+    with opened_with_shared(store) as (parts, look), working_on(store, agent, wait=wait):
+        look(agent)
         back = roll_back(parts, agent, version)
     words = f"{agent!r} is at version {back.version}, as it was at version {back.to_version}: {back.tokens} tokens"
     say(as_json, back.model_dump(mode="json", exclude={"job_id", "action"}), words)

@@ -1,7 +1,6 @@
 """`stoker-worker memory export | import`: carries agents from store to store. Options and output only."""
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import click
@@ -31,11 +30,9 @@ def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool
 def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blocks: bool) -> None:
     """Import the agent in FILE."""
     from stoker_worker.memory.admin.importer import import_agent
-    from stoker_worker.memory.shared_store.beginning import last_number
-    from stoker_worker.memory.store_parts import opened
+    from stoker_worker.memory.replica.shell import opened_with_shared
 
-    with opened(store) as parts:
-        begins_after = partial(last_number, parts)
-        done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks, last_number=begins_after)
+    with opened_with_shared(store) as (parts, look):
+        done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks, look=look)
     left_out = f"; {done.blocks_left_out} in the file were not imported (--with-blocks)" if done.blocks_left_out else ""
     say(as_json, asdict(done), f"{done.agent_id!r} at version {done.version}, {done.blocks} new blocks{left_out}")

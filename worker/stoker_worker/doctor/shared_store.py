@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.doctor.check import Check, Finding, fail, ok
-from stoker_worker.memory.shared_store.bucket import Bucket, BucketAway
-from stoker_worker.memory.shared_store.meeting import check_creates_once
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway
+from stoker_worker.memory.replica.identity import check_creates_once
 
 
 def checks(url: str | None) -> Iterator[Check]:
@@ -25,5 +25,5 @@ def answers(url: str) -> Finding:
         return fail(str(error), "see that it can be reached, is mounted, and may be written with this key")
     except StoreUnusable as error:
         return fail(str(error), "give another one with --shared-store")
-    milliseconds = (time.perf_counter() - began) * 1000 / 3
+    milliseconds = (time.perf_counter() - began) * 1000 / 4
     return ok(f"{url} answers in {milliseconds:.1f} ms, and does not overwrite", request_ms=milliseconds)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_shared.error_line import one_line
+from stoker_worker.engine.inner_rounding import rounds_inside
 from stoker_worker.engine.rows.rows_generator import why_not_in_rows
 from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS
 from stoker_worker.engine.spans import spans
@@ -88,16 +89,19 @@ def prove(
     why = [planned.left_out] if planned.left_out else []
     if not can_be_batched(model):
         why.append(f"{Batching.BATCHED}: mlx-lm cannot put caches of this model's kind into one batch")
-    limit = Limit.of(precision)
-    if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
-        single = trials.found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, with_rows=runs_in_rows)
-        limit = Limit.of(precision, rounding=single.apart)
-    found = _widest(trials, _candidates(model, loaded, runs_in_rows), limit)
+    candidates = list(_candidates(model, loaded, runs_in_rows))
+    found = _widest(trials, candidates, precision)
+    if found.why and precision == "float32" and rounds_inside(model, trials.longest):
+        found = _widest(trials, candidates, IN_8_BITS)
     return Verdict(found.mode, (*why, *found.why), found.may_pass, planned.reached, planned.is_whole, budget_s)
 
 
-def _widest(trials: "_Trials", candidates: Iterator[ServingMode], limit: Limit) -> Verdict:
+def _widest(trials: "_Trials", candidates: Sequence[ServingMode], precision: str) -> Verdict:
     """The first of `candidates` that is right, and the faults of those before it."""
+    limit = Limit.of(precision)
+    if not limit.at_every_step:  # a sequence that runs alone shows how much is rounding
+        single = trials.found_in(ServingMode(Batching.ONE_AT_A_TIME), limit, with_rows=True)
+        limit = Limit.of(precision, rounding=single.apart)
     right_when_fresh: set[Batching] = set()
     why: list[str] = []
     passing = False
@@ -122,6 +126,7 @@ class _Trials:
         self._try = partial(try_plan, model, max_batch=max_batch, draft_ngram=draft_ngram)
         self._of_all = [(one, Reference(model, one)) for one in planned.of_all]
         self._of_rows = [(one, Reference(model, one)) for one in planned.of_rows]
+        self.longest = max((sequence.ids for one in planned.of_all for sequence in one.sequences), key=len)
 
     def found_in(self, mode: ServingMode, limit: Limit, *, with_rows: bool) -> Found:
         trials = [*self._of_all, *(self._of_rows if with_rows else ())]

@@ -29,8 +29,8 @@ from stoker_worker.ports import CacheSlice, GenerationWork, LoadedModel, Restore
 Logprobs = NDArray[np.float32]
 
 IN_8_BITS: Final = "8 bits"
-"""The precision of a float32 model whose caches have 8 bits: keys that differ in the last place may round to different
-codes, so a sequence in a batch is about as far from itself alone as in half precision."""
+"""The precision of a float32 model whose caches have 8 bits, or that rounds inside: keys that differ in the last place
+may round to different codes, so a sequence in a batch is about as far from itself alone as in half precision."""
 
 _MOST_APART: Final = {"float32": 5e-3, IN_8_BITS: 0.05, "float16": 0.05, "bfloat16": 0.07}
 """Largest allowed difference between a sequence in a batch and the same one alone, by the model's precision: root mean

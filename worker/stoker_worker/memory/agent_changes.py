@@ -2,8 +2,9 @@
 and commands of the shell.
 
 A change (`fork.py`, `rollback.py`, `forget.py`) is one transaction, which also remembers the delivery if a job asked:
-after a crash it has happened or it has not. Files that it makes are durable before it, and files that go are removed
-after it. `InFlight` keeps other processes off the agent meanwhile.
+after a crash it has happened or it has not. With a shared store, it has happened once its version is there. Files that
+it makes are durable before it, and files that go are removed after it. `InFlight` keeps other processes off the agent
+meanwhile.
 """
 
 import time
@@ -29,6 +30,7 @@ from stoker_worker.memory.agent_table import AgentState
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_record import TurnRecord
 from stoker_worker.ports import Delivery
@@ -59,12 +61,15 @@ class Asked:
         if self.expect_version not in (None, version):
             raise AgentVersionConflict(f"agent {agent_id!r} is at version {version}, not {self.expect_version}")
 
-    def remember(self, connection: Connection, agent: int, agent_id: str, result: AgentResult) -> None:
+    def key(self, agent_id: str) -> bytes | None:
+        """Of the delivery. `agent_id`: the changed agent."""
+        return deliveries.delivery_key(agent_id, self.delivery) if self.delivery else None
+
+    def remember(self, connection: Connection, agent: int, agent_id: str, result: AgentResult, *, version: int) -> None:
         """`agent`: number of the changed agent, or `FORGETTER`."""
-        if self.delivery is not None:
+        if (key := self.key(agent_id)) is not None:
             until = time.time() + deliveries.UNTIL_ENDED_S
-            key = deliveries.delivery_key(agent_id, self.delivery)
-            deliveries.remember(connection, agent, key, result.model_dump(mode="json"), until)
+            deliveries.remember(connection, agent, key, result.model_dump(mode="json"), until, version=version)
 
 
 BY_COMMAND: Final = Asked()
@@ -115,6 +120,14 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
         raise AgentMemoryError(f"{agent_id!r} cannot be an agent's id: {error.errors()[0]['msg']}") from None
     if agent_table.find_agent(connection, agent_id) is not None:
         raise AgentExists(f"there is an agent {agent_id!r} already")
+
+
+def version_of(connection: Connection, record: TurnRecord, result: AgentResult | None = None) -> NextVersion:
+    """The record as the agent's next version, with the answer to the job that asked for it."""
+    cache = record.about.cache
+    layout = None if cache is None else cache_index.read_model(connection, cache.model)
+    answer = None if result is None or record.delivery is None else result.model_dump_json()
+    return NextVersion(record.agent_id, record.version, record, record.delivery, answer, layout)
 
 
 def write_with_cache(

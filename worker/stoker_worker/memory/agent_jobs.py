@@ -4,7 +4,6 @@ beside saves and restores of other agents.
 The commands of the shell make the same changes; here the worker's own state (budget, RAM) follows them.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Final
 
@@ -28,11 +27,6 @@ _MOST_VERSIONS: Final = 100
 
 
 class AgentJobs(AgentJobsPort):
-    """
-    Attributes:
-        last_number: the number after which a new agent of this id begins.
-    """
-
     def __init__(
         self,
         parts: StoreParts,
@@ -50,7 +44,6 @@ class AgentJobs(AgentJobsPort):
         self._agents = agents
         self._unsaved = agents.unsaved
         self._keep_versions = keep_versions
-        self.last_number: Callable[[str], int] = lambda agent_id: 0
 
     def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
         """See `AgentJobsPort.answer`.
@@ -61,11 +54,13 @@ class AgentJobs(AgentJobsPort):
         agent_id = request.changed_agent
         if request.action == "info":
             return None
+        known = None
         if request.action == "forget":  # no agent is left that could have the answer
             key = deliveries.delivery_key(agent_id, delivery)
             with naming(agent_id), self._parts.database.snapshot() as connection:
-                known = deliveries.read_answer(connection, deliveries.FORGETTER, key)
-        else:
+                found = deliveries.read_answer(connection, deliveries.FORGETTER, key)
+            known = None if isinstance(found, deliveries.AnswerIn) else found
+        if known is None:
             known = self._agents.answer(agent_id, delivery)
         return None if known is None else read_agent_result(known)
 
@@ -79,10 +74,8 @@ class AgentJobs(AgentJobsPort):
         """
         agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
         if request.action == "info":
-            self._note_missing(request)
             return self._info(agent_id, delivery)
         with self._in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
-            self._note_missing(request)
             if request.action == "forget":
                 return self._forget(agent_id, asked)
             if request.action == "fork":
@@ -92,11 +85,6 @@ class AgentJobs(AgentJobsPort):
                 result = self._roll_back(agent_id, request.version, asked)
         self._budget.make_room()
         return result
-
-    def _note_missing(self, request: AgentRequest) -> None:
-        for agent_id in {request.agent_id, request.changed_agent}:
-            with naming(agent_id):
-                self._agents.note_missing(agent_id)
 
     def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
         with naming(agent_id), self._parts.database.snapshot() as connection:
@@ -127,7 +115,7 @@ class AgentJobs(AgentJobsPort):
         if target in self._unsaved:
             raise AgentExists(f"there is an agent {target!r} already")
         with self._budget.holds.using(target, ()):
-            forked = fork_agent(self._parts, source, target, asked, after=self.last_number(target))
+            forked = fork_agent(self._parts, source, target, asked)
         self._budget.saved(target)
         return forked
 

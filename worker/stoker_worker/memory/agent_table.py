@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from stoker_worker.memory import turn_table, unshared
+from stoker_worker.memory import turn_table
 from stoker_worker.memory.agent_row import COLUMNS, AgentRow, row_of
 from stoker_worker.memory.checksum import Damaged, agent_checksum, key_of
 from stoker_worker.memory.connection import Connection
@@ -141,10 +141,10 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
     head, n_bytes = turn_table.add_version(connection, row, record, keep_versions=keep_versions)
     cache = record.about.cache
-    ((shared, is_of_now),) = connection.execute(
+    ((is_of_now,),) = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
         f" cached_tokens = ?, transcript_bytes = transcript_bytes + ?, evicted = 0, {_LAST_USED} WHERE number = ?"
-        f" RETURNING (SELECT shared FROM store), used_clock_s IS {_CLOCK}",
+        f" RETURNING used_clock_s IS {_CLOCK}",
         (
             record.version,
             head,
@@ -159,8 +159,6 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
     ).fetchall()
     if not is_of_now:
         connection.execute(f"{_NOTE_CLOCK} WHERE number = ?", (row.number,))
-    if shared is not None:
-        unshared.note(connection, record.agent_id)
     return replace(row, version=record.version, head=head, unsaved=False, evicted=False)
 
 

@@ -1,7 +1,9 @@
 """The answers to deliveries, in the database: a delivery that comes again is answered from here. Any thread.
 
-An answer is kept while its job can live in Redis, and then forgotten. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the table `deliveries`.
+An answer is kept while its job can live in Redis, and then forgotten. With a shared store, the answer may be in the
+version there that the delivery made; its row is then without it. Runs inside `Database.snapshot` or a change of
+`Database.commit`; owns the table `deliveries`, whose column `result` is the version's number, a space, and the result
+as JSON. Older versions of stoker wrote no number.
 """
 
 import hashlib
@@ -9,10 +11,11 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from stoker_worker.memory.checksum import Damaged, row_checksum
 from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import Ended
 from stoker_worker.memory.turn_record import answer_until
 from stoker_worker.ports import Delivery
 
@@ -32,8 +35,14 @@ def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
-def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | None:
-    """The result (as JSON) that the delivery was given.
+class AnswerIn(NamedTuple):
+    """The answer is in this version in the shared store."""
+
+    version: int
+
+
+def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
+    """The result (as JSON) that the delivery was given, or where it is.
 
     Raises:
         Damaged: it was given one, which is damaged or gone.
@@ -43,9 +52,10 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     ).fetchone()
     if row is not None:
         result, _, written = row
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError):
             if row_checksum((agent, key, result)) == written:
-                answer: Mapping[str, Any] = json.loads(result)
+                version, text = _parts(result)
+                answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
                 return answer
         raise Damaged("the answer to this delivery is damaged")
     made = connection.execute("SELECT about FROM turns WHERE agent = ? AND delivery = ?", (agent, key)).fetchone()
@@ -54,18 +64,38 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
     return None
 
 
-def remember(connection: Connection, agent: int, key: bytes, result: Mapping[str, Any], until: float) -> None:
-    """Keep an answer until then (Unix time)."""
-    text = json.dumps(result)
+def remember(
+    connection: Connection, agent: int, key: bytes, result: Mapping[str, Any], until: float, *, version: int
+) -> None:
+    """Keep the answer of the delivery that made this version, until then (Unix time)."""
+    text = f"{version} {json.dumps(result)}"
     connection.execute(
         "INSERT OR REPLACE INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)",
         (agent, key, text, until, row_checksum((agent, key, text))),
     )
 
 
-def take_back(connection: Connection, agent: int, key: bytes) -> None:
-    """What the delivery changed was undone."""
-    connection.execute("DELETE FROM deliveries WHERE agent = ? AND key = ?", (agent, key))
+def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> None:
+    """A delivery has ended in this version, on whatever machine. An answer that is here stays."""
+    text = f"{ended.version} "
+    connection.execute(
+        "INSERT INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT (agent, key) DO UPDATE SET expires = min(expires, excluded.expires)",
+        (agent, key, text, ended.until, row_checksum((agent, key, text))),
+    )
+
+
+def ended_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
+    """Of each delivery to the agent that may come again, by its key."""
+    sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
+    rows = ((key, _parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time())))
+    return {key: Ended(int(version), until) for key, version, until in rows if version}
+
+
+def _parts(result: str) -> tuple[str, str]:
+    """The version, if it is there, and the answer as JSON."""
+    version, is_apart, text = result.partition(" ")
+    return (version, text) if is_apart and version.isdecimal() else ("", result)
 
 
 def keep_until(connection: Connection, agent_id: str, key: bytes, until: float) -> None:

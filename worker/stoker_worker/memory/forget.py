@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from stoker_shared.agent_result import AgentForgotten
 from stoker_shared.errors import StokerError
-from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
+from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def forget_agent(
     is_held: Callable[[str], bool] = lambda address: False,
     only_here: bool = False,
 ) -> AgentForgotten:
-    """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too.
+    """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too. With a
+    shared store its next version there is an empty one.
 
     Args:
         is_held: whether work of another agent counts on the block of this address.
@@ -43,13 +45,36 @@ def forget_agent(
     Raises:
         AgentTranscriptUnreadable: whether there is such an agent cannot be known.
         AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be removed; or it is removed, but some of its cache files are not.
     """
-    change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held, only_here=only_here)
+    change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held)
     with naming(agent_id):
-        removed = parts.database.commit(change)
+        if only_here or not parts.replica.is_shared:
+            removed: _Removed | None = parts.database.commit(change)
+            version = None
+        else:
+            version = _empty_version(parts, agent_id, asked)
+            removed = parts.commit_next(lambda: version, change)
+    if removed is None:  # here it is removed later
+        assert version is not None
+        assert version.result is not None
+        return AgentForgotten.model_validate_json(version.result)
     _remove_files(parts, removed, is_held)
     return removed.answer
+
+
+def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersion:
+    """Raises `Damaged`, `AgentVersionConflict`."""
+    with parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, agent_id)
+    asked.check(agent_id, row.version if row else 0)
+    newest = row.version if row and row.version else parts.replica.forgotten(agent_id).number
+    # Without the blocks that go: those are this machine's.
+    answer = AgentForgotten(
+        job_id=asked.job_id, agent_id=agent_id, existed=row is not None, version=row.version if row else 0
+    )
+    return NextVersion(agent_id, newest + 1, None, asked.key(agent_id), answer.model_dump_json())
 
 
 def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> dict[str, int]:
@@ -62,7 +87,7 @@ def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable
     versions = {}
     held_by_others = [partial(is_held, but_by=agent_id) for agent_id in agents]
     changes = parts.database.commit_each([
-        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held, only_here=True)
+        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held)
         for agent_id, held in zip(agents, held_by_others, strict=True)
     ])  # fmt: skip
     for agent_id, held, change in zip(agents, held_by_others, changes, strict=True):
@@ -82,9 +107,7 @@ class _Removed(NamedTuple):
     blocks: list[Block]
 
 
-def _remove(
-    connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool], only_here: bool
-) -> _Removed:
+def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool]) -> _Removed:
     """Remove an agent's rows, and those of the blocks that only it used."""
     row = agent_table.find_agent(connection, agent_id)
     forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
@@ -94,12 +117,10 @@ def _remove(
         ends = _ends_of_chains(connection, row)
         cache_index.set_piece_bytes(connection, row.number, 0)
         agent_table.delete_agent(connection, row)
-        if not only_here:
-            unshared.note_forgotten(connection, agent_id, row.version)
         going, shared = _take_blocks(connection, ends, is_held)
         counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
         forgotten = forgotten.model_copy(update={"version": row.version, **counts})
-    asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten)
+    asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten, version=0)
     return _Removed(forgotten, going)
 
 

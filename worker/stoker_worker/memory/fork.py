@@ -11,7 +11,15 @@ from typing import BinaryIO, Final
 from stoker_shared.agent_result import AgentForked
 from stoker_shared.errors import AgentExists
 from stoker_worker.memory import agent_table
-from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, check_vacant, naming, readable, write_with_cache
+from stoker_worker.memory.agent_changes import (
+    BY_COMMAND,
+    Asked,
+    check_vacant,
+    naming,
+    readable,
+    version_of,
+    write_with_cache,
+)
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of, make_record
@@ -20,24 +28,20 @@ from stoker_worker.ports import AgentVersion
 _READ_BYTES: Final = 1 << 20
 
 
-def fork_agent(
-    parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND, *, after: int = 0
-) -> AgentForked:
+def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
     """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets the
     fork's alone: the others were answered for the other agent.
-
-    Args:
-        after: the number before its first version; not 0 if other machines know that it was forgotten.
 
     Raises:
         AgentNotFound: there is no `source`.
         AgentExists: there is a `target`.
         AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
         AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be written; there is no `target`.
     """
     with ExitStack() as files:
-        base = AgentVersion(target, after, None)
+        base = AgentVersion(target, parts.replica.forgotten(target).number, None)
         version, pieces = _open_version(parts, source, base, asked, files)
         cache, transcript = version.cache, version.transcript
         assert transcript is not None  # it is readable
@@ -53,15 +57,17 @@ def fork_agent(
         )
         chunks = {path: iter(partial(file.read, _READ_BYTES), b"") for path, file in pieces.items()}
         piece_bytes = parts.pieces.write(chunks)
+    with parts.database.snapshot() as connection:
+        next_version = version_of(connection, record, forked)
 
     def change(connection: Connection) -> None:
         check_vacant(connection, target)
         number = write_with_cache(connection, None, record, chain, piece_bytes=piece_bytes)
-        asked.remember(connection, number, target, forked)
+        asked.remember(connection, number, target, forked, version=forked.version)
 
     try:
         with naming(target):
-            parts.database.commit(change)
+            parts.commit_next(lambda: next_version, change)
     except AgentExists:
         raise  # its files have the same names
     except Exception:

@@ -2,17 +2,20 @@
 the shell.
 """
 
-from functools import partial
+from dataclasses import dataclass
 
 from stoker_shared.agent_result import AgentRolledBack
-from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable
+from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table, turn_table
-from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, write_with_cache
+from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, version_of, write_with_cache
 from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import cached_prefix, chain_of, make_record
+from stoker_worker.memory.turn_record import MadeBy, TurnRecord
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 
@@ -26,15 +29,60 @@ def roll_back(
         AgentNotFound: there is no such agent, or it has no such version (any more).
         AgentTranscriptUnreadable: the transcript of that version is damaged.
         AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         OSError: it could not be written; the agent is as it was.
     """
     with naming(agent_id):
-        back = parts.database.commit(partial(_roll_back, agent_id=agent_id, version=version, asked=asked))
-    parts.pieces.remove(parts.pieces.paths(agent_id, back.from_version))
-    return back
+        with parts.database.snapshot() as connection:
+            going = _prepare(connection, agent_id, version, asked, "rollback")
+        _commit(parts, going)
+    return going.back
 
 
-def _roll_back(connection: Connection, agent_id: str, version: int | None, asked: Asked) -> AgentRolledBack:
+def close_number(parts: StoreParts, agent_id: str) -> None:
+    """Make the agent's newest version its next one: a version of that number, which is on its way to the shared store,
+    comes too late. An agent that cannot be read stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
+    `Damaged`."""
+    with parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, agent_id)
+        try:
+            going = _prepare(connection, agent_id, row.version, BY_COMMAND, "closed") if row and row.version else None
+        except AgentTranscriptUnreadable:
+            return
+    if going is not None:
+        _commit(parts, going)
+    else:
+        parts.replica.publish(NextVersion(agent_id, parts.replica.forgotten(agent_id).number + 1))
+
+
+@dataclass(frozen=True)
+class _Going:
+    """A rollback, ready to be committed. `head`: of the agent's row before it. `chain`: of the tokens that stay
+    cached."""
+
+    back: AgentRolledBack
+    head: bytes
+    record: TurnRecord
+    chain: BlockChain | None
+    next: NextVersion
+    asked: Asked
+
+
+def _commit(parts: StoreParts, going: _Going) -> None:
+    back, record, asked = going.back, going.record, going.asked
+
+    def change(connection: Connection) -> None:
+        row = agent_table.find_agent(connection, back.agent_id)
+        if row is None or (row.version, row.head) != (back.from_version, going.head):
+            raise AgentVersionConflict(f"agent {back.agent_id!r} is not at version {back.from_version} any more")
+        write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
+        asked.remember(connection, row.number, back.agent_id, back, version=back.version)
+
+    parts.commit_next(lambda: going.next, change)
+    parts.pieces.remove(parts.pieces.paths(back.agent_id, back.from_version))
+
+
+def _prepare(connection: Connection, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> _Going:
     state = agent_table.read_agent(connection, agent_id)
     row, base = state.row, state.version
     asked.check(agent_id, base.number)
@@ -58,10 +106,8 @@ def _roll_back(connection: Connection, agent_id: str, version: int | None, asked
         tokens=len(transcript.token_ids),
     )
     left = cached_prefix(chain) if chain else None
-    record = make_record(base, transcript, left, made_by="rollback", delivery=asked.delivery)
-    write_with_cache(connection, row, record, chain, keep_versions=asked.keep_versions)
-    asked.remember(connection, row.number, agent_id, back)
-    return back
+    record = make_record(base, transcript, left, made_by=made_by, delivery=asked.delivery)
+    return _Going(back, row.head, record, chain, version_of(connection, record, back), asked)
 
 
 def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:

@@ -5,7 +5,7 @@
 
 from typing import Final
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """SQLite's `user_version`. Formats 1 to 4 were files without a database, and no release wrote them."""
 
 APPLICATION_ID: Final = 0x53544F4B
@@ -25,6 +25,8 @@ MIGRATIONS: Final[dict[int, str]] = {
     5: f"ALTER TABLE store ADD COLUMN shared TEXT;\n{_UNSHARED}",
     6: "ALTER TABLE store ADD COLUMN clock_s REAL NOT NULL DEFAULT 0;\n"
     f"ALTER TABLE agents ADD COLUMN used_clock_s REAL NOT NULL DEFAULT 0;\n{_BY_CLOCK}\n",
+    # A store of which its shared store lacks something has to be shared again.
+    7: "UPDATE store SET shared = NULL WHERE EXISTS (SELECT 1 FROM unshared);\nDROP TABLE unshared;\n",
 }
 """From a format to the next one: SQL that runs in one transaction."""
 
@@ -104,4 +106,4 @@ CREATE TABLE models (
     fingerprint TEXT PRIMARY KEY,
     cache TEXT NOT NULL
 ) WITHOUT ROWID;
-{_UNSHARED}"""
+"""

@@ -39,7 +39,7 @@ from stoker_worker.ports import (
     CacheSlice,
     CacheStorePort,
     Delivery,
-    HomeOf,
+    LastVersion,
     LoadedModel,
     PlaceOf,
     Restored,
@@ -109,6 +109,9 @@ class AgentCacheStore(CacheStorePort):
         """How often less was reused than an agent's history allowed, by reason."""
         return self._prefixes.misses
 
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        return True  # there is no other worker
+
     def open_agent(self, agent_id: str) -> AgentVersion:
         return self._agents.open(agent_id)
 
@@ -135,7 +138,6 @@ class AgentCacheStore(CacheStorePort):
             )
 
     def save(self, turn: Turn) -> Mapping[str, Any]:
-        """Raises `AgentVersionConflict`: `turn.base` is not the agent's newest version (any more)."""
         if turn.base.number == UNKNOWN_VERSION:
             raise DatabaseFailed(f"the versions of agent {turn.agent_id!r} could not be read")
         try:
@@ -153,6 +155,9 @@ class AgentCacheStore(CacheStorePort):
         self.ram_cache.saved(turn)
         self.budget.saved(turn.agent_id, n_bytes)
         return saved.result
+
+    def close_number(self, agent_id: str) -> None:
+        """No earlier run's turn can arrive later."""
 
     def save_blocks(
         self, token_ids: tuple[int, ...], cache: CacheSlice, *, model: LoadedModel, salt: str | None
@@ -186,17 +191,13 @@ class AgentCacheStore(CacheStorePort):
     def order_by(self, place_of: PlaceOf) -> None:
         self.budget.place_of = self.ram_cache.place_of = place_of
 
-    def know_homes(self, home_of: HomeOf) -> None:
-        self._agents.home_of = home_of
-
-    def is_only_here(self, agent_id: str) -> bool:
-        return True
-
     def is_away(self) -> bool:
         return False
 
-    def move_s(self, agent_id: str) -> float | None:
-        return None
+    def brought_in(self, agent_id: str) -> None:
+        """The agent's newest version has come from another worker."""
+        self.ram_cache.drop(agent_id)
+        self._agents.unsaved.discard(agent_id)
 
     def before_reading_ahead(self, prepare: Callable[[str], None]) -> None:
         """From now on this is called with the id of each agent of the queue whose cache is going to be read ahead."""

@@ -4,10 +4,12 @@ Several processes may have a store open, the worker and the shell's commands; SQ
 them apart. Only one of them is a worker (`store_lock`).
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
@@ -22,12 +24,21 @@ from stoker_worker.memory.database_file import (
     refused_if_unusable,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.next_version import Alone, NextVersion, Replica
 from stoker_worker.memory.unsaved import UnsavedTurns
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+
+@dataclass
 class StoreParts:
-    """An open store."""
+    """An open store.
+
+    Attributes:
+        replica: what it is a copy of.
+    """
 
     path: Path
     files: Disk
@@ -35,10 +46,39 @@ class StoreParts:
     writer: DurableWriter
     blocks: BlockFolder
     pieces: PieceFolder
+    replica: Replica = field(default_factory=Alone)
 
     @property
     def temp(self) -> Path:
         return self.path / "tmp"
+
+    def commit_next(self, version: Callable[[], NextVersion], change: Callable[[Connection], T]) -> T | None:
+        """Make the version the agent's newest one, there and here, by the transaction of `change`.
+
+        Returns:
+            what `change` returned; ``None``: it failed here, but the version is in the shared store, and so it is made.
+            The next look brings it in.
+
+        Raises:
+            VersionTaken, SharedStoreAway: as `Replica.publish`; nothing has changed here.
+            Exception: there is no shared store, and `change` failed; nothing has changed.
+        """
+        if not self.replica.is_shared:
+            return self.database.commit(change)
+        made = version()
+        self.replica.publish(made)
+
+        def run(connection: Connection) -> T:
+            result = change(connection)
+            self.replica.committed(connection, made)
+            return result
+
+        try:
+            return self.database.commit(run)
+        except Exception as error:
+            name, number = made.agent_id, made.number
+            _log.warning("agent %r: version %d is in the shared store, and comes here later: %s", name, number, error)
+            return None
 
     def close(self) -> None:
         self.database.close()

@@ -28,7 +28,8 @@ COLUMNS: Final = (
 )
 """Of a row, in the order of `TurnRecord.to_row`."""
 
-MadeBy = Literal["turn", "fork", "rollback"]
+MadeBy = Literal["turn", "fork", "rollback", "closed"]
+"""``closed``: the version before it again, so that no version that is on its way can take its number."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ threads.
 Where its cache cannot be written, the turn is saved without. On a full disk idle caches make room for it first.
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import cached_chain, own_pieces, record_of
 from stoker_worker.memory.turn_record import TurnRecord
@@ -40,6 +42,7 @@ class CacheNotWritten(OSError):
 
 class TurnSaver:
     def __init__(self, parts: StoreParts, budget: DiskBudget, *, keep_versions: int) -> None:
+        self._parts = parts
         self._database = parts.database
         self._blocks = parts.blocks
         self._pieces = parts.pieces
@@ -55,6 +58,7 @@ class TurnSaver:
 
         Raises:
             AgentVersionConflict: `turn.base` is not the agent's newest version (any more).
+            VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
             OSError, Damaged: it could not be written; the agent is still at `turn.base`.
         """
         chain = cached_chain(turn)
@@ -95,7 +99,7 @@ class TurnSaver:
             raise CacheNotWritten(error) from error
         written = _Written(turn, chain, record_of(turn, chain), sizes, piece_bytes)
         try:
-            self._database.commit(partial(self._commit, written=written))
+            self._parts.commit_next(written.next_version, partial(self._commit, written=written))
         except AgentVersionConflict:
             raise  # the newest version's files may have the same names
         except Exception:
@@ -122,7 +126,8 @@ class TurnSaver:
             cache_index.use_chain(connection, row.number, chain, now=now)
         cache_index.set_piece_bytes(connection, row.number, written.piece_bytes, known=row.piece_bytes)
         assert record.delivery is not None  # a job made it
-        deliveries.remember(connection, row.number, record.delivery, turn.result, record.about.answer_until)
+        until = record.about.answer_until
+        deliveries.remember(connection, row.number, record.delivery, turn.result, until, version=record.version)
         if turn.model.fingerprint not in self._known_models and turn.model.has_memory:
             cache_index.note_model(connection, turn.model.fingerprint, turn.model.spec.describe())
 
@@ -152,6 +157,12 @@ class _Written:
     record: TurnRecord
     sizes: Mapping[int, int]
     piece_bytes: int
+
+    def next_version(self) -> NextVersion:
+        turn, record, model = self.turn, self.record, self.turn.model
+        layout = model.spec.describe() if record.about.cache is not None else None
+        result = json.dumps(turn.result)
+        return NextVersion(turn.agent_id, turn.version, record, record.delivery, result, layout)
 
 
 def _n_bytes(turn: Turn) -> int:

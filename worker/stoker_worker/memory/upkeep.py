@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import AgentBusy, StokerError
-from stoker_worker.memory import agent_table, cache_index, deliveries, unshared
+from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged, key_of
 from stoker_worker.memory.connection import DatabaseFailed
@@ -187,14 +187,13 @@ class Upkeep:
         return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
-        """Whether the agent is whole and unused, and no other machine lacks what is here. It is nobody else's until
+        """Whether the agent is whole and unused. It is nobody else's until
         `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:
                 row = agent_table.find_agent(connection, agent_id)
                 unused_s = agent_table.unused_s(connection, agent_id)
-                is_noted = unshared.find(connection, agent_id) is not None
         except AgentBusy:
             return False
         except (OSError, Damaged) as error:
@@ -202,7 +201,7 @@ class Upkeep:
             return False
         is_whole = row is not None and row.problem is None
         is_unused = unused_s is not None and unused_s > for_s and not self._has_work(agent_id)
-        return is_whole and is_unused and not is_noted
+        return is_whole and is_unused and self._parts.replica.expire(agent_id, for_s)
 
     def _remove_orphans(self, folder: Path) -> None:
         find = partial(orphans_in, self._parts, folder, before=time.time() - YOUNG_S)

@@ -4,17 +4,17 @@ import os
 import shutil
 
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
+from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import StoreUse
 
 
-def store_use(agents: AgentCacheStore | SharedAgentStore) -> StoreUse:
+def store_use(agents: AgentCacheStore | ReplicatedStore) -> StoreUse:
     """
     Raises:
         OSError: the store cannot be read or written.
     """
-    store, shared = (agents, None) if isinstance(agents, AgentCacheStore) else (agents.local, agents.use())
+    store, shared = (agents, None) if isinstance(agents, AgentCacheStore) else (agents.local, agents.glance())
     folder = store.parts.path
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} is not writable")

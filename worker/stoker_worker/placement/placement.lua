@@ -20,8 +20,10 @@ end
 local function state_of(job)
   local status = redis.pcall('HGET', 'rq:job:' .. job.id, 'status') -- a table, if the key is no hash
   if status == 'started' then return 'in flight' end
-  if redis.call('LPOS', 'stoker:claimed:' .. job.queue .. ':' .. job.member, job.id) then return 'in flight' end
-  return status == 'queued' and 'waits' or 'over'
+  local at = redis.pcall('LPOS', 'stoker:claimed:' .. job.queue .. ':' .. job.member, job.id)
+  if type(at) == 'number' then return 'in flight' end
+  if status ~= 'queued' then return 'over' end
+  return redis.call('EXISTS', 'rq:executions:' .. job.id) == 1 and 'in flight' or 'waits' -- enqueued while it runs
 end
 
 -- Whether a job that was put back is in front of another one. It is near the front then.
@@ -63,7 +65,7 @@ local function last_of(keys, agent)
   local maker, newest = '', 0
   for _, key in ipairs(keys) do
     local worker, number = string.match(redis.call('HGET', key, agent) or '', '^(%S+) (%d+)$')
-    if worker and tonumber(number) > newest then maker, newest = worker, tonumber(number) end
+    if worker and #number < 16 and tonumber(number) > newest then maker, newest = worker, tonumber(number) end
   end
   return maker, newest
 end

@@ -14,13 +14,11 @@ from typing import Final
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Busy
 from stoker_worker.queue.claimed_job import RqClaimedJob
-from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.claimer import Claimer, Granted
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.job_start import JobStart
+from stoker_worker.queue.job_start import JobStart, RunsElsewhere
 from stoker_worker.queue.members import Members
 from stoker_worker.queue.requeue import Claim, Requeue
-from stoker_worker.queue.start_transaction import RunsElsewhere
-from stoker_worker.queue.waiting_job import Granted
 
 _QUARANTINED_WAITS_S: Final = 5.0
 """How long other jobs still start while a quarantined job waits. After that nothing is claimed until it has run."""

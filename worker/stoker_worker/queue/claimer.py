@@ -6,26 +6,41 @@ Owns for how long jobs have been left to the workers that have their agents' cac
 
 import time
 from collections.abc import Callable, Container, Sequence
+from importlib.resources import files
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from redis import Redis
 from rq.queue import Queue
 
 from stoker_shared.wire import CLAIMED_KEY, COUNTS_KEY, MEMBERS_KEY, TAKEN_KEY
-from stoker_worker.placement.placement import Placement, as_field
+from stoker_worker.placement.placement import FRAGMENT, Placement, as_field
 from stoker_worker.ports import Busy, LastVersion, MemoryUse
-from stoker_worker.queue.claim_scripts import CLAIM
+from stoker_worker.queue.fair_queue import Aside
 from stoker_worker.queue.foreign_ids import raw
 from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lines import Aside
 from stoker_worker.queue.queue_view import QueueView
 from stoker_worker.queue.registration import member_of
-from stoker_worker.queue.waiting_job import Granted
 
+_CLAIM: Final = FRAGMENT + (files(__package__) / "claim.lua").read_text(encoding="utf-8")
 _TRIES: Final = 8  # in one claim, while jobs turn out not to be ours to claim
+_TRIED_AT_ONCE: Final = 32  # from the second try on: many may be left to the same worker
+_MOST_PASSED: Final = 10_000
 _HELD_S: Final = 0.5
 """How long a line is aside while a job of its agent is in flight elsewhere, before the next try."""
+
+
+class Granted(NamedTuple):
+    """A job that was claimed.
+
+    Attributes:
+        use: how it uses memory, as far as was known when it was claimed.
+        last: as in `ClaimedJob`.
+    """
+
+    job_id: str
+    use: MemoryUse
+    last: LastVersion | None = None
 
 
 class Claimer:
@@ -60,7 +75,7 @@ class Claimer:
         news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
         agents = [*placement.held.values(), *placement.last.values()]
         self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, *agents]
-        self._claim = connection.register_script(CLAIM)
+        self._claim = connection.register_script(_CLAIM)
         self._view = QueueView(connection, queue_name)
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
@@ -86,9 +101,10 @@ class Claimer:
         Nothing is claimed if the lease has another holder.
         """
         granted: list[Granted] = []
-        for _ in range(_TRIES):
-            chosen = self.waiting.choose(limit - len(granted), busy)
-            found, has_put_aside = self._take(chosen)
+        for n in range(_TRIES):
+            left = limit - len(granted)
+            chosen = self.waiting.choose(max(left, _TRIED_AT_ONCE) if n and left else left, busy)
+            found, has_put_aside = self._take(chosen, left)
             granted += found
             if not has_put_aside:
                 break
@@ -100,7 +116,7 @@ class Claimer:
     def claim_quarantined(self, busy: Busy) -> list[Granted]:
         """As `claim`, for the oldest quarantined job. The caller sees to it that the job runs alone."""
         job_id = self.next_quarantined(busy)
-        return [] if job_id is None else self._take([job_id])[0]
+        return [] if job_id is None else self._take([job_id], 1)[0]
 
     def next_quarantined(self, busy: Busy) -> str | None:
         """The oldest quarantined job that can be claimed, of those the server still has in the queue."""
@@ -121,7 +137,7 @@ class Claimer:
             ready: the other RQ workers to which lines may be left.
         """
         lines, now, back = self.waiting.lines, self._clock(), []
-        if not self.has_unread:
+        if not self.has_unread or len(self._passed_at) > _MOST_PASSED + len(self.waiting):
             self._passed_at = {job_id: at for job_id, at in self._passed_at.items() if job_id in self.waiting}
         for agent_id, why in lines.aside.items():
             head = lines.first_of(agent_id)
@@ -139,12 +155,12 @@ class Claimer:
         waited_s = self._clock() - self._passed_at.get(job_id, inf)
         return waited_s >= self._patience_s or not self._patience_s
 
-    def _take(self, chosen: Sequence[str]) -> tuple[list[Granted], bool]:
-        """Claim these, as far as they are ours to claim; and whether any was put aside."""
+    def _take(self, chosen: Sequence[str], limit: int) -> tuple[list[Granted], bool]:
+        """Claim the first `limit` of these that are ours to claim; and whether any was put aside."""
         if not chosen:
             return [], False
         args: list[str | bytes | int] = [self._lease.value, self._lease.member, self._placement.worker_name]
-        args.append(self._queue_name)
+        args += [self._queue_name, limit]
         uses = [self.waiting.use_of(job_id) for job_id in chosen]
         for job_id, use in zip(chosen, uses, strict=True):
             word = b""
@@ -157,7 +173,9 @@ class Claimer:
             return [], False
         words = iter([word.decode(errors="replace") for word in found])
         granted, has_put_aside = [], False
-        for job_id, use, verdict, maker, number in zip(chosen, uses, words, words, words, strict=True):
+        for job_id, use, (verdict, maker, number) in zip(
+            chosen, uses, zip(words, words, words, strict=True), strict=False
+        ):
             if verdict == "claimed":
                 self.waiting.serve(job_id)
                 self._passed_at.pop(job_id, None)

@@ -2,8 +2,7 @@
 
 The job keeps its id: so its ticket, its times to live, its stream and the jobs that depend on it need nothing else. The
 transaction ends this run, notes the attempt and the next model in the job's hash, counts the verdict, and puts the id
-in front of the next queue, which may be the same one. It is written once, as an end is (`ending.py`), and only while
-the run is ours.
+in front of the next queue, which may be the same one. It is written once, as an end is, and only while the run is ours.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from stoker_shared.result import Attempt
 from stoker_shared.route import Step
 from stoker_shared.wire import FIELD_TRIED
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.ending import AlreadyWritten, Ending
 from stoker_worker.queue.follow_up import FollowUp
+from stoker_worker.queue.job_finish import AlreadyWritten, Ending
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.ownership import Ownership
 from stoker_worker.queue.registration import RqRegistration

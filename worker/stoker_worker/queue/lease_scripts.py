@@ -73,15 +73,22 @@ local function holds(lease, fence, mine, number, ttl_ms)
   local last, most = redis.call('GET', fence) or '0', tonumber(number)
   if held then last, most = string.match(held, '"fence": (%d+)') or '', most - 1 end
   if (tonumber(last) or math.huge) > most then return false end
+  local me, share = cjson.decode(mine), 'only ' .. string.sub(lease, #'stoker:holder:' + 1)
+  if me.shared ~= '' then share = 'shared ' .. me.shared .. ' ' .. me.model end
+  local queues = me.recovers and {} or me.queues
+  for _, queue in ipairs(queues) do
+    if (redis.call('GET', 'stoker:lease:' .. queue) or share) ~= share then return false end
+  end
+  for _, queue in ipairs(queues) do redis.call('SET', 'stoker:lease:' .. queue, share, 'PX', ttl_ms) end
   redis.call('SET', fence, number)
   redis.call('SET', lease, mine, 'PX', ttl_ms)
   return true
 end
 """
 """Lua: whether the lease is ours. A lease that ran out while Redis was away is taken up again, unless another worker
-has held it since: then our jobs in flight were that worker's to recover, even if it has left. A server that has lost
-its data has no number, or that of an earlier holder, perhaps with that holder's lease. Called with `Lease.keys` and
-`Lease.args`."""
+has held it since, or serves one of its queues: then our jobs in flight were that worker's to recover, even if it has
+left. It is never taken up without its queues. A server that has lost its data has no number, or that of an earlier
+holder, perhaps with that holder's lease. Called with `Lease.keys` and `Lease.args`."""
 
 # ARGV, after those of `HOLDS`: the member, its record, and what `SERVED_KEY` and `STORE_KEY` get. If another member has
 # begun to serve one of the queues, while this one slept or after Redis had lost its data, this one is deposed: it may
@@ -90,16 +97,18 @@ its data has no number, or that of an earlier holder, perhaps with that holder's
 RENEW: Final = (
     HOLDS
     + """
-if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 local first, share, kept = 5, ARGV[6], ARGV[7]
 for i = first, #KEYS, 2 do
   local found = redis.call('GET', KEYS[i])
   if found and found ~= share then
-    redis.call('DEL', KEYS[1])
-    redis.call('INCRBY', KEYS[2], 1)
+    if (redis.call('GET', KEYS[1]) or ARGV[1]) == ARGV[1] then
+      redis.call('DEL', KEYS[1])
+      redis.call('INCRBY', KEYS[2], 1)
+    end
     return {'served', found, redis.call('PTTL', KEYS[i]), (i - first) / 2}
   end
 end
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
 if not redis.call('HGET', KEYS[3], ARGV[4]) then redis.call('HSET', KEYS[3], ARGV[4], ARGV[5]) end
 for i = first, #KEYS, 2 do

@@ -7,21 +7,24 @@ the ids that came in at either end, and for those that members took.
 
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from redis import Redis
 from rq.job import Job
 from rq.queue import Queue
 
-from stoker_shared.job_data import MAX_DATA_BYTES
-from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, TAKEN_KEY
+from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.request import Access
+from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, REQUEST_KWARG, TAKEN_KEY
 from stoker_worker.periodic import Periodic
-from stoker_worker.ports import Busy, MemoryUse
-from stoker_worker.queue.claim_scripts import LOOK, READ
+from stoker_worker.ports import UNUSED, Busy, MemoryUse
 from stoker_worker.queue.fair_queue import FairQueue
 from stoker_worker.queue.foreign_ids import raw, text
-from stoker_worker.queue.waiting_job import use_in, use_noted
 
+_LOOK: Final = (files(__package__) / "look.lua").read_text(encoding="utf-8")
+_READ: Final = (files(__package__) / "read.lua").read_text(encoding="utf-8")
 _PAGE: Final = 250
 _MAX_IN_FRONT: Final = 1000  # with more new ids than that, the queue is read anew
 _KNOWN: Final = (0, 1, 3, 7, 15, 31, 63, 127)  # from either end: other members take most from there
@@ -46,8 +49,8 @@ class QueueView:
     def __init__(self, connection: Redis, queue_name: str) -> None:
         counts = COUNTS_KEY.format(queue=queue_name)
         self._look_keys = [Queue(queue_name, connection=connection).key, TAKEN_KEY.format(queue=queue_name), counts]
-        self._look_at = connection.register_script(LOOK)
-        self._read_at = connection.register_script(READ)
+        self._look_at = connection.register_script(_LOOK)
+        self._read_at = connection.register_script(_READ)
         self.waiting = FairQueue()
         self._known: dict[str, _Known] = {}  # of jobs that are expected to come into `waiting`
         self._may_start_over = Periodic(5.0)
@@ -153,3 +156,22 @@ def _without_known(before: Sequence[bytes], known: Sequence[str]) -> list[bytes]
     while left and any(text(left[-1]) == job_id for job_id in older):
         left.pop()
     return left
+
+
+def use_in(data: bytes | None) -> MemoryUse:
+    """Of a job with this stored `data`; `UNUSED` if it cannot be read."""
+    try:
+        request = read_json(unpacked(data or b""), MAX_DATA_BYTES)[3][REQUEST_KWARG]
+        agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return UNUSED
+    access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
+    continues = context == "append" or action is not None
+    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None, continues=continues)
+
+
+def use_noted(note: bytes) -> MemoryUse:
+    """From the end of `FIELD_AGENT`, in one of the forms that `read.lua` lets pass."""
+    word, _, agent_id = note.decode(errors="replace").partition(" ")
+    access: Access = "read" if word in ("read", "ask") else "write"
+    return MemoryUse(access, agent_id, word in ("append", "ask")) if agent_id else UNUSED

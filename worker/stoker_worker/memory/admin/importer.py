@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from stoker_shared.errors import AgentExists, AgentMemoryError
@@ -17,14 +18,15 @@ from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.admin.archive import AGENT_NAME, Archive, ArchivedAgent, ArchivedTurn
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
-from stoker_worker.memory.agent_changes import check_vacant, naming
+from stoker_worker.memory.agent_changes import check_vacant, naming, version_of
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.in_flight import working_on
+from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import are_snapshots, chain_of
-from stoker_worker.memory.turn_record import TurnRecord, replay
+from stoker_worker.memory.turn_record import TurnRecord, delta, replay
 from stoker_worker.ports import AgentVersion
 
 
@@ -45,15 +47,17 @@ def import_agent(
     *,
     new_id: str | None = None,
     with_blocks: bool = False,
-    last_number: Callable[[str], int] = lambda agent_id: 0,
+    look: Callable[[str], object] = lambda agent_id: None,
 ) -> Imported:
-    """Import the agent in the file, under its own id or `new_id`.
+    """Import the agent in the file, under its own id or `new_id`. With a shared store its newest version alone, as a
+    whole: it begins a history there.
 
     Args:
-        last_number: the number after which an agent of this id begins; raises `AgentExists`.
+        look: brings in what other workers have made of an agent of this id.
 
     Raises:
         AgentMemoryError: the file is refused, or there is such an agent already.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
         AgentBusy: a worker or another command works on an agent of this id.
         OSError: it could not be read or written; there is no such agent.
     """
@@ -61,7 +65,8 @@ def import_agent(
         with open(source, "rb") as file:
             job = _Import(parts, Archive(file), new_id, with_blocks)
             with closing(job), working_on(parts.path, job.agent_id):
-                return job.run(last_number(job.agent_id))
+                look(job.agent_id)
+                return job.run()
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as why:
         raise AgentMemoryError(f"{source} is refused: {why}") from why
 
@@ -76,11 +81,11 @@ class _Import:
         self._staged: dict[Path, Path] = {}
         self._agent = archive.parsed(ArchivedAgent, AGENT_NAME)
         self.agent_id = new_id or self._agent.agent_id
-        self._after = 0
+        self._after = 0  # the number before the first one of the versions
 
-    def run(self, after: int) -> Imported:
-        """`after`: the number before the first one of the versions."""
-        parts, self._after = self._parts, after
+    def run(self) -> Imported:
+        parts = self._parts
+        self._after = parts.replica.forgotten(self.agent_id).number
         with naming(self.agent_id), parts.database.snapshot() as connection:
             check_vacant(connection, self.agent_id)
         version = self._read_version()
@@ -89,7 +94,8 @@ class _Import:
             self._place()
             piece_bytes = sum(map(allocated_bytes, pieces))
             with naming(self.agent_id):
-                parts.database.commit(lambda connection: self._commit(connection, version, piece_bytes))
+                next_version = partial(self._next_version, version)
+                parts.commit_next(next_version, lambda connection: self._commit(connection, version, piece_bytes))
         except AgentExists:
             raise  # its files have the same names
         except Exception:
@@ -116,7 +122,8 @@ class _Import:
         transcript, cache = replay(records()), newest[0].about.cache
         if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
             raise Damaged("its cache is not that of its tokens")
-        return AgentVersion(self.agent_id, self._after + self._agent.version, transcript, cache=cache)
+        n_versions = 1 if self._parts.replica.is_shared else self._agent.version
+        return AgentVersion(self.agent_id, self._after + n_versions, transcript, cache=cache)
 
     def _records(self) -> Iterator[TurnRecord]:
         """The versions for the agent of this id, oldest first, one at a time. Each row names the checksum of the one
@@ -136,6 +143,21 @@ class _Import:
             yield record
         if before is None or (before.version, written) != (self._agent.version, self._agent.head):
             raise Damaged(f"its newest version is not the one that {AGENT_NAME} names")
+
+    def _own_records(self, version: AgentVersion) -> Iterator[TurnRecord]:
+        """Those that the agent has here."""
+        if not self._parts.replica.is_shared:
+            yield from self._records()
+            return
+        *_, newest = self._records()
+        assert version.transcript is not None  # it was replayed
+        about = replace(newest.about, since_full=0)
+        yield replace(newest, version=version.number, about=about, delivery=None, **delta(None, version.transcript))
+
+    def _next_version(self, version: AgentVersion) -> NextVersion:
+        (record,) = self._own_records(version)
+        with self._parts.database.snapshot() as connection:
+            return version_of(connection, record)
 
     def _stage(self, version: AgentVersion) -> tuple[list[Path], int]:
         """Write the cache files to the temp folder, and verify them there; but no block that the store has.
@@ -175,7 +197,7 @@ class _Import:
         check_vacant(connection, self.agent_id)
         row, now = None, time.time()
         chain = chain_of(version.cache, version.transcript.token_ids) if version.cache and version.transcript else None
-        for record in self._records():
+        for record in self._own_records(version):
             row = agent_table.write_version(connection, row, record, keep_versions=record.version)
         assert row is not None  # there is a version
         if chain is not None and self._with_blocks:

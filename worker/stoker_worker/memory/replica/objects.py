@@ -1,22 +1,26 @@
 """The objects of a shared store: their names, and how a version is written. Pure: no I/O, any thread.
 
 A version is the row of `turns`, the answer to its job, and the cache layout of its model: all that another machine
-needs to continue. What marks that an agent was forgotten is an object of the same name as a version's.
+needs to continue. An empty version, without a row, marks that an agent was forgotten.
 """
 
 import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from stoker_worker.memory.checksum import Damaged, checksum, key_of
+from stoker_worker.memory.next_version import Ended, NextVersion
 from stoker_worker.memory.turn_record import COLUMNS, TurnRecord
 
 MARKER: Final = "stoker.json"
 FORMAT: Final = "stoker-shared 1"
+EMPTIED: Final = b'{"emptied":true}'
+"""The content of a version below the number at which its agent was forgotten."""
+
 AGENTS: Final = "agents"
 CACHES: Final = "caches"
 BLOCKS: Final = "blocks"
@@ -72,20 +76,26 @@ def files_in(manifest: bytes) -> list[str]:
         return []
 
 
+class Emptied(Exception):
+    """Its agent was forgotten after somebody listed the version."""
+
+
 @dataclass(frozen=True)
 class SharedVersion:
     """
     Attributes:
-        record: ``None``: the agent was forgotten, and this number is used up.
-        result: the answer to the job that made it, as JSON; ``None``: no job did, or it is not needed any more.
-        layout: of the caches of the model that made its cache.
+        next: as its maker made it.
+        ended: of each delivery to the agent that had ended before and may come again; in versions that are whole, and
+            in empty ones.
     """
 
-    agent_id: str
-    version: int
-    record: TurnRecord | None = None
-    result: str | None = None
-    layout: str | None = None
+    next: NextVersion
+    ended: Mapping[bytes, Ended] = field(default_factory=dict)
+
+    @property
+    def record(self) -> TurnRecord | None:
+        """``None``: the agent was forgotten."""
+        return self.next.record
 
     @property
     def head(self) -> bytes:
@@ -94,17 +104,30 @@ class SharedVersion:
 
     def encode(self) -> bytes:
         """The content of the object: the checksum of what follows, a newline, and JSON."""
-        fields: dict[str, Any] = {"format": FORMAT, "version": self.version}
-        if self.record is not None:
-            row = dict(zip(_NAMES, self.record.to_row(), strict=True))
+        made, record = self.next, self.record
+        fields: dict[str, Any] = {"format": FORMAT, "version": made.number, "result": made.result}
+        if record is not None:
+            row = dict(zip(_NAMES, record.to_row(), strict=True))
             row |= {name: base64.b64encode(row[name]).decode() for name in _BLOBS if row[name] is not None}
-            fields |= row | {"agent_id": self.agent_id, "result": self.result, "layout": self.layout}
+            fields |= row | {"agent_id": made.agent_id, "layout": made.layout}
+        elif made.delivery is not None and made.result is not None:  # without the id of an agent that is forgotten
+            fields["delivery"] = base64.b64encode(made.delivery).decode()
+            result = json.loads(made.result)
+            fields["result"] = json.dumps({name: value for name, value in result.items() if name != "agent_id"})
+        if self.ended:
+            fields["ended"] = [[base64.b64encode(key).decode(), *ended] for key, ended in self.ended.items()]
         body = json.dumps(fields, separators=(",", ":")).encode()
         return checksum(body).hex().encode() + b"\n" + body
 
     @classmethod
     def decode(cls, agent_id: str, version: int, content: bytes) -> Self:
-        """Raises `Damaged`: it is not as it was written, or is another agent's or version's."""
+        """
+        Raises:
+            Emptied: the agent was forgotten at a later number.
+            Damaged: it is not as it was written, or is another agent's or version's.
+        """
+        if content == EMPTIED:
+            raise Emptied(f"version {version} was forgotten")
         written, _, body = content.partition(b"\n")
         if written != checksum(body).hex().encode():
             raise Damaged("its checksum does not match")
@@ -112,16 +135,24 @@ class SharedVersion:
             fields = json.loads(body)
             if (fields["format"], fields["version"]) != (FORMAT, version):
                 raise Damaged("it is of another format or version")
+            ended = {_blob(key): Ended(int(number), float(until)) for key, number, until in fields.get("ended", ())}
+            result, layout = fields.get("result"), fields.get("layout")
+            if not isinstance(result, str | None) or not isinstance(layout, str | None):
+                raise Damaged("its content is not a version")
             if "checksum" not in fields:
-                return cls(agent_id, version)
+                delivery = None if fields.get("delivery") is None else _blob(fields["delivery"])
+                if result is not None:
+                    result = json.dumps(json.loads(result) | {"agent_id": agent_id})
+                return cls(NextVersion(agent_id, version, None, delivery, result), ended)
             row = {name: fields[name] for name in _NAMES}
-            row |= {name: base64.b64decode(row[name], validate=True) for name in _BLOBS if row[name] is not None}
+            row |= {name: _blob(row[name]) for name in _BLOBS if row[name] is not None}
             record = TurnRecord.of_row(agent_id, version, tuple(row[name] for name in _NAMES))
             if record.to_row()[-1] != row["checksum"]:
                 raise Damaged("its content is not a version")
-            result, layout = fields["result"], fields["layout"]
-            if not isinstance(result, str | None) or not isinstance(layout, str | None):
-                raise Damaged("its content is not a version")
-            return cls(agent_id, version, record, result, layout)
+            return cls(NextVersion(agent_id, version, record, record.delivery, result, layout), ended)
         except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
             raise error if isinstance(error, Damaged) else Damaged("its content is not a version") from None
+
+
+def _blob(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from tests.worker.memory.agents import ids, problems_of
-from tests.worker.memory.shared_store.sharing import Machine, SharedAgent, SharedFolder
+from tests.worker.memory.replica.sharing import Machine, SharedAgent, SharedFolder
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.errors import AgentMemoryError, AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway
-from stoker_worker.memory.shared_store.objects import version_name
+from stoker_worker.memory.replica.objects import version_name
 from stoker_worker.ports import AgentHome, AgentVersion, Delivery, Turn
 
 pytest.importorskip("obstore")

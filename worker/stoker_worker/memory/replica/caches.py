@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from stoker_worker.memory import agent_table, cache_index, unshared
+from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
 from stoker_worker.memory.block_chain import BlockChain, common_length
@@ -24,8 +24,8 @@ from stoker_worker.memory.budget import DiskBudget
 from stoker_worker.memory.checksum import Damaged, key_of
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes, is_there
-from stoker_worker.memory.shared_store.bucket import READ_LIMIT_S, Bucket, BucketAway
-from stoker_worker.memory.shared_store.objects import files_in, manifest, manifest_name, pieces_prefix
+from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway
+from stoker_worker.memory.replica.objects import files_in, manifest, manifest_name, pieces_prefix
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of
 from stoker_worker.ports import AgentVersion
@@ -42,10 +42,6 @@ _JOB_WAITS_S: Final = 30.0
 """While a cache comes for one job, no other one is loaded."""
 _KNOWN_S: Final = 3600.0
 """`memory gc --shared` may remove a block that no agent uses: after so long, a worker looks again."""
-_USUAL_BPS: Final = 30e6
-_ASKING_S: Final = 0.3
-"""Taken for the rate, until something was read, and for what comes before the first byte."""
-
 _MOST_KNOWN: Final = 2**16
 
 
@@ -63,35 +59,34 @@ class SharedCaches:
         self._missing: set[str] = set()  # blocks that were not there, or damaged, though a list may have them
         self.written_bytes = 0
         self.read_bytes = 0
-        self._read_s = 0.0
 
-    def write(self, agent_id: str, number: int, pace: Callable[[int], None]) -> bool:
+    def write(self, agent_id: str, pace: Callable[[int], None]) -> int:
         """Write the cache of the agent's newest version, as far as it is on disk and not there yet. One thread.
 
         Args:
-            number: the newest version that is there; only its cache is written.
             pace: called after each file with its bytes; it waits, or raises to give up.
 
         Returns:
-            whether the agent is at that version.
+            the version; 0: there is none.
 
         Raises:
             BucketAway, OSError, Damaged: not all of it is written.
         """
-        with self._parts.database.snapshot() as connection:
-            version = agent_table.read_agent(connection, agent_id).version
-        if version.number != number or version.transcript is None:
-            return version.number == number
+        version = self._version(agent_id)
+        if version.transcript is None:
+            return 0
         blocks, pieces = self._files(version)
         names, key = [], key_of(agent_id).hex()
-        before = self._listed(agent_id)
+        before = _listed(self._bucket, agent_id)
         there = {self._name_of(path) for path in blocks}.intersection(before) - self._missing
         for path, check in (blocks | pieces).items():
             if (name := self._name_of(path)) in there or self._was_there(name) or self._wrote(path, check, pace):
                 names.append(name)
         self._bucket.put(manifest_name(key), manifest(version.number, names))
         self._bucket.remove(name for name in before if name.startswith(pieces_prefix(key)) and name not in names)
-        return True
+        if self._version(agent_id).transcript is None:  # it was forgotten meanwhile
+            remove_caches(self._bucket, agent_id)
+        return version.number
 
     def bring(self, version: AgentVersion, prompt: BlockChain | None = None) -> None:
         """Bring the agent's cache files that are missing here; what cannot be brought is a miss. Never raises.
@@ -120,27 +115,11 @@ class SharedCaches:
             self._parts.pieces.remove(missing)  # nothing counts them, and a full disk needs the room
             return
         seconds = time.perf_counter() - began
-        self._read_s += seconds
         _log.info("agent %r: brought in %.1f MB of cache in %.2f s", version.agent_id, n_bytes / 1e6, seconds)
 
-    def bring_s(self, agent_id: str) -> float | None:
-        """How long another machine would take to bring in the agent's cache, at this one's rate; ``None``: it would
-        compute it, because not all is written. Raises `OSError`, `Damaged`."""
+    def _version(self, agent_id: str) -> AgentVersion:
         with self._parts.database.snapshot() as connection:
-            n_bytes = None if unshared.find(connection, agent_id) else cache_index.agent_bytes(connection, agent_id)
-        rate = self.read_bytes / self._read_s if self._read_s else _USUAL_BPS
-        return None if n_bytes is None else _ASKING_S + n_bytes / max(rate, 1.0)
-
-    def remove(self, agent_id: str) -> None:
-        """Remove the list of an agent that was forgotten, and its own files. Its blocks, which others may use, go with
-        `memory gc`. Raises `BucketAway`."""
-        key = key_of(agent_id).hex()
-        pieces = [name for name in self._listed(agent_id) if name.startswith(pieces_prefix(key))]
-        self._bucket.remove([manifest_name(key), *pieces])
-
-    def _listed(self, agent_id: str) -> list[str]:
-        content = self._bucket.get(manifest_name(key_of(agent_id).hex()))
-        return files_in(content) if content is not None else []
+            return agent_table.read_agent(connection, agent_id).version
 
     def _wanted(self, version: AgentVersion, prompt: BlockChain | None) -> _Checks:
         """The files that are of use for the prompt."""
@@ -238,3 +217,16 @@ class SharedCaches:
 
     def _name_of(self, path: Path) -> str:
         return path.relative_to(self._parts.path).as_posix()
+
+
+def remove_caches(bucket: Bucket, agent_id: str) -> None:
+    """Remove the list of an agent that was forgotten, and its own files. Its blocks, which others may use, go with
+    `memory gc`. Raises `BucketAway`."""
+    if names := _listed(bucket, agent_id):
+        key = key_of(agent_id).hex()
+        bucket.remove([manifest_name(key), *(name for name in names if name.startswith(pieces_prefix(key)))])
+
+
+def _listed(bucket: Bucket, agent_id: str) -> list[str]:
+    content = bucket.get(manifest_name(key_of(agent_id).hex()))
+    return files_in(content) if content is not None else []

@@ -16,11 +16,20 @@ import pytest
 from tests.private_server import free_port
 from tests.worker.memory.agents import AgentOf, FastDisk
 
-from stoker_worker.memory.shared_store.agent_store import SharedAgentStore
-from stoker_worker.memory.shared_store.bucket import Bucket
+from stoker_worker.memory.replica.agent_store import ReplicatedStore
+from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.ports import AgentVersion
 
-SharedAgent = AgentOf[SharedAgentStore]
+
+class SharedAgent(AgentOf[ReplicatedStore]):
+    """Looks before it continues, as the pipeline does."""
+
+    def open(self) -> AgentVersion:
+        self.store.look(self.name)
+        return super().open()
+
+
 BOTH = pytest.mark.parametrize("share", ["folder", "bucket"], indirect=True)
 _TIMEOUT_S = 30.0
 _machines = count(1)  # no two of them run one job
@@ -118,27 +127,22 @@ Share = SharedFolder | SharedBucket
 
 
 class Machine:
-    """A worker's store with a shared one. Its threads do not run: tests say when it writes through."""
+    """A worker's store with a shared one. Its threads do not run: tests say when it writes its caches."""
 
     def __init__(self, folder: Path, share: Share, *, memory_max_bytes: int = 0, max_bps: int | None = None) -> None:
         self.folder = folder
         self._jobs = count(1000 * next(_machines))
         local = AgentCacheStore(folder, files=FastDisk(), memory_max_bytes=memory_max_bytes)
         self.bucket = Bucket(share.url, commit_limit_s=5.0)
-        self.store = SharedAgentStore(local, self.bucket, max_bps=max_bps)
+        self.store = ReplicatedStore(local, self.bucket, max_bps=max_bps)
 
     def agent(self, name: str = "agent", **fields: object) -> SharedAgent:
         return SharedAgent(self.store, name, jobs=self._jobs, **fields)  # type: ignore[arg-type]
 
-    def write_through(self) -> None:
+    def write_behind(self) -> None:
         """As the thread does, until nothing is left."""
-        writer = self.store._write_through
-        writer._find()
-        writer._write_all()
-
-    def waiting(self) -> int:
-        """Agents of which the shared store lacks something."""
-        return self.store.use().waiting_agents
+        while self.store._behind.write_next():
+            pass
 
     def notice_return(self) -> None:
         """The shared store answers again; the end of an outage is not believed at once."""

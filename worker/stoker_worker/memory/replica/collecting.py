@@ -5,7 +5,6 @@ Whoever misses a file that is removed here computes it again. What has no name o
 what killed workers left half written in a folder.
 """
 
-import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.shared_store.bucket import CACHE_LIMIT_S, Bucket, Stored
-from stoker_worker.memory.shared_store.meeting import identity_of
-from stoker_worker.memory.shared_store.objects import AGENTS, BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
+from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, Bucket, Stored
+from stoker_worker.memory.replica.identity import identity_of
+from stoker_worker.memory.replica.objects import AGENTS, BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
 
 _YOUNG_S: Final = 86_400.0
 """A worker may not have listed what is younger."""
@@ -54,7 +53,7 @@ def collect_there(
     if (marker := bucket.get(MARKER)) is None:
         raise StoreUnusable(f"{bucket.url} is no shared store: it has no {MARKER}")
     identity_of(bucket, marker)
-    now = _time_there(bucket)
+    now = bucket.time()
     found = (stored for folder in (BLOCKS, PIECES) for stored in bucket.listed(folder, _LIMIT_S))
     files = {stored.name: stored for stored in found if is_cache_file(stored.name)}
     used_by = _uses(bucket, bucket.listed(CACHES, _LIMIT_S), files)
@@ -90,17 +89,6 @@ def collect_there(
             path.unlink(missing_ok=True)
     n_bytes = sum(x.n_bytes for x in going.values()) + sum(half_written.values())
     return CollectedThere(len(going) + len(half_written), n_bytes, len(agents), left)
-
-
-def _time_there(bucket: Bucket) -> float:
-    """Unix time by the clock that dates the objects. Raises `BucketAway`."""
-    name = f"probe/{uuid.uuid4().hex}"
-    bucket.put(name, b"")
-    found = [stored.changed_at for stored in bucket.listed("probe") if stored.name == name]
-    bucket.remove([name])
-    if not found:
-        raise bucket.away(f"{name} is there and is not")
-    return found[0]
 
 
 def _half_written(bucket: Bucket, *, before: float) -> dict[Path, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.worker.memory.shared_store.sharing import Machine, Share, SharedBucket, SharedFolder
+from tests.worker.memory.replica.sharing import Machine, Share, SharedBucket, SharedFolder
 
 from stoker_worker.events import outage
 

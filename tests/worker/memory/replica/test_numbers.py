@@ -1,25 +1,24 @@
 """No number of a version is used twice, and none is skipped over in silence: whoever slept, whatever the clocks say."""
 
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.worker.memory.agents import files_below, ids, problems_of
-from tests.worker.memory.shared_store.sharing import Machine, SharedFolder
+from tests.worker.memory.agents import AgentOf, files_below, ids, make_transcript, make_turn, problems_of
+from tests.worker.memory.replica.sharing import Machine, SharedFolder
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
-from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_shared.errors import AgentTranscriptUnreadable, VersionTaken
 from stoker_worker.cli.main import main
 from stoker_worker.memory.checksum import checksum
-from stoker_worker.memory.shared_store import known_versions
-from stoker_worker.memory.shared_store.objects import version_name
-from stoker_worker.ports import AgentHome, Delivery
+from stoker_worker.memory.replica.objects import EMPTIED, version_name
+from stoker_worker.ports import Delivery, LastVersion
 
 LONG = ids(2000)
 Start = Callable[..., Machine]
@@ -30,17 +29,12 @@ def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) ->
     return one.store.agent_jobs.run(request, Delivery(f"{action}-{agent_id}-{time.monotonic()}", "now"))
 
 
-def moved(*machines: Machine, version: int = 0) -> None:
-    for one in machines:
-        one.store.know_homes(lambda agent_id: AgentHome("elsewhere", version, "elsewhere" if version else "-"))
-
-
 def forgotten(one: Machine, agent_id: str = "agent") -> None:
     """The agent had two turns, is forgotten, and everybody could know."""
     for n in (300, 600):
         one.agent(agent_id).say(LONG[:n])
     run(one, "forget", agent_id)
-    one.write_through()
+    one.write_behind()
 
 
 @pytest.mark.parametrize("n_turns", [0, 1, 5])
@@ -51,10 +45,9 @@ def test_a_stale_machine_takes_no_number_of_an_agent_that_was_forgotten(machine:
     for n in range(n_turns):
         other.agent().say(LONG[: 310 + n])
     run(other, "forget")
-    other.write_through()
-    with pytest.raises(AgentVersionConflict):
+    other.write_behind()
+    with pytest.raises(VersionTaken):
         stale.store.save(turn)
-    moved(stale, other)
     for one in (stale, other):
         assert (one.agent().open().number, one.agent().open().transcript) == (n_turns + 2, None)
 
@@ -63,9 +56,9 @@ def test_a_stale_machine_takes_no_number_of_an_agent_that_was_new_to_it(machine:
     stale, other = machine("stale"), machine("other")
     turn = stale.agent().turn(LONG[:400])
     forgotten(other)
-    with pytest.raises(AgentVersionConflict):
+    with pytest.raises(VersionTaken):
         stale.store.save(turn)
-    assert [path.name for path in files_below(share.objects / "agents")] == ["000000000003.json"]  # nothing is left
+    assert [path.read_bytes() for path in files_below(share.objects / "agents")][:2] == [EMPTIED, EMPTIED]
 
 
 def test_a_stale_machine_takes_no_number_that_was_pruned(
@@ -79,12 +72,12 @@ def test_a_stale_machine_takes_no_number_that_was_pruned(
     for path in files_below(share.objects / "agents")[:40]:
         then = time.time() - 2 * 86_400
         os.utime(path, (then, then))
-    other.write_through()
+    other.write_behind()
     assert not (share.objects / version_name("agent", 2)).exists()
-    with pytest.raises(AgentVersionConflict):
+    with pytest.raises(VersionTaken):
         stale.store.save(turn)
-    assert (stale.agent().open().number, stale.agent().tokens()) == (48, LONG[:148])
-    assert not (share.objects / version_name("agent", 2)).exists()
+    for one in (stale, other, machine("third")):
+        assert (one.agent().open().number, one.agent().tokens()) == (48, LONG[:148])
 
 
 def test_versions_go_by_the_clock_of_the_shared_store(
@@ -95,18 +88,8 @@ def test_versions_go_by_the_clock_of_the_shared_store(
         one.agent().say(LONG[: 100 + n])
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 9 * 86_400)
-    one.write_through()
+    one.write_behind()
     assert len(files_below(share.objects / "agents")) == 48
-
-
-def test_a_machine_that_slept_asks_before_it_continues(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    asleep, other = machine("asleep"), machine("other")
-    asleep.agent().say(LONG[:300])
-    other.agent().say(LONG[:400])
-    assert asleep.agent().tokens() == LONG[:300]  # it believes to be the agent's home
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + known_versions.RECENTLY_S)
-    assert asleep.agent().say(LONG[:500]) == 3
 
 
 def test_a_fork_under_the_id_of_an_agent_that_was_forgotten_goes_on_after_its_numbers(machine: Start) -> None:
@@ -114,8 +97,7 @@ def test_a_fork_under_the_id_of_an_agent_that_was_forgotten_goes_on_after_its_nu
     forgotten(one, "target")
     one.agent().say(LONG[:700])
     assert run(one, "fork", target="target").model_dump()["version"] == 4
-    one.write_through()
-    moved(one, two)
+    one.write_behind()
     for each in (one, two):
         assert (each.agent("target").open().number, each.agent("target").tokens()) == (4, LONG[:700])
         assert each.agent("target").cached((*LONG[:700], 1)) == 700
@@ -123,23 +105,19 @@ def test_a_fork_under_the_id_of_an_agent_that_was_forgotten_goes_on_after_its_nu
     assert two.agent("target").say(LONG[:800]) == 5
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_an_agent_that_was_removed_can_be_imported_again(machine: Start, tmp_path: Path, is_told: bool) -> None:
+def test_an_agent_that_was_removed_can_be_imported_again(machine: Start, tmp_path: Path) -> None:
     one, two = machine("one"), machine("two")
     for n in (300, 600):
         one.agent().say(LONG[:n])
     shell(tmp_path, "export", "agent", str(tmp_path / "file"), "--with-blocks")
     shell(tmp_path, "rm", "agent", "--yes")
-    if is_told:  # the shared store knows that it was removed
-        one.write_through()
-    assert "at version 5" in shell(tmp_path, "import", str(tmp_path / "file"), "--with-blocks")
-    one.write_through()
-    moved(one, two)
+    assert "at version 4" in shell(tmp_path, "import", str(tmp_path / "file"), "--with-blocks")
+    one.write_behind()
     for each in (one, two):
-        assert (each.agent().open().number, each.agent().tokens()) == (5, LONG[:600])
+        assert (each.agent().open().number, each.agent().tokens()) == (4, LONG[:600])
         assert each.agent().cached((*LONG[:600], 1)) == 600
         assert not problems_of(each.store.local)
-    assert two.agent().say(LONG[:700]) == 6
+    assert two.agent().say(LONG[:700]) == 5
 
 
 def test_the_shell_makes_no_agent_that_another_machine_has(machine: Start, tmp_path: Path, share: SharedFolder) -> None:
@@ -150,10 +128,10 @@ def test_the_shell_makes_no_agent_that_another_machine_has(machine: Start, tmp_p
     assert "AgentExists" in shell(tmp_path, "fork", "agent", "taken", is_refused=True)
     assert "AgentExists" in shell(tmp_path, "import", str(tmp_path / "file"), "--as", "taken", is_refused=True)
     share.go_away()
-    assert "BucketAway" in shell(tmp_path, "fork", "agent", "new", is_refused=True)
+    assert "SharedStoreAway" in shell(tmp_path, "fork", "agent", "new", is_refused=True)
     share.come_back()
     shell(tmp_path, "fork", "agent", "new")
-    one.write_through()
+    one.write_behind()
     assert two.agent("new").tokens() == LONG[:300]
     assert two.agent("taken").tokens() == LONG[:20]
 
@@ -165,94 +143,51 @@ def shell(folder: Path, *words: str, is_refused: bool = False) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("action", ["fork", "rollback", "forget"])
-def test_jobs_about_an_agent_know_which_turns_are_lost(machine: Start, share: SharedFolder, action: str) -> None:
-    one, two = machine("one"), machine("two")
-    for n in (300, 310):
-        one.agent().say(LONG[:n])
-    share.go_away()
-    for n in (320, 330):
-        one.agent().say(LONG[:n])
-    share.come_back()  # and machine one does not
-    moved(two, version=4)
-    if action == "forget":
-        assert run(two, "forget").model_dump()["version"] == 4
-        assert (two.agent().open().number, two.agent().tokens()) == (5, ())
-        return
-    with pytest.raises(AgentTranscriptUnreadable, match=r"version [34]"):
-        run(two, action, **({"target": "fork"} if action == "fork" else {}))
-    back = run(two, "rollback", version=2).model_dump()
-    assert (back["version"], back["from_version"]) == (5, 4)
-    assert (two.agent().open().number, two.agent().tokens()) == (5, LONG[:310])
-
-
-def test_a_forget_that_another_turn_came_before_has_not_happened(machine: Start) -> None:
-    stale, other = machine("stale"), machine("other")
-    stale.agent().say(LONG[:300])
-    other.agent().say(LONG[:400])
-    request, delivery = build_agent_request({"action": "forget", "agent_id": "agent"}), Delivery("forget", "now")
-    with pytest.raises(AgentVersionConflict):
-        stale.store.agent_jobs.run(request, delivery)
-    assert stale.store.agent_jobs.answer(request, delivery) is None
-    assert (stale.agent().open().number, stale.agent().tokens()) == (2, LONG[:400])
-
-
 def test_a_version_that_a_mounted_folder_does_not_list_yet_is_found(
     machine: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = machine("one"), machine("two")
     one.agent().say(LONG[:300])
     assert two.agent().tokens() == LONG[:300]
-    before = two.bucket.listed
-    listed = {folder: before(folder) for folder in [version_name("agent", 1).rpartition("/")[0]]}
-    monkeypatch.setattr(two.bucket, "listed", lambda folder, *limit: listed.get(folder) or before(folder))
+    monkeypatch.setattr(two.bucket, "listed", lambda folder, **_: [])
     one.agent().say(LONG[:400])
-    moved(two, version=2)
-    assert (two.agent().open().number, two.agent().tokens()) == (2, LONG[:400])
+    one.agent().say(LONG[:500])
+    assert (two.agent().open().number, two.agent().tokens()) == (3, LONG[:500])
+    three = machine("three")
+    monkeypatch.setattr(three.bucket, "listed", lambda folder, **_: [])
+    three.store.look("agent", LastVersion(2, "one", is_here=False))
+    assert three.store.open_agent("agent").number == 3
 
 
-def test_a_turn_costs_two_requests_before_its_job_is_finished(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = machine("one")
-    one.agent().say(LONG[:300])
+def test_the_requests_of_a_turn(machine: Start, share: SharedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an agent that stays: a put and a list; of one that moves by one turn: a list and a get as well."""
+    one, two = machine("one"), machine("two")
     asked: Counter[str] = Counter()
-    for name in ("create", "get", "put", "has", "listed", "remove"):
-        call = getattr(one.bucket, name)
-        monkeypatch.setattr(one.bucket, name, lambda *args, _n=name, _c=call: (asked.update([_n]), _c(*args))[1])
+    for m in (one, two):
+        m.bucket.lags = False  # as a bucket
+        for name in ("create", "get", "put", "find", "listed", "remove"):
+            call = getattr(m.bucket, name)
+            counting = lambda *args, _n=name, _c=call, **more: (asked.update([_n]), _c(*args, **more))[1]  # noqa: E731
+            monkeypatch.setattr(m.bucket, name, counting)
+    one.agent().say(LONG[:300])
+    two.agent().open()
     one.agent().say(LONG[:400])
+    asked.clear()
+    one.store.look("agent", LastVersion(2, "one", is_here=True))
+    one.store.save(AgentOf(one.store, jobs=count(900)).turn(LONG[:500]))
     assert asked == {"create": 1, "listed": 1}
-    one.write_through()
-    assert sum(asked.values()) <= 9
-
-
-def test_what_the_shell_has_changed_is_only_here_until_it_is_written_through(machine: Start, tmp_path: Path) -> None:
-    one = machine("one")
-    for n in (300, 600):
-        one.agent().say(LONG[:n])
-    one.write_through()
-    assert not one.store.is_only_here("agent")
-    shell(tmp_path, "rollback", "agent")
-    assert one.store.is_only_here("agent")
-    one.write_through()
-    assert not one.store.is_only_here("agent")
-
-
-def test_a_copied_store_gives_way_where_it_is_behind(machine: Start, tmp_path: Path) -> None:
-    one = machine("one")
-    for name in ("a", "b"):
-        one.agent(name).say(LONG[:300])
-    one.store.close()
-    shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    one, copy = machine("one"), machine("copy")
-    one.agent("a").say(LONG[:400])
-    turn = copy.agent("b").turn(LONG[:500])
-    one.agent("b").say(LONG[:400])
-    with pytest.raises(AgentVersionConflict):
-        copy.store.save(turn)
-    for each in (one, copy):
-        for name in ("a", "b"):
-            assert (each.agent(name).open().number, each.agent(name).tokens()) == (2, LONG[:400])
-        each.write_through()
-        assert not problems_of(each.store.local)
+    one.store.look("agent", LastVersion(3, "one", is_here=True))
+    one.store.save(AgentOf(one.store, jobs=count(901)).turn(LONG[:510]))
+    two.store.look("agent", LastVersion(2, "one", is_here=False))
+    asked.clear()
+    one.store.look("agent", LastVersion(4, "one", is_here=True))
+    one.store.save(AgentOf(one.store, jobs=count(902)).turn(LONG[:520]))
+    asked.clear()
+    two.store.look("agent", LastVersion(5, "one", is_here=False))
+    assert asked == {"listed": 1, "get": 1}
+    transcript = make_transcript(LONG[:530])
+    two.store.save(make_turn(two.agent(), two.store.open_agent("agent"), transcript, None))
+    assert asked == {"listed": 2, "get": 1, "create": 1}
 
 
 def test_a_version_of_a_newer_stoker_is_an_error_by_name_until_the_upgrade(machine: Start, share: SharedFolder) -> None:

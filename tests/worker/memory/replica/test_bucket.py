@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from stoker_worker.memory.replica.meeting import meet
 from tests.private_server import free_port
-from tests.worker.memory.shared_store.sharing import BOTH, Machine, Share
+from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.shared_store import bucket as bucket_module
-from stoker_worker.memory.shared_store.bucket import Bucket, BucketAway
-from stoker_worker.memory.shared_store.meeting import meet
+from stoker_worker.memory.replica import bucket as bucket_module
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway
 
 
 @BOTH

@@ -7,6 +7,7 @@ hangs, because a thread of its own makes it.
 import os
 import re
 import threading
+import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
@@ -57,6 +58,7 @@ class Bucket:
     Attributes:
         url: ``s3://bucket/prefix`` or ``file:///folder``.
         outage: told of each call that fails, and of each that succeeds.
+        lags: whether an object that is there may be missing in a list for some seconds.
         landmark: name of an object that is always there once it is set: where a share is not mounted, it is missing.
     """
 
@@ -73,7 +75,8 @@ class Bucket:
         self._hanging = 0
         self._lock = threading.Lock()
         check_url(url)
-        self._folder = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+        self.lags = url.startswith("file:")
+        self._folder = Path(unquote(urlsplit(url).path)) if self.lags else None
         try:
             import obstore
             from obstore import exceptions
@@ -134,22 +137,25 @@ class Bucket:
 
     def has(self, name: str) -> bool:
         """Raises `BucketAway`."""
+        return self.find(name) is not None
 
-        def look() -> bool:
+    def find(self, name: str) -> Stored | None:
+        """``None``: there is no such object. Raises `BucketAway`."""
+
+        def look() -> Stored | None:
             try:
-                self._api.head(self._store, name)
-                return True
+                return _stored(self._api.head(self._store, name))
             except FileNotFoundError:
-                return False
+                return None
 
         return self._timed(look, self._commit_limit_s)
 
-    def listed(self, folder: str, limit_s: float | None = None) -> list[Stored]:
-        """The objects below a folder, by name. Raises `BucketAway`."""
+    def listed(self, folder: str, limit_s: float | None = None, *, after: str | None = None) -> list[Stored]:
+        """The objects below a folder, by name. `after`: only those whose names follow this one. Raises `BucketAway`."""
 
         def look() -> list[Stored]:
-            found = chain.from_iterable(self._api.list(self._store, prefix=folder))
-            stored = [Stored(x["path"], x["size"], x["last_modified"].timestamp()) for x in found]
+            found = chain.from_iterable(self._api.list(self._store, prefix=folder, offset=after))
+            stored = [_stored(x) for x in found]
             if not stored:
                 self._check_mounted()
             return sorted(stored, key=lambda x: x.name)
@@ -165,6 +171,16 @@ class Bucket:
                     self._api.delete(self._store, name)
 
         self._timed(remove, CACHE_LIMIT_S)
+
+    def time(self) -> float:
+        """Unix time by the clock that dates the objects. Raises `BucketAway`."""
+        name = f"probe/{uuid.uuid4().hex}"
+        self.put(name, b"")
+        found = self.find(name)
+        self.remove([name])
+        if found is None:
+            raise self.away(f"{name} is there and is not")
+        return found.changed_at
 
     def half_written(self, folders: Iterable[str], limit_s: float) -> list[tuple[Path, int, float]]:
         """What killed processes left of objects below these folders, which no other call shows: the file, its bytes,
@@ -218,6 +234,10 @@ class Bucket:
         `OSError`."""
         if self._folder is not None and not (self._folder / (self.landmark or "")).exists():
             raise OSError(f"{self._folder / (self.landmark or '')} is not there: is the share mounted?")
+
+
+def _stored(meta: Any) -> Stored:
+    return Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
 def _make_durable(folder: Path, name: str) -> None:

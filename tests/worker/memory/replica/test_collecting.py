@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from tests.worker.memory.agents import files_below, ids
-from tests.worker.memory.shared_store.sharing import BOTH, Machine, Share
+from tests.worker.memory.replica.sharing import BOTH, Machine, Share
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.cli.main import main
-from stoker_worker.memory.shared_store import caches
-from stoker_worker.memory.shared_store.bucket import Bucket, Stored
-from stoker_worker.memory.shared_store.collecting import collect_there
+from stoker_worker.memory.replica import caches
+from stoker_worker.memory.replica.bucket import Bucket, Stored
+from stoker_worker.memory.replica.collecting import collect_there
 
 DAY_S = 86_400
 

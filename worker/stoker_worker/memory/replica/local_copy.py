@@ -1,0 +1,97 @@
+"""An agent in this machine's database as a copy of the shared store's: read it, or make it what the shared store has.
+Any thread.
+
+Runs inside `Database.snapshot` or a change of `Database.commit`.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from stoker_shared.errors import AgentVersionConflict
+from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.next_version import Ended
+from stoker_worker.memory.replica.objects import SharedVersion
+from stoker_worker.memory.turn_parts import chain_of
+
+_KEEP_ANSWER_S: Final = 2 * 86_400.0
+"""The answers before the newest one are to jobs that have ended: they may be asked for as long as a result lives."""
+
+
+def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
+    """Of the row of this version; ``None``: it is not here."""
+    if row is None:
+        return None
+    sql = "SELECT checksum FROM turns WHERE agent = ? AND version = ?"
+    found = connection.execute(sql, (row.number, version)).fetchone()
+    return None if found is None else bytes(found[0])
+
+
+def adopt(
+    connection: Connection, versions: Sequence[SharedVersion], before: AgentRow | None, *, keeps_before: bool
+) -> None:
+    """Make the last of `versions` the agent's newest version here.
+
+    Args:
+        versions: a chain, oldest first; none is empty.
+        before: the agent's row when the chain was read.
+        keeps_before: whether the versions before the chain are the shared store's too; the others go.
+
+    Raises:
+        AgentVersionConflict: the agent has changed here meanwhile.
+        Damaged: they give no transcript.
+    """
+    made, now = versions[-1].next, time.time()
+    row = agent_table.find_agent(connection, made.agent_id)
+    if _state(row) != _state(before):
+        raise AgentVersionConflict(f"agent {made.agent_id!r} was changed while a newer version was brought in")
+    if row is not None:
+        first = versions[0].next.number if keeps_before else 0
+        connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, first))
+    for version in versions:
+        assert version.record is not None  # it is not empty
+        row = agent_table.write_version(connection, row, version.record, keep_versions=version.next.number)
+        _note_deliveries(connection, row.number, version, now if version is not versions[-1] else None)
+        if version.record.about.cache is not None and version.next.layout is not None:
+            cache_index.note_model(connection, version.record.about.cache.model, version.next.layout)
+    assert row is not None  # there is a version
+    transcript, cache = turn_table.read_version(connection, row, row.version)
+    if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
+        raise Damaged("its cache is not that of its tokens")
+    cache_index.use_chain(connection, row.number, chain_of(cache, transcript.token_ids) if cache else None, now=now)
+    cache_index.set_piece_bytes(connection, row.number, 0)
+    n_bytes = f"{turn_table.VERSION_BYTES} WHERE agent = ?2"
+    sql = f"UPDATE agents SET last_used = ?1, transcript_bytes = ({n_bytes}) WHERE number = ?2"
+    connection.execute(sql, (now, row.number))
+
+
+def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, ended_at: float | None) -> None:
+    """`ended_at`: when the job that made it had ended; ``None``: it may not have."""
+    now, made, record = time.time(), version.next, version.record
+    for key, ended in version.ended.items():
+        until = min(ended.until, now + _KEEP_ANSWER_S)
+        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
+    if record is None or made.delivery is None:
+        return
+    until = record.about.answer_until if ended_at is None else min(record.about.answer_until, ended_at + _KEEP_ANSWER_S)
+    if made.result is None:
+        deliveries.note_ended(connection, agent, made.delivery, Ended(made.number, until))
+    else:
+        result = json.loads(made.result)
+        deliveries.remember(connection, agent, made.delivery, result, until, version=made.number)
+
+
+def lose(connection: Connection, agent_id: str, version: int) -> None:
+    """The agent's newest version is this one, and nobody can read it. Raises `Damaged`."""
+    row = agent_table.find_agent(connection, agent_id)
+    if row is not None:
+        connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, version))
+    agent_table.set_missing(connection, agent_id, version, now=time.time())
+
+
+def _state(row: AgentRow | None) -> tuple[int, bytes]:
+    return (row.version, row.head) if row else (0, b"")

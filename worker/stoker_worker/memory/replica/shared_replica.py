@@ -1,0 +1,260 @@
+"""`SharedReplica`: keeps a store's database a copy of what a shared store has of its agents. Any thread.
+
+The shared store is the truth: a version is made there first, and then here. What other workers have made comes in when
+somebody looks. So a number that is taken there is seen before anything changes here.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, StoreUnusable, VersionTaken
+from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.next_version import NEVER_MADE, Ended, Forgotten, NextVersion, Replica
+from stoker_worker.memory.replica.bucket import Bucket, BucketAway
+from stoker_worker.memory.replica.caches import remove_caches
+from stoker_worker.memory.replica.identity import meet
+from stoker_worker.memory.replica.local_copy import adopt, checksum_of, lose
+from stoker_worker.memory.replica.objects import Emptied, SharedVersion
+from stoker_worker.memory.replica.versions import Versions
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.ports import AgentVersion, LastVersion
+
+_log = logging.getLogger(__name__)
+
+_N_LOCKS: Final = 64
+_MOST_NOTES: Final = 2**15
+"""Agents beyond are looked for again."""
+_TRIES: Final = 3
+_CLOCK_S: Final = 3600.0
+
+
+class SharedReplica(Replica):
+    """
+    Attributes:
+        versions: in the shared store.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        parts: StoreParts,
+        bucket: Bucket,
+        *,
+        is_held: Callable[..., bool] = lambda address, but_by: False,
+        on_brought: Callable[[str], None] = lambda agent_id: None,
+    ) -> None:
+        """
+        Args:
+            is_held: `Holds.is_held`.
+            on_brought: called with the id of an agent whose newest version here has become another one.
+        """
+        self._parts = parts
+        self._database = parts.database
+        self._bucket = bucket
+        self.versions = Versions(bucket)
+        self._is_held = is_held
+        self._on_brought = on_brought
+        self._locks = [threading.RLock() for _ in range(_N_LOCKS)]
+        self._meeting = threading.Lock()
+        self._noting = threading.Lock()
+        self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
+        self._doubtful: set[str] = set()  # a version of theirs may be there, and is not known here
+        self._clock: tuple[float, float] | None = None
+        parts.replica = self
+
+    def meet(self) -> None:
+        """Raises as `identity.meet`."""
+        with self._meeting:
+            if self._bucket.landmark is None:
+                meet(self._bucket, self._database)
+
+    def changing(self, agent_id: str) -> threading.RLock:
+        """Held while the agent's next version is made, there and here."""
+        return self._locks[hash(agent_id) % _N_LOCKS]
+
+    def look(self, agent_id: str, last: LastVersion | None = None) -> bool:
+        """Bring in what other workers have made of the agent. See `CacheStorePort.look`.
+
+        Raises:
+            SharedStoreAway, AgentTranscriptUnreadable: as there.
+            OSError, Damaged: the database cannot be read or written.
+        """
+        with self.changing(agent_id):
+            row = self._row(agent_id)
+            newest_here = row.version if row else 0
+            is_known = last is not None and last.is_here and last.number == newest_here
+            if is_known and agent_id not in self._doubtful:
+                return False
+            with self._reaching():
+                self._bring_newest(agent_id, row, last.number if last else 0)
+            self._doubtful.discard(agent_id)
+            return True
+
+    def mend(self, agent_id: str) -> None:
+        """What is here of the agent cannot be read: bring it in anew. Raises as `look`."""
+        with self.changing(agent_id), self._reaching():
+            row = self._row(agent_id)
+            newest = self.versions.newest(agent_id, row.version if row else 0)
+            if newest:
+                self._bring(agent_id, row, newest, anew=True)
+
+    def publish(self, version: NextVersion) -> None:
+        agent_id = version.agent_id
+        made = SharedVersion(version, self._ended_before(version))
+        try:
+            with self._reaching():
+                self.versions.put(made)
+                if version.record is None:
+                    self._clean(agent_id, version.number)
+        except SharedStoreAway:
+            self._doubtful.add(agent_id)
+            raise
+        if version.record is None:
+            self._note_forgotten(made)
+
+    def committed(self, connection: Connection, version: NextVersion) -> None:
+        """An agent that begins again keeps the deliveries of before it was forgotten."""
+        ended = self.forgotten(version.agent_id).ended
+        row = agent_table.find_agent(connection, version.agent_id) if ended else None
+        if row is not None:
+            for key, end in ended.items():
+                deliveries.note_ended(connection, row.number, key, end)
+
+    def forgotten(self, agent_id: str) -> Forgotten:
+        return self._forgotten.get(agent_id, NEVER_MADE)
+
+    def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
+        with self._reaching():
+            try:
+                found = self.versions.get(agent_id, version)
+            except Emptied:
+                return None
+        return found.next.result if found is not None and found.next.delivery == key else None
+
+    def expire(self, agent_id: str, unused_s: float) -> bool:
+        try:
+            with self.changing(agent_id), self._reaching():
+                row = self._row(agent_id)
+                if row is None:
+                    return False
+                if self.versions.newest(agent_id, row.version) == row.version:
+                    age_s = self._age_s(agent_id, row.version)
+                    if age_s is None or age_s < unused_s:
+                        return False
+                    self.publish(NextVersion(agent_id, row.version + 1))
+        except (SharedStoreAway, VersionTaken, OSError, Damaged):
+            return False
+        return True
+
+    def _bring_newest(self, agent_id: str, row: AgentRow | None, hint: int) -> None:
+        """Raises as `look`, and `BucketAway`."""
+        for _ in range(_TRIES):
+            known = row.version if row and row.version else self.forgotten(agent_id).number
+            newest = self.versions.newest(agent_id, known, hint)
+            if newest == known:
+                return
+            try:
+                return self._bring(agent_id, row, newest)
+            except Emptied:  # it was forgotten meanwhile
+                pass
+        raise self._bucket.away(f"the newest version of agent {agent_id!r} is emptied")
+
+    def _bring(self, agent_id: str, row: AgentRow | None, newest: int, *, anew: bool = False) -> None:
+        """Make version `newest` of the shared store the agent's newest here. `anew`: nothing that is here is of use.
+
+        Raises:
+            AgentTranscriptUnreadable: it is damaged there; here the agent is at that number now, without it.
+            BucketAway, Emptied: nothing has changed.
+            OSError, Damaged: the database cannot be read or written.
+        """
+        began = time.perf_counter()
+
+        def here(version: int) -> bytes | None:
+            with self._database.snapshot() as connection:
+                return None if anew else checksum_of(connection, row, version)
+
+        try:
+            chain, follows = self.versions.chain(agent_id, newest, 0 if anew or row is None else row.version, here)
+            if chain[-1].record is None:
+                self._forget(chain[-1])
+            else:
+                self._database.commit(partial(adopt, versions=chain, before=row, keeps_before=follows))
+        except Damaged as damage:
+            self._database.commit(partial(lose, agent_id=agent_id, version=newest))
+            problem = f"the transcript of agent {agent_id!r} in the shared store: {damage}"
+            raise AgentTranscriptUnreadable(problem, usable=AgentVersion(agent_id, newest, None)) from damage
+        finally:
+            self._on_brought(agent_id)
+        if row is not None:
+            self._parts.pieces.remove(self._parts.pieces.paths(agent_id, row.version))
+        _log.info("agent %r: brought in version %d in %.3f s", agent_id, newest, time.perf_counter() - began)
+
+    def _forget(self, empty: SharedVersion) -> None:
+        """Another worker has, or this one in an earlier life."""
+        agent_id = empty.next.agent_id
+        self._clean(agent_id, empty.next.number)
+        forget_agent(self._parts, agent_id, is_held=partial(self._is_held, but_by=agent_id), only_here=True)
+        self._note_forgotten(empty)
+
+    def _clean(self, agent_id: str, number: int) -> None:
+        """Nothing of before this number is left there. Raises `BucketAway`."""
+        self.versions.empty_below(agent_id, number)
+        remove_caches(self._bucket, agent_id)
+
+    def _note_forgotten(self, empty: SharedVersion) -> None:
+        made, ended = empty.next, dict(empty.ended)
+        if made.delivery is not None:
+            ended[made.delivery] = Ended(made.number, time.time() + deliveries.UNTIL_ENDED_S)
+        with self._noting:
+            self._forgotten[made.agent_id] = Forgotten(made.number, ended)
+            self._forgotten.move_to_end(made.agent_id)
+            if len(self._forgotten) > _MOST_NOTES:
+                self._forgotten.popitem(last=False)
+
+    def _ended_before(self, version: NextVersion) -> dict[bytes, Ended]:
+        """Of each delivery before this version, if it is one that has them."""
+        if version.record is not None and not version.record.keeps_nothing:
+            return {}
+        row = self._row(version.agent_id)
+        ended = dict(self.forgotten(version.agent_id).ended)
+        if row is not None:
+            with self._database.snapshot() as connection:
+                ended |= deliveries.ended_for(connection, row.number)
+        now = time.time()
+        return {key: end for key, end in ended.items() if end.until > now}
+
+    def _row(self, agent_id: str) -> AgentRow | None:
+        with self._database.snapshot() as connection:
+            return agent_table.find_agent(connection, agent_id)
+
+    def _age_s(self, agent_id: str, version: int) -> float | None:
+        """For how long the version has been there, by the clock there. Raises `BucketAway`."""
+        made_at = self.versions.made_at(agent_id, version)
+        if self._clock is None or time.monotonic() - self._clock[1] > _CLOCK_S:
+            self._clock = self._bucket.time(), time.monotonic()
+        there, asked_at = self._clock
+        return None if made_at is None else there + time.monotonic() - asked_at - made_at
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Inside, `BucketAway` is `SharedStoreAway`; while it is away, nobody asks but who waits for its return."""
+        if self._bucket.outage.seconds:
+            raise SharedStoreAway(f"the shared store {self._bucket.url} is away")
+        try:
+            self.meet()
+            yield
+        except BucketAway as why:
+            raise SharedStoreAway(str(why)) from why
+        except StoreUnusable as why:
+            raise SharedStoreAway(str(self._bucket.away(str(why)))) from why

@@ -1,0 +1,155 @@
+"""The versions of agents in a shared store: finds the newest, reads chains and trusts nothing, makes the next one at
+most once whoever tries, and removes old ones. Any thread.
+
+A number that was removed is free again, and a worker that slept could take it for the next one. But the newest version
+is never removed. So whoever has made a version lists the names above it: if there is one, it was not the newest.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Final
+
+from stoker_shared.errors import VersionTaken
+from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, Stored
+from stoker_worker.memory.replica.objects import (
+    EMPTIED,
+    SharedVersion,
+    number_in,
+    version_name,
+    versions_folder,
+)
+from stoker_worker.memory.turn_record import FULL_EVERY
+
+_GRACE_S: Final = 86_400.0
+"""Names of old versions stay so long after the next one was made: a listing may lag, and a reader may be slow."""
+_AT_ONCE: Final = 8
+
+ChecksumHere = Callable[[int], bytes | None]
+"""Of this machine's row of a version; ``None``: there is none."""
+
+
+class Versions:
+    """Each call raises `BucketAway`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def newest(self, agent_id: str, known: int, hint: int = 0) -> int:
+        """The number of the agent's newest version.
+
+        Args:
+            known: one that is or was there; 0: none is known.
+            hint: one that may be there.
+        """
+        after = version_name(agent_id, known) if known else None
+        newest = max(self._stored(agent_id, after), default=known)
+        if hint > newest and self._bucket.has(version_name(agent_id, hint)):
+            newest = hint
+        while self._bucket.lags and self._bucket.has(version_name(agent_id, newest + 1)):
+            newest += 1
+        return newest
+
+    def get(self, agent_id: str, number: int) -> SharedVersion | None:
+        """``None``: there is no such version. Raises `Damaged`, `Emptied`."""
+        content = self._bucket.get(version_name(agent_id, number), READ_LIMIT_S)
+        try:
+            return None if content is None else SharedVersion.decode(agent_id, number, content)
+        except Damaged as damage:
+            raise Damaged(f"version {number} is unusable: {damage}") from None
+
+    def chain(
+        self, agent_id: str, newest: int, here: int, checksum_here: ChecksumHere
+    ) -> tuple[list[SharedVersion], bool]:
+        """The versions to bring in for `newest`, oldest first.
+
+        Args:
+            here: the newest version of this machine; none up to it is read, if they prove to be the same.
+
+        Returns:
+            also whether this machine's versions before them are the same as there.
+
+        Raises:
+            Emptied: the agent was forgotten meanwhile.
+            Damaged: one is not as it was written, or is missing.
+        """
+        found = self._all(agent_id, [newest])
+        record = found[0].record
+        if record is None:
+            return found, False
+        first = newest - record.about.since_full
+        found = self._all(agent_id, range(max(first, here + 1), newest)) + found
+        follows = self._follows(found[0], checksum_here)
+        if not follows and found[0].next.number > first:
+            found = self._all(agent_id, range(first, found[0].next.number)) + found
+            follows = self._follows(found[0], checksum_here)
+        for before, version in pairwise(found):
+            if version.record is None or version.record.parent != before.head:
+                raise Damaged(f"version {version.next.number} does not follow the one before it")
+        return found, follows
+
+    def put(self, version: SharedVersion) -> None:
+        """Make it the agent's newest version. Raises `VersionTaken`: there is another one of its number, or a newer
+        one."""
+        agent_id, number = version.next.agent_id, version.next.number
+        name, content = version_name(agent_id, number), version.encode()
+        if not self._bucket.create(name, content):
+            there = self._bucket.get(name, READ_LIMIT_S)
+            if there is None:
+                raise self._bucket.away(f"{name} is there and is not")
+            if there != content:  # else the reply to an earlier try was lost
+                raise VersionTaken(f"another worker has made version {number} of agent {agent_id!r}")
+        if (newest := self.newest(agent_id, number)) > number:
+            raise VersionTaken(f"another worker has made version {newest} of agent {agent_id!r}")
+
+    def made_at(self, agent_id: str, number: int) -> float | None:
+        """Unix time, by the clock there; ``None``: it is not there."""
+        found = self._bucket.find(version_name(agent_id, number))
+        return None if found is None else found.changed_at
+
+    def empty_below(self, agent_id: str, number: int) -> None:
+        """The agent is forgotten: nothing that it said is left below this number."""
+        stored = self._stored(agent_id)
+        full = [one for one, x in stored.items() if one < number and x.n_bytes != len(EMPTIED)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads:
+            list(threads.map(lambda one: self._bucket.put(version_name(agent_id, one), EMPTIED), full))
+
+    def prune(self, agent_id: str) -> None:
+        """Remove the versions that no reader needs, by the clock of the shared store alone."""
+        stored = self._stored(agent_id)
+        numbers = sorted(stored)
+        before = max((x.changed_at for x in stored.values()), default=0.0) - _GRACE_S
+        old = [
+            one
+            for one, following in pairwise(numbers)
+            if one < numbers[-1] - 2 * FULL_EVERY and stored[following].changed_at < before
+        ]
+        self._bucket.remove(version_name(agent_id, one) for one in old)
+
+    def _stored(self, agent_id: str, after: str | None = None) -> dict[int, Stored]:
+        """The agent's versions there by their numbers."""
+        found = self._bucket.listed(versions_folder(agent_id), after=after)
+        return {number: stored for stored in found if (number := number_in(stored.name))}
+
+    def _all(self, agent_id: str, numbers: Iterable[int]) -> list[SharedVersion]:
+        wanted = list(numbers)
+        if len(wanted) == 1:
+            found = [self.get(agent_id, wanted[0])]
+        else:
+            with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shared-store") as threads:
+                found = list(threads.map(lambda number: self.get(agent_id, number), wanted))
+        for number, version in zip(wanted, found, strict=True):
+            if version is None:
+                raise Damaged(f"version {number} is missing")
+        return [version for version in found if version is not None]
+
+    def _follows(self, version: SharedVersion, checksum_here: ChecksumHere) -> bool:
+        """Whether the version before is the same here as there."""
+        number = version.next.number
+        if version.record is None or (ours := checksum_here(number - 1)) is None:
+            return False
+        if not version.record.keeps_nothing:
+            return version.record.parent == ours
+        before = self.get(version.next.agent_id, number - 1)
+        return before is not None and before.head == ours
