@@ -147,7 +147,7 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
 
 def run(folder: Path, *, quick: bool) -> Json:
     logging.disable(logging.WARNING)
-    per_worker, rounds, waiting = (40, 1, 5000) if quick else (160, 2, 100_000)
+    per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 2, 100_000)
     with ExitStack() as servers:
         server = servers.enter_context(EmbeddedServer(folder / "redis"))
         port = servers.enter_context(s3_server(folder))
