@@ -3,21 +3,29 @@
 from pathlib import Path
 
 from common import Json
-from report import Report, columns, figure, say
+from report import Report, columns, criteria, figure, say
 
 
 def render(content: Json, results: Path) -> Report:
     plot(content, results)
     jobs, elsewhere = content["jobs"], content["elsewhere"]
-    both = {**jobs, **elsewhere}
+    slowest = jobs[-1]
+    both = {**slowest, **elsewhere, "before": content["before"], "alone": content["alone"]["commands"]["median"]}
     summary = say(
         both,
-        "Four workers do {speed[median]} times the jobs of one. A job takes {one_commands[median]:g} Redis commands "
-        "with one worker and {four_commands[median]:g} with four; it took {before:g} before workers could share a "
-        "queue. {waiting} jobs of agents that are at home elsewhere take {busy_share:.3f} of a processor.",
+        "With a shared store that takes {about}, four workers do {speed[median]} times the jobs of one. A job takes "
+        "{four_commands[median]:g} Redis commands with four workers ({before:g} while agents had homes), and "
+        "{alone:g} with one that has no shared store. {waiting} jobs that are left to another worker take "
+        "{busy_share:.3f} of a processor.",
     )
     number = say(both, "{speed[median]} times one worker's jobs (asked: 3.6); {four_commands[median]:g} commands a job")
-    parts = {"summary": summary, "jobs": columns([jobs], JOBS), "elsewhere": columns([_rounded(elsewhere)], ELSEWHERE)}
+    parts = {
+        "summary": summary,
+        "checks": criteria(content),
+        "jobs": columns(jobs, JOBS),
+        "alone": columns([content["alone"]], ALONE),
+        "elsewhere": columns([_rounded(elsewhere)], ELSEWHERE),
+    }
     return Report("several workers on one queue", number, parts)
 
 
@@ -25,9 +33,11 @@ def _rounded(elsewhere: Json) -> Json:
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in elsewhere.items()}
 
 
-JOBS = {"jobs per worker": "{jobs_per_worker}", "one, jobs/s": "{one_per_s:g}", "four, jobs/s": "{four_per_s:g}",
-        "ratio": "{speed:g}", "rounds": "{speed[n]}", "commands a job: one": "{one_commands:g}",
-        "four": "{four_commands:g}", "before": "{before:g}"}  # fmt: skip
+JOBS = {"shared store": "{about}", "jobs per worker": "{jobs_per_worker}", "one, jobs/s": "{one_per_s}",
+        "four, jobs/s": "{four_per_s}", "ratio": "{speed}", "rounds": "{speed[n]}",
+        "commands a job: one": "{one_commands}", "four": "{four_commands}",
+        "its requests a job": "{four_requests[median]}", "processors of four": "{four_processors[median]}"}  # fmt: skip
+ALONE = {"one worker without a shared store, jobs/s": "{per_s}", "commands a job": "{commands}"}
 ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look ms": "{worst_ms}",
              "share of a processor": "{busy_share}", "a job behind them ms": "{late_ms}",
              "bytes in Redis an agent": "{bytes_each}"}  # fmt: skip
@@ -35,6 +45,10 @@ ELSEWHERE = {"jobs": "{waiting}", "first reading s": "{first_s}", "longest look 
 
 def plot(content: Json, results: Path) -> None:
     jobs = content["jobs"]
-    with figure(content, results, "rates", (4, 3.2), title="jobs a second by workers") as axes:
-        axes.bar(["one", "four"], [jobs["one_per_s"]["median"], jobs["four_per_s"]["median"]], width=0.5)
+    with figure(content, results, "rates", (4.5, 3.2), title="jobs a second by workers") as axes:
+        for number, name in enumerate(("one", "four")):
+            places = [place + 0.38 * number for place in range(len(jobs))]
+            axes.bar(places, [row[f"{name}_per_s"]["median"] for row in jobs], width=0.36, label=name)
+        axes.set_xticks([place + 0.19 for place in range(len(jobs))], [row["about"] for row in jobs], fontsize=8)
         axes.set_ylabel("jobs/s")
+        axes.legend(fontsize=8)

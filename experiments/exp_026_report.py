@@ -17,9 +17,8 @@ def render(content: Json, results: Path) -> Report:
         f"{last['workers']:,} workers and {last['agents']:,} agents, with {last['deaths_per_min']:g} deaths a minute: "
         f"{last['hit_share']:.1%} of the prompt tokens come from a cache (at best {last['best_hit_share']:.1%}), the "
         f"median wait is {last['wait_s']['p50']:.2f} s, {last['over_10_s']:.1%} of the jobs wait for more than 10 s. A "
-        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone; it does "
-        f"{server['replayed']['jobs_per_s']['max']:.0f} jobs a second at most. By computation, one queue on it ends at "
-        f"{server['ends_at_workers']} workers."
+        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone. By computation, one queue on it ends "
+        f"at {server['ends_at_workers']} workers."
     )
     number = (
         f"hit share {last['hit_share']:.1%} with {last['workers']:,} workers; one Redis ends at "
@@ -27,8 +26,8 @@ def render(content: Json, results: Path) -> Report:
     )
     return Report("scale out", number, {
         "summary": summary, "assumed": assumed(), "checks": criteria(content), "fleets": _fleets(fleets),
-        "waits": _waits(fleets), "sent": _sent(fleets), "cost": _cost(cost), "replayed": _replayed(server["replayed"]),
-        "one queue": _one_queue(server),
+        "waits": _waits(fleets), "patience": _patience(content["patience"]), "sent": _sent(fleets),
+        "cost": _cost(cost), "one queue": _one_queue(server),
     })  # fmt: skip
 
 
@@ -73,8 +72,18 @@ def _waits(fleets: list[Json]) -> str:
     })  # fmt: skip
 
 
+def _patience(fleets: list[Json]) -> str:
+    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
+        "`--patience-s` of 10 workers": "{name}", "jobs/s": "{jobs_per_s:.3g}", "hit share": "{hit_share:.1%}",
+        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.0f}",
+        "wait: mean": "{wait_s[mean]:.2f}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.1f}",
+        "p99": "{wait_s[p99]:.0f}", "first token, median": "{first_token_s[p50]:.1f}",
+        "its p95": "{first_token_s[p95]:.0f}", "its p99": "{first_token_s[p99]:.0f}",
+    })  # fmt: skip
+
+
 def _sent(fleets: list[Json]) -> str:
-    kinds = ("look", "read", "jobs read", "claim", "members", "homes", "ask", "give up")
+    kinds = ("look", "read", "jobs read", "claim", "jobs passed", "jobs held", "members")
     rows = [{**fleet, "kinds": {kind: fleet["sent_a_job"].get(kind, 0.0) for kind in kinds}} for fleet in fleets]
     shown = {kind: "{kinds[" + kind + "]:.3g}" for kind in kinds}
     ends = {"commands a job, in all": "{one_server[commands_a_job]:.4g}", "µs of the server a job":
@@ -85,21 +94,13 @@ def _sent(fleets: list[Json]) -> str:
 def _cost(cost: Json) -> str:
     names = {
         "job": "a job: submitted, claimed, started, finished", "submit": "of that, its submission",
-        "look": "a look that finds nothing", "beat": f"a heartbeat with {load.PLACES} jobs (1 a second)",
+        "look": "a look that finds nothing", "read": "a waiting job read", "pass": "a job left to another worker",
+        "beat": f"a heartbeat with {load.PLACES} jobs (1 a second)",
         "watch": f"a look at {load.PLACES} running jobs, with progress (2 a second)",
     }  # fmt: skip
     rows = [{"name": name, **cost[key]} for key, name in names.items()]
-    for n, found in cost["by members"].items():
-        rows.append({"name": f"a look at {n} members (1 a second)", **found["members look"]})
-        rows.append({"name": f"a waiting job read, {n} members", **found["job read"]})
+    rows += [{"name": f"a look at {n} members (1 a second)", **found} for n, found in cost["members look"].items()]
     return columns(rows, {"": "{name}", "commands": "{commands:g}", "µs of the server": "{server_us:g}"})
-
-
-def _replayed(found: Json) -> str:
-    return listed(found, ("sent again without waiting", ""), {
-        "jobs/s of one server": "{jobs_per_s:.4g}", "commands/s at most": "{commands_per_s:,}",
-        "commands a job": "{commands_a_job:g}", "all jobs finished": "{all_finished}",
-    })  # fmt: skip
 
 
 def _one_queue(server: Json) -> str:

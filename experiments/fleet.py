@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import virtual_time
 from fleet_load import ANSWER_TOKENS, BUCKET_STORES, DOWN_S, NEW_TOKENS, STORE_TOKENS, Population, Setup, TokenStore
-from fleet_worker import LEASE_S, QUEUE, Ask, FleetWorker, Run, Turn
+from fleet_worker import LEASE_S, QUEUE, Ask, FleetWorker, Run, Turn, rq_name
 from played_redis import PlayedRedis
 from virtual_time import CLOCK
 
@@ -26,8 +26,8 @@ _BEGINS_S: Final = 1000.0
 """When a fleet begins: no time of the product's means never."""
 
 
-class FirstHomes(dict[bytes, str]):
-    """Every agent has a home from before; what has changed since is kept."""
+class FirstMakers(dict[bytes, str]):
+    """Some worker has made every agent's newest version before; what has changed since is kept."""
 
     def __init__(self, first: dict[int, str]) -> None:
         super().__init__()
@@ -35,18 +35,23 @@ class FirstHomes(dict[bytes, str]):
 
     def get(self, agent: bytes, default: Any = "") -> Any:
         found = super().get(agent)
-        if found is not None:
-            return found
-        first = self._first.get(int(agent))
-        return default if first is None else f"{first} ="
+        return f"{rq_name(self._first[int(agent)], 0)} 1" if found is None else found
 
 
 class PlayedFleet:
-    """One queue with its workers and agents. See `Fleet` for what the workers use of it."""
+    """One queue with its workers and agents.
+
+    Attributes:
+        redis: the queue's server.
+        patience_s: as the workers' setting.
+        asks: the jobs that have not ended, by id.
+        bucket: the shared store's caches; ``None`` for a worker that is alone.
+    """
 
     def __init__(self, setup: Setup, population: Population, group: int) -> None:
         self._chance = np.random.default_rng([setup.seed, group])
         self._setup = setup
+        self.patience_s = setup.patience_s
         self._contexts: Any = population.contexts
         self._conversations: dict[int, tuple[int, int]] = {}
         self._agents = np.flatnonzero(population.groups == group)
@@ -62,17 +67,17 @@ class PlayedFleet:
         self.counts: Counter[str] = Counter()
         CLOCK.now = self._begin = _BEGINS_S
         names = [f"mac{group}-{n}" for n in range(setup.workers // setup.groups)]
-        homes = dict(zip(self._agents.tolist(), self._chance.choice(names, len(self._agents)).tolist(), strict=True))
-        self.redis = PlayedRedis(QUEUE, CLOCK.monotonic, FirstHomes(homes))
+        first = dict(zip(self._agents.tolist(), self._chance.choice(names, len(self._agents)).tolist(), strict=True))
+        self.redis = PlayedRedis(QUEUE, FirstMakers(first))
         recent = population.recency[population.groups[population.recency] == group].tolist()
-        at_home: dict[str, list[int]] = {name: [] for name in names}
+        served: dict[str, list[int]] = {name: [] for name in names}
         for agent in recent:
-            at_home[homes[agent]].append(agent)
+            served[first[agent]].append(agent)
         stores = {name: TokenStore(STORE_TOKENS) for name in names}
         for name, store in stores.items():
-            store.fill((agent, int(self._contexts[agent])) for agent in at_home[name])
+            store.fill((agent, int(self._contexts[agent])) for agent in served[name])
         self.bucket: TokenStore | None = None
-        if setup.shared:
+        if setup.is_shared:
             self.bucket = TokenStore(BUCKET_STORES * STORE_TOKENS * len(names))
             self.bucket.fill((agent, int(self._contexts[agent])) for agent in recent)
         self._workers = {name: FleetWorker(self, name, store) for name, store in stores.items()}
@@ -102,17 +107,19 @@ class PlayedFleet:
     # --- what the workers use ---
 
     def conversation(self, agent: int) -> tuple[int, int]:
+        """Its number, and its tokens."""
         return self._conversations.get(agent) or (0, int(self._contexts[agent]))
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heappush(self._acts, (when, next(self._numbers), act))
 
     def claimed(self, run: Run) -> None:
-        """A move is counted as the product counts it: the agent had another home until now."""
+        """A move: another worker has made the agent's newest version."""
         self.counts["claimed"] += 1
-        if run.former_home is not None:
-            whose = "living" if self.redis.is_member(run.former_home) else "dead"
-            self.counts[f"moves from the {whose}"] += 1
+        last = run.granted.last
+        if last is not None and last.member != run.worker.name:
+            is_alive = self.redis.is_ready(self.redis.last.get(str(run.ask.agent).encode(), "").partition(" ")[0])
+            self.counts[f"moves from the {'living' if is_alive else 'dead'}"] += 1
 
     def ended(self, run: Run, turn: Turn, conversation: tuple[int, int]) -> None:
         ask = run.ask
@@ -120,8 +127,7 @@ class PlayedFleet:
         self._conversations[ask.agent] = conversation
         self._asking.discard(ask.agent)
         del self.asks[ask.job_id]
-        for held in (self.redis.notes, self.redis.losses):
-            held.pop(ask.job_id.encode(), None)
+        self.redis.end(ask.job_id.encode())
         self.waits.append(ask.started_at - ask.submitted_at)
         self.firsts.append(ask.first_token_at - ask.submitted_at)
         self.counts.update({"jobs": 1, "run again": int(run.attempt > 1)})
@@ -185,7 +191,7 @@ class PlayedFleet:
 
     def _start_again(self, worker: FleetWorker) -> None:
         self._put_back(worker.name)
-        self._workers[worker.name] = FleetWorker(self, worker.name, worker.store)
+        self._workers[worker.name] = FleetWorker(self, worker.name, worker.store, life=worker.life + 1)
 
     def _put_back(self, member: str) -> None:
         """The jobs that a dead worker had in flight, the oldest one in front; each counts a loss."""

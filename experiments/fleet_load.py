@@ -31,8 +31,6 @@ BUCKET_STORES: Final = 2.0
 """The caches in the shared store, in stores of all workers."""
 
 LOAD: Final = 0.7
-"""Of what the workers could do with the hit share that their stores allow."""
-
 DOWN_S: Final = 30.0
 """From the death of a worker until it is started again, with its store."""
 
@@ -49,7 +47,8 @@ class Setup:
         minutes: of virtual time, after a warm-up that does not count.
         groups: queues that share nothing; each has as many workers, and agents by chance.
         simulated: so many of the groups are simulated, which stand for all.
-        shared: whether there is a shared store.
+        patience_s: as the workers' setting.
+        load: of what the workers could do with the hit share that their stores allow.
         deaths_per_min: of the whole fleet.
     """
 
@@ -58,9 +57,15 @@ class Setup:
     minutes: float
     groups: int = 1
     simulated: int = 1
-    shared: bool = False
     deaths_per_min: float = 0.0
+    patience_s: float = 10.0
+    load: float = LOAD
     seed: int = 26
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is a shared store: a worker that is alone in its group has none."""
+        return self.workers > self.groups
 
 
 class Population:
@@ -77,12 +82,13 @@ class Population:
         chance = np.random.default_rng(setup.seed)
         weights = 1.0 / np.arange(1, setup.agents + 1)
         most = 0.5 / _MEAN_JOB_S  # it thinks for as long as an answer takes
-        rates = capped(weights, setup.workers * LOAD * jobs_per_s(1.0), most)
+        rates = capped(weights, setup.workers * setup.load * jobs_per_s(1.0), most)
         self.contexts = chance.integers(0, MOST_CONTEXT, setup.agents)
         self.recency = np.argsort(chance.exponential(size=setup.agents) / rates)
-        n_kept = int(setup.workers * STORE_TOKENS / (MOST_CONTEXT / 2))
+        stores = setup.workers * (BUCKET_STORES if setup.is_shared else 1.0)
+        n_kept = int(stores * STORE_TOKENS / (MOST_CONTEXT / 2))
         self.hits = float(rates[self.recency[:n_kept]].sum() / rates.sum())
-        self.rates = capped(weights, setup.workers * LOAD * jobs_per_s(self.hits), most)
+        self.rates = capped(weights, setup.workers * setup.load * jobs_per_s(self.hits), most)
         self.groups = chance.integers(0, setup.groups, setup.agents)
 
 

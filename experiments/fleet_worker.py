@@ -1,15 +1,14 @@
 """One worker of a fleet in virtual time: the product's routing, a scripted engine.
 
-The product's own code chooses, claims, homes, asks, gives up, and finds out who is dead. Played are Redis, the start of
-a claimed job, which only notes it, and the engine: prompts are prefilled one at a time, and each answer takes its time
-after that.
+The product's own code chooses, claims, leaves jobs to other workers, and finds out who is dead. Played are Redis, the
+start of a claimed job, which only notes it, and the engine: prompts are prefilled one at a time, and each answer takes
+its time after that.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from fleet_load import (
     BUCKET_PER_S,
@@ -21,19 +20,20 @@ from fleet_load import (
     TOKEN_BYTES,
     TokenStore,
 )
-from played_redis import PlayedRedis
 from virtual_time import CLOCK
 
 from stoker_shared.wire import LEASE_KEY
+from stoker_worker.placement.placement import Placement, Writes
 from stoker_worker.ports import Busy, MemoryUse
+from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.claim_order import ClaimOrder
-from stoker_worker.queue.claimer import Claimer
-from stoker_worker.queue.homes import NOBODY, Homes
+from stoker_worker.queue.claimer import Claimer, Granted
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.keeping import Keeping
+from stoker_worker.queue.member import Member
 from stoker_worker.queue.members import Members
-from stoker_worker.queue.moving import ClaimRate, Moving
-from stoker_worker.queue.waiting_job import Granted, HomeRule
+
+if TYPE_CHECKING:
+    from fleet import PlayedFleet
 
 QUEUE: Final = "generate"
 POLL_S: Final = 0.05
@@ -57,7 +57,7 @@ class Ask:
 
 @dataclass(eq=False)
 class Run:
-    """A claimed job, as far as `ClaimOrder` and `Moving` look at it."""
+    """A claimed job, as far as `ClaimOrder` looks at it."""
 
     ask: Ask
     memory_use: MemoryUse
@@ -69,16 +69,11 @@ class Run:
     def job_id(self) -> str:
         return self.ask.job_id
 
-    @property
-    def former_home(self) -> str | None:
-        """As `ClaimedJob` has it: the agent has moved."""
-        return None if self.granted.former in ("", NOBODY) else self.granted.former
-
     def is_ours(self) -> bool:
         return True
 
     def give_back(self, *, counts_as_attempt: bool) -> None:
-        self.worker.fleet.redis.push(self.job_id.encode(), _note(self.ask), front=True)
+        self.worker.fleet.redis.push(self.job_id.encode(), f"write {self.ask.agent}", front=True)
 
 
 @dataclass
@@ -94,7 +89,7 @@ class Turn:
 @dataclass(frozen=True)
 class PlayedLease:
     member: str
-    store: str
+    worker_name: str
     value: str
     queues: tuple[str, ...] = (QUEUE,)
 
@@ -103,52 +98,30 @@ class PlayedLease:
         return [LEASE_KEY.format(member=self.member)]
 
 
-class Fleet(Protocol):
-    """What a worker sees of the others.
-
-    Attributes:
-        asks: the jobs that have not ended, by id.
-        conversations: of each agent, the number of its conversation and its tokens.
-        bucket: the shared store's caches; ``None`` without one.
-    """
-
-    redis: PlayedRedis
-    asks: dict[str, Ask]
-    bucket: TokenStore | None
-
-    def conversation(self, agent: int) -> tuple[int, int]: ...
-    def at(self, when: float, act: Any) -> None: ...
-    def claimed(self, run: Run) -> None: ...
-    def ended(self, run: Run, turn: Turn, conversation: tuple[int, int]) -> None: ...
-    def bury(self, member: str) -> None: ...
-
-
 class FleetWorker:
     """
     Attributes:
         store: its caches, which outlive it.
+        life: how often this worker was started before.
     """
 
-    def __init__(self, fleet: Fleet, name: str, store: TokenStore) -> None:
+    def __init__(self, fleet: "PlayedFleet", name: str, store: TokenStore, *, life: int = 0) -> None:
         self.fleet = fleet
         self.name = name
         self.store = store
+        self.life = life
         self.is_alive = True
         redis: Any = fleet.redis
-        travels = fleet.bucket is not None
-        lease: Any = PlayedLease(name, name, redis.join(name, description(name, "b" if travels else "")))
+        worker_name = rq_name(name, life)
+        process = ProcessIdentity(f"{name}.played", "", 1, "")  # a host of its own
+        member = Member(name, worker_name, (QUEUE,), name, process, "bucket", "model", is_ready=True)
+        lease: Any = PlayedLease(name, worker_name, redis.join(member))
         self.in_flight: JobsInFlight[Any] = JobsInFlight()
         self._members = Members(redis, lease, ttl_s=LEASE_S, clock=CLOCK.monotonic)
-        self._homes = Homes(redis, lease, memory_travels=travels)
-        rule = HomeRule(memory_travels=travels)
-        claimers = {QUEUE: Claimer(redis, QUEUE, lease, rule)}
+        self._placement = Placement(redis, () if fleet.bucket is None else (QUEUE,), worker_name=worker_name)
+        claimer = Claimer(redis, QUEUE, lease, self._placement, patience_s=fleet.patience_s, clock=CLOCK.monotonic)
         played: Any = self
-        self._claim_order = ClaimOrder(claimers, self._members, played, _never, self.in_flight)
-        self._moving = Moving(redis, self._members, self._homes, claimers)
-        self._moving._rate = ClaimRate(CLOCK.monotonic)
-        if travels:
-            self._moving.move_s = lambda agent: self.fleet.conversation(int(agent))[1] * TOKEN_BYTES / BUCKET_PER_S
-        redis.listeners[f"rq-{name}"] = self._moving.asked.add
+        self._claim_order = ClaimOrder({QUEUE: claimer}, self._members, played, _never, self.in_flight)
         self._prefills_until = 0.0
         self._next_tick = inf
         self.wake(CLOCK.now)
@@ -166,7 +139,7 @@ class FleetWorker:
         """What `JobStart` does for `ClaimOrder`."""
         redis, ask = self.fleet.redis, self.fleet.asks[granted.job_id]
         job_id = granted.job_id.encode()
-        redis.claimed[self.name].remove(job_id)
+        redis.start(self.name, job_id)
         return Run(ask, MemoryUse("write", str(ask.agent)), redis.losses[job_id] + 1, granted, self)
 
     def _tick(self, at: float) -> None:
@@ -176,19 +149,15 @@ class FleetWorker:
         self._next_tick = inf
         for member in self._members.dead:
             self.fleet.bury(member.name)
-        running = self.in_flight.snapshot()
-        busy = Busy().beside(run.memory_use for run in running)
-        free = PLACES - len(running)
-        is_held_up = any(run.attempt > 1 for run in running)
         self._members.look_if_due()
-        self._moving.answer(lambda: busy.agents, is_full=is_held_up or free == 0)
-        if not is_held_up:
+        running = self.in_flight.snapshot()
+        if not any(run.attempt > 1 for run in running):
             claimed: list[Any] = []
-            self._claim_order.claim(free, busy, claimed)
+            busy = Busy().beside(run.memory_use for run in running)
+            self._claim_order.claim(PLACES - len(running), busy, claimed)
             for run in claimed:
                 self._serve(run)
-            n_moved_in = sum(run.former_home is not None for run in self.in_flight.snapshot())
-            self._moving.look_around(len(claimed), free - len(claimed), n_moved_in)
+            self._claim_order.look_around()
         self.wake(CLOCK.now + POLL_S)
 
     def _serve(self, run: Run) -> None:
@@ -213,21 +182,17 @@ class FleetWorker:
         if self.fleet.bucket is not None:
             self.fleet.bucket.put(agent, number, tokens)
         pipeline: Any = self.fleet.redis
-        keeping = Keeping(str(agent), run.granted.version, run.granted.store == self.name)
-        self._homes.keep(pipeline, keeping, {"cache": {"saved": True, "agent_version": run.granted.version + 1}})
+        known = run.granted.last.number if run.granted.last else 0
+        result = {"cache": {"saved": True, "agent_version": known + 1}}
+        self._placement.wrote(pipeline, Writes(str(agent), str(agent), known), result)
         self.in_flight.remove(run)
         self.fleet.ended(run, turn, (number, tokens) if tokens <= MOST_CONTEXT else (number + 1, 0))
         self.wake(CLOCK.now + GATHER_S)
 
 
-def description(name: str, shared: str) -> Mapping[str, Any]:
-    """A member as its lease describes it, on a host of its own. `shared`: as in `Lease`."""
-    where = {"host": f"{name}.played", "boot": "", "pid": 1, "started": ""}
-    return {"worker": f"rq-{name}", "queues": [QUEUE], "store": name, "shared": shared, "fence": 1, **where}
-
-
-def _note(ask: Ask) -> str:
-    return f"write {ask.agent}"
+def rq_name(member: str, life: int) -> str:
+    """As `new_worker_name`, without its randomness."""
+    return f"stoker-{member}-{life:08x}"
 
 
 def _never(*claim: Any, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 Calls that are not played (start and end of jobs, heartbeats, progress) are counted by the product's defaults.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -24,39 +25,30 @@ def server_load(workers: int, jobs_per_s: float, sent: Mapping[str, float], cost
         sent: calls for each job, by kind.
         cost: as `redis_costs.costs` returns it. One look, one reading and one claim are in the cost of a job.
     """
-    repeated = {kind: max(0.0, sent.get(kind, 0.0) - (kind in ("look", "read", "claim"))) for kind in sent}
-    calls = sum(n for kind, n in repeated.items() if not kind.startswith("jobs ") and kind != "members")
-    beats, watches, looks = (workers * rate for rate in (BEATS_PER_S, WATCHES_PER_S, MEMBER_LOOKS_PER_S))
-    regular = {kind: beats * cost["beat"][kind] + watches * cost["watch"][kind] for kind in ("commands", "server_us")}
-    among = by_members(cost, workers)
-    reading_us = max(0.0, sent.get("jobs read", 0.0) - 1) * among["job read"]
-    us = jobs_per_s * (cost["job"]["server_us"] + calls * cost["look"]["server_us"] + reading_us)
-    us += regular["server_us"] + looks * among["members look"]
-    n_commands = cost["job"]["commands"] + calls + sent.get("members", 0.0) + regular["commands"] / jobs_per_s
+    again = Counter({kind: max(0.0, n - (kind in ("look", "read", "jobs read", "claim"))) for kind, n in sent.items()})
+    parts = {"look": again["look"] + again["read"] + again["claim"] + again["position"], "read": again["jobs read"]}
+    parts |= {"pass": again["jobs passed"] + again["jobs held"], "job": 1.0}
+    parts |= {"beat": workers * BEATS_PER_S / jobs_per_s, "watch": workers * WATCHES_PER_S / jobs_per_s}
+    n_commands, us = (sum(n * cost[part][kind] for part, n in parts.items()) for kind in ("commands", "server_us"))
+    looks = workers * MEMBER_LOOKS_PER_S / jobs_per_s
+    measured = {int(n): found["server_us"] for n, found in cost["members look"].items()}
+    us += looks * float(np.interp(workers, list(measured), list(measured.values())))
     return {
-        "commands_a_job": round(n_commands, 1),
-        "server_us_a_job": round(us / jobs_per_s),
-        "share": round(us / 1e6, 4),
-    }
-
-
-def by_members(cost: Json, workers: int) -> Mapping[str, float]:
-    """Microseconds of the calls that depend on the number of members, between the numbers that were measured."""
-    measured = {int(n): found for n, found in cost["by members"].items()}
-    return {
-        call: float(np.interp(workers, list(measured), [found[call]["server_us"] for found in measured.values()]))
-        for call in ("members look", "job read")
+        "commands_a_job": round(n_commands + 2 * looks, 1),
+        "server_us_a_job": round(us),
+        "share": round(us * jobs_per_s / 1e6, 4),
     }
 
 
 def computed(fleet: Json, cost: Json, workers: int) -> Json:
     """The load of one queue with so many workers like those of a simulated one: each look is theirs, and each waiting
-    job is read by a part of the others."""
+    job is read, and left to another worker, by a part of the others."""
     there, rate = fleet["workers"], fleet["jobs_per_s"] / fleet["workers"]
     factor = (workers - 1) / (there - 1)
     sent = dict(fleet["sent_a_job"])
-    for kind in ("read", "jobs read"):
-        sent[kind] = 1 + max(0.0, sent.get(kind, 0.0) - 1) * factor
+    for kind in ("read", "jobs read", "claim"):
+        sent[kind] = 1 + max(0.0, sent[kind] - 1) * factor
+    sent["jobs passed"] = sent.get("jobs passed", 0.0) * factor
     return {"workers": workers, "jobs_per_s": round(rate * workers, 1)} | server_load(
         workers, rate * workers, sent, cost
     )

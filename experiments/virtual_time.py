@@ -7,7 +7,8 @@ holds for the whole process, so an experiment in virtual time runs in a process 
 from functools import lru_cache
 
 from stoker_worker import periodic
-from stoker_worker.queue import claim_order, members, moving, queue_view
+from stoker_worker.queue import claim_order, queue_view
+from stoker_worker.queue.member import Member
 
 
 class VirtualTime:
@@ -30,6 +31,6 @@ CLOCK = VirtualTime()
 
 def enter() -> None:
     """From here on the routing goes by `CLOCK`, and reads the descriptions of other members only once each."""
-    for module in (periodic, claim_order, moving, queue_view):
+    for module in (periodic, claim_order, queue_view):
         vars(module)["time"] = CLOCK
-    vars(members)["described"] = lru_cache(maxsize=4096)(members.described)
+    Member.of = staticmethod(lru_cache(maxsize=4096)(Member.of))  # type: ignore[method-assign,assignment]

@@ -2,39 +2,45 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
-from stoker_worker.queue.claim_scripts import CLAIM, LOOK, READ
-from stoker_worker.queue.home_scripts import GIVE_UP
 
 from stoker_shared.wire import (
     CLAIMED_KEY,
     COUNTS_KEY,
     FIELD_AGENT,
     FIELD_ATTEMPTS,
-    HOMES_KEY,
+    HELD_KEY,
+    LAST_KEY,
     LEASE_KEY,
-    LEFT_KEY,
     MEMBERS_KEY,
     TAKEN_KEY,
 )
+from stoker_worker.placement.placement import Placement, Writes
+from stoker_worker.process_identity import ProcessIdentity
+from stoker_worker.queue.claimer import _CLAIM
+from stoker_worker.queue.member import Member
+from stoker_worker.queue.queue_view import _LOOK, _READ
 
 pytestmark = [pytest.mark.server, pytest.mark.scheduled]
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 QUEUE = "generate"
-JOBS, HOMES, TAKEN, COUNTS = (
-    f"rq:queue:{QUEUE}",
-    *(key.format(queue=QUEUE) for key in (HOMES_KEY, TAKEN_KEY, COUNTS_KEY)),
-)
-STORES = {"mac1": "mac1", "mac2": "mac2", "mac3": "disk3", "mac4": "disk4"}
-NAMES = list(STORES)
-VERSIONS = ["", " 7", " 0 mac2", " 7 -"]
+JOBS = f"rq:queue:{QUEUE}"
+HELD, LAST, TAKEN, COUNTS = (key.format(queue=QUEUE) for key in (HELD_KEY, LAST_KEY, TAKEN_KEY, COUNTS_KEY))
+NAMES = ["mac1", "mac-2", "mac3"]
+WORKERS = [f"stoker-{name}-0123456{life}" for life, name in enumerate([*NAMES, "mac1"])]
 AGENTS = [b"agent %d" % n for n in range(12)]
 NOTES = ["none", *(f"{word} {agent.decode()}" for agent in AGENTS for word in ("write", "read", "append"))]
+SCRIPTS = (_LOOK, _READ, _CLAIM)
+
+
+def claimed_by(name: str) -> str:
+    return CLAIMED_KEY.format(queue=QUEUE, member=name)
 
 
 class RealRedis:
@@ -47,37 +53,41 @@ class RealRedis:
         return getattr(self.connection, name)
 
     def push(self, job_id, note, *, front=False):
-        self.hset(b"rq:job:" + job_id, mapping={"created_at": "then", FIELD_AGENT: f"then {note}"})
+        fields = {"created_at": "then", FIELD_AGENT: f"then {note}", "status": "queued"}
+        self.hset(b"rq:job:" + job_id, mapping=fields)
         (self.lpush if front else self.rpush)(JOBS, job_id)
+
+    def start(self, member, job_id):
+        self.lrem(claimed_by(member), 1, job_id)
+        self.hset(b"rq:job:" + job_id, "status", "started")
+
+    def end(self, job_id):
+        self.hset(b"rq:job:" + job_id, "status", "finished")
 
     def lose(self, job_id):
         self.hincrby(b"rq:job:" + job_id, FIELD_ATTEMPTS, 1)
 
-    def join(self, member, description):
-        value = json.dumps(description, sort_keys=True)
-        self.set(LEASE_KEY.format(member=member), value)
-        self.hset(MEMBERS_KEY, member, value)
-        self.hdel(LEFT_KEY, description["store"])
+    def join(self, member):
+        value = member.described()
+        self.set(LEASE_KEY.format(member=member.name), value)
+        self.hset(MEMBERS_KEY, member.name, value)
         return value
 
     def lose_lease(self, member):
         self.delete(LEASE_KEY.format(member=member))
 
     def remove(self, member):
-        description = json.loads(self.hget(MEMBERS_KEY, member))
         self.hdel(MEMBERS_KEY, member)
         self.lose_lease(member)
-        left = [str(self.time()[0]), member, *(["shared"] if description["shared"] else [])]
-        self.hset(LEFT_KEY, description["store"], " ".join(left))
-        self.hincrby(COUNTS, "moves", 1)
-
-    def set_home(self, agent, entry):
-        self.hset(HOMES, agent, entry)
 
     def state(self):
-        homes = {agent: self.hget(HOMES, agent) or b"" for agent in AGENTS}
-        claimed = {name: self.lrange(CLAIMED_KEY.format(queue=QUEUE, member=name), 0, -1) for name in NAMES}
-        return homes, claimed, self.lrange(JOBS, 0, -1)
+        held = {agent: json.loads(entry) for agent, entry in self.hgetall(HELD).items()}
+        return (
+            held,
+            self.hgetall(LAST),
+            {name: self.lrange(claimed_by(name), 0, -1) for name in NAMES},
+            self.lrange(JOBS, 0, -1),
+        )
 
 
 class Both:
@@ -95,23 +105,14 @@ class Both:
 
         return call
 
-    def script(self, text, keys, args, shown=lambda found: found):
-        real, played = (shown(script(keys=keys, args=args)) for script in self.scripts[text])
+    def script(self, text, keys, args):
+        real, played = (script(keys=keys, args=args) for script in self.scripts[text])
         assert real == played, (args, played)
         return real
 
 
-def without_seconds(found):
-    """The reply of `CLAIM` without how long a job waits yet: the clock goes on between the two servers."""
-    return [b"" if at % 4 == 2 and found[at - 2] == b"away" else word for at, word in enumerate(found)]
-
-
-SCRIPTS = (LOOK, READ, CLAIM, GIVE_UP)
-
-
 @pytest.fixture
 def both(redis_url, monkeypatch):
-    connection = Redis.from_url(redis_url)
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     from played_redis import PlayedRedis  # type: ignore[import-not-found]
 
@@ -119,101 +120,122 @@ def both(redis_url, monkeypatch):
         def lose(self, job_id):
             self.losses[job_id] += 1
 
-        def set_home(self, agent, entry):
-            self.homes[agent] = entry
+        def end(self, job_id):
+            self.started.discard(job_id)  # its note stays: other members may still read it
 
         def state(self):
-            homes = {agent: self.homes.get(agent, "").encode() for agent in AGENTS}
-            return homes, {name: self.claimed[name] for name in NAMES}, self.jobs
+            held = {
+                agent: [mode, *(word for member, job_id in jobs for word in (QUEUE, member, job_id.decode()))]
+                for agent, (mode, jobs) in self.held.items()
+            }
+            last = {agent: entry.encode() for agent, entry in self.last.items()}
+            return held, last, {name: self.claimed[name] for name in NAMES}, self.jobs
 
-    yield Both(RealRedis(connection), Played(QUEUE, lambda: float(connection.time()[0])))
-    connection.close()
+    with Redis.from_url(redis_url) as connection:
+        yield Both(RealRedis(connection), Played(QUEUE))
 
 
 class History:
-    """Members that join, die and leave, and jobs that come and are claimed, lost and put back."""
+    """Members that join, die and leave, and jobs that come and are claimed, started, ended, lost and put back."""
 
     def __init__(self, both: Both, chance: random.Random) -> None:
         self.both, self.chance = both, chance
         self.values: dict[str, str] = {}
-        self.seen = dict.fromkeys(NAMES, (0, "0"))  # what each member has seen of the counts
+        self.n_seen = dict.fromkeys(NAMES, 0)
         self.known: list[bytes] = []
-        self.n_jobs = 0
+        self.running: list[bytes] = []
+        self.verdicts: Counter[bytes] = Counter()
 
     def step(self) -> None:
-        acts = [self.push, self.push, self.look, self.read, self.claim, self.claim, self.give_up, self.put_back]
-        self.chance.choice([*acts, *acts, self.come_or_go, self.set_home])()
+        often = [self.push, self.claim, self.start, self.end]
+        self.chance.choice([*often, *often, self.look, self.read, self.put_back, self.put_back, self.come_or_go])()
 
     def push(self) -> None:
         for _ in range(self.chance.randint(1, 3)):
-            self.n_jobs += 1
-            job_id = b"job-%d" % self.n_jobs
+            job_id = b"job-%d" % len(self.known)
             self.both.push(job_id, self.chance.choice(NOTES), front=self.chance.random() < 0.2)
             self.known.append(job_id)
 
-    def put_back(self) -> None:
-        _, claimed, _ = self.both.state()
-        if ids := [(name, job_id) for name, found in claimed.items() for job_id in found]:
-            name, job_id = self.chance.choice(ids)
-            real, played = self.both.servers
-            real.lrem(CLAIMED_KEY.format(queue=QUEUE, member=name), 1, job_id)
-            played.claimed[name].remove(job_id)
+    def a_claimed_one(self) -> tuple[str, bytes] | None:
+        ids = [(name, job_id) for name, found in self.both.state()[2].items() for job_id in found]
+        return self.chance.choice(ids) if ids else None
+
+    def start(self) -> None:
+        if found := self.a_claimed_one():
+            self.both.start(*found)
+            self.running.append(found[1])
+
+    def end(self) -> None:
+        """It finishes, or is canceled: then its agent's entry stays."""
+        if not self.running:
+            return
+        job_id = self.running.pop(self.chance.randrange(len(self.running)))
+        word, _, agent = self.both.servers[1].notes[job_id].partition(" ")
+        if word in ("write", "append") and self.chance.random() < 0.7:
+            worker, known = self.chance.choice(WORKERS), self.chance.choice([0, 3])
+            result = {"cache": {"saved": True, "agent_version": self.chance.choice([3, 4])}}
             for server in self.both.servers:
-                server.lose(job_id)
-                server.push(job_id, played.notes[job_id], front=True)
+                Placement(server, [QUEUE], worker_name=worker).wrote(server, Writes(agent, agent, known), result)
+        self.both.end(job_id)
+
+    def put_back(self) -> None:
+        """A job that was claimed or runs, with or without its worker."""
+        if self.running and self.chance.random() < 0.5:
+            job_id = self.running.pop()
+        elif found := self.a_claimed_one():
+            self.both.start(*found)
+            job_id = found[1]
+        else:
+            return
+        if self.chance.random() < 0.5:
+            self.both.lose(job_id)
+        self.both.push(job_id, self.both.servers[1].notes[job_id], front=True)
 
     def look(self) -> None:
         name = self.chance.choice(NAMES)
-        waiting = self.both.state()[2]
+        waiting = self.both.state()[3]
         pool = [*waiting[:6], *self.chance.sample(self.known, min(4, len(self.known)))]
         firsts = self.chance.sample(pool, min(len(pool), 3))
         lasts = self.chance.sample([*waiting[-4:], *firsts], min(2, len(firsts)))
         page = self.chance.choice([2, 250])
-        args = [page, self.chance.choice([1, 1000]), self.seen[name][0], len(firsts), *firsts, *lasts]
-        found = self.both.script(LOOK, [JOBS, TAKEN, COUNTS], args)
-        self.seen[name] = (found[5], found[6].decode())
+        args = [page, self.chance.choice([1, 1000]), self.n_seen[name], len(firsts), *firsts, *lasts]
+        self.n_seen[name] = self.both.script(_LOOK, [JOBS, TAKEN, COUNTS], args)[5]
 
     def read(self) -> None:
         if ids := self.chance.sample(self.known, min(5, len(self.known))):
-            keys = [MEMBERS_KEY, HOMES, *(b"rq:job:" + job_id for job_id in ids)]
-            self.both.script(READ, keys, [self.chance.choice(NAMES), FIELD_AGENT, FIELD_ATTEMPTS, 100_000])
+            keys = [b"rq:job:" + job_id for job_id in ids]
+            self.both.script(_READ, keys, [FIELD_AGENT, FIELD_ATTEMPTS, 100_000, 100_000])
 
     def claim(self) -> None:
         name = self.chance.choice(NAMES)
-        lease = LEASE_KEY.format(member=name)
-        travels, wait_s = self.chance.choice("012"), self.chance.choice([0, 300])
-        args = [self.values.get(name, "none"), name, STORES[name], self.seen[name][1], wait_s, travels]
-        for job_id in self.chance.sample(self.known, min(3, len(self.known))):
+        args: list[Any] = [
+            self.values.get(name, "none"),
+            name,
+            self.chance.choice(WORKERS),
+            QUEUE,
+            self.chance.choice([1, 9]),
+        ]
+        waiting = self.both.state()[3]
+        for job_id in dict.fromkeys([*waiting[:2], *self.chance.sample(self.known, min(1, len(self.known)))]):
             word, _, agent = self.both.servers[1].notes[job_id].partition(" ")
-            letter = {"none": b"", "append": b"c"}.get(word, b"n")
-            args += [self.chance.choice([-1, 1]), job_id, letter + agent.encode()]
-        claimed = CLAIMED_KEY.format(queue=QUEUE, member=name)
-        keys = [JOBS, claimed, lease, MEMBERS_KEY, LEFT_KEY, TAKEN, COUNTS, HOMES]
-        self.both.script(CLAIM, keys, args, lambda found: found and without_seconds(found))
-
-    def give_up(self) -> None:
-        name = self.chance.choice(NAMES)
-        args: list[Any] = [self.values.get(name, "none"), name]
-        for agent in self.chance.sample(AGENTS, 4):
-            args += [agent, self.chance.choice([0, 1])]
-        self.both.script(GIVE_UP, [LEASE_KEY.format(member=name), COUNTS, HOMES], args)
-
-    def set_home(self) -> None:
-        home, store = self.chance.choice([*NAMES, "-"]), self.chance.choice([*STORES.values(), "-"])
-        entry = (
-            f"{home} ="
-            if home != "-" and self.chance.random() < 0.5
-            else f"{home} {store}{self.chance.choice(VERSIONS)}"
-        )
-        self.both.set_home(self.chance.choice(AGENTS), entry)
+            letter = {"none": b"", "read": b"r"}.get(word, b"w")
+            use = letter and letter + self.chance.choice([b"0", b"1"]) + agent.encode()
+            args += [self.chance.choice([-1, 1]), job_id, use]
+        keys = [JOBS, claimed_by(name), LEASE_KEY.format(member=name), MEMBERS_KEY, TAKEN, COUNTS]
+        found = self.both.script(_CLAIM, [*keys, HELD, LAST] if self.chance.random() < 0.9 else keys, args)
+        self.verdicts.update((found or [])[::3])
 
     def come_or_go(self) -> None:
         name = self.chance.choice(NAMES)
         if name not in self.values:
-            where = {"host": "played", "boot": "", "pid": 1, "started": ""}
-            description = {"worker": f"rq-{name}", "queues": [QUEUE], "store": STORES[name], **where}
-            description["shared"] = self.chance.choice(["", "b"])
-            self.values[name] = self.both.join(name, description)
+            worker = self.chance.choice([worker for worker in WORKERS if name in worker])
+            at = ProcessIdentity("played", "", 1, "")
+            ready, leaves = self.chance.random() < 0.8, self.chance.random() < 0.2
+            self.values[name] = self.both.join(
+                Member(name, worker, (QUEUE,), name, at, "b", "m", is_ready=ready, is_leaving=leaves)
+            )
+        elif self.chance.random() < 0.5:
+            return
         elif self.chance.random() < 0.3:
             self.both.lose_lease(name)
         else:
@@ -223,14 +245,12 @@ class History:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_played_server_answers_as_a_real_one(both, seed):
-    chance = random.Random(seed)
-    history = History(both, chance)
+    history = History(both, random.Random(seed))
     for _ in range(3):
         history.come_or_go()
-    for _ in range(300):
+    for _ in range(800):
         history.step()
         both.state()
-    leases = [LEASE_KEY.format(member=name) for name in NAMES]
+    assert history.verdicts.keys() == {b"claimed", b"held", b"stale", b"passed", b"gone"}
     assert both.hgetall(MEMBERS_KEY) is not None
-    assert len(both.mget(leases)) == len(NAMES)
-    assert len(both.hmget(HOMES, AGENTS)) == len(AGENTS)
+    assert len(both.mget([LEASE_KEY.format(member=name) for name in NAMES])) == len(NAMES)
