@@ -25,6 +25,9 @@ FORGETTER: Final = 0
 UNTIL_ENDED_S: Final = 366 * 86_400.0
 """How long an answer is kept whose job never ends: a worker may stay away for months, and find the job then."""
 
+KEEP_ENDED_S: Final = 2 * 86_400.0
+"""The same, for a job that has ended on another machine: its answer may be asked for as long as a result lives."""
+
 _MOST_FORGOTTEN: Final = 256
 """In one transaction, so that no turn waits long for it."""
 
@@ -83,6 +86,14 @@ def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> 
         " ON CONFLICT (agent, key) DO UPDATE SET expires = min(expires, excluded.expires)",
         (agent, key, text, ended.until, row_checksum((agent, key, text))),
     )
+
+
+def job_has_ended(connection: Connection, agent: int, version: int) -> None:
+    """Of the job that made this version, on whatever machine, because a newer one is there: jobs of an agent run one
+    after the other. Its answer is kept for as long as a result lives."""
+    made_it = "SELECT delivery FROM turns WHERE agent = ?1 AND version = ?2"
+    sql = f"UPDATE deliveries SET expires = min(expires, ?3) WHERE agent = ?1 AND key = ({made_it})"
+    connection.execute(sql, (agent, version, time.time() + KEEP_ENDED_S))
 
 
 def ended_for(connection: Connection, agent: int) -> dict[bytes, Ended]:

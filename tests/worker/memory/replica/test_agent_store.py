@@ -24,7 +24,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, VersionTaken
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
 
@@ -198,6 +198,20 @@ def test_a_delivery_is_answered_at_another_worker_after_many_turns(machine: Star
     assert two.store.answer("agent", turn.delivery) == turn.result
     assert two.store.answer("agent", replace(turn.delivery, job_id="other")) is None
     assert not problems_of(two.store.local)
+
+
+def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(machine: Start) -> None:
+    machines = machine("one"), machine("two")
+    for n in range(1, 20):
+        turn = machines[n % 2].agent().turn(LONG[: 10 * n])
+        machines[n % 2].store.save(turn)
+        machines[n % 2].store.ended("agent", turn.delivery, remember_s=86_400)
+    for m in machines:
+        m.store.look("agent")
+        with m.store.local.parts.database.snapshot() as connection:
+            ended = deliveries.ended_for(connection, 1)
+        assert len(ended) == 19
+        assert sum(one.until > time.time() + 3 * 86_400 for one in ended.values()) <= 1  # of the newest version
 
 
 @pytest.mark.parametrize("n_turns", [0, 1])

@@ -7,7 +7,6 @@ Runs inside `Database.snapshot` or a change of `Database.commit`.
 import json
 import time
 from collections.abc import Sequence
-from typing import Final
 
 from stoker_shared.errors import AgentVersionConflict
 from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
@@ -17,9 +16,6 @@ from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import Ended
 from stoker_worker.memory.replica.objects import SharedVersion
 from stoker_worker.memory.turn_parts import chain_of
-
-_KEEP_ANSWER_S: Final = 2 * 86_400.0
-"""The answers before the newest one are to jobs that have ended: they may be asked for as long as a result lives."""
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
@@ -50,12 +46,13 @@ def adopt(
     if _state(row) != _state(before):
         raise AgentVersionConflict(f"agent {made.agent_id!r} was changed while a newer version was brought in")
     if row is not None:
+        deliveries.job_has_ended(connection, row.number, row.version)
         first = versions[0].next.number if keeps_before else 0
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, first))
     for version in versions:
         assert version.record is not None  # it is not empty
         row = agent_table.write_version(connection, row, version.record, keep_versions=version.next.number)
-        _note_deliveries(connection, row.number, version, now if version is not versions[-1] else None)
+        _note_deliveries(connection, row.number, version, may_run=version is versions[-1])
         if version.record.about.cache is not None and version.next.layout is not None:
             cache_index.note_model(connection, version.record.about.cache.model, version.next.layout)
     assert row is not None  # there is a version
@@ -69,15 +66,17 @@ def adopt(
     connection.execute(sql, (now, row.number))
 
 
-def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, ended_at: float | None) -> None:
-    """`ended_at`: when the job that made it had ended; ``None``: it may not have."""
+def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, *, may_run: bool) -> None:
+    """`may_run`: the job that made it may not have ended."""
     now, made, record = time.time(), version.next, version.record
     for key, ended in version.ended.items():
-        until = min(ended.until, now + _KEEP_ANSWER_S)
+        until = min(ended.until, now + deliveries.KEEP_ENDED_S)
         deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
     if record is None or made.delivery is None:
         return
-    until = record.about.answer_until if ended_at is None else min(record.about.answer_until, ended_at + _KEEP_ANSWER_S)
+    until = record.about.answer_until
+    if not may_run:
+        until = min(until, now + deliveries.KEEP_ENDED_S)
     if made.result is None:
         deliveries.note_ended(connection, agent, made.delivery, Ended(made.number, until))
     else:

@@ -130,12 +130,12 @@ class SharedReplica(Replica):
             self._note_forgotten(made)
 
     def committed(self, connection: Connection, version: NextVersion) -> None:
-        """An agent that begins again keeps the deliveries of before it was forgotten."""
-        ended = self.forgotten(version.agent_id).ended
-        row = agent_table.find_agent(connection, version.agent_id) if ended else None
-        if row is not None:
-            for key, end in ended.items():
-                deliveries.note_ended(connection, row.number, key, end)
+        row = agent_table.find_agent(connection, version.agent_id)
+        if row is None:
+            return
+        deliveries.job_has_ended(connection, row.number, version.number - 1)
+        for key, end in self.forgotten(version.agent_id).ended.items():  # it begins again
+            deliveries.note_ended(connection, row.number, key, end)
 
     def forgotten(self, agent_id: str) -> Forgotten:
         return self._forgotten.get(agent_id, NEVER_MADE)
