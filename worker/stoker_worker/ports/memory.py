@@ -211,6 +211,7 @@ class CacheStorePort(Protocol):
         more, because its number is taken. The agent stays as it is. Finisher threads.
 
         Raises:
+            VersionTaken: it has taken effect just now; `answer` tells, once `look` has asked.
             SharedStoreAway, OSError: it may still take effect.
         """
         ...
