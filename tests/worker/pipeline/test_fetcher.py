@@ -229,3 +229,19 @@ def test_the_fetcher_counts_writing_and_reading_agents_and_free_slots() -> None:
         queue.enqueue(job_id=job_id, agent_id=job_id, cache=cache)
     jobs = queue.claim(3, Busy())
     assert busy_beside(jobs) == Busy(writing=frozenset({"a"}), reading=frozenset({"b"}))
+
+
+def test_while_the_shared_store_is_away_only_jobs_without_memory_are_claimed() -> None:
+    queue, loader, store = InMemoryQueue(), NotedLoader(), InMemoryAgentStore()
+    store.memory.is_away = True
+    queue.enqueue(job_id="writes", agent_id="a")
+    queue.enqueue(job_id="reads", agent_id="b", cache="read")
+    queue.enqueue(job_id="plain")
+    fetcher = fetcher_of(queue, loader, store, max_in_flight=4, poll_s=0.001)
+    assert loader.jobs.get(timeout=TIMEOUT_S).job_id == "plain"
+    assert (queue.state("writes"), queue.state("reads")) == ("queued", "queued")
+    store.memory.is_away = False
+    assert {loader.jobs.get(timeout=TIMEOUT_S).job_id for _ in range(2)} == {"writes", "reads"}
+    for job in queue.in_flight():
+        job.release()
+    end(fetcher, queue)

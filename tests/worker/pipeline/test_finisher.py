@@ -26,6 +26,7 @@ from stoker_shared.errors import (
 )
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.pipeline import finisher
 from stoker_worker.pipeline.finisher import Finisher
 from stoker_worker.pipeline.job import AgentChange, Cancelled, Failed, GivenBack, Job, Replayed
 from stoker_worker.pipeline.prompt import Prompt
@@ -273,7 +274,10 @@ def away(scene: Scene) -> Job:
     return job
 
 
-def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(scene: Scene) -> None:
+def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finisher, "_STORE_WAIT_S", 3600)
     away(scene)
     scene.put_finished("b", cache="off")
     scene.wait_for_release(n_left=1)
@@ -284,9 +288,7 @@ def test_a_turn_waits_for_the_shared_store_and_other_jobs_go_on_meanwhile(scene:
     assert scene.queue.given_back == []
 
 
-def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses_up_no_try(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses_up_no_try(scene: Scene) -> None:
     job = away(scene)
     assert job.waits_since is not None
     job.waits_since -= 3600
@@ -296,7 +298,8 @@ def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses
 
 
 @pytest.mark.parametrize("how", ["hurry", "stopping"])
-def test_a_stop_waits_for_no_shared_store(scene: Scene, how: str) -> None:
+def test_a_stop_waits_for_no_shared_store(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(finisher, "_STORE_WAIT_S", 3600)
     job = away(scene)
     if how == "hurry":
         scene.finisher.hurry()
