@@ -6,6 +6,7 @@ Options and output only; `memory_command` handles what all commands have in comm
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -16,6 +17,9 @@ from stoker_worker.cli.memory_command import command, say
 from stoker_worker.cli.memory_reading import ls, show, verify
 from stoker_worker.cli.memory_transfer import export, import_
 from stoker_worker.cli.rescue_commands import backup, restore, salvage
+
+_TELL_S: Final = 2.0
+"""Between two lines about how far a command has come."""
 
 _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the agent runs, instead of refusing.")
 
@@ -153,9 +157,12 @@ def share(store: Path, as_json: bool, url: str) -> None:
     from stoker_worker.memory.replica.sharing import share as share_store
     from stoker_worker.memory.store_lock import StoreLock
     from stoker_worker.memory.store_parts import opened
+    from stoker_worker.periodic import Periodic
+
+    is_due = Periodic(_TELL_S).is_due
 
     def tell(done: Shared) -> None:
-        if not as_json:
+        if is_due() and not as_json:
             click.echo(f"{done.agents + done.n_refused} agents", err=True)
 
     with closing(StoreLock(store)), opened(store) as parts:
