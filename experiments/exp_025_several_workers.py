@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from command import main
-from common import Json, note, ratios, server_machine, spread, take_turns, timed
+from common import HERE, Json, note, ratios, server_machine, spread, take_turns, timed
 from exp_025_report import render
 from queue_bench import jobs_per_s
 from redis import Redis
@@ -54,7 +54,7 @@ def s3_server(folder: Path) -> Iterator[int]:
             return True
         return False
 
-    command = [sys.executable, "-m", "localbucket", str(folder / "buckets"), "--port", str(port)]
+    command = [sys.executable, str(HERE / "s3_server.py"), str(folder / "buckets"), "--port", str(port)]
     with ServerProcess(command, folder / "s3.log", is_ready=answers):
         yield port
 
@@ -147,7 +147,7 @@ def compared(delay_ms: int, found: dict[str, list[Json]], per_worker: int) -> Js
 
 def run(folder: Path, *, quick: bool) -> Json:
     logging.disable(logging.WARNING)
-    per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 2, 100_000)
+    per_worker, rounds, waiting = (40, 1, 5000) if quick else (240, 1, 100_000)
     with ExitStack() as servers:
         server = servers.enter_context(EmbeddedServer(folder / "redis"))
         port = servers.enter_context(s3_server(folder))
