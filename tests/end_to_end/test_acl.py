@@ -314,7 +314,7 @@ def test_a_producer_sends_follows_cancels_and_fetches_batches_without_one_refusa
         return left.value.code, out + err
 
     for name in ("fetched", "canceled"):
-        assert batch("submit", tmp_path / "in.jsonl", "--name", name)[0] == 0
+        assert batch("submit", tmp_path / "in.jsonl", "--any-model", "--name", name)[0] == 0
     assert batch("cancel", "canceled", "--forget")[0] == 0
     with running_worker(url("stoker-worker"), store, env=SHORT):
         for arguments in (("fetch", "fetched", "--follow"), ("run", tmp_path / "in.jsonl")):

@@ -246,7 +246,20 @@ def test_an_agent_is_left_to_the_worker_that_has_its_cache_until_patience_is_ove
     assert look(a) == []
 
 
-@pytest.mark.parametrize("how", ["leaves", "has left", "has died", "is started again"])
+def test_a_backlog_uses_up_nobodys_patience(timed, submit, clock):
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    (left,) = submit("x")
+    for n in range(3):
+        (own,) = submit(f"new {n}")
+        assert ids(look(b, limit=1)) == [own]  # there is never a place that it could not fill
+        clock.now += 10
+    assert look(b, limit=1) == []
+    clock.now += 10
+    assert ids(look(b, limit=1)) == [left]
+
+
+@pytest.mark.parametrize("how", ["leaves", "has left", "has died"])
 def test_an_agent_moves_at_once_when_that_worker_is_gone_or_leaves(connection, timed, join, submit, how):
     a, b = timed("a"), timed("b")
     one_turn(a, submit)
@@ -259,9 +272,20 @@ def test_an_agent_moves_at_once_when_that_worker_is_gone_or_leaves(connection, t
         b._members._ttl_s = 0.0  # it is found dead at once
     else:
         a.sign_off()
-        if how == "is started again":
-            timed("a")
     assert ids(look(b)) == [second]
+
+
+def test_an_agent_stays_with_a_worker_that_was_started_again(timed, submit, clock):
+    """Its caches are on its disk. While it starts, others take what waits."""
+    a, b = timed("a"), timed("b")
+    one_turn(a, submit)
+    a.sign_off()
+    a = timed("a")
+    (second,) = submit("x")
+    assert look(b) == []
+    clock.now += 5
+    assert look(b) == []
+    assert ids(look(a)) == [second]
 
 
 def test_a_worker_whose_lease_has_run_out_is_not_waited_for(connection, timed, submit):

@@ -70,11 +70,15 @@ local function last_of(keys, agent)
   return maker, newest
 end
 
--- Whether a worker lives, has loaded its model, and does not leave.
-local function is_ready(members, worker)
-  local member = string.match(worker, '^stoker%-(.+)%-%x+$')
+-- The member that an RQ worker is, or was. Its caches stay when it is started again.
+local function member_of(worker)
+  return string.match(worker, '^stoker%-(.+)%-%x+$')
+end
+
+-- Whether a member lives, has loaded its model, and does not leave.
+local function is_ready(members, member)
   if not member or redis.call('EXISTS', 'stoker:holder:' .. member) == 0 then return false end
   local is_json, record = pcall(cjson.decode, redis.call('HGET', members, member) or '')
-  if not is_json or type(record) ~= 'table' or record.worker ~= worker then return false end
+  if not is_json or type(record) ~= 'table' then return false end
   return record.loading == false and record.leaving ~= true
 end

@@ -9,7 +9,7 @@
 -- `claimed`: it is ours. `held`, `stale`: as in `placement.lua`. `passed`: it is left to that worker for a while.
 -- `gone`: it is not in the queue.
 if redis.call('GET', KEYS[3]) ~= ARGV[1] then return false end
-local member, me, queue, held, last = ARGV[2], ARGV[3], ARGV[4], {}, {}
+local member, queue, held, last = ARGV[2], ARGV[4], {}, {}
 local n_queues = (#KEYS - 6) / 2
 for i = 1, n_queues do held[i], last[i] = KEYS[6 + i], KEYS[6 + n_queues + i] end
 local is_shared = redis.call('HLEN', KEYS[4]) > 1
@@ -18,7 +18,8 @@ local function decide(id, agent, mode, is_impatient)
   local barred = bar(held, queue, agent, mode, id)
   if barred then return barred, '', 0 end
   local maker, number = last_of(last, agent)
-  if maker ~= '' and maker ~= me and not is_impatient and is_ready(KEYS[4], maker) then
+  local maker_name = member_of(maker)
+  if maker_name ~= member and not is_impatient and is_ready(KEYS[4], maker_name) then
     return 'passed', maker, number
   end
   return 'claimed', maker, number

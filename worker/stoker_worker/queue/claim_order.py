@@ -113,7 +113,7 @@ class ClaimOrder:
             return
         begin = time.thread_time()
         others, dead = self._members.others.values(), self._members.dead
-        ready = frozenset(one.worker for one in others if one.is_ready and not one.is_leaving and one not in dead)
+        ready = frozenset(one.name for one in others if one.is_ready and not one.is_leaving and one not in dead)
         for claimer in self.claimers.values():
             claimer.look_around(ready)
         self._look.rest(_REST_SHARE * (time.thread_time() - begin))

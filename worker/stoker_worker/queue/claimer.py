@@ -79,6 +79,7 @@ class Claimer:
         self._view = QueueView(connection, queue_name)
         self.waiting = self._view.waiting
         self._passed_at: dict[str, float] = {}
+        self._idle_at = -inf  # when a claim left a place free
         self._has_untried = False
 
     def read_ahead(self, limit: int, busy: Busy) -> None:
@@ -111,6 +112,8 @@ class Claimer:
             busy = busy.beside(one.use for one in found)
         else:
             self._has_untried = True
+        if len(granted) < limit:
+            self._idle_at = self._clock()
         return granted
 
     def claim_quarantined(self, busy: Busy) -> list[Granted]:
@@ -134,7 +137,7 @@ class Claimer:
         """Take back the lines that need not wait any more.
 
         Args:
-            ready: the other RQ workers to which lines may be left.
+            ready: the other members to which lines may be left.
         """
         lines, now, back = self.waiting.lines, self._clock(), []
         if not self.has_unread or len(self._passed_at) > _MOST_PASSED + len(self.waiting):
@@ -148,12 +151,17 @@ class Claimer:
         lines.take_back(back)
 
     def _passed(self, job_id: str, maker: str) -> Aside:
-        """A backlog uses up nobody's patience: it begins when a job could have been claimed here."""
+        """Its patience begins when the job could have been claimed here first."""
         return Aside(job_id, maker, self._passed_at.setdefault(job_id, self._clock()) + self._patience_s)
 
     def _is_impatient(self, job_id: str) -> bool:
-        waited_s = self._clock() - self._passed_at.get(job_id, inf)
-        return waited_s >= self._patience_s or not self._patience_s
+        """A backlog uses up nobody's patience: it begins anew if this worker has had other work all the time."""
+        passed_at = self._passed_at.get(job_id, inf)
+        is_over = self._clock() - passed_at >= self._patience_s or not self._patience_s
+        if is_over and self._patience_s and self._idle_at < passed_at:
+            del self._passed_at[job_id]
+            return False
+        return is_over
 
     def _take(self, chosen: Sequence[str], limit: int) -> tuple[list[Granted], bool]:
         """Claim the first `limit` of these that are ours to claim; and whether any was put aside."""
@@ -185,7 +193,7 @@ class Claimer:
             elif verdict in ("held", "passed") and use.agent_id is not None:
                 tries_soon = Aside(job_id, "", self._clock() + _HELD_S)
                 self.waiting.lines.put_aside(
-                    use.agent_id, self._passed(job_id, maker) if verdict == "passed" else tries_soon
+                    use.agent_id, self._passed(job_id, member_of(maker)) if verdict == "passed" else tries_soon
                 )
                 has_put_aside = True
         return granted, has_put_aside

@@ -45,7 +45,7 @@ class Aside(NamedTuple):
 
     Attributes:
         job_id: its head, when that was noted.
-        maker: the RQ worker that the line is left to; empty while a job of the agent is in flight elsewhere.
+        maker: the member that the line is left to; empty while a job of the agent is in flight elsewhere.
         until: when to try again, by the clock of whoever put it aside.
     """
 
