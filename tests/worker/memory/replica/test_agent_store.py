@@ -370,6 +370,37 @@ def test_an_agent_that_is_damaged_here_is_mended_from_there(machine: Start) -> N
     assert not problems_of(one.store.local)
 
 
+def test_an_agent_that_is_damaged_here_waits_for_a_shared_store_that_is_away(machine: Start, share: Share) -> None:
+    one = machine("one")
+    one.agent().say(LONG[:100])
+    one.store.look("agent")
+    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    share.go_away()
+    with pytest.raises(SharedStoreAway):
+        one.store.open_agent("agent")
+    share.come_back()
+    one.notice_return()
+    assert (one.agent().open().number, one.agent().tokens()) == (1, LONG[:100])
+
+
+def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:100])
+    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    newest = one.store._replica.versions.newest
+
+    def list_too_early(*args: int) -> int:
+        monkeypatch.undo()
+        number = newest(*args)
+        run(two, "forget")
+        return number
+
+    monkeypatch.setattr(one.store._replica.versions, "newest", list_too_early)
+    assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
+
+
 # --- jobs about an agent's memory ---
 
 
@@ -490,3 +521,14 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
     assert (two.agent("unused").open().number, two.agent("unused").open().transcript) == (2, None)
     assert one.agent("moved").tokens() == LONG[:400]
     assert one.agent("unused").say(LONG[:20]) == 3
+
+
+def test_the_upkeep_waits_for_no_job_of_an_agent(machine: Start) -> None:
+    """The job may wait for the upkeep, which has the agent locked against other processes."""
+    one = machine("one")
+    one.agent().say(LONG[:300])
+    with ThreadPoolExecutor(1) as upkeep:
+        with one.store._replica.changing("agent"):
+            expired = upkeep.submit(one.store._replica.expire, "agent", -1000.0)
+            assert not expired.result(10)
+        assert upkeep.submit(one.store._replica.expire, "agent", -1000.0).result(10)

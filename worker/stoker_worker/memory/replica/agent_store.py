@@ -92,7 +92,7 @@ class ReplicatedStore(CacheStorePort):
         except AgentTranscriptUnreadable as error:
             if error.usable is None or error.usable.transcript is not None:  # it only lacks its last turn
                 raise
-            with suppress(StokerError, OSError, Damaged):
+            with suppress(AgentTranscriptUnreadable, OSError, Damaged):
                 self._replica.mend(agent_id)
             return self.local.open_agent(agent_id)
 

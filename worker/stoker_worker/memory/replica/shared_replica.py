@@ -111,9 +111,7 @@ class SharedReplica(Replica):
         """What is here of the agent cannot be read: bring it in anew. Raises as `look`."""
         with self.changing(agent_id), self._reaching():
             row = self._row(agent_id)
-            newest = self.versions.newest(agent_id, row.version if row else 0)
-            if newest:
-                self._bring(agent_id, row, newest, anew=True)
+            self._bring_newest(agent_id, row, row.version if row else 0, anew=True)
 
     def publish(self, version: NextVersion) -> None:
         agent_id = version.agent_id
@@ -149,29 +147,39 @@ class SharedReplica(Replica):
         return found.next.result if found is not None and found.next.delivery == key else None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
+        """As of `Replica`. Never waits for a job of the agent: that one may wait for the upkeep."""
+        lock = self.changing(agent_id)
+        if not lock.acquire(blocking=False):
+            return False
         try:
-            with self.changing(agent_id), self._reaching():
-                row = self._row(agent_id)
-                if row is None:
-                    return False
-                if self.versions.newest(agent_id, row.version) == row.version:
-                    age_s = self._age_s(agent_id, row.version)
-                    if age_s is None or age_s < unused_s:
-                        return False
-                    self.publish(NextVersion(agent_id, row.version + 1))
+            with self._reaching():
+                return self._expire(agent_id, unused_s)
         except (SharedStoreAway, VersionTaken, OSError, Damaged):
             return False
+        finally:
+            lock.release()
+
+    def _expire(self, agent_id: str, unused_s: float) -> bool:
+        """Raises `BucketAway`, `SharedStoreAway`, `VersionTaken`, `OSError`, `Damaged`."""
+        if (row := self._row(agent_id)) is None:
+            return False
+        if self.versions.newest(agent_id, row.version) == row.version:
+            age_s = self._age_s(agent_id, row.version)
+            if age_s is None or age_s < unused_s:
+                return False
+            self.publish(NextVersion(agent_id, row.version + 1))
         return True
 
-    def _bring_newest(self, agent_id: str, row: AgentRow | None, hint: int) -> None:
-        """Raises as `look`, and `BucketAway`."""
+    def _bring_newest(self, agent_id: str, row: AgentRow | None, hint: int, *, anew: bool = False) -> None:
+        """`anew`: as for `_bring`. Raises as `look`, and `BucketAway`."""
+        known = row.version if row and row.version else self.forgotten(agent_id).number
+        known = 0 if anew else known
         for _ in range(_TRIES):
-            known = row.version if row and row.version else self.forgotten(agent_id).number
             newest = self.versions.newest(agent_id, known, hint)
             if newest == known:
                 return
             try:
-                return self._bring(agent_id, row, newest)
+                return self._bring(agent_id, row, newest, anew=anew)
             except Emptied:  # it was forgotten meanwhile
                 pass
         raise self._bucket.away(f"the newest version of agent {agent_id!r} is emptied")
