@@ -204,7 +204,10 @@ class Finisher:
         try:
             saved = save_turn(job, completion, answers, self._store, model)
         except AgentVersionNotSaved as error:
-            self._fail(job, error)
+            if job.waits_since is None:
+                self._fail(job, error)
+            else:  # an earlier try may have been sent: the next run finds out
+                self._run_again(job, error)
             return
         result = with_total_until_now(saved, job)
         self._redis.wait(partial(job.claimed.finish, result))
