@@ -165,7 +165,8 @@ class CacheStorePort(Protocol):
 
         Raises:
             AgentTranscriptUnreadable: that cannot be known.
-            AgentBusy: as `open_agent`.
+            AgentVersionConflict: it has made one, and the answer is not kept any more.
+            SharedStoreAway, AgentBusy: as `open_agent`.
         """
         ...
 

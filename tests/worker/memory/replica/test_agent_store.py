@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
@@ -23,9 +24,10 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
-from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, VersionTaken
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import agent_table
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
+from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.ports import Delivery, LastVersion
 
 LONG = ids(2000)
@@ -210,7 +212,7 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
         one.agent().say(LONG[: 20 + n])
     for m in (one, two):
         m.store.look("agent")
-        with pytest.raises(AgentTranscriptUnreadable, match="its answer is not kept any more"):
+        with pytest.raises(AgentVersionConflict, match="its answer is not kept any more"):  # fails a `full` job too
             m.store.answer("agent", turn.delivery)
         request = build_agent_request({"action": "forget", "agent_id": "agent"})
         known = m.store.agent_jobs.answer(request, Delivery("forget-agent", "now"))
@@ -314,6 +316,7 @@ def test_a_damaged_version_is_an_error_by_name_and_never_another_text(machine: S
         two.agent().open()
     with pytest.raises(AgentTranscriptUnreadable):  # again
         two.agent().open()
+    machine("three").store.close_number("agent")  # the job fails with its own error
     two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
     assert (two.agent().open().number, two.agent().tokens()) == (4, LONG[:40])
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:40])
@@ -401,12 +404,34 @@ def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
     assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
 
 
+def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:100])
+    two.agent().say(LONG[:200])
+    versions = one.store._replica.versions
+    read = versions.chain
+
+    def read_and_be_overtaken(*args: Any) -> Any:
+        monkeypatch.undo()
+        with opened_with_shared(one.folder) as (_, look):
+            look("agent")
+        return read(*args)
+
+    monkeypatch.setattr(versions, "chain", read_and_be_overtaken)
+    assert one.store.look("agent")
+    assert (one.store.open_agent("agent").number, one.agent().tokens()) == (2, LONG[:200])
+
+
 # --- jobs about an agent's memory ---
 
 
 def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) -> AgentResult:
     request = build_agent_request({"action": action, "agent_id": agent_id, **fields})
-    return one.store.agent_jobs.run(request, Delivery(f"{action}-{agent_id}", "now"))
+    delivery = Delivery(f"{action}-{agent_id}", "now")
+    assert one.store.agent_jobs.answer(request, delivery) is None
+    return one.store.agent_jobs.run(request, delivery)
 
 
 def test_a_rollback_and_a_fork_are_known_elsewhere(machine: Start) -> None:

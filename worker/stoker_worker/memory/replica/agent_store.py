@@ -140,7 +140,8 @@ class ReplicatedStore(CacheStorePort):
 
     def close_number(self, agent_id: str) -> None:
         with self._replica.changing(agent_id):
-            self.look(agent_id)
+            with suppress(AgentTranscriptUnreadable):  # then no turn can follow it
+                self.look(agent_id)
             try:
                 close_number(self.local.parts, agent_id)
             except Damaged as damage:
@@ -215,7 +216,6 @@ class ReplicatedJobs(AgentJobsPort):
         return self._local.answer(request, delivery)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
-        self._look(request)
         if request.action == "info":
             return self._local.run(request, delivery)
         try:

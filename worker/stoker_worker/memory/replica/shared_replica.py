@@ -14,7 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, StoreUnusable, VersionTaken
+from stoker_shared.errors import (
+    AgentTranscriptUnreadable,
+    AgentVersionConflict,
+    SharedStoreAway,
+    StoreUnusable,
+    VersionTaken,
+)
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import naming
 from stoker_worker.memory.agent_row import AgentRow
@@ -103,7 +109,7 @@ class SharedReplica(Replica):
             if is_known and agent_id not in self._doubtful:
                 return False
             with self._reaching():
-                self._bring_newest(agent_id, row, last.number if last else 0)
+                self._bring_newest(agent_id, last.number if last else 0)
             self._doubtful.discard(agent_id)
             return True
 
@@ -111,7 +117,7 @@ class SharedReplica(Replica):
         """What is here of the agent cannot be read: bring it in anew. Raises as `look`."""
         with self.changing(agent_id), self._reaching():
             row = self._row(agent_id)
-            self._bring_newest(agent_id, row, row.version if row else 0, anew=True)
+            self._bring_newest(agent_id, row.version if row else 0, anew=True)
 
     def publish(self, version: NextVersion) -> None:
         agent_id = version.agent_id
@@ -170,26 +176,30 @@ class SharedReplica(Replica):
             self.publish(NextVersion(agent_id, row.version + 1))
         return True
 
-    def _bring_newest(self, agent_id: str, row: AgentRow | None, hint: int, *, anew: bool = False) -> None:
+    def _bring_newest(self, agent_id: str, hint: int, *, anew: bool = False) -> None:
         """`anew`: as for `_bring`. Raises as `look`, and `BucketAway`."""
-        known = row.version if row and row.version else self.forgotten(agent_id).number
-        known = 0 if anew else known
         for _ in range(_TRIES):
+            row = self._row(agent_id)
+            known = row.version if row and row.version else self.forgotten(agent_id).number
+            known = 0 if anew else known
             newest = self.versions.newest(agent_id, known, hint)
             if newest == known:
                 return
             try:
                 return self._bring(agent_id, row, newest, anew=anew)
-            except Emptied:  # it was forgotten meanwhile
+            except (
+                Emptied,
+                AgentVersionConflict,
+            ):  # it was forgotten there meanwhile, or a command has changed it here
                 pass
-        raise self._bucket.away(f"the newest version of agent {agent_id!r} is emptied")
+        raise self._bucket.away(f"agent {agent_id!r} is changed all the time")
 
     def _bring(self, agent_id: str, row: AgentRow | None, newest: int, *, anew: bool = False) -> None:
         """Make version `newest` of the shared store the agent's newest here. `anew`: nothing that is here is of use.
 
         Raises:
             AgentTranscriptUnreadable: it is damaged there; here the agent is at that number now, without it.
-            BucketAway, Emptied: nothing has changed.
+            BucketAway, Emptied, AgentVersionConflict: nothing has changed.
             OSError, Damaged: the database cannot be read or written.
         """
         began = time.perf_counter()
