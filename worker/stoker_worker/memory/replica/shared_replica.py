@@ -190,7 +190,7 @@ class SharedReplica(Replica):
             except (
                 Emptied,
                 AgentVersionConflict,
-            ):  # it was forgotten there meanwhile, or a command has changed it here
+            ):  # meanwhile forgotten there, or changed by a command
                 pass
         raise self._bucket.away(f"agent {agent_id!r} is changed all the time")
 
