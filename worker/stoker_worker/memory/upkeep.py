@@ -40,7 +40,6 @@ _AGENTS_AT_ONCE: Final = 8
 _TICK_S: Final = 60.0
 """How long the store's clock is the same."""
 _MOST_PAGES: Final = 64
-_MOST_TOLD: Final = 10_000
 _NO_AGENT: Final = ""
 
 
@@ -66,8 +65,6 @@ class Upkeep:
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
-        self._lock = threading.Lock()
-        self._removed: dict[str, int] = {}
         self._stop = threading.Event()
         self._monotonic = time.monotonic
         self._ticked_at = self._monotonic()
@@ -75,16 +72,6 @@ class Upkeep:
 
     def start(self) -> None:
         self._thread.start()
-
-    def take_removed(self) -> dict[str, int]:
-        """The agents that were removed since the last call and are not back, each with its last version. Any thread."""
-        with self._lock:
-            taken, self._removed = self._removed, {}
-        if not taken:
-            return {}
-        with suppress(OSError, Damaged), self._database.snapshot() as connection:
-            return {name: last for name, last in taken.items() if agent_table.find_agent(connection, name) is None}
-        return {}
 
     def close(self) -> None:
         """End the thread after its step. Never raises."""
@@ -176,19 +163,15 @@ class Upkeep:
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
             _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
-        with self._lock:
-            if len(self._removed) < _MOST_TOLD:
-                self._removed |= removed
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
-        """Also if its jobs do not come up here: they wait for a job in another queue, or another worker is its home."""
+        """Also if its jobs do not come up here: they wait for a job in another queue, or are left to another worker."""
         budget = self._budget
         return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
-        """Whether the agent is whole and unused. It is nobody else's until
-        `taken` ends."""
+        """Whether the agent is whole and unused. It is nobody else's until `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:

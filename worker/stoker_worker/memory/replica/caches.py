@@ -256,11 +256,6 @@ class CachesBehind:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="caches-behind", daemon=True)
 
-    @property
-    def n_waiting(self) -> int:
-        """Agents whose caches are still to be written."""
-        return len(self._waiting)
-
     def start(self) -> None:
         self._thread.start()
 
