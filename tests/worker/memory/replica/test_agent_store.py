@@ -506,6 +506,28 @@ def test_the_threads_write_through_and_read_ahead(machine: Start) -> None:
     assert (restored.source, restored.prefix.n_tokens) == ("memory", 600)
 
 
+def test_a_stop_waits_for_no_cache_that_comes_ahead_of_its_job(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
+    one.agent().say(LONG[:1900])
+    one.write_behind()
+    get, began = two.bucket.get, threading.Event()
+    read: list[str] = []
+
+    def get_slowly(name: str, limit_s: float | None = None) -> bytes | None:
+        if name.endswith(".safetensors"):
+            read.append(name)
+            began.set()
+            time.sleep(0.5)
+        return get(name, limit_s)
+
+    monkeypatch.setattr(two.bucket, "get", get_slowly)
+    two.store.model_loaded(MODEL)
+    two.store.read_ahead(["agent"])
+    assert began.wait(30)
+    two.store.close()
+    assert len(read) <= 4  # those that were on their way
+
+
 def test_a_long_history_is_brought_in_by_its_last_whole_version(
     machine: Start, share: Share, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -189,6 +189,7 @@ class ReplicatedStore(CacheStorePort):
 
     def close(self) -> None:
         """A cache that is not written yet is computed by whoever needs it."""
+        self._caches.close()
         self._behind.close()
         self.local.close()
 
