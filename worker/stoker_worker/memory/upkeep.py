@@ -140,6 +140,8 @@ class Upkeep:
     def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
+        # Their jobs wait meanwhile, and a shared store is asked about each.
+        at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
                 page = agent_table.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
@@ -149,8 +151,8 @@ class Upkeep:
             self._notes.write()  # a use that is not written yet keeps its agent
             names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
             idle = [agent_id for agent_id in names if not self._has_work(agent_id)]
-            for first in range(0, len(idle), _AGENTS_AT_ONCE):
-                if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], for_s):
+            for first in range(0, len(idle), at_once):
+                if not self._forget_agents(idle[first : first + at_once], for_s):
                     return
                 yield
             yield
