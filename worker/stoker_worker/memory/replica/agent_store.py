@@ -183,7 +183,7 @@ class ReplicatedStore(CacheStorePort):
         self._behind.start()
 
     def glance(self) -> SharedUse:
-        """How the shared store is used. No I/O; any thread."""
+        """The use of the shared store. No I/O; any thread."""
         caches = self._caches
         return SharedUse(self._bucket.outage.seconds, caches.written_bytes, caches.read_bytes)
 
@@ -242,7 +242,7 @@ class ReplicatedJobs(AgentJobsPort):
 
 @contextmanager
 def _unreadable(agent_id: str) -> Iterator[None]:
-    """What is damaged here, as the error that names the agent."""
+    """Damage here becomes the error that names the agent."""
     try:
         yield
     except (Damaged, OSError) as error:

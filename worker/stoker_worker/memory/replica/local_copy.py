@@ -23,7 +23,7 @@ _KEEP_ANSWER_S: Final = 2 * 86_400.0
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
-    """Of the row of this version; ``None``: it is not here."""
+    """The checksum of this version's row; ``None``: it is not here."""
     if row is None:
         return None
     sql = "SELECT checksum FROM turns WHERE agent = ? AND version = ?"

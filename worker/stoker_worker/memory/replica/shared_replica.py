@@ -81,7 +81,7 @@ class SharedReplica(Replica):
         self._meeting = threading.Lock()
         self._noting = threading.Lock()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
-        self._doubtful: set[str] = set()  # a version of theirs may be there, and is not known here
+        self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
         self._clock: tuple[float, float] | None = None
         parts.replica = self
 
@@ -114,7 +114,7 @@ class SharedReplica(Replica):
             return True
 
     def mend(self, agent_id: str) -> None:
-        """What is here of the agent cannot be read: bring it in anew. Raises as `look`."""
+        """Bring the agent in anew, because the copy here cannot be read. Raises as `look`."""
         with self.changing(agent_id), self._reaching():
             row = self._row(agent_id)
             self._bring_newest(agent_id, row.version if row else 0, anew=True)
@@ -225,7 +225,7 @@ class SharedReplica(Replica):
         _log.info("agent %r: brought in version %d in %.3f s", agent_id, newest, time.perf_counter() - began)
 
     def _forget(self, empty: SharedVersion) -> None:
-        """Another worker has, or this one in an earlier life."""
+        """Another worker has made this empty version, or this one in an earlier life."""
         agent_id = empty.next.agent_id
         self._clean(agent_id, empty.next.number)
         forget_agent(self._parts, agent_id, is_held=partial(self._is_held, but_by=agent_id), only_here=True)
@@ -247,7 +247,7 @@ class SharedReplica(Replica):
                 self._forgotten.popitem(last=False)
 
     def _ended_before(self, version: NextVersion) -> dict[bytes, Ended]:
-        """Of each delivery before this version, if it is one that has them."""
+        """The ends of all deliveries before this version, if it is whole or empty; others have none."""
         if version.record is not None and not version.record.keeps_nothing:
             return {}
         row = self._row(version.agent_id)
@@ -272,7 +272,8 @@ class SharedReplica(Replica):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Inside, `BucketAway` is `SharedStoreAway`; while it is away, nobody asks but who waits for its return."""
+        """Inside, `BucketAway` becomes `SharedStoreAway`. It is raised at once while an outage lasts: one thread alone
+        asks whether the shared store is back (`CachesBehind`)."""
         if self._bucket.outage.seconds:
             raise SharedStoreAway(f"the shared store {self._bucket.url} is away")
         try:
