@@ -8,7 +8,7 @@ its time after that.
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fleet_load import (
     BUCKET_PER_S,
@@ -31,9 +31,6 @@ from stoker_worker.queue.claimer import Claimer, Granted
 from stoker_worker.queue.in_flight import JobsInFlight
 from stoker_worker.queue.member import Member
 from stoker_worker.queue.members import Members
-
-if TYPE_CHECKING:
-    from fleet import PlayedFleet
 
 QUEUE: Final = "generate"
 POLL_S: Final = 0.05
@@ -105,7 +102,7 @@ class FleetWorker:
         life: how often this worker was started before.
     """
 
-    def __init__(self, fleet: "PlayedFleet", name: str, store: TokenStore, *, life: int = 0) -> None:
+    def __init__(self, fleet: Any, name: str, store: TokenStore, *, life: int = 0) -> None:
         self.fleet = fleet
         self.name = name
         self.store = store

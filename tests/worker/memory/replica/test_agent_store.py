@@ -394,7 +394,7 @@ def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
     one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
     newest = one.store._replica.versions.newest
 
-    def list_too_early(*args: int) -> int:
+    def list_too_early(*args: Any) -> int:
         monkeypatch.undo()
         number = newest(*args)
         run(two, "forget")
