@@ -25,7 +25,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.ports import Delivery, LastVersion
@@ -218,6 +218,21 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
         known = m.store.agent_jobs.answer(request, Delivery("forget-agent", "now"))
         assert known is not None
         assert (known.model_dump()["version"], known.agent_id) == (forgotten.model_dump()["version"], "agent")
+
+
+def test_a_turn_costs_no_more_for_what_was_delivered_before_a_forget(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one")
+    for n in range(1, 4):
+        one.agent().say(LONG[: 10 * n])
+    run(one, "forget")
+    noted, note_ended = [], deliveries.note_ended
+    monkeypatch.setattr(deliveries, "note_ended", lambda *args: (noted.append(args), note_ended(*args)))
+    one.agent().say(LONG[:10])
+    assert len(noted) == 4  # three turns and the forget
+    one.agent().say(LONG[:20])
+    assert len(noted) == 4
 
 
 def test_a_rollback_that_comes_again_at_another_worker_is_answered(machine: Start) -> None:

@@ -135,10 +135,11 @@ class SharedReplica(Replica):
 
     def committed(self, connection: Connection, version: NextVersion) -> None:
         """An agent that begins again keeps the deliveries of before it was forgotten."""
-        ended = self.forgotten(version.agent_id).ended
-        row = agent_table.find_agent(connection, version.agent_id) if ended else None
-        if row is not None:
-            for key, end in ended.items():
+        before = self.forgotten(version.agent_id)
+        if not before.ended or version.number != before.number + 1:
+            return
+        if (row := agent_table.find_agent(connection, version.agent_id)) is not None:
+            for key, end in before.ended.items():
                 deliveries.note_ended(connection, row.number, key, end)
 
     def forgotten(self, agent_id: str) -> Forgotten:
