@@ -485,7 +485,7 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     assert (one.agent().open().number, one.agent().tokens()) == (4, ids(30, seed=3))
 
 
-# --- writing through ---
+# --- caches ---
 
 
 def test_the_bandwidth_is_bounded(machine: Start) -> None:
@@ -506,7 +506,7 @@ def test_a_turn_writes_only_what_is_new(machine: Start) -> None:
     assert one.store.glance().written_bytes - before < before / 20
 
 
-def test_the_threads_write_through_and_read_ahead(machine: Start) -> None:
+def test_the_threads_write_caches_behind_the_turns_and_read_ahead(machine: Start) -> None:
     one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
     one.store.start_upkeep()
     one.agent().say(LONG[:600])
