@@ -227,8 +227,14 @@ def test_a_turn_costs_no_more_for_what_was_delivered_before_a_forget(
     for n in range(1, 4):
         one.agent().say(LONG[: 10 * n])
     run(one, "forget")
-    noted, note_ended = [], deliveries.note_ended
-    monkeypatch.setattr(deliveries, "note_ended", lambda *args: (noted.append(args), note_ended(*args)))
+    noted: list[bytes] = []
+    note_ended = deliveries.note_ended
+
+    def note(connection: Any, agent: int, key: bytes, end: Any) -> None:
+        noted.append(key)
+        note_ended(connection, agent, key, end)
+
+    monkeypatch.setattr(deliveries, "note_ended", note)
     one.agent().say(LONG[:10])
     assert len(noted) == 4  # three turns and the forget
     one.agent().say(LONG[:20])
@@ -525,17 +531,19 @@ def test_a_stop_waits_for_no_cache_that_comes_ahead_of_its_job(machine: Start, m
     one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
     one.agent().say(LONG[:1900])
     one.write_behind()
-    get, began = two.bucket.get, threading.Event()
+    get, stop = two.bucket.get, two.store._behind.close
+    began, closes = threading.Event(), threading.Event()
     read: list[str] = []
 
     def get_slowly(name: str, limit_s: float | None = None) -> bytes | None:
         if name.endswith(".safetensors"):
             read.append(name)
             began.set()
-            time.sleep(0.5)
+            closes.wait(30)
         return get(name, limit_s)
 
     monkeypatch.setattr(two.bucket, "get", get_slowly)
+    monkeypatch.setattr(two.store._behind, "close", lambda: (closes.set(), stop()))
     two.store.model_loaded(MODEL)
     two.store.read_ahead(["agent"])
     assert began.wait(30)
