@@ -543,7 +543,12 @@ def test_a_stop_waits_for_no_cache_that_comes_ahead_of_its_job(machine: Start, m
         return get(name, limit_s)
 
     monkeypatch.setattr(two.bucket, "get", get_slowly)
-    monkeypatch.setattr(two.store._behind, "close", lambda: (closes.set(), stop()))
+
+    def close() -> None:
+        closes.set()
+        stop()
+
+    monkeypatch.setattr(two.store._behind, "close", close)
     two.store.model_loaded(MODEL)
     two.store.read_ahead(["agent"])
     assert began.wait(30)
