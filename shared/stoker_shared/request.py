@@ -168,7 +168,7 @@ class GenerationRequest(BaseModel):
             raise ValueError("'check.min_mean_logprob' needs 'logprobs': true")
         if self.route and self.model is not None:
             raise ValueError("'route' and 'model' both name models: give one of them")
-        if self.route and self.continues:
+        if self.route and self.context == "append":
             raise ValueError("context 'append' continues what one model has stored: 'route' is refused with it")
         if self.route and self.access == "write":
             raise ValueError(f"'route' is {READS_ONLY}")
@@ -196,11 +196,6 @@ class GenerationRequest(BaseModel):
         if self.agent_id is None or self.cache == "off":
             return "none"
         return "read" if self.cache == "read" else "write"
-
-    @property
-    def continues(self) -> bool:
-        """Whether the job needs what is stored of its agent, and cannot do without."""
-        return self.context == "append"
 
     def as_payload(self) -> dict[str, Any]:
         """The JSON object that goes on the wire: the fields that differ from their defaults, those of

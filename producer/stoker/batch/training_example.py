@@ -67,7 +67,7 @@ def example_of(line: Line, body: Mapping[str, Any]) -> TrainingExample:
     request = line.request
     if line.url != CHAT_URL or request.messages is None:
         raise NoExample("not a chat")
-    if request.continues:
+    if request.context == "append":
         raise NoExample("continuing a stored conversation")
     choice = body["choices"][0]
     _require_accepted(body, choice)

@@ -263,10 +263,10 @@ def test_a_change_of_an_agent_that_another_worker_changed_first_runs_again(
     assert (scene.queue.state("forget"), scene.queue.given_back) == ("queued", ["forget"])
 
 
-def away(scene: Scene) -> Job:
+def away(scene: Scene, context: str = "append") -> Job:
     """A finished turn that waits for the shared store."""
     scene.store.memory.is_away = True
-    job = scene.put_finished("a", context="append")
+    job = scene.put_finished("a", context=context)
     end = time.monotonic() + TIMEOUT_S
     while job.waits_since is None:
         assert time.monotonic() < end
@@ -295,6 +295,22 @@ def test_a_turn_that_has_waited_for_the_shared_store_for_long_goes_back_and_uses
     scene.wait_for_release()
     entry = scene.queue.entries["job-a"]
     assert (entry.state, entry.lost, entry.error) == ("queued", 0, None)
+
+
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_turn_that_may_have_been_sent_ends_no_job_when_the_disk_here_refuses_it_then(
+    scene: Scene, context: str
+) -> None:
+    away(scene, context)
+
+    def refuse(agent_id: str | None) -> None:
+        raise OSError("disk full")
+
+    scene.store.memory.before_write = refuse
+    scene.store.memory.is_away = False
+    scene.wait_for_release()
+    assert (scene.states("a"), scene.queue.entries["job-a"].lost) == (["queued"], 0)
+    assert "a" not in scene.store.memory.unsaved
 
 
 @pytest.mark.parametrize("how", ["hurry", "stopping"])

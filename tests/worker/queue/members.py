@@ -28,16 +28,6 @@ def claim_within(queue: RqQueue, within_s: float = 20.0) -> list[ClaimedJob]:
     return found
 
 
-def claim_in_turn(claiming: RqQueue, idle: RqQueue, limit: int = 16) -> list[str]:
-    """What one worker claims while another one, which must not claim anything, looks as well."""
-    end = time.monotonic() + 20
-    while not (found := claim(claiming, limit)):
-        assert claim(idle) == []
-        assert time.monotonic() < end, "nothing to claim"
-        time.sleep(0.02)
-    return ids(found)
-
-
 def ids(jobs: Sequence[ClaimedJob]) -> list[str]:
     return [job.job_id for job in jobs]
 

@@ -268,6 +268,12 @@ def test_jobs_that_ran_together_go_back_in_one_transaction(connection, producer,
     assert [job_id.decode() for job_id in connection.lrange("rq:queue:generate", 0, -1)] == ids
 
 
+@pytest.mark.parametrize("context", ["append", "full"])
+def test_a_job_runs_with_its_first_claim(producer, opened, context):
+    job_id = producer.submit(agent_id="a", prompt="x", context=context).job_id
+    assert ids(claim(opened())) == [job_id]
+
+
 def test_a_producers_note_of_another_agent_is_corrected_when_the_job_is_claimed(connection, producer, opened):
     """Otherwise it would be claimed and given back forever, and block the jobs behind it."""
     queue = opened()

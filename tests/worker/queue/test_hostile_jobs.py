@@ -32,7 +32,7 @@ TEXTS = (
     "origin", "status", "worker_name", "description", "group_id", "rate_limit_key", "dependency_id", "exc_info",
     "result", "meta", "success_callback_name", "failure_callback_name", "stopped_callback_name", "data",
 )  # fmt: skip
-OURS = ("stoker_attempts", "stoker_lost_alone", "stoker_agent", "stoker_needs", "stoker_tried", "stoker_stream")
+OURS = ("stoker_attempts", "stoker_lost_alone", "stoker_agent", "stoker_saving", "stoker_tried", "stoker_stream")
 FIELDS = (*NUMBERS, *TIMES, *LISTS, *TEXTS, *OURS)
 VALUES = (
     b"", b"5", b"-7", b"0", b"true", b"null", b"1.5", b"1e300", b"nan", b"[]", b"{}", b"[5]", b'["a", 5]', b"[[]]",

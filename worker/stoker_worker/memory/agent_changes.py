@@ -62,7 +62,7 @@ class Asked:
             raise AgentVersionConflict(f"agent {agent_id!r} is at version {version}, not {self.expect_version}")
 
     def key(self, agent_id: str) -> bytes | None:
-        """Of the delivery. `agent_id`: the changed agent."""
+        """The delivery's key; ``None`` for a command. `agent_id`: the changed agent."""
         return deliveries.delivery_key(agent_id, self.delivery) if self.delivery else None
 
     def remember(self, connection: Connection, agent: int, agent_id: str, result: AgentResult, *, version: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from stoker_shared.errors import AgentTranscriptUnreadable
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table, deliveries, turn_table
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database_file import with_way_on
@@ -75,10 +75,13 @@ class AgentReading:
         return known
 
     def _answer_there(self, agent_id: str, version: int, key: bytes) -> Mapping[str, Any]:
-        """Raises `Damaged`."""
+        """Raises `SharedStoreAway`, `Damaged`; `AgentVersionConflict`: the agent was forgotten since, or the version is
+        too old. The job would bring back what is gone."""
         text = self._parts.replica.result_in(agent_id, version, key)
         if text is None:
-            raise Damaged(f"this delivery has made version {version}, and its answer is not kept any more")
+            raise AgentVersionConflict(
+                f"this delivery has made version {version} of agent {agent_id!r}, and its answer is not kept any more"
+            )
         answer: Mapping[str, Any] = json.loads(text)
         return answer
 

@@ -162,14 +162,6 @@ def set_piece_bytes(connection: Connection, agent: int, n_bytes: int, *, known: 
         count_bytes(connection, n_bytes - known)
 
 
-def agent_bytes(connection: Connection, agent_id: str) -> int | None:
-    """Of its cache, with blocks that others use too; ``None``: there is no such agent."""
-    n_bytes = "CAST(piece_bytes AS INTEGER) + coalesce(CAST(chain_bytes AS INTEGER), 0)"
-    sql = f"SELECT {n_bytes} FROM agents LEFT JOIN blocks ON address = last_block WHERE agent_id = ?"
-    row = connection.execute(sql, (agent_id,)).fetchone()
-    return None if row is None else int(row[0])
-
-
 def count_bytes(connection: Connection, n_bytes: int) -> None:
     if n_bytes:
         connection.execute("UPDATE store SET cache_bytes = cache_bytes + ?", (n_bytes,))

@@ -97,7 +97,7 @@ def job_has_ended(connection: Connection, agent: int, version: int) -> None:
 
 
 def ended_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
-    """Of each delivery to the agent that may come again, by its key."""
+    """The ends of the deliveries to the agent that may come again, by their keys."""
     sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
     rows = ((key, _parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time())))
     return {key: Ended(int(version or 0), until) for key, version, until in rows}

@@ -77,14 +77,14 @@ def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersio
     return NextVersion(agent_id, newest + 1, None, asked.key(agent_id), answer.model_dump_json())
 
 
-def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> dict[str, int]:
-    """Remove these agents here; returns the last versions of those that are removed. One that cannot be keeps no other
-    from it, and is logged.
+def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> list[str]:
+    """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
+    logged.
 
     Args:
         is_held: `Holds.is_held`.
     """
-    versions = {}
+    gone = []
     held_by_others = [partial(is_held, but_by=agent_id) for agent_id in agents]
     changes = parts.database.commit_each([
         partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held)
@@ -93,11 +93,11 @@ def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable
     for agent_id, held, change in zip(agents, held_by_others, changes, strict=True):
         try:
             removed = change.outcome()
-            versions[agent_id] = removed.answer.version
+            gone.append(agent_id)
             _remove_files(parts, removed, held)
         except (OSError, Damaged, StokerError) as error:
             _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
-    return versions
+    return gone
 
 
 class _Removed(NamedTuple):

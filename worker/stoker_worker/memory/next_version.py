@@ -32,7 +32,7 @@ class NextVersion:
 
 
 class Ended(NamedTuple):
-    """How a delivery has ended: in which version, and until when (Unix time) it may come again."""
+    """The end of a delivery: the version that it made, and until when (Unix time) the delivery may come again."""
 
     version: int
     until: float
@@ -43,7 +43,7 @@ class Forgotten:
     """An agent whose newest version is an empty one. Its numbers go on.
 
     Attributes:
-        ended: of each delivery's key.
+        ended: the ends of its deliveries, by their keys.
     """
 
     number: int = 0
@@ -54,7 +54,7 @@ NEVER_MADE = Forgotten()
 
 
 class Replica(Protocol):
-    """What a store's database is a copy of.
+    """The shared store behind a store's database, which is a copy of it.
 
     Attributes:
         is_shared: whether there is a shared store.
@@ -76,7 +76,7 @@ class Replica(Protocol):
         ...
 
     def forgotten(self, agent_id: str) -> Forgotten:
-        """Of an agent that is unknown here; as of the last look."""
+        """The agent, which is unknown here, as the last look found it in the shared store."""
         ...
 
     def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
@@ -89,8 +89,8 @@ class Replica(Protocol):
         ...
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
-        """Whether the agent may go here, being unused here for so long. If no other worker has used it either, it is
-        forgotten everywhere."""
+        """Returns whether the agent may be removed here, where it was unused for so long. It is forgotten everywhere if
+        its newest version is as old."""
         ...
 
 

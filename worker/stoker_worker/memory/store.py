@@ -212,10 +212,6 @@ class AgentCacheStore(CacheStorePort):
     def read_ahead(self, agents: Sequence[str]) -> None:
         self._read_ahead.next(agents)
 
-    def take_removed(self) -> dict[str, int]:
-        """As `Upkeep.take_removed`."""
-        return self._upkeep.take_removed()
-
     def start_upkeep(self) -> None:
         """Start the thread that keeps the store small and its books right."""
         self._upkeep.start()

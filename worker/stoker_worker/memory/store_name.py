@@ -1,4 +1,4 @@
-"""The name of a store's worker, which stays when the worker is started again: the homes of agents are known by it. Main
+"""The name of a store's worker, which stays when the worker is started again: its jobs in flight are known by it. Main
 thread.
 
 Owns ``STORE/worker-name``. The host's name is part of it, as it was when the store was made: hosts change their names,
@@ -36,5 +36,5 @@ def store_name(folder: Path) -> str:
     try:
         replace_file(path, f"{name}\n".encode())
     except OSError as error:
-        _log.warning("cannot write %s, so this worker's agents will have another home next time: %s", path, error)
+        _log.warning("cannot write %s, so this worker has another name next time: %s", path, error)
     return name

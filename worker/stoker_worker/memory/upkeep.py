@@ -40,7 +40,6 @@ _AGENTS_AT_ONCE: Final = 8
 _TICK_S: Final = 60.0
 """How long the store's clock is the same."""
 _MOST_PAGES: Final = 64
-_MOST_TOLD: Final = 10_000
 _NO_AGENT: Final = ""
 
 
@@ -66,8 +65,6 @@ class Upkeep:
         self._budget = budget
         self._ram_cache = ram_cache
         self._agent_ttl_s = agent_ttl_s
-        self._lock = threading.Lock()
-        self._removed: dict[str, int] = {}
         self._stop = threading.Event()
         self._monotonic = time.monotonic
         self._ticked_at = self._monotonic()
@@ -75,16 +72,6 @@ class Upkeep:
 
     def start(self) -> None:
         self._thread.start()
-
-    def take_removed(self) -> dict[str, int]:
-        """The agents that were removed since the last call and are not back, each with its last version. Any thread."""
-        with self._lock:
-            taken, self._removed = self._removed, {}
-        if not taken:
-            return {}
-        with suppress(OSError, Damaged), self._database.snapshot() as connection:
-            return {name: last for name, last in taken.items() if agent_table.find_agent(connection, name) is None}
-        return {}
 
     def close(self) -> None:
         """End the thread after its step. Never raises."""
@@ -153,6 +140,8 @@ class Upkeep:
     def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
         for_s, after = ttl_s + _TICK_S, (float("-inf"), 0)  # the last use may be a tick later than the clock was
+        # Their jobs wait meanwhile, and a shared store is asked about each.
+        at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
                 page = agent_table.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
@@ -162,8 +151,8 @@ class Upkeep:
             self._notes.write()  # a use that is not written yet keeps its agent
             names = [agent_id for *_, agent_id in page if isinstance(agent_id, str)]  # others are damaged
             idle = [agent_id for agent_id in names if not self._has_work(agent_id)]
-            for first in range(0, len(idle), _AGENTS_AT_ONCE):
-                if not self._forget_agents(idle[first : first + _AGENTS_AT_ONCE], for_s):
+            for first in range(0, len(idle), at_once):
+                if not self._forget_agents(idle[first : first + at_once], for_s):
                     return
                 yield
             yield
@@ -176,19 +165,15 @@ class Upkeep:
         for agent_id in removed:
             self._ram_cache.drop(agent_id)
             _log.info("agent %r removed: it was not used for %g s", agent_id, self._agent_ttl_s)
-        with self._lock:
-            if len(self._removed) < _MOST_TOLD:
-                self._removed |= removed
         return bool(removed or not unused)
 
     def _has_work(self, agent_id: str) -> bool:
-        """Also if its jobs do not come up here: they wait for a job in another queue, or another worker is its home."""
+        """Also if its jobs do not come up here: they wait for a job in another queue, or are left to another worker."""
         budget = self._budget
         return budget.holds.has_work(agent_id) or budget.place_of(agent_id) < budget.place_of(_NO_AGENT)
 
     def _takes(self, taken: ExitStack, agent_id: str, for_s: float) -> bool:
-        """Whether the agent is whole and unused. It is nobody else's until
-        `taken` ends."""
+        """Whether the agent is whole and unused. It is nobody else's until `taken` ends."""
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:

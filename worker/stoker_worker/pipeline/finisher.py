@@ -204,7 +204,10 @@ class Finisher:
         try:
             saved = save_turn(job, completion, answers, self._store, model)
         except AgentVersionNotSaved as error:
-            self._fail(job, error)
+            if job.waits_since is None:
+                self._fail(job, error)
+            else:  # an earlier try may have been sent: the next run finds out
+                self._run_again(job, error)
             return
         result = with_total_until_now(saved, job)
         self._redis.wait(partial(job.claimed.finish, result))
@@ -215,8 +218,9 @@ class Finisher:
 
     def _begin_save(self, job: Job) -> None:
         """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
-        all the same, and the next worker answers its delivery from the agent's history. Nobody else writes to the store
-        meanwhile: this process has it locked. (docs/decisions.md: "A stop while Redis is away")."""
+        all the same, and the next worker answers its delivery from the agent's history. No other worker can make the
+        same version: this process has the store locked, and a shared store takes one of each number.
+        (docs/decisions.md: "A stop while Redis is away")."""
         with suppress(RedisUnavailable):
             self._redis.wait(job.claimed.begin_save)
 

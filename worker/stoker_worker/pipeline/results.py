@@ -116,7 +116,8 @@ def save_turn(
     """The result, as JSON.
 
     Raises:
-        AgentVersionNotSaved: an `append` turn could not be saved; or another one, and not even that could be noted.
+        AgentVersionNotSaved: an `append` turn could not be saved, or one that waited for the shared store; or another
+            one, and not even that could be noted.
         VersionTaken: another worker, or a command of the shell, has changed the agent meanwhile.
         SharedStoreAway: it may be saved or not.
     """
@@ -148,7 +149,7 @@ def save_turn(
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if request.context == "append":
+        if request.context == "append" or job.waits_since is not None:
             raise AgentVersionNotSaved(reason) from error
         try:
             store.mark_unsaved(agent.agent_id)

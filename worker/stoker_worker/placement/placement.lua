@@ -26,15 +26,15 @@ local function state_of(job)
   return redis.call('EXISTS', 'rq:executions:' .. job.id) == 1 and 'in flight' or 'waits' -- enqueued while it runs
 end
 
--- Whether a job that was put back is in front of another one. It is near the front then.
+-- Returns whether a job that was put back is in front of another one. Such a job is near the front.
 local function is_before(queue, first, second)
   local list = 'rq:queue:' .. queue
   local at = redis.call('LPOS', list, first, 'MAXLEN', 1000)
   return at and (at == 0 or not redis.call('LPOS', list, second, 'MAXLEN', at))
 end
 
--- `held`: a job of the agent is in flight, beside which this one may not run. `stale`: a job of the agent that was in
--- flight is back in front of this one, and the caller has not seen it yet.
+-- Returns `held`: a job of the agent is in flight, beside which this one may not run. `stale`: a job of the agent that
+-- was in flight is back in front of this one, and the caller has not seen it yet.
 local function bar(keys, queue, agent, mode, id)
   for _, key in ipairs(keys) do
     local held_as, jobs = held_in(key, agent)
@@ -70,12 +70,12 @@ local function last_of(keys, agent)
   return maker, newest
 end
 
--- The member that an RQ worker is, or was. Its caches stay when it is started again.
+-- Returns the member that an RQ worker is, or was. Its caches stay when it is started again.
 local function member_of(worker)
   return string.match(worker, '^stoker%-(.+)%-%x+$')
 end
 
--- Whether a member lives, has loaded its model, and does not leave.
+-- Returns whether a member lives, has loaded its model, and does not leave.
 local function is_ready(members, member)
   if not member or redis.call('EXISTS', 'stoker:holder:' .. member) == 0 then return false end
   local is_json, record = pcall(cjson.decode, redis.call('HGET', members, member) or '')

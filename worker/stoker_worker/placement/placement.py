@@ -28,7 +28,7 @@ def as_field(agent_id: str) -> Any:
 
 
 class Writes(NamedTuple):
-    """What a job writes.
+    """The agents that a job writes.
 
     Attributes:
         held: the agent that the job is entered for.

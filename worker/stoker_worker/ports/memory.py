@@ -155,6 +155,7 @@ class CacheStorePort(Protocol):
         Raises:
             AgentTranscriptUnreadable: a version is damaged, missing or foreign, or the last turn was not saved. The
                 error's `.usable` is the version that `context="full"` may still continue from.
+            SharedStoreAway: what is damaged here may be whole there.
             AgentBusy: another process is changing the agent, and did not end in time; for ``full`` jobs too.
         """
         ...
@@ -164,7 +165,8 @@ class CacheStorePort(Protocol):
 
         Raises:
             AgentTranscriptUnreadable: that cannot be known.
-            AgentBusy: as `open_agent`.
+            AgentVersionConflict: it has made one, and the answer is not kept any more.
+            SharedStoreAway, AgentBusy: as `open_agent`.
         """
         ...
 

@@ -4,8 +4,9 @@
 -- empty for a job without an agent, else `w` or `r`, `1` if this worker's patience with the job is over, else `0`, and
 -- the agent.
 --
--- An id is moved as a whole: after a crash it is always in the queue or among the claimed ids. For each id the reply has
--- three words, until so many are claimed: what became of it, then the worker that made its agent's newest version, and that version's number.
+-- An id is moved as a whole: after a crash it is always in the queue or among the claimed ids. For each id, until so many
+-- are claimed, the reply has three words: the verdict, the worker that made its agent's newest version, and that
+-- version's number.
 -- `claimed`: it is ours. `held`, `stale`: as in `placement.lua`. `passed`: it is left to that worker for a while.
 -- `gone`: it is not in the queue.
 if redis.call('GET', KEYS[3]) ~= ARGV[1] then return false end

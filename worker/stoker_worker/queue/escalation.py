@@ -20,7 +20,6 @@ from stoker_shared.errors import RedisUnavailable
 from stoker_shared.result import Attempt
 from stoker_shared.route import Step
 from stoker_shared.wire import FIELD_TRIED
-from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.job_finish import AlreadyWritten, Ending
 from stoker_worker.queue.json_job import JobRun
@@ -50,17 +49,11 @@ class Escalation:
     """Sends this worker's jobs on to other models."""
 
     def __init__(
-        self,
-        connection: Redis,
-        registration: RqRegistration,
-        ownership: Ownership,
-        placement: Placement,
-        follow_up: FollowUp,
+        self, connection: Redis, registration: RqRegistration, ownership: Ownership, follow_up: FollowUp
     ) -> None:
         self._connection = connection
         self._registration = registration
         self._ownership = ownership
-        self._placement = placement
         self._follow_up = follow_up
         self._verdicts = Verdicts(connection)
 
@@ -70,7 +63,7 @@ class Escalation:
             OwnershipLost: the run is not ours (any more).
             RedisUnavailable: it could not be written.
         """
-        ending = Ending(self._ownership, self._placement, run, "escalated")
+        ending = Ending(self._ownership, run, "escalated")
         for _ in range(_TRIES):
             note = ending.written()
             if note is None:

@@ -77,22 +77,10 @@ class OwnedQueue(Queue):
 class Ending:
     """One try to end a job: its note, and the check that begins the transaction."""
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        placement: Placement,
-        run: JobRun,
-        end: End,
-        *,
-        partial_text: str | None = None,
-        result: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`result`: of a job that has finished."""
+    def __init__(self, ownership: Ownership, run: JobRun, end: End, *, partial_text: str | None = None) -> None:
         self._ownership = ownership
-        self._placement = placement
         self._run = run
         self._partial_text = partial_text
-        self._result = result or {}
         self._changes_meta = False
         self._n_checks = 0
         rate_limit = None if end == "escalated" else run.job.rate_limit_key  # it keeps its place
@@ -153,8 +141,6 @@ class Ending:
     def finish_with_note(self, pipeline: Pipeline) -> None:
         if self._run.job.get_result_ttl(DEFAULT_RESULT_TTL_S) != 0:  # else the job is deleted at its end
             self._write_meta(pipeline)
-        if self._run.writes is not None:
-            self._placement.wrote(pipeline, self._run.writes, self._result)
         self.write_note(pipeline)
 
     def write_note(self, pipeline: Pipeline) -> None:
@@ -217,7 +203,7 @@ class JobFinish:
         Raises:
             OwnershipLost: the run is not ours (any more), or it is finished already.
         """
-        ending = Ending(self._ownership, self._placement, run, "finished", result=result)
+        ending = Ending(self._ownership, run, "finished")
         try:
             self._write_success(run, ending, result)
         except AlreadyWritten as written:
@@ -237,7 +223,7 @@ class JobFinish:
             RedisUnavailable: RQ could not write it.
         """
         rq_job = run.job
-        ending = Ending(self._ownership, self._placement, run, "failed", partial_text=partial_text)
+        ending = Ending(self._ownership, run, "failed", partial_text=partial_text)
         if isinstance(error, RequestError) or not may_retry:
             rq_job.retries_left = 0  # the same request fails the same way
         self._end_badly(run, ending, f"{type(error).__name__}: {message_line(error)}")
@@ -247,7 +233,7 @@ class JobFinish:
         if self._ownership.of(run) == "lost":
             self._ownership.let_go(run)
             return False
-        self._end_badly(run, Ending(self._ownership, self._placement, run, "stopped"), "JobStopped: stopped on request")
+        self._end_badly(run, Ending(self._ownership, run, "stopped"), "JobStopped: stopped on request")
         return True
 
     def _end_badly(self, run: JobRun, ending: Ending, reason: str) -> None:
@@ -281,6 +267,8 @@ class JobFinish:
         rq_job._status = JobStatus.FINISHED
 
         def at_end(pipeline: Pipeline) -> None:
+            if run.writes is not None:
+                self._placement.wrote(pipeline, run.writes, result)
             ending.finish_with_note(pipeline)
             self._verdicts.count_last(pipeline, result)
 

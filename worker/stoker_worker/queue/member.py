@@ -55,12 +55,12 @@ class Member:
 
     @property
     def share(self) -> str:
-        """What `SERVED_KEY` has while it serves its queues: those that have the same there may serve them together."""
+        """The value of `SERVED_KEY` while it serves its queues: members of the same value may serve them together."""
         return f"shared {self.shared} {self.model}" if self.shared else f"only {self.name}"
 
     @property
     def kept_in(self) -> str:
-        """What `STORE_KEY` has from then on."""
+        """The value of `STORE_KEY` from then on."""
         return f"shared {self.shared}" if self.shared else self.kept_alone
 
     @property
@@ -69,7 +69,7 @@ class Member:
         return f"store {self.store}"
 
     def described(self) -> str:
-        """What `of` reads."""
+        """The JSON that `of` reads."""
         about: dict[str, Any] = {"worker": self.worker, "queues": self.queues, "store": self.store}
         about |= {"shared": self.shared, "model": self.model, "loading": not self.is_ready, "leaving": self.is_leaving}
         about |= {"pids": self.pids, **asdict(self.process)}

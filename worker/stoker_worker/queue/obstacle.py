@@ -1,4 +1,4 @@
-"""What keeps a worker from serving its queues: the scripts' replies, and the errors for its operator. Owns no state."""
+"""The reasons why a worker may not serve its queues: the scripts' replies, and the operator's errors. Owns no state."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -53,7 +53,8 @@ class Obstacle(NamedTuple):
         return self.kind == "served" and self.found.startswith("{")
 
     def is_gone(self, me: Member) -> bool:
-        """Whether all workers behind it are certainly gone, or are this very one, whose earlier try had no reply."""
+        """Returns whether all workers behind it are certainly gone, or are this very one, whose earlier try had no
+        reply."""
         if not self.holders:
             return self.kind == "copied"  # the other one's lease ran out
         return all(one.worker == me.worker or one.is_certainly_dead() for one in self.holders)

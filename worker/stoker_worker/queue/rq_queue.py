@@ -74,7 +74,7 @@ class RqQueue(QueuePort):
         self._streams = JobStreams(connection)
         job_finish, stops = self._job_finish, registration.stop_requests
         own, streams, progress = self._ownership, self._streams, self._progress
-        onward = Escalation(connection, registration, own, placement, follow_up)
+        onward = Escalation(connection, registration, own, follow_up)
         self._parts = parts = QueueParts(
             own, job_finish, onward, self._requeue, streams, progress, callbacks, stops, in_flight
         )

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.worker.memory.agents import (
@@ -23,9 +24,10 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
-from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, VersionTaken
+from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
+from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.ports import Delivery, LastVersion
 
 LONG = ids(2000)
@@ -224,12 +226,33 @@ def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Sta
         one.agent().say(LONG[: 20 + n])
     for m in (one, two):
         m.store.look("agent")
-        with pytest.raises(AgentTranscriptUnreadable, match="its answer is not kept any more"):
+        with pytest.raises(AgentVersionConflict, match="its answer is not kept any more"):  # fails a `full` job too
             m.store.answer("agent", turn.delivery)
         request = build_agent_request({"action": "forget", "agent_id": "agent"})
         known = m.store.agent_jobs.answer(request, Delivery("forget-agent", "now"))
         assert known is not None
         assert (known.model_dump()["version"], known.agent_id) == (forgotten.model_dump()["version"], "agent")
+
+
+def test_a_turn_costs_no_more_for_what_was_delivered_before_a_forget(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = machine("one")
+    for n in range(1, 4):
+        one.agent().say(LONG[: 10 * n])
+    run(one, "forget")
+    noted: list[bytes] = []
+    note_ended = deliveries.note_ended
+
+    def note(connection: Any, agent: int, key: bytes, end: Any) -> None:
+        noted.append(key)
+        note_ended(connection, agent, key, end)
+
+    monkeypatch.setattr(deliveries, "note_ended", note)
+    one.agent().say(LONG[:10])
+    assert len(noted) == 4  # three turns and the forget
+    one.agent().say(LONG[:20])
+    assert len(noted) == 4
 
 
 def test_a_rollback_that_comes_again_at_another_worker_is_answered(machine: Start) -> None:
@@ -328,6 +351,7 @@ def test_a_damaged_version_is_an_error_by_name_and_never_another_text(machine: S
         two.agent().open()
     with pytest.raises(AgentTranscriptUnreadable):  # again
         two.agent().open()
+    machine("three").store.close_number("agent")  # the job fails with its own error
     two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
     assert (two.agent().open().number, two.agent().tokens()) == (4, LONG[:40])
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:40])
@@ -384,12 +408,65 @@ def test_an_agent_that_is_damaged_here_is_mended_from_there(machine: Start) -> N
     assert not problems_of(one.store.local)
 
 
+def test_an_agent_that_is_damaged_here_waits_for_a_shared_store_that_is_away(machine: Start, share: Share) -> None:
+    one = machine("one")
+    one.agent().say(LONG[:100])
+    one.store.look("agent")
+    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    share.go_away()
+    with pytest.raises(SharedStoreAway):
+        one.store.open_agent("agent")
+    share.come_back()
+    one.notice_return()
+    assert (one.agent().open().number, one.agent().tokens()) == (1, LONG[:100])
+
+
+def test_an_agent_that_is_damaged_here_and_forgotten_elsewhere_is_forgotten(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:100])
+    one.store.local.parts.database.commit(lambda c: c.execute("UPDATE turns SET about = '{}'"))
+    newest = one.store._replica.versions.newest
+
+    def list_too_early(*args: Any) -> int:
+        monkeypatch.undo()
+        number = newest(*args)
+        run(two, "forget")
+        return number
+
+    monkeypatch.setattr(one.store._replica.versions, "newest", list_too_early)
+    assert (one.store.open_agent("agent").number, one.store.open_agent("agent").transcript) == (2, None)
+
+
+def test_an_agent_that_a_command_brings_in_at_the_same_time_fails_no_look(
+    machine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    one.agent().say(LONG[:100])
+    two.agent().say(LONG[:200])
+    versions = one.store._replica.versions
+    read = versions.chain
+
+    def read_and_be_overtaken(*args: Any) -> Any:
+        monkeypatch.undo()
+        with opened_with_shared(one.folder) as (_, look):
+            look("agent")
+        return read(*args)
+
+    monkeypatch.setattr(versions, "chain", read_and_be_overtaken)
+    assert one.store.look("agent")
+    assert (one.store.open_agent("agent").number, one.agent().tokens()) == (2, LONG[:200])
+
+
 # --- jobs about an agent's memory ---
 
 
 def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) -> AgentResult:
     request = build_agent_request({"action": action, "agent_id": agent_id, **fields})
-    return one.store.agent_jobs.run(request, Delivery(f"{action}-{agent_id}", "now"))
+    delivery = Delivery(f"{action}-{agent_id}", "now")
+    assert one.store.agent_jobs.answer(request, delivery) is None
+    return one.store.agent_jobs.run(request, delivery)
 
 
 def test_a_rollback_and_a_fork_are_known_elsewhere(machine: Start) -> None:
@@ -428,7 +505,7 @@ def test_a_forgotten_agent_is_forgotten_everywhere_and_its_numbers_stay_used(mac
     assert (one.agent().open().number, one.agent().tokens()) == (4, ids(30, seed=3))
 
 
-# --- writing through ---
+# --- caches ---
 
 
 def test_the_bandwidth_is_bounded(machine: Start) -> None:
@@ -449,7 +526,7 @@ def test_a_turn_writes_only_what_is_new(machine: Start) -> None:
     assert one.store.glance().written_bytes - before < before / 20
 
 
-def test_the_threads_write_through_and_read_ahead(machine: Start) -> None:
+def test_the_threads_write_caches_behind_the_turns_and_read_ahead(machine: Start) -> None:
     one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
     one.store.start_upkeep()
     one.agent().say(LONG[:600])
@@ -462,6 +539,35 @@ def test_the_threads_write_through_and_read_ahead(machine: Start) -> None:
         time.sleep(0.02)
     restored = two.agent().restore((*LONG[:600], 1))
     assert (restored.source, restored.prefix.n_tokens) == ("memory", 600)
+
+
+def test_a_stop_waits_for_no_cache_that_comes_ahead_of_its_job(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
+    one.agent().say(LONG[:1900])
+    one.write_behind()
+    get, stop = two.bucket.get, two.store._behind.close
+    began, closes = threading.Event(), threading.Event()
+    read: list[str] = []
+
+    def get_slowly(name: str, limit_s: float | None = None) -> bytes | None:
+        if name.endswith(".safetensors"):
+            read.append(name)
+            began.set()
+            closes.wait(30)
+        return get(name, limit_s)
+
+    monkeypatch.setattr(two.bucket, "get", get_slowly)
+
+    def close() -> None:
+        closes.set()
+        stop()
+
+    monkeypatch.setattr(two.store._behind, "close", close)
+    two.store.model_loaded(MODEL)
+    two.store.read_ahead(["agent"])
+    assert began.wait(30)
+    two.store.close()
+    assert len(read) <= 4  # those that were on their way
 
 
 def test_a_long_history_is_brought_in_by_its_last_whole_version(
@@ -504,3 +610,14 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
     assert (two.agent("unused").open().number, two.agent("unused").open().transcript) == (2, None)
     assert one.agent("moved").tokens() == LONG[:400]
     assert one.agent("unused").say(LONG[:20]) == 3
+
+
+def test_the_upkeep_waits_for_no_job_of_an_agent(machine: Start) -> None:
+    """The job may wait for the upkeep, which has the agent locked against other processes."""
+    one = machine("one")
+    one.agent().say(LONG[:300])
+    with ThreadPoolExecutor(1) as upkeep:
+        with one.store._replica.changing("agent"):
+            expired = upkeep.submit(one.store._replica.expire, "agent", -1000.0)
+            assert not expired.result(10)
+        assert upkeep.submit(one.store._replica.expire, "agent", -1000.0).result(10)

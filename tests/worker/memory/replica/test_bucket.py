@@ -87,6 +87,20 @@ def test_a_share_that_hangs_is_not_waited_for(share: Share, monkeypatch: pytest.
     end.set()
 
 
+@pytest.mark.parametrize("call", [lambda b: b.put("a", b""), lambda b: b.remove(["a"])], ids=["put", "remove"])
+def test_a_share_that_hangs_holds_up_no_forget_and_no_upkeep(
+    share: Share, monkeypatch: pytest.MonkeyPatch, call: Callable[[Bucket], object]
+) -> None:
+    bucket, end = Bucket(share.url, commit_limit_s=0.02), threading.Event()
+    hanging = {"put": lambda *_, **__: end.wait(), "delete": lambda *_: end.wait()}
+    monkeypatch.setattr(bucket, "_api", type("Hanging", (), hanging))
+    began = time.monotonic()
+    with pytest.raises(BucketAway, match="no answer within"):
+        call(bucket)
+    assert time.monotonic() - began < 30
+    end.set()
+
+
 @pytest.mark.parametrize(
     "url", ["s3:///prefix", "s3://key:secret@bucket/x", "file:///", "file://host/x", "/mnt/x", "ftp://a/b"]
 )

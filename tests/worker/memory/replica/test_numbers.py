@@ -26,7 +26,9 @@ Start = Callable[..., Machine]
 
 def run(one: Machine, action: str, agent_id: str = "agent", **fields: object) -> AgentResult:
     request = build_agent_request({"action": action, "agent_id": agent_id, **fields})
-    return one.store.agent_jobs.run(request, Delivery(f"{action}-{agent_id}-{time.monotonic()}", "now"))
+    delivery = Delivery(f"{action}-{agent_id}-{time.monotonic()}", "now")
+    assert one.store.agent_jobs.answer(request, delivery) is None
+    return one.store.agent_jobs.run(request, delivery)
 
 
 def forgotten(one: Machine, agent_id: str = "agent") -> None:

@@ -21,7 +21,7 @@ from tests.worker.memory.agents import make_transcript, make_turn, problems_of
 from tests.worker.memory.replica.sharing import Machine, SharedAgent, SharedFolder
 
 from stoker_shared.agent_request import build_agent_request
-from stoker_shared.errors import AgentMemoryError, AgentTranscriptUnreadable, SharedStoreAway, VersionTaken
+from stoker_shared.errors import AgentMemoryError, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import turn_parts
 from stoker_worker.memory.connection import DatabaseFailed
 from stoker_worker.memory.replica import versions
@@ -138,7 +138,7 @@ class Play:
     def wake(self) -> None:
         """A machine that slept saves the turn of a job that others have run, or ended, meanwhile."""
         name, turn = self.asleep.pop(self.random.randrange(len(self.asleep)))
-        with suppress(VersionTaken, SharedStoreAway, AgentTranscriptUnreadable):
+        with suppress(VersionTaken, SharedStoreAway, AgentVersionConflict):
             self.machines[name].store.save(turn)
 
     def caches_behind(self, name: str) -> None:
@@ -167,7 +167,7 @@ class Play:
     def again(self, name: str, job: Job) -> None:
         """A job that has ended is delivered again: Redis went back in time. It is never run again."""
         machine = self.machines[name]
-        with suppress(SharedStoreAway, AgentTranscriptUnreadable):  # its answer may be gone with what was forgotten
+        with suppress(SharedStoreAway, AgentVersionConflict):  # its answer may be gone with what was forgotten
             machine.store.look(job.agent)
             if job.kind in ("append", "full"):
                 assert machine.store.answer(job.agent, job.delivery) is not None, f"job {job.number} would run again"

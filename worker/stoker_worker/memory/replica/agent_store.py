@@ -92,7 +92,7 @@ class ReplicatedStore(CacheStorePort):
         except AgentTranscriptUnreadable as error:
             if error.usable is None or error.usable.transcript is not None:  # it only lacks its last turn
                 raise
-            with suppress(StokerError, OSError, Damaged):
+            with suppress(AgentTranscriptUnreadable, OSError, Damaged):
                 self._replica.mend(agent_id)
             return self.local.open_agent(agent_id)
 
@@ -140,7 +140,8 @@ class ReplicatedStore(CacheStorePort):
 
     def close_number(self, agent_id: str) -> None:
         with self._replica.changing(agent_id):
-            self.look(agent_id)
+            with suppress(AgentTranscriptUnreadable):  # then no turn can follow it
+                self.look(agent_id)
             try:
                 close_number(self.local.parts, agent_id)
             except Damaged as damage:
@@ -182,12 +183,13 @@ class ReplicatedStore(CacheStorePort):
         self._behind.start()
 
     def glance(self) -> SharedUse:
-        """How the shared store is used. No I/O; any thread."""
+        """The use of the shared store. No I/O; any thread."""
         caches = self._caches
         return SharedUse(self._bucket.outage.seconds, caches.written_bytes, caches.read_bytes)
 
     def close(self) -> None:
         """A cache that is not written yet is computed by whoever needs it."""
+        self._caches.close()
         self._behind.close()
         self.local.close()
 
@@ -215,7 +217,6 @@ class ReplicatedJobs(AgentJobsPort):
         return self._local.answer(request, delivery)
 
     def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
-        self._look(request)
         if request.action == "info":
             return self._local.run(request, delivery)
         try:
@@ -241,7 +242,7 @@ class ReplicatedJobs(AgentJobsPort):
 
 @contextmanager
 def _unreadable(agent_id: str) -> Iterator[None]:
-    """What is damaged here, as the error that names the agent."""
+    """Damage here becomes the error that names the agent."""
     try:
         yield
     except (Damaged, OSError) as error:

@@ -35,6 +35,8 @@ COMMIT_LIMIT_S: Final = 3.0
 """For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""
 _SLOWEST_BPS: Final = 500_000
 """A network that is slower counts as away."""
+_REMOVAL_S: Final = 0.5
+"""For each object that is removed, because it is a request of its own."""
 READ_LIMIT_S: Final = 10.0
 """For a cache file, which may have tens of megabytes, or a version: a job waits for it."""
 CACHE_LIMIT_S: Final = 60.0
@@ -117,7 +119,7 @@ class Bucket:
                 _make_durable(self._folder, name)
             return is_new
 
-        return self._timed(put, self._commit_limit_s + len(content) / _SLOWEST_BPS)
+        return self._timed(put, self._limit_for(content))
 
     def put(self, name: str, content: bytes) -> None:
         """Raises `BucketAway`."""
@@ -126,7 +128,7 @@ class Bucket:
             self._check_mounted()
             self._api.put(self._store, name, content, use_multipart=False)
 
-        self._timed(put, CACHE_LIMIT_S)
+        self._timed(put, self._limit_for(content))
 
     def get(self, name: str, limit_s: float | None = None) -> bytes | None:
         """``None``: there is no such object. Raises `BucketAway`."""
@@ -169,13 +171,15 @@ class Bucket:
 
     def remove(self, names: Iterable[str]) -> None:
         """Those that are there. Raises `BucketAway`."""
+        names = list(names)
 
         def remove() -> None:
             for name in names:
                 with suppress(FileNotFoundError):
                     self._api.delete(self._store, name)
 
-        self._timed(remove, CACHE_LIMIT_S)
+        if names:
+            self._timed(remove, self._commit_limit_s + _REMOVAL_S * len(names))
 
     def time(self) -> float:
         """Unix time by the clock that dates the objects. Raises `BucketAway`."""
@@ -202,6 +206,9 @@ class Bucket:
             return found
 
         return self._timed(look, limit_s)
+
+    def _limit_for(self, content: bytes) -> float:
+        return self._commit_limit_s + len(content) / _SLOWEST_BPS
 
     def _timed(self, call: Callable[[], T], limit_s: float) -> T:
         done: Future[T] = Future()

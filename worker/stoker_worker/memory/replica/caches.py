@@ -65,8 +65,13 @@ class SharedCaches:
         self._budget = budget
         self._there: OrderedDict[str, float] = OrderedDict()  # blocks, and when they were there, the latest last
         self._missing: set[str] = set()  # blocks that were not there, or damaged, though a list may have them
+        self._is_closing = False
         self.written_bytes = 0
         self.read_bytes = 0
+
+    def close(self) -> None:
+        """Bring no further files."""
+        self._is_closing = True
 
     def write(self, agent_id: str, pace: Callable[[int], None]) -> int:
         """Write the cache of the agent's newest version, as far as it is on disk and not there yet. One thread.
@@ -188,7 +193,7 @@ class SharedCaches:
     def _bring_one(self, path: Path, check: _Check, *, until: float) -> int:
         """Returns the allocated bytes; 0: it is not there, or the time is over. Raises `OSError`."""
         name, writer = self._name_of(path), self._parts.writer
-        if self._bucket.outage.seconds or time.perf_counter() > until:
+        if self._bucket.outage.seconds or self._is_closing or time.perf_counter() > until:
             return 0
         try:
             content = self._bucket.get(name, READ_LIMIT_S)
@@ -255,11 +260,6 @@ class CachesBehind:
         self._waiting: OrderedDict[str, None] = OrderedDict()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="caches-behind", daemon=True)
-
-    @property
-    def n_waiting(self) -> int:
-        """Agents whose caches are still to be written."""
-        return len(self._waiting)
 
     def start(self) -> None:
         self._thread.start()

@@ -1,8 +1,8 @@
 """Limits the bytes of caches in a shared store, by age and use. A command of the shell, beside workers.
 
 What is in use, and since when, is in the lists that workers keep beside the caches. Versions stay: they are the truth.
-Whoever misses a file that is removed here computes it again. What has no name of a cache file is left alone, but for
-what killed workers left half written in a folder.
+A worker that misses a file which was removed here computes it again. Objects that have no name of a cache file stay,
+except for those that killed workers left half written in a folder.
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,7 @@ from stoker_worker.memory.turn_parts import chain_of
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:
-    """Of the row of this version; ``None``: it is not here."""
+    """The checksum of this version's row; ``None``: it is not here."""
     if row is None:
         return None
     sql = "SELECT checksum FROM turns WHERE agent = ? AND version = ?"

@@ -14,7 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, StoreUnusable, VersionTaken
+from stoker_shared.errors import (
+    AgentTranscriptUnreadable,
+    AgentVersionConflict,
+    SharedStoreAway,
+    StoreUnusable,
+    VersionTaken,
+)
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import naming
 from stoker_worker.memory.agent_row import AgentRow
@@ -75,7 +81,7 @@ class SharedReplica(Replica):
         self._meeting = threading.Lock()
         self._noting = threading.Lock()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
-        self._doubtful: set[str] = set()  # a version of theirs may be there, and is not known here
+        self._doubtful: set[str] = set()  # agents of which a put may have arrived, without a reply
         self._clock: tuple[float, float] | None = None
         parts.replica = self
 
@@ -103,17 +109,15 @@ class SharedReplica(Replica):
             if is_known and agent_id not in self._doubtful:
                 return False
             with self._reaching():
-                self._bring_newest(agent_id, row, last.number if last else 0)
+                self._bring_newest(agent_id, last.number if last else 0)
             self._doubtful.discard(agent_id)
             return True
 
     def mend(self, agent_id: str) -> None:
-        """What is here of the agent cannot be read: bring it in anew. Raises as `look`."""
+        """Bring the agent in anew, because the copy here cannot be read. Raises as `look`."""
         with self.changing(agent_id), self._reaching():
             row = self._row(agent_id)
-            newest = self.versions.newest(agent_id, row.version if row else 0)
-            if newest:
-                self._bring(agent_id, row, newest, anew=True)
+            self._bring_newest(agent_id, row.version if row else 0, anew=True)
 
     def publish(self, version: NextVersion) -> None:
         agent_id = version.agent_id
@@ -134,8 +138,10 @@ class SharedReplica(Replica):
         if row is None:
             return
         deliveries.job_has_ended(connection, row.number, version.number - 1)
-        for key, end in self.forgotten(version.agent_id).ended.items():  # it begins again
-            deliveries.note_ended(connection, row.number, key, end)
+        before = self.forgotten(version.agent_id)
+        if version.number == before.number + 1:  # it begins again, and keeps the deliveries of before
+            for key, end in before.ended.items():
+                deliveries.note_ended(connection, row.number, key, end)
 
     def forgotten(self, agent_id: str) -> Forgotten:
         return self._forgotten.get(agent_id, NEVER_MADE)
@@ -149,39 +155,53 @@ class SharedReplica(Replica):
         return found.next.result if found is not None and found.next.delivery == key else None
 
     def expire(self, agent_id: str, unused_s: float) -> bool:
+        """As of `Replica`. Never waits for a job of the agent: that one may wait for the upkeep."""
+        lock = self.changing(agent_id)
+        if not lock.acquire(blocking=False):
+            return False
         try:
-            with self.changing(agent_id), self._reaching():
-                row = self._row(agent_id)
-                if row is None:
-                    return False
-                if self.versions.newest(agent_id, row.version) == row.version:
-                    age_s = self._age_s(agent_id, row.version)
-                    if age_s is None or age_s < unused_s:
-                        return False
-                    self.publish(NextVersion(agent_id, row.version + 1))
+            with self._reaching():
+                return self._expire(agent_id, unused_s)
         except (SharedStoreAway, VersionTaken, OSError, Damaged):
             return False
+        finally:
+            lock.release()
+
+    def _expire(self, agent_id: str, unused_s: float) -> bool:
+        """Raises `BucketAway`, `SharedStoreAway`, `VersionTaken`, `OSError`, `Damaged`."""
+        if (row := self._row(agent_id)) is None:
+            return False
+        if self.versions.newest(agent_id, row.version) == row.version:
+            age_s = self._age_s(agent_id, row.version)
+            if age_s is None or age_s < unused_s:
+                return False
+            self.publish(NextVersion(agent_id, row.version + 1))
         return True
 
-    def _bring_newest(self, agent_id: str, row: AgentRow | None, hint: int) -> None:
-        """Raises as `look`, and `BucketAway`."""
+    def _bring_newest(self, agent_id: str, hint: int, *, anew: bool = False) -> None:
+        """`anew`: as for `_bring`. Raises as `look`, and `BucketAway`."""
         for _ in range(_TRIES):
+            row = self._row(agent_id)
             known = row.version if row and row.version else self.forgotten(agent_id).number
+            known = 0 if anew else known
             newest = self.versions.newest(agent_id, known, hint)
             if newest == known:
                 return
             try:
-                return self._bring(agent_id, row, newest)
-            except Emptied:  # it was forgotten meanwhile
+                return self._bring(agent_id, row, newest, anew=anew)
+            except (
+                Emptied,
+                AgentVersionConflict,
+            ):  # meanwhile forgotten there, or changed by a command
                 pass
-        raise self._bucket.away(f"the newest version of agent {agent_id!r} is emptied")
+        raise self._bucket.away(f"agent {agent_id!r} is changed all the time")
 
     def _bring(self, agent_id: str, row: AgentRow | None, newest: int, *, anew: bool = False) -> None:
         """Make version `newest` of the shared store the agent's newest here. `anew`: nothing that is here is of use.
 
         Raises:
             AgentTranscriptUnreadable: it is damaged there; here the agent is at that number now, without it.
-            BucketAway, Emptied: nothing has changed.
+            BucketAway, Emptied, AgentVersionConflict: nothing has changed.
             OSError, Damaged: the database cannot be read or written.
         """
         began = time.perf_counter()
@@ -207,7 +227,7 @@ class SharedReplica(Replica):
         _log.info("agent %r: brought in version %d in %.3f s", agent_id, newest, time.perf_counter() - began)
 
     def _forget(self, empty: SharedVersion) -> None:
-        """Another worker has, or this one in an earlier life."""
+        """Another worker has made this empty version, or this one in an earlier life."""
         agent_id = empty.next.agent_id
         self._clean(agent_id, empty.next.number)
         forget_agent(self._parts, agent_id, is_held=partial(self._is_held, but_by=agent_id), only_here=True)
@@ -229,7 +249,7 @@ class SharedReplica(Replica):
                 self._forgotten.popitem(last=False)
 
     def _ended_before(self, version: NextVersion) -> dict[bytes, Ended]:
-        """Of each delivery before this version, if it is one that has them."""
+        """The ends of all deliveries before this version, if it is whole or empty; others have none."""
         if version.record is not None and not version.record.keeps_nothing:
             return {}
         row = self._row(version.agent_id)
@@ -254,7 +274,8 @@ class SharedReplica(Replica):
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Inside, `BucketAway` is `SharedStoreAway`; while it is away, nobody asks but who waits for its return."""
+        """Inside, `BucketAway` becomes `SharedStoreAway`. It is raised at once while an outage lasts: one thread alone
+        asks whether the shared store is back (`CachesBehind`)."""
         if self._bucket.outage.seconds:
             raise SharedStoreAway(f"the shared store {self._bucket.url} is away")
         try:

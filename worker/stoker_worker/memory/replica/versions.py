@@ -2,7 +2,7 @@
 most once whoever tries, and removes old ones. Any thread.
 
 A number that was removed is free again, and a worker that slept could take it for the next one. But the newest version
-is never removed. So whoever has made a version lists the names above it: if there is one, it was not the newest.
+is never removed. So after each put the names above it are listed: if there is one, the put was not the newest version.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ _GRACE_S: Final = 86_400.0
 _AT_ONCE: Final = 8
 
 ChecksumHere = Callable[[int], bytes | None]
-"""Of this machine's row of a version; ``None``: there is none."""
+"""Returns the checksum of this machine's row of a version; ``None``: there is none."""
 
 
 class Versions:
