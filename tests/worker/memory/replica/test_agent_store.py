@@ -24,7 +24,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agent_request import build_agent_request
 from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import AgentTranscriptUnreadable, SharedStoreAway, VersionTaken
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
 
@@ -198,6 +198,24 @@ def test_a_delivery_is_answered_at_another_worker_after_many_turns(machine: Star
     assert two.store.answer("agent", turn.delivery) == turn.result
     assert two.store.answer("agent", replace(turn.delivery, job_id="other")) is None
     assert not problems_of(two.store.local)
+
+
+@pytest.mark.parametrize("n_turns", [0, 2, 39])
+def test_a_delivery_is_answered_elsewhere_though_the_clock_where_it_was_made_was_years_behind(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, n_turns: int
+) -> None:
+    """A Mac whose clock was never set is in 1970."""
+    one, two = machine("one"), machine("two")
+    with monkeypatch.context() as patch:
+        now = time.time
+        patch.setattr(time, "time", lambda: now() - 400 * 86_400)
+        turn = one.agent().turn(LONG[:10])
+        one.store.save(turn)
+        for n in range(n_turns):
+            one.agent().say(LONG[: 20 + 10 * n])
+    two.store.look("agent")
+    two.store.local.parts.database.commit(partial(deliveries.forget_expired, now=time.time()))
+    assert two.store.answer("agent", turn.delivery) == turn.result
 
 
 @pytest.mark.parametrize("n_turns", [0, 1])

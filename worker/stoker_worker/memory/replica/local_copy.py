@@ -70,14 +70,21 @@ def adopt(
 
 
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, ended_at: float | None) -> None:
-    """`ended_at`: when the job that made it had ended; ``None``: it may not have."""
+    """`ended_at`: when the job that made it had ended; ``None``: it may not have.
+
+    Its times are by the clock of the worker that made it, which may be years off: the time that is left counts from when
+    it was saved."""
     now, made, record = time.time(), version.next, version.record
-    for key, ended in version.ended.items():
-        until = min(ended.until, now + _KEEP_ANSWER_S)
-        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
-    if record is None or made.delivery is None:
+    if record is None:
         return
-    until = record.about.answer_until if ended_at is None else min(record.about.answer_until, ended_at + _KEEP_ANSWER_S)
+    late_s = now - record.about.saved_at
+    for key, ended in version.ended.items():
+        until = min(ended.until + late_s, now + _KEEP_ANSWER_S)
+        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
+    if made.delivery is None:
+        return
+    until = record.about.answer_until + late_s
+    until = until if ended_at is None else min(until, ended_at + _KEEP_ANSWER_S)
     if made.result is None:
         deliveries.note_ended(connection, agent, made.delivery, Ended(made.number, until))
     else:
