@@ -337,6 +337,23 @@ def test_a_damaged_version_is_an_error_by_name_and_never_another_text(machine: S
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:40])
 
 
+@BOTH
+def test_an_agent_whose_last_version_lost_its_content_keeps_no_other_one_waiting(machine: Start, share: Share) -> None:
+    """The version that forgot it is gone, as from a bucket that was put back from a backup."""
+    one = machine("one")
+    one.agent("other").say(LONG[:100])
+    one.agent().say(LONG[:100])
+    run(one, "forget")
+    files_below(share.objects / versions_folder("agent"))[-1].unlink()
+    two = machine("two")
+    with pytest.raises(AgentTranscriptUnreadable, match="version 1 was forgotten") as caught:
+        two.agent().open()
+    assert not two.store.is_away()
+    assert two.agent("other").tokens() == LONG[:100]
+    two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
+    assert machine("three").agent().tokens() == LONG[:40]
+
+
 @pytest.mark.parametrize("missing", [1, 2, 3])
 def test_a_version_that_is_gone_is_an_error_by_name(machine: Start, share: Share, missing: int) -> None:
     one = machine("one")
