@@ -10,7 +10,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.exceptions import PermissionDeniedError
+from obstore.store import ObjectStore
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -352,6 +355,30 @@ def test_an_agent_whose_last_version_lost_its_content_keeps_no_other_one_waiting
     assert two.agent("other").tokens() == LONG[:100]
     two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
     assert machine("three").agent().tokens() == LONG[:40]
+
+
+def test_a_version_that_alone_is_refused_keeps_no_other_agent_waiting(
+    machine: Start, share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket lists objects that it has moved to an archive, and refuses to read them."""
+    one, two = machine("one"), machine("two")
+    for name in ("agent", "other"):
+        one.agent(name).say(LONG[:100])
+    two.store.meet()
+    folder, read = versions_folder("agent"), obstore.get
+
+    def refuse(store: ObjectStore, name: str) -> object:
+        if name.startswith(folder):
+            raise PermissionDeniedError("InvalidObjectState")
+        return read(store, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", refuse)
+        with pytest.raises(AgentTranscriptUnreadable, match="version 1 is unusable"):
+            two.agent().open()
+        assert not two.store.is_away()
+        assert two.agent("other").tokens() == LONG[:100]
+    assert two.agent().tokens() == LONG[:100]
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])

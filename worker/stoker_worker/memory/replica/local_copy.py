@@ -70,10 +70,12 @@ def adopt(
 
 
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, ended_at: float | None) -> None:
-    """`ended_at`: when the job that made it had ended; ``None``: it may not have.
+    """The times in a version are by its maker's clock, which may be years off: what is left of them counts from when it
+    was saved.
 
-    Its times are by the clock of the worker that made it, which may be years off: the time that is left counts from when
-    it was saved."""
+    Args:
+        ended_at: when the job that made it had ended; ``None``: it may not have.
+    """
     now, made, record = time.time(), version.next, version.record
     if record is None:
         return
