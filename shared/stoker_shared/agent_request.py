@@ -55,11 +55,6 @@ class AgentRequest(BaseModel):
         """As `GenerationRequest.access`."""
         return "read" if self.action == "info" else "write"
 
-    @property
-    def continues(self) -> bool:
-        """As `GenerationRequest.continues`."""
-        return True
-
     def as_payload(self) -> dict[str, Any]:
         """The JSON object that goes on the wire."""
         return {"v": 1, **self.model_dump(mode="json", exclude_none=True, exclude={"v"})}
