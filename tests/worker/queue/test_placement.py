@@ -272,6 +272,14 @@ def test_a_worker_whose_lease_has_run_out_is_not_waited_for(connection, timed, s
     assert ids(look(b)) == [second]
 
 
+def test_a_worker_that_does_not_serve_the_jobs_queue_is_not_waited_for(timed, producer, submit):
+    a, b = timed("a", queues="generate,high"), timed("b", queues="generate,low")
+    submit("x")
+    run(claim(a), 1)
+    low = producer.submit(agent_id="x", prompt="x", queue="low").job_id
+    assert ids(claim(b)) == [low]
+
+
 def test_a_worker_that_still_loads_its_model_is_not_waited_for(timed, join, submit):
     a, b = join("a", loads="m"), timed("b", loads="m")
     one_turn(a, submit)

@@ -70,11 +70,15 @@ local function last_of(keys, agent)
   return maker, newest
 end
 
--- Whether a worker lives, has loaded its model, and does not leave.
-local function is_ready(members, worker)
+-- Whether a worker lives, has loaded its model, does not leave, and serves the queue.
+local function is_ready(members, worker, queue)
   local member = string.match(worker, '^stoker%-(.+)%-%x+$')
   if not member or redis.call('EXISTS', 'stoker:holder:' .. member) == 0 then return false end
   local is_json, record = pcall(cjson.decode, redis.call('HGET', members, member) or '')
   if not is_json or type(record) ~= 'table' or record.worker ~= worker then return false end
-  return record.loading == false and record.leaving ~= true
+  if record.loading ~= false or record.leaving == true or type(record.queues) ~= 'table' then return false end
+  for _, served in ipairs(record.queues) do
+    if served == queue then return true end
+  end
+  return false
 end

@@ -18,7 +18,7 @@ local function decide(id, agent, mode, is_impatient)
   local barred = bar(held, queue, agent, mode, id)
   if barred then return barred, '', 0 end
   local maker, number = last_of(last, agent)
-  if maker ~= '' and maker ~= me and not is_impatient and is_ready(KEYS[4], maker) then
+  if maker ~= '' and maker ~= me and not is_impatient and is_ready(KEYS[4], maker, queue) then
     return 'passed', maker, number
   end
   return 'claimed', maker, number
