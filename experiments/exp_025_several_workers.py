@@ -36,7 +36,7 @@ MAX_BATCH, STEPS_PER_S, PROMPT = 8, 12.0, "say nineteen characters"
 
 DELAYS_MS = (0, 5, 50)
 BEFORE = 250.0
-"""Commands a job of four workers at this load, counted in the same way, in the last version in which agents had homes."""
+"""Commands a job of four workers at this load, counted in the same way, in the last version with homes."""
 
 _READ_HERE = ("zcard", "info", "config|resetstat", "config", "command", "client|setinfo", "hello", "del")
 _LOOKS_S = 5.0

@@ -3,6 +3,7 @@
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
+from tests.worker.queue import members
 
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.placement.placement import Placement
@@ -85,3 +86,11 @@ def test_stored_memory_use_of_an_unknown_form_is_ignored(connection, producer, l
         fresh = Claimer(connection, "generate", lease, Placement(connection, [], worker_name="stoker-me-00000000"))
         fresh.read_ahead(1, Busy())
         assert fresh.agents() == {agent}
+
+
+@pytest.mark.parametrize("use", [{}, {"cache": "read"}, {"context": "append"}, {"context": "append", "cache": "read"}])
+def test_a_job_is_claimed_at_the_first_try_whatever_it_does_with_its_agent(producer, queue, use):
+    """One that is not as its producer noted is started, put back and claimed once more; of two workers, each undoes
+    what the other has learned of it."""
+    job_id = producer.submit(prompt="x", agent_id="a", **use).job_id
+    assert members.ids(members.claim(queue)) == [job_id]

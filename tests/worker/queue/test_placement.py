@@ -296,6 +296,31 @@ def test_a_worker_whose_lease_has_run_out_is_not_waited_for(connection, timed, s
     assert ids(look(b)) == [second]
 
 
+def test_a_worker_that_does_not_serve_the_jobs_queue_is_not_waited_for(timed, producer, submit):
+    a, b = timed("a", queues="generate,high"), timed("b", queues="generate,low")
+    submit("x")
+    run(claim(a), 1)
+    low = producer.submit(agent_id="x", prompt="x", queue="low").job_id
+    assert ids(claim(b)) == [low]
+
+
+def test_a_job_whose_note_is_wrong_uses_up_the_patience_once(timed, producer, submit, connection, clock):
+    """Else each of two workers waits anew when it has learned how the job is, and the other undoes that."""
+    a, b, c = timed("a"), timed("b"), timed("c")
+    submit("x")
+    run(claim(a), 1)
+    job_id = producer.submit(agent_id="x", prompt="x").job_id
+    moment = connection.hget(f"rq:job:{job_id}", "created_at").decode()
+    connection.hset(f"rq:job:{job_id}", "stoker_agent", f"{moment} read x")
+    found = []
+    for _ in range(12):
+        for worker in (b, c):
+            found += ids(look(worker))
+            found += ids(look(worker))
+            clock.now += 6
+    assert found == [job_id]
+
+
 def test_a_worker_that_still_loads_its_model_is_not_waited_for(timed, join, submit):
     a, b = join("a", loads="m"), timed("b", loads="m")
     one_turn(a, submit)

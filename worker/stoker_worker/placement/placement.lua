@@ -75,10 +75,14 @@ local function member_of(worker)
   return string.match(worker, '^stoker%-(.+)%-%x+$')
 end
 
--- Returns whether a member lives, has loaded its model, and does not leave.
-local function is_ready(members, member)
+-- Returns whether a member lives, has loaded its model, does not leave, and serves the queue.
+local function is_ready(members, member, queue)
   if not member or redis.call('EXISTS', 'stoker:holder:' .. member) == 0 then return false end
   local is_json, record = pcall(cjson.decode, redis.call('HGET', members, member) or '')
   if not is_json or type(record) ~= 'table' then return false end
-  return record.loading == false and record.leaving ~= true
+  if record.loading ~= false or record.leaving == true or type(record.queues) ~= 'table' then return false end
+  for _, served in ipairs(record.queues) do
+    if served == queue then return true end
+  end
+  return false
 end

@@ -20,7 +20,7 @@ local function decide(id, agent, mode, is_impatient)
   if barred then return barred, '', 0 end
   local maker, number = last_of(last, agent)
   local maker_name = member_of(maker)
-  if maker_name ~= member and not is_impatient and is_ready(KEYS[4], maker_name) then
+  if maker_name ~= member and not is_impatient and is_ready(KEYS[4], maker_name, queue) then
     return 'passed', maker, number
   end
   return 'claimed', maker, number

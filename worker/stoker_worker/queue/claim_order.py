@@ -112,10 +112,11 @@ class ClaimOrder:
         if not self._look.is_due():
             return
         begin = time.thread_time()
-        others, dead = self._members.others.values(), self._members.dead
-        ready = frozenset(one.name for one in others if one.is_ready and not one.is_leaving and one not in dead)
-        for claimer in self.claimers.values():
-            claimer.look_around(ready)
+        dead = self._members.dead
+        for name, claimer in self.claimers.items():
+            others = self._members.of(name).values()
+            ready = (one.name for one in others if one.is_ready and not one.is_leaving and one not in dead)
+            claimer.look_around(frozenset(ready))
         self._look.rest(_REST_SHARE * (time.thread_time() - begin))
 
     def _claim_quarantined(self, busy: Busy, claimed: list[RqClaimedJob]) -> bool:

@@ -140,7 +140,7 @@ class Claimer:
             ready: the other members to which lines may be left.
         """
         lines, now, back = self.waiting.lines, self._clock(), []
-        if not self.has_unread or len(self._passed_at) > _MOST_PASSED + len(self.waiting):
+        if len(self._passed_at) > _MOST_PASSED + len(self.waiting):  # a job that goes back has waited already
             self._passed_at = {job_id: at for job_id, at in self._passed_at.items() if job_id in self.waiting}
         for agent_id, why in lines.aside.items():
             head = lines.first_of(agent_id)
@@ -186,7 +186,6 @@ class Claimer:
         ):
             if verdict == "claimed":
                 self.waiting.serve(job_id)
-                self._passed_at.pop(job_id, None)
                 granted.append(Granted(job_id, use, self._last(use, maker, int(number))))
             elif verdict == "gone":  # somebody else took it from the list
                 self.waiting.discard(job_id)

@@ -11,7 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
+from obstore.exceptions import PermissionDeniedError
+from obstore.store import ObjectStore
 from tests.worker.memory.agents import (
     MODEL,
     SNAPSHOT_SPECS,
@@ -216,6 +219,24 @@ def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(m
         assert sum(one.until > time.time() + 3 * 86_400 for one in ended.values()) <= 1  # of the newest version
 
 
+@pytest.mark.parametrize("n_turns", [0, 2, 39])
+def test_a_delivery_is_answered_elsewhere_though_the_clock_where_it_was_made_was_years_behind(
+    machine: Start, monkeypatch: pytest.MonkeyPatch, n_turns: int
+) -> None:
+    """A Mac whose clock was never set is in 1970."""
+    one, two = machine("one"), machine("two")
+    with monkeypatch.context() as patch:
+        now = time.time
+        patch.setattr(time, "time", lambda: now() - 400 * 86_400)
+        turn = one.agent().turn(LONG[:10])
+        one.store.save(turn)
+        for n in range(n_turns):
+            one.agent().say(LONG[: 20 + 10 * n])
+    two.store.look("agent")
+    two.store.local.parts.database.commit(partial(deliveries.forget_expired, now=time.time()))
+    assert two.store.answer("agent", turn.delivery) == turn.result
+
+
 @pytest.mark.parametrize("n_turns", [0, 1])
 def test_a_delivery_from_before_a_forget_never_becomes_a_turn_again(machine: Start, n_turns: int) -> None:
     one, two = machine("one"), machine("two")
@@ -355,6 +376,47 @@ def test_a_damaged_version_is_an_error_by_name_and_never_another_text(machine: S
     two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
     assert (two.agent().open().number, two.agent().tokens()) == (4, LONG[:40])
     assert (one.agent().open().number, one.agent().tokens()) == (4, LONG[:40])
+
+
+@BOTH
+def test_an_agent_whose_last_version_lost_its_content_keeps_no_other_one_waiting(machine: Start, share: Share) -> None:
+    """The version that forgot it is gone, as from a bucket that was put back from a backup."""
+    one = machine("one")
+    one.agent("other").say(LONG[:100])
+    one.agent().say(LONG[:100])
+    run(one, "forget")
+    files_below(share.objects / versions_folder("agent"))[-1].unlink()
+    two = machine("two")
+    with pytest.raises(AgentTranscriptUnreadable, match="version 1 was forgotten") as caught:
+        two.agent().open()
+    assert not two.store.is_away()
+    assert two.agent("other").tokens() == LONG[:100]
+    two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
+    assert machine("three").agent().tokens() == LONG[:40]
+
+
+def test_a_version_that_alone_is_refused_keeps_no_other_agent_waiting(
+    machine: Start, share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket lists objects that it has moved to an archive, and refuses to read them."""
+    one, two = machine("one"), machine("two")
+    for name in ("agent", "other"):
+        one.agent(name).say(LONG[:100])
+    two.store.meet()
+    folder, read = versions_folder("agent"), obstore.get
+
+    def refuse(store: ObjectStore, name: str) -> object:
+        if name.startswith(folder):
+            raise PermissionDeniedError("InvalidObjectState")
+        return read(store, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", refuse)
+        with pytest.raises(AgentTranscriptUnreadable, match="version 1 is unusable"):
+            two.agent().open()
+        assert not two.store.is_away()
+        assert two.agent("other").tokens() == LONG[:100]
+    assert two.agent().tokens() == LONG[:100]
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])

@@ -6,6 +6,7 @@ can it be trusted?
 """
 
 import json
+import logging
 import os
 import re
 import threading
@@ -30,6 +31,8 @@ from stoker_worker.memory.replica.objects import FORMAT, MARKER
 from stoker_worker.memory.shared_note import SharedNote, has_agents, read_note, write_note
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 COMMIT_LIMIT_S: Final = 3.0
 """For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""
@@ -131,7 +134,8 @@ class Bucket:
         self._timed(put, self._limit_for(content))
 
     def get(self, name: str, limit_s: float | None = None) -> bytes | None:
-        """``None``: there is no such object. Raises `BucketAway`."""
+        """``None``: there is no such object. If this one alone is refused, as one in an archive is, its content counts
+        as damaged: nothing. Raises `BucketAway`."""
 
         def read() -> bytes | None:
             try:
@@ -139,6 +143,12 @@ class Bucket:
             except FileNotFoundError:
                 self._check_mounted()
                 return None
+            except self._errors.PermissionDeniedError as refusal:
+                if self.landmark in (None, name):
+                    raise
+                self._api.get(self._store, self.landmark)
+                _log.warning("the shared store %s: %s is refused: %s", self.url, name, _first_line(refusal))
+                return b""
 
         return self._timed(read, limit_s or self._commit_limit_s)
 

@@ -67,14 +67,22 @@ def adopt(
 
 
 def _note_deliveries(connection: Connection, agent: int, version: SharedVersion, *, may_run: bool) -> None:
-    """`may_run`: the job that made it may not have ended."""
+    """The times in a version are by its maker's clock, which may be years off: what is left of them counts from when it
+    was saved.
+
+    Args:
+        may_run: the job that made it may not have ended.
+    """
     now, made, record = time.time(), version.next, version.record
-    for key, ended in version.ended.items():
-        until = min(ended.until, now + deliveries.KEEP_ENDED_S)
-        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
-    if record is None or made.delivery is None:
+    if record is None:
         return
-    until = record.about.answer_until
+    late_s = now - record.about.saved_at
+    for key, ended in version.ended.items():
+        until = min(ended.until + late_s, now + deliveries.KEEP_ENDED_S)
+        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
+    if made.delivery is None:
+        return
+    until = record.about.answer_until + late_s
     if not may_run:
         until = min(until, now + deliveries.KEEP_ENDED_S)
     if made.result is None:

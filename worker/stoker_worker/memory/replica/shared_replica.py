@@ -180,7 +180,7 @@ class SharedReplica(Replica):
 
     def _bring_newest(self, agent_id: str, hint: int, *, anew: bool = False) -> None:
         """`anew`: as for `_bring`. Raises as `look`, and `BucketAway`."""
-        for _ in range(_TRIES):
+        for left in reversed(range(_TRIES)):
             row = self._row(agent_id)
             known = row.version if row and row.version else self.forgotten(agent_id).number
             known = 0 if anew else known
@@ -189,11 +189,11 @@ class SharedReplica(Replica):
                 return
             try:
                 return self._bring(agent_id, row, newest, anew=anew)
-            except (
-                Emptied,
-                AgentVersionConflict,
-            ):  # meanwhile forgotten there, or changed by a command
+            except AgentVersionConflict:  # a command has changed it here meanwhile
                 pass
+            except Emptied as emptied:  # it was forgotten meanwhile
+                if not left:
+                    raise self._lost(agent_id, newest, emptied) from emptied
         raise self._bucket.away(f"agent {agent_id!r} is changed all the time")
 
     def _bring(self, agent_id: str, row: AgentRow | None, newest: int, *, anew: bool = False) -> None:
@@ -217,14 +217,17 @@ class SharedReplica(Replica):
             else:
                 self._database.commit(partial(adopt, versions=chain, before=row, keeps_before=follows))
         except Damaged as damage:
-            self._database.commit(partial(lose, agent_id=agent_id, version=newest))
-            problem = f"the transcript of agent {agent_id!r} in the shared store: {damage}"
-            raise AgentTranscriptUnreadable(problem, usable=AgentVersion(agent_id, newest, None)) from damage
+            raise self._lost(agent_id, newest, damage) from damage
         finally:
             self._on_brought(agent_id)
         if row is not None:
             self._parts.pieces.remove(self._parts.pieces.paths(agent_id, row.version))
         _log.info("agent %r: brought in version %d in %.3f s", agent_id, newest, time.perf_counter() - began)
+
+    def _lost(self, agent_id: str, newest: int, why: Exception) -> AgentTranscriptUnreadable:
+        self._database.commit(partial(lose, agent_id=agent_id, version=newest))
+        problem = f"the transcript of agent {agent_id!r} in the shared store: {why}"
+        return AgentTranscriptUnreadable(problem, usable=AgentVersion(agent_id, newest, None))
 
     def _forget(self, empty: SharedVersion) -> None:
         """Another worker has made this empty version, or this one in an earlier life."""
