@@ -269,7 +269,7 @@ def test_a_store_without_a_conversation_keeps_no_other_store_out(connection, joi
 def test_a_store_that_was_shared_is_accepted_and_from_then_on_the_shared_one_is_asked_for(connection, join, worker):
     join("a").leave()
     message = refused(worker("b", store="two", shared="s1"), StoreUnusable)
-    assert "in the store 'one', which is not shared yet, and this worker has the shared store s1" in message
+    assert "in the store 'one', whose worker has not served it with a shared store yet, and this worker" in message
     first = join("a", shared="s1")
     assert kept(connection) == "shared s1"
     join("b", store="two", shared="s1").leave()

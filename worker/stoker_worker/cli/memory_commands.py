@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from stoker_shared.duration import seconds_of
-from stoker_shared.errors import AgentNotFound
+from stoker_shared.errors import AgentNotFound, SharedStoreAway
 from stoker_shared.help_layout import LaidOutGroup
 from stoker_worker.cli.memory_command import command, say
 from stoker_worker.cli.memory_reading import ls, show, verify
@@ -56,7 +56,7 @@ def gc(
 
 
 def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unused_for: str | None) -> None:
-    from stoker_worker.memory.replica.bucket import Bucket
+    from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.collecting import collect_there
 
     try:
@@ -64,7 +64,10 @@ def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unu
     except ValueError as error:
         raise click.UsageError(f"--unused-for: {error}") from None
     dry_run = would != "removed"
-    found = collect_there(Bucket(url), max_bytes=max_bytes, unused_s=unused_s, dry_run=dry_run)
+    try:
+        found = collect_there(Bucket(url), max_bytes=max_bytes, unused_s=unused_s, dry_run=dry_run)
+    except BucketAway as error:
+        raise SharedStoreAway(str(error)) from error
     words = (
         f"{would} {found.files} files ({found.bytes} bytes), with the caches of {found.agents} agents;"
         f" {found.left_bytes} bytes of caches are left"
@@ -152,7 +155,7 @@ def share(store: Path, as_json: bool, url: str) -> None:
     """
     from contextlib import closing
 
-    from stoker_worker.memory.replica.bucket import Bucket
+    from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.sharing import Shared
     from stoker_worker.memory.replica.sharing import share as share_store
     from stoker_worker.memory.store_lock import StoreLock
@@ -166,7 +169,10 @@ def share(store: Path, as_json: bool, url: str) -> None:
             click.echo(f"{done.agents + done.n_refused} agents", err=True)
 
     with closing(StoreLock(store)), opened(store) as parts:
-        done = share_store(parts, Bucket(url), on_page=tell)
+        try:
+            done = share_store(parts, Bucket(url), on_page=tell)
+        except BucketAway as error:
+            raise SharedStoreAway(str(error)) from error
     words = f"{done.agents} agents of {store} are in {url}; {done.put} were put there"
     if done.n_refused:
         why = "".join(f"\n  {agent_id!r}: {reason}" for agent_id, reason in done.refused.items())

@@ -83,12 +83,12 @@ _OPTIONS: Final = (
     _store(
         "--shared-store",
         metavar="URL",
-        help="Bucket or folder that agents are written through to: s3://bucket/prefix, file:///mnt/shared.  [none]",
+        help="Bucket or folder in which several workers keep agents: s3://bucket/prefix, file:///mnt/shared.  [none]",
     ),
     _store(
         "--shared-store-max-bps",
         type=click.IntRange(min=1),
-        help="Bytes of cache per second written through.  [no limit]",
+        help="Bytes of cache per second written there.  [no limit]",
     ),
     _store("--share-prefixes/--no-share-prefixes", default=None, help="Use cached prefixes across agents.  [share]"),
     _batch(

@@ -125,7 +125,7 @@ def _kept(queue: str, found: str, me: Member) -> str:
     if kind == "shared":
         theirs, way = f"the shared store {name}", "start it with that --shared-store"
     elif me.shared:
-        theirs = f"the store {name!r}, which is not shared yet"
+        theirs = f"the store {name!r}, whose worker has not served it with a shared store yet"
         way = "run `stoker-worker memory share` on that store and start its worker with the same --shared-store first"
     else:
         theirs, way = f"the store {name!r}", "start the worker of that store instead"
