@@ -384,26 +384,6 @@ def test_a_restore_waits_for_its_own_agents_cache_and_no_file_is_read_twice(
     assert found == ["memory"]
 
 
-def test_a_restore_does_not_wait_for_what_has_to_come_from_elsewhere(opened: Callable[..., AgentCacheStore]) -> None:
-    Agent(opened(), "a").say(LONG[:400])
-    store, comes, has_come = opened(), threading.Event(), threading.Event()
-
-    def prepare(agent_id: str) -> None:
-        comes.set()
-        assert has_come.wait(TIMEOUT_S)
-
-    store.before_reading_ahead(prepare)
-    store.read_ahead(["a"])
-    assert comes.wait(TIMEOUT_S)
-    restored = []
-    restore = threading.Thread(target=lambda: restored.append(Agent(store, "a").restore((*LONG[:400], 1))), daemon=True)
-    restore.start()
-    restore.join(TIMEOUT_S / 2)
-    assert restored
-    has_come.set()
-    restore.join()
-
-
 def test_a_store_closes_while_a_cache_is_read_and_reads_none_afterwards(
     opened: Callable[..., AgentCacheStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

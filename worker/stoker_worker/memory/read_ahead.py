@@ -9,7 +9,7 @@ left to the restore, which names it: nothing is kept of an agent unless all its 
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -29,14 +29,9 @@ _MOST_RECENT: Final = 1024
 
 
 class ReadAhead:
-    """The thread starts with the first call of `next`, and only if the RAM cache keeps anything.
-
-    Attributes:
-        prepare: called before an agent of the queue is looked at: its files may have to come from elsewhere first.
-    """
+    """The thread starts with the first call of `next`, and only if the RAM cache keeps anything."""
 
     def __init__(self, parts: StoreParts, ram_cache: RamCache) -> None:
-        self.prepare: Callable[[str], None] = lambda agent_id: None
         self._parts = parts
         self._ram_cache = ram_cache
         self._changed = threading.Condition()
@@ -48,7 +43,6 @@ class ReadAhead:
         self._sizes: dict[str, int] = {}  # of the order: bytes of the caches that were looked at; 0: none that is whole
         self._fills = True  # with the agents used last: until the first job, or until the RAM cache is full
         self._reading: str | None = None
-        self._is_preparing = False
         self._n_restores = 0
 
     def next(self, agents: Sequence[str]) -> None:
@@ -82,7 +76,7 @@ class ReadAhead:
         twice."""
         with self._changed:
             self._fills = False
-            while agent_id is not None and self._reading == agent_id and not self._is_preparing:
+            while agent_id is not None and self._reading == agent_id:
                 self._changed.wait()
             self._n_restores += 1
         try:
@@ -145,8 +139,6 @@ class ReadAhead:
         """Raises `_NotWanted`, `OSError`, `Damaged`, `ValueError`: nothing is kept."""
         with self._changed:
             order, size = self._order, self._sizes.get(agent_id, 0)
-        if agent_id in order:
-            self._prepare(agent_id)
         if not self._ram_cache.expect(agent_id, order):
             return
         entry: RamCacheEntry | None = None
@@ -155,19 +147,6 @@ class ReadAhead:
                 entry = self._read(agent_id, is_next=agent_id in order)
         finally:
             self._ram_cache.arrive(entry)
-
-    def _prepare(self, agent_id: str) -> None:
-        """It may take long, so no restore waits for it."""
-        self._set_preparing(True)
-        try:
-            self.prepare(agent_id)
-        finally:
-            self._set_preparing(False)
-
-    def _set_preparing(self, is_preparing: bool) -> None:
-        with self._changed:
-            self._is_preparing = is_preparing
-            self._changed.notify_all()
 
     def _read(self, agent_id: str, *, is_next: bool) -> RamCacheEntry | None:
         """The agent's whole cache; ``None``: there is none that is whole, or there is no room for it."""

@@ -199,10 +199,6 @@ class AgentCacheStore(CacheStorePort):
         self.ram_cache.drop(agent_id)
         self._agents.unsaved.discard(agent_id)
 
-    def before_reading_ahead(self, prepare: Callable[[str], None]) -> None:
-        """From now on this is called with the id of each agent of the queue whose cache is going to be read ahead."""
-        self._read_ahead.prepare = prepare
-
     def is_at_hand(self, agent_id: str) -> bool:
         return self._read_ahead.is_at_hand(agent_id)
 

@@ -588,48 +588,16 @@ def test_a_turn_writes_only_what_is_new(machine: Start) -> None:
     assert one.store.glance().written_bytes - before < before / 20
 
 
-def test_the_threads_write_caches_behind_the_turns_and_read_ahead(machine: Start) -> None:
+def test_the_thread_writes_caches_behind_the_turns(machine: Start) -> None:
     one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
     one.store.start_upkeep()
     one.agent().say(LONG[:600])
     until = time.monotonic() + 30
     while not one.bucket.listed("caches") and time.monotonic() < until:  # made when all is there
         time.sleep(0.02)
-    two.store.model_loaded(MODEL)
-    two.store.read_ahead(["agent"])
-    while "agent" not in two.store.local.ram_cache and time.monotonic() < until:
-        time.sleep(0.02)
+    two.store.look("agent")
     restored = two.agent().restore((*LONG[:600], 1))
-    assert (restored.source, restored.prefix.n_tokens) == ("memory", 600)
-
-
-def test_a_stop_waits_for_no_cache_that_comes_ahead_of_its_job(machine: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = machine("one"), machine("two", memory_max_bytes=1 << 30)
-    one.agent().say(LONG[:1900])
-    one.write_behind()
-    get, stop = two.bucket.get, two.store._behind.close
-    began, closes = threading.Event(), threading.Event()
-    read: list[str] = []
-
-    def get_slowly(name: str, limit_s: float | None = None) -> bytes | None:
-        if name.endswith(".safetensors"):
-            read.append(name)
-            began.set()
-            closes.wait(30)
-        return get(name, limit_s)
-
-    monkeypatch.setattr(two.bucket, "get", get_slowly)
-
-    def close() -> None:
-        closes.set()
-        stop()
-
-    monkeypatch.setattr(two.store._behind, "close", close)
-    two.store.model_loaded(MODEL)
-    two.store.read_ahead(["agent"])
-    assert began.wait(30)
-    two.store.close()
-    assert len(read) <= 4  # those that were on their way
+    assert (restored.source, restored.prefix.n_tokens) == ("disk", 600)
 
 
 def test_a_long_history_is_brought_in_by_its_last_whole_version(

@@ -13,10 +13,8 @@ from stoker_shared.agent_result import AgentResult
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     AgentVersionConflict,
-    StokerError,
     VersionTaken,
 )
-from stoker_worker.memory import agent_table
 from stoker_worker.memory.agent_changes import naming
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.checksum import Damaged
@@ -64,8 +62,6 @@ class ReplicatedStore(CacheStorePort):
         self._caches = SharedCaches(local.parts, bucket, local.budget)
         self._behind = CachesBehind(bucket, self._replica.versions, self._caches, max_bps=max_bps)
         self.agent_jobs = ReplicatedJobs(local.agent_jobs, self._replica, self._behind)
-        self._model: str | None = None
-        local.before_reading_ahead(self._prepare)
 
     def meet(self) -> None:
         """Ask the shared store whether it is the right one. Without this, the first call that needs it does.
@@ -171,7 +167,6 @@ class ReplicatedStore(CacheStorePort):
         return self.local.is_at_hand(agent_id)
 
     def model_loaded(self, model: LoadedModel) -> None:
-        self._model = model.fingerprint
         self.local.model_loaded(model)
 
     def read_ahead(self, agents: Sequence[str]) -> None:
@@ -189,19 +184,8 @@ class ReplicatedStore(CacheStorePort):
 
     def close(self) -> None:
         """A cache that is not written yet is computed by whoever needs it."""
-        self._caches.close()
         self._behind.close()
         self.local.close()
-
-    def _prepare(self, agent_id: str) -> None:
-        """The agent's job is next: what it needs comes here meanwhile."""
-        with suppress(StokerError, OSError, Damaged):
-            self._replica.look(agent_id)
-            with self.local.parts.database.snapshot() as connection:
-                state = agent_table.read_agent(connection, agent_id)
-            cache = state.version.cache
-            if state.problem is None and cache is not None and self._model in (None, cache.model):
-                self._caches.bring(state.version)
 
 
 class ReplicatedJobs(AgentJobsPort):

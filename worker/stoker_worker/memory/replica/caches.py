@@ -65,13 +65,8 @@ class SharedCaches:
         self._budget = budget
         self._there: OrderedDict[str, float] = OrderedDict()  # blocks, and when they were there, the latest last
         self._missing: set[str] = set()  # blocks that were not there, or damaged, though a list may have them
-        self._is_closing = False
         self.written_bytes = 0
         self.read_bytes = 0
-
-    def close(self) -> None:
-        """Bring no further files."""
-        self._is_closing = True
 
     def write(self, agent_id: str, pace: Callable[[int], None]) -> int:
         """Write the cache of the agent's newest version, as far as it is on disk and not there yet. One thread.
@@ -101,16 +96,13 @@ class SharedCaches:
             remove_caches(self._bucket, agent_id)
         return version.number
 
-    def bring(self, version: AgentVersion, prompt: BlockChain | None = None) -> None:
-        """Bring the agent's cache files that are missing here; what cannot be brought is a miss. Never raises.
-
-        Args:
-            prompt: only what is of use for it, and for `_JOB_WAITS_S` at most: a job waits; ``None``: all of the cache.
-        """
+    def bring(self, version: AgentVersion, prompt: BlockChain) -> None:
+        """Bring the agent's cache files that are missing here and of use for the prompt; what cannot be brought within
+        `_JOB_WAITS_S` is a miss. Never raises."""
         if self._bucket.outage.seconds:
             return
         began = time.perf_counter()
-        bring_one = partial(self._bring_one, until=float("inf") if prompt is None else began + _JOB_WAITS_S)
+        bring_one = partial(self._bring_one, until=began + _JOB_WAITS_S)
         missing: _Checks = {}
         try:
             missing |= {path: check for path, check in self._wanted(version, prompt).items() if not is_there(path)}
@@ -134,11 +126,11 @@ class SharedCaches:
         with self._parts.database.snapshot() as connection:
             return agent_table.read_agent(connection, agent_id).version
 
-    def _wanted(self, version: AgentVersion, prompt: BlockChain | None) -> _Checks:
+    def _wanted(self, version: AgentVersion, prompt: BlockChain) -> _Checks:
         """The files that are of use for the prompt."""
         blocks, pieces = self._files(version)
         cache, transcript = version.cache, version.transcript
-        if prompt is None or cache is None or transcript is None:
+        if cache is None or transcript is None:
             return blocks | pieces
         if (prompt.model, prompt.salt) != (cache.model, cache.salt):
             return {}
@@ -193,7 +185,7 @@ class SharedCaches:
     def _bring_one(self, path: Path, check: _Check, *, until: float) -> int:
         """Returns the allocated bytes; 0: it is not there, or the time is over. Raises `OSError`."""
         name, writer = self._name_of(path), self._parts.writer
-        if self._bucket.outage.seconds or self._is_closing or time.perf_counter() > until:
+        if self._bucket.outage.seconds or time.perf_counter() > until:
             return 0
         try:
             content = self._bucket.get(name, READ_LIMIT_S)
