@@ -38,7 +38,7 @@ def test_a_job_about_an_agent_is_read_as_such_and_uses_its_agents_memory(action,
     data = payload(AGENT_TASK_PATH, kwargs={"request": {"agent_id": "a", "action": action}})
     request = restored(data).read_request()
     assert (request.action, request.access) == (action, access)
-    assert use_in(data) == MemoryUse(access, "a", continues=True)
+    assert use_in(data) == MemoryUse(access, "a")
     with pytest.raises(InvalidRequest):
         restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
 

@@ -25,17 +25,15 @@ class LastVersion(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``; `continues`: it
-    needs what is stored of the agent, and cannot do without."""
+    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``."""
 
     access: Access
     agent_id: str | None
-    continues: bool = False
 
     @classmethod
-    def of(cls, access: Access, agent_id: str | None, *, continues: bool = False) -> "MemoryUse":
+    def of(cls, access: Access, agent_id: str | None) -> "MemoryUse":
         """From a request's fields. A job that does not use its agent's memory counts as a job without an agent."""
-        return UNUSED if access == "none" or agent_id is None else cls(access, agent_id, continues)
+        return UNUSED if access == "none" or agent_id is None else cls(access, agent_id)
 
 
 UNUSED = MemoryUse("none", None)

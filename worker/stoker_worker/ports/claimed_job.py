@@ -54,7 +54,7 @@ class ClaimedJob(Protocol):
 
     @property
     def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self.request.access, self.request.agent_id, continues=self.request.continues)
+        return MemoryUse.of(self.request.access, self.request.agent_id)
 
     @property
     def moved_from(self) -> str | None:

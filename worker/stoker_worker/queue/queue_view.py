@@ -162,16 +162,15 @@ def use_in(data: bytes | None) -> MemoryUse:
     """Of a job with this stored `data`; `UNUSED` if it cannot be read."""
     try:
         request = read_json(unpacked(data or b""), MAX_DATA_BYTES)[3][REQUEST_KWARG]
-        agent_id, cache, action, context = (request.get(name) for name in ("agent_id", "cache", "action", "context"))
+        agent_id, cache, action = (request.get(name) for name in ("agent_id", "cache", "action"))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return UNUSED
     access: Access = "none" if cache == "off" else "read" if cache == "read" or action == "info" else "write"
-    continues = context == "append" or action is not None
-    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None, continues=continues)
+    return MemoryUse.of(access, agent_id if isinstance(agent_id, str) else None)
 
 
 def use_noted(note: bytes) -> MemoryUse:
     """From the end of `FIELD_AGENT`, in one of the forms that `read.lua` lets pass."""
     word, _, agent_id = note.decode(errors="replace").partition(" ")
     access: Access = "read" if word in ("read", "ask") else "write"
-    return MemoryUse(access, agent_id, word in ("append", "ask")) if agent_id else UNUSED
+    return MemoryUse(access, agent_id) if agent_id else UNUSED
