@@ -12,7 +12,7 @@ from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, R
 from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
 from stoker_worker.queue.json_job import JsonJob
-from stoker_worker.queue.queue_view import use_in
+from stoker_worker.queue.queue_view import use_in, use_noted
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 
@@ -41,6 +41,15 @@ def test_a_job_about_an_agent_is_read_as_such_and_uses_its_agents_memory(action,
     assert use_in(data) == MemoryUse(access, "a")
     with pytest.raises(InvalidRequest):
         restored(payload(kwargs={"request": {"agent_id": "a", "action": action}})).read_request()
+
+
+@pytest.mark.parametrize("context", ["full", "append"])
+def test_the_producers_note_of_a_job_is_the_use_that_its_request_has(context):
+    """Else each such job would be started, given back and claimed once more."""
+    data = payload(kwargs={"request": {**REQUEST, "context": context}})
+    assert use_noted(b"write a") == use_in(data)
+    request = restored(data).read_request()
+    assert use_noted(b"write a") == MemoryUse.of(request.access, request.agent_id)
 
 
 class Bomb:
