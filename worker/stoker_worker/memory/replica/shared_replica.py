@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -113,7 +113,8 @@ class SharedReplica(Replica):
             row = self._row(agent_id)
             newest = self.versions.newest(agent_id, row.version if row else 0)
             if newest:
-                self._bring(agent_id, row, newest, anew=True)
+                with suppress(Emptied):
+                    self._bring(agent_id, row, newest, anew=True)
 
     def publish(self, version: NextVersion) -> None:
         agent_id = version.agent_id
