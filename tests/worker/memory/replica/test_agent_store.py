@@ -391,6 +391,8 @@ def test_an_agent_whose_last_version_lost_its_content_keeps_no_other_one_waiting
         two.agent().open()
     assert not two.store.is_away()
     assert two.agent("other").tokens() == LONG[:100]
+    with pytest.raises(AgentTranscriptUnreadable):  # again
+        two.agent().open()
     two.store.save(two.agent().turn(LONG[:40], agent=caught.value.usable))
     assert machine("three").agent().tokens() == LONG[:40]
 
