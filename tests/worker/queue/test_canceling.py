@@ -296,3 +296,17 @@ def test_a_record_without_a_name_cancels_no_job(connection, plain, queue):
     enqueue(plain)
     connection.hset("stoker:batch:", "canceled", "1")
     assert [job.job_id for job in claim(queue)] == ["job"]
+
+
+def test_a_job_that_was_asked_to_stop_goes_back_if_its_turn_may_have_been_saved(connection, producer, queue):
+    """The next run knows, or sees to it that the turn does not arrive later."""
+    for job_id in ("saves", "runs"):
+        producer.submit(agent_id=job_id, prompt="x", job_id=job_id)
+    saves, runs = claim(queue)
+    saves.begin_save()
+    for job in (saves, runs):
+        queue._registration.stop_requests.ask(job.job_id)
+    assert give_back([saves, runs], counts_as_attempt=False) == 1
+    assert (places(connection, "saves"), places(connection, "runs")) == (["generate"], ["failed"])
+    [again] = claim(queue)
+    assert again.was_saving

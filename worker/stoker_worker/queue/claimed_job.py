@@ -55,11 +55,13 @@ class RqClaimedJob(ClaimedJob):
     Attributes:
         ending: set once somebody ends the job. The heartbeat then leaves its run alone: each beat would undo the
             transaction that is on its way.
+        saves: set once this run begins to save its turn.
     """
 
     run: JobRun = field(repr=False)
     parts: QueueParts = field(repr=False)
     ending: threading.Event = field(default_factory=threading.Event, repr=False)
+    saves: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
     def lives_s(self) -> float:
@@ -77,6 +79,7 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def begin_save(self) -> None:
+        self.saves.set()
         with self._lost_is_told():
             if self.parts.ownership.of(self.run, saves=True) != "ours":
                 raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
@@ -125,7 +128,8 @@ class RqClaimedJob(ClaimedJob):
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
-        if self.parts.stop_requests.is_asked(self.job_id):  # nobody else knows of it
+        may_be_saved = self.was_saving or self.saves.is_set()  # then the next run tells
+        if self.parts.stop_requests.is_asked(self.job_id) and not may_be_saved:  # nobody else knows of it
             with suppress(OwnershipLost):
                 self.stop()
             return False

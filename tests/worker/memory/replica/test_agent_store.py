@@ -653,3 +653,10 @@ def test_the_upkeep_waits_for_no_job_of_an_agent(machine: Start) -> None:
             expired = upkeep.submit(one.store._replica.expire, "agent", -1000.0)
             assert not expired.result(10)
         assert upkeep.submit(one.store._replica.expire, "agent", -1000.0).result(10)
+
+
+def test_a_turn_that_is_missing_is_never_noted_on_one_machine_alone(machine: Start) -> None:
+    """Then the job fails; its producer must not take a turn for made that other workers go on without."""
+    one = machine("one")
+    with pytest.raises(OSError, match="only be noted here"):
+        one.store.mark_unsaved("agent")

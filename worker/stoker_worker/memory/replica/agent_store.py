@@ -152,7 +152,8 @@ class ReplicatedStore(CacheStorePort):
         self.local.ended(agent_id, delivery, remember_s=remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
-        self.local.mark_unsaved(agent_id)
+        """Raises `OSError` always: other workers would go on without the turn, and not know that it is missing."""
+        raise OSError("a turn that is not in the shared store can only be noted here")
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
         self.local.pin(running, waiting, is_all=is_all)
