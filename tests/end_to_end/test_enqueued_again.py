@@ -59,12 +59,14 @@ def test_a_new_delivery_ends_the_run_and_runs_in_its_agents_order(connection, wo
         enqueue("job", f"say {n}")
         time.sleep(0.2)
     until("job", *ENDED)
-    assert texts(connection, "job") == [str(times - 1)]
+    said = texts(connection, "job")  # the newest first; one may have run before the next one came
+    assert said[0] == str(times - 1)
+    assert said == sorted(said, reverse=True)
     assert texts(connection, "next") == ["next"]
     versions = [
         Job.fetch(name, connection, JSONSerializer).return_value()["cache"]["agent_version"] for name in ("next", "job")
     ]
-    assert versions == [1, 2]
+    assert versions == [1, 1 + len(said)]
     assert nothing_is_left(connection)
 
 
