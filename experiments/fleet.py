@@ -118,7 +118,7 @@ class PlayedFleet:
         self.counts["claimed"] += 1
         last = run.granted.last
         if last is not None and last.member != run.worker.name:
-            is_alive = self.redis.is_ready(self.redis.last.get(str(run.ask.agent).encode(), "").partition(" ")[0])
+            is_alive = self.redis.is_ready(last.member)
             self.counts[f"moves from the {'living' if is_alive else 'dead'}"] += 1
 
     def ended(self, run: Run, turn: Turn, conversation: tuple[int, int]) -> None:

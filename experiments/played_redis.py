@@ -49,7 +49,7 @@ class PlayedRedis:
         self.sent: Counter[str] = Counter()
         self._members: dict[bytes, bytes] = {}
         self._leases: dict[str, bytes] = {}
-        self._ready: dict[str, str] = {}  # of members that are, the RQ worker
+        self._ready: set[str] = set()
         self._hashes: dict[str, dict[bytes, Any]] = {
             HELD_KEY.format(queue=queue): self.held,
             LAST_KEY.format(queue=queue): self.last,
@@ -79,9 +79,9 @@ class PlayedRedis:
         """A worker holds the lease of this name and is a member; returns the lease's value."""
         value = member.described()
         self._leases[LEASE_KEY.format(member=member.name)] = self._members[member.name.encode()] = value.encode()
-        self._ready.pop(member.name, None)
+        self._ready.discard(member.name)
         if member.is_ready and not member.is_leaving:
-            self._ready[member.name] = member.worker
+            self._ready.add(member.name)
         return value
 
     def lose_lease(self, member: str) -> None:
@@ -90,17 +90,15 @@ class PlayedRedis:
     def remove(self, member: str) -> None:
         """The jobs of a dead member are back."""
         del self._members[member.encode()]
-        self._ready.pop(member, None)
+        self._ready.discard(member)
         self.lose_lease(member)
 
     def is_member(self, member: str) -> bool:
         return member.encode() in self._members
 
-    def is_ready(self, worker: str) -> bool:
+    def is_ready(self, member: str) -> bool:
         """As `is_ready` of `placement.lua`."""
-        found = _WORKER.fullmatch(worker)
-        member = found[1] if found else ""
-        return LEASE_KEY.format(member=member) in self._leases and self._ready.get(member) == worker
+        return LEASE_KEY.format(member=member) in self._leases and member in self._ready
 
     # --- commands ---
 
@@ -152,7 +150,7 @@ class PlayedRedis:
     def _claim(self, keys: Sequence[str], args: Sequence[Any]) -> list[bytes] | None:
         """Without keys of agents, the worker has no shared store."""
         self.sent["claim"] += 1
-        value, member, me, _, limit = args[:5]
+        value, member, _, _, limit = args[:5]
         if self._leases.get(keys[2]) != value.encode():
             return None
         found: list[str] = []
@@ -163,7 +161,7 @@ class PlayedRedis:
             is_entered = bool(mode) and len(keys) > 6
             verdict, maker, number = "claimed", "", 0
             if is_entered:
-                verdict, maker, number = self._verdict(job_id, mode, agent, me, is_impatient=is_impatient)
+                verdict, maker, number = self._verdict(job_id, mode, agent, member, is_impatient=is_impatient)
             self.sent[f"jobs {verdict}"] += 1
             if verdict == "claimed":
                 if job_id not in self._waiting:
@@ -175,16 +173,19 @@ class PlayedRedis:
             found += verdict, maker, str(number)
         return [word.encode() for word in found]
 
-    def _verdict(self, job_id: bytes, mode: str, agent: bytes, me: str, *, is_impatient: bool) -> tuple[str, str, int]:
+    def _verdict(
+        self, job_id: bytes, mode: str, agent: bytes, member: str, *, is_impatient: bool
+    ) -> tuple[str, str, int]:
         held_as, held = self.held.get(agent, ("r", []))
-        for member, other in held if "w" in (held_as, mode) else ():
+        for holder, other in held if "w" in (held_as, mode) else ():
             if other != job_id:
-                if self._is_in_flight(member, other):
+                if self._is_in_flight(holder, other):
                     return "held", "", 0
                 if other in self._waiting and self._is_before(other, job_id):
                     return "stale", "", 0
         maker, _, number = (self.last.get(agent) or " 0").partition(" ")
-        is_left = maker not in ("", me) and not is_impatient and self.is_ready(maker)
+        made_by = member_of(maker)
+        is_left = made_by not in ("", member) and not is_impatient and self.is_ready(made_by)
         return "passed" if is_left else "claimed", maker, int(number)
 
     def _hold(self, member: str, job_id: bytes, mode: str, agent: bytes) -> None:
@@ -224,3 +225,9 @@ class PlayedRedis:
 
 def _unplayed(**call: Any) -> Any:
     raise NotImplementedError("this script is not played")
+
+
+def member_of(worker: str) -> str:
+    """As `member_of` of `placement.lua`; empty for what is no worker of stoker's."""
+    found = _WORKER.fullmatch(worker)
+    return found[1] if found else ""
