@@ -20,7 +20,7 @@ from common import Json, in_turn, ratios, spread, timed
 from synthetic_cache import Contents, smollm2_layers
 from xxhash import xxh3_128
 
-from stoker_shared.scattered_io import write_all
+from stoker_shared.durable_file import write_all
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.block_lookup import n_readers
 from stoker_worker.memory.cache_file import CachePiece, bytes_of

@@ -12,7 +12,7 @@ from stoker.queue_status import QueueStatus
 from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.ticket import Ticket
 from stoker.ticket_status import TicketStatus
-from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack
+from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack
 from stoker_shared.check import Check
 from stoker_shared.errors import (
     DuplicateJob,

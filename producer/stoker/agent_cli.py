@@ -15,10 +15,10 @@ from stoker.command_parts import agrees, json_option, open_producer, redis_optio
 from stoker.jobs_of_agent import JobsOfAgent
 from stoker.producer import Producer
 from stoker.tables import duration
-from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
 from stoker_shared.errors import AgentNotFound
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 R = TypeVar("R", bound=AgentResult)
 

@@ -18,8 +18,14 @@ from stoker.jobs_of_agent import JobsOfAgent, jobs_of_agent
 from stoker.new_job import NewJob
 from stoker.operations import Operation
 from stoker.waiting import wait_for_end
-from stoker_shared.agent_request import build_agent_request
-from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.agents import (
+    AgentForgotten,
+    AgentForked,
+    AgentInfo,
+    AgentResult,
+    AgentRolledBack,
+    build_agent_request,
+)
 
 R = TypeVar("R", bound=AgentResult)
 

@@ -31,11 +31,16 @@ from stoker.serve.command import serve
 from stoker.status_command import status
 from stoker.submit_command import submit
 from stoker.trust_cli import trust
-from stoker_shared.environment import REDIS_URL_VARIABLE, require_known_variables
+from stoker_shared.environment import (
+    DEFAULT_REDIS_URL,
+    REDIS_URL_VARIABLE,
+    SHOWN,
+    default_redis_url,
+    require_known_variables,
+)
 from stoker_shared.errors import JobError, JobFailed, RequestError, StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
-from stoker_shared.local_server import DEFAULT_REDIS_URL, SHOWN, default_redis_url
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 HELP = {"-h", "--help"}
 

@@ -17,9 +17,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from stoker_shared.error_line import refusal_line
 from stoker_shared.errors import QueueError, RedisUnavailable
-from stoker_shared.password_mask import mask_text
+from stoker_shared.text import mask_text, refusal_line
 
 # Set explicitly, because the default is no limit in redis-py 5 and five seconds in redis-py 8.
 _SOCKET_TIMEOUT_S = 5.0

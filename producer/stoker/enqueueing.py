@@ -14,10 +14,9 @@ from rq.job import Job, JobStatus
 from stoker.connection import LOST, REFUSED
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.operations import Command, Commands, Operation, Watched
-from stoker_shared.agent_request import build_agent_request
+from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import DuplicateJob, JobNotFound, StokerError
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.request import build_request, request_digest
 from stoker_shared.wire import REQUEST_KWARG, TASK_PATH
 

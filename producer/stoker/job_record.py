@@ -16,8 +16,7 @@ from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
 from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_REASON_BYTES, MAX_RESULT_BYTES, unpacked
+from stoker_shared.job_data import MAX_REASON_BYTES, MAX_RESULT_BYTES, read_json, unpacked
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
 

@@ -26,10 +26,9 @@ from stoker.canceling import cancel_job
 from stoker.job_record import ENDED
 from stoker.operations import Command, Commands, Operation, ask
 from stoker.rq_keys import queue_key, registry_key
-from stoker_shared.agent_request import AgentAction
+from stoker_shared.agents import AgentAction
 from stoker_shared.errors import JobNotFound
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.wire import FIELD_AGENT, FIELD_BATCH, REQUEST_KWARG, STREAM_KEY, TASK_PATH
 
 _PAGE: Final = 500

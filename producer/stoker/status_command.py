@@ -23,7 +23,7 @@ from stoker.producer import Producer
 from stoker.ticket_status import TicketStatus
 from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 EVERY_S: Final = 1.0
 

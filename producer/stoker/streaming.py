@@ -16,8 +16,8 @@ from rq.results import Result
 from stoker.job_record import ENDED, NO_ENTRY, JobRecord
 from stoker.operations import Command, Entries, Operation, Watched, ask, stream_entries, undisturbed
 from stoker.waiting import Patience, timed_out
+from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import JobNotFound
-from stoker_shared.markers import Markers
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY
 
 _MOST_ENTRIES: Final = 1000

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,43 @@
-"""Cuts the text of an answer into thinking, tool calls and text. Pure; the worker's finisher threads, and readers.
+"""Cuts the text of an answer into thinking, tool calls and text, by the markers between them. Pure.
 
-Follows the markers as mlx-lm's state machine does, but keeps every character: the parts, put together, are the text.
-Two differences, where a model only mentions a marker: thinking that the model closes has no calls in it, and what does
-not parse stays where it is.
+It follows the markers as mlx-lm's state machine does, but keeps every character: the parts, put together, are the text.
+Two differences, where a model only mentions a marker: thinking that the model closes has no calls in it, and text that
+does not parse as a call stays where it is.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
-from stoker_shared.markers import Edge, Markers, State
+from pydantic import BaseModel, ConfigDict, Field
+
+State = Literal["normal", "reasoning", "tool", "header"]
+"""Of a place in an answer: text, thinking, inside a tool call, or a message's header, which is no text."""
+
+
+class Edge(NamedTuple):
+    """In `state`, the text `marker` leads to the state `to`. An empty one would be found in one place for ever."""
+
+    state: State
+    marker: Annotated[str, Field(min_length=1)]
+    to: State
+
+
+class Markers(BaseModel):
+    """Those of one answer. Unknown fields are ignored, because a reader may be older than the worker.
+
+    Attributes:
+        first: the state in which the answer begins.
+        edges: how markers lead from state to state, without those out of a call; also without those into one if calls
+            stay text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    first: State = "normal"
+    edges: tuple[Edge, ...] = ()
+
 
 Kind = Literal["text", "reasoning", "call", "markup"]
 """`markup` are the markers themselves, and headers; a `call` has its markers."""

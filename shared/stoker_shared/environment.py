@@ -1,13 +1,18 @@
-"""The names of the `STOKER_*` variables, so that a misspelt one is refused, not ignored. Reads no values.
+"""Where the commands find their settings: `STOKER_*` variables, the worker's TOML file, the user's embedded server.
 
-`stoker` and `stoker-worker` run in the same shell, so each accepts the names of both. Only the commands check: a
-library must not depend on the environment of its process.
+`stoker` and `stoker-worker` run in the same shell, so each accepts the variables of both. Only the commands check: a
+library must not depend on the environment of its process. Nothing here knows what a setting means.
 """
 
+import fcntl
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
+
+from stoker_shared.durable_file import replace_file
 
 ENV_PREFIX: Final = "STOKER_"
 REDIS_URL_VARIABLE: Final = "STOKER_REDIS_URL"
@@ -75,9 +80,92 @@ def require_known_variables(environment: Mapping[str, str] = os.environ) -> None
     """
     unknown = sorted(name for name in environment if name.startswith(ENV_PREFIX) and name not in VARIABLES)
     if unknown:
-        raise ValueError(f"unknown setting in the environment: {', '.join(map(_with_the_nearest, unknown))}")
+        named = ", ".join(_with_the_nearest(name, VARIABLES, 0.8) for name in unknown)
+        raise ValueError(f"unknown setting in the environment: {named}")
 
 
-def _with_the_nearest(name: str) -> str:
-    nearest = get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+def _with_the_nearest(name: str, known: Collection[str], cutoff: float) -> str:
+    nearest = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"{name} (did you mean {nearest[0]}?)" if nearest else name
+
+
+USUAL_PLACE: Final = "~/.config/stoker/worker.toml"
+"""Read if it exists and no other file is named."""
+
+
+def settings_file(named: object) -> Path | None:
+    """The file to read.
+
+    Args:
+        named: ``None`` for the usual place, an empty text for no file.
+    """
+    if named is None:
+        usual = Path(USUAL_PLACE).expanduser()
+        return usual if usual.exists() else None
+    return Path(str(named)).expanduser() if str(named) else None
+
+
+def read_settings_file(path: Path, known: Collection[str]) -> dict[str, Any]:
+    """The settings in the file, by name, as an option or a variable would give them.
+
+    Args:
+        known: the names that it may have; ``-`` in the file counts as ``_``.
+
+    Raises:
+        ValueError: it cannot be read, is no TOML, or has an unknown name.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # TOML's errors, and text that is not UTF-8
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    values = {name.replace("-", "_"): _as_given(value) for name, value in content.items()}
+    if unknown := sorted(values.keys() - set(known)):
+        named = ", ".join(_with_the_nearest(name, known, 0.7) for name in unknown)
+        raise ValueError(f"{path} has unknown settings: {named}")
+    return values
+
+
+def _as_given(value: object) -> object:
+    """Options have no lists and no tables: they are ``a,b`` and ``key=value,...`` there."""
+    match value:
+        case list():
+            return ",".join(map(str, value))
+        case Mapping():
+            return ",".join(f"{key}={part}" for key, part in value.items())
+    return value
+
+
+DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379"
+SHOWN: Final = "~/.stoker/redis.url"
+"""The file, mode 0600, that leads a user's commands to that user's embedded server, as people read it. Line 1 is the
+URL
+with its password, line 2 the lock file that the server process holds as long as it lives: a port alone could be
+another
+program's by now."""
+
+
+def publish(url: str, lock: Path) -> None:
+    """Lead this user's commands to this server; an earlier one is forgotten. Raises `OSError`."""
+    file = Path(SHOWN).expanduser()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(file, f"{url}\n{lock}\n".encode())
+
+
+def default_redis_url() -> str:
+    """The server where none is named: this user's embedded one if it lives, else `DEFAULT_REDIS_URL`."""
+    try:
+        url, lock, *_ = Path(SHOWN).expanduser().read_text(encoding="utf-8").splitlines()
+        return url if _is_held(Path(lock)) else DEFAULT_REDIS_URL
+    except (OSError, ValueError, RuntimeError):  # no such file, another content, no home folder
+        return DEFAULT_REDIS_URL
+
+
+def _is_held(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

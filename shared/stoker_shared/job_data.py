@@ -1,8 +1,14 @@
-"""What RQ stores compressed: a job's `data`, results, reasons. Owns the size limits and the unpacking; no I/O."""
+"""Data that anyone may have written: unpacks what RQ compressed, and reads JSON, both within bounds. No I/O.
 
+The bounds hold before anything is built. A text of 8 MiB can have four million values: Python takes gigabytes and
+minutes to build and to check those, and no other thread runs meanwhile, not even the one that renews a worker's lease.
+"""
+
+import json
 import zlib
-from typing import Final
+from typing import Any, Final
 
+from stoker_shared.errors import RequestTooLarge
 from stoker_shared.wire import MAX_REQUEST_BYTES
 
 MAX_DATA_BYTES: Final = MAX_REQUEST_BYTES + 4096
@@ -27,3 +33,77 @@ def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
         return bytes(data[: at_most + 1])
     is_whole = unpacking.eof or len(text) > at_most
     return text if is_whole else bytes(data[: at_most + 1])
+
+
+MOST_VALUES: Final = 200_000
+"""Values of one text in all: numbers, strings, objects, arrays. A turn with a tool call has about 15."""
+
+MOST_LEVELS: Final = 100
+"""Objects and arrays inside one another."""
+
+MOST_DIGITS: Final = 400
+"""Of one integer: the time to read and to write it grows with the square of its length."""
+
+_BRACKETS: Final = b"[]{}"
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))
+
+
+def read_json(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> Any:
+    """The value of a JSON text in UTF-8, with or without a byte order mark.
+
+    Raises:
+        RequestTooLarge: it has more than `at_most` bytes, `MOST_VALUES` values or `MOST_LEVELS` levels, or an integer
+            of more than `MOST_DIGITS` digits.
+        ValueError: it is not JSON.
+    """
+    require_bounds(text, at_most)
+    return json.loads(text.decode("utf-8-sig"), parse_int=_integer)
+
+
+def is_within_bounds(text: bytes) -> bool:
+    """Whether `require_bounds` lets it pass."""
+    try:
+        require_bounds(text)
+    except RequestTooLarge:
+        return False
+    return True
+
+
+def require_bounds(text: bytes, at_most: int = MAX_REQUEST_BYTES) -> None:
+    """
+    Raises:
+        RequestTooLarge: as `read_json`, but for digits, of JSON; other text may pass.
+    """
+    if len(text) > at_most:
+        raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {at_most}")
+    if _n_values(text) <= MOST_LEVELS:  # a short way for nearly all that do not call tools
+        return
+    # Only `bytes` methods that take time in proportion to the text: it may be the worst one.
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    n_strings = text.count(b'"') // 2
+    if n_strings <= 2 * MOST_VALUES:  # keys are strings too
+        text = b"".join(text.split(b'"')[::2])  # what is outside of strings
+        if _n_values(text) <= MOST_VALUES:
+            _require_levels(text.translate(None, _NO_BRACKETS))
+            return
+    raise RequestTooLarge(f"the request has more than {MOST_VALUES} values")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise RequestTooLarge(f"the request has a number of {len(digits)} digits, the limit is {MOST_DIGITS}")
+    return int(digits)
+
+
+def _n_values(text: bytes) -> int:
+    """An upper bound: each value but the first follows a comma or begins what it is in."""
+    return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _require_levels(brackets: bytes) -> None:
+    for _ in range(MOST_LEVELS):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")  # the innermost level
+    if brackets:
+        raise RequestTooLarge(f"the request has more than {MOST_LEVELS} levels of objects and arrays")

@@ -7,21 +7,175 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from stoker_shared.check import Check
-from stoker_shared.constraints import Guide, NamedTool, ResponseFormat, ToolChoice, with_text_keys
-from stoker_shared.errors import InvalidRequest, RequestTooLarge
-from stoker_shared.foreign_json import require_bounds
-from stoker_shared.job_data import MAX_DATA_BYTES
+from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
+from stoker_shared.job_data import MAX_DATA_BYTES, require_bounds
 from stoker_shared.message import Message, as_tuple
-from stoker_shared.printable import printable
 from stoker_shared.route import ModelName, Step
+from stoker_shared.text import printable
 from stoker_shared.trust import TaskLabel
-from stoker_shared.validation import is_plain_json, validated
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+_MAX_PROBLEMS_SHOWN: Final = 8
+_MAX_PROBLEMS_READ: Final = 1000  # pydantic makes a dict of each
+_IN_OUR_WORDS: Final = {
+    "extra_forbidden": "there is no such field",
+    "model_type": "must be an object",  # pydantic names a Python class
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+}
+"""By pydantic's type of the problem."""
+
+
+def validated(model: type[RequestT], fields: Mapping[str, Any], *, newest_version: int) -> RequestT:
+    """A request of this model; `newest_version` is the largest `v` that this code reads.
+
+    Raises:
+        RequestVersionTooNew, InvalidRequest: as `build_request`.
+    """
+    version = fields.get("v", 1)
+    if isinstance(version, int) and version > newest_version:
+        raise RequestVersionTooNew(f"the request has v {version}, this side reads up to v {newest_version}: update it")
+    try:
+        return model.model_validate(dict(fields))
+    except ValidationError as error:
+        raise InvalidRequest(_problems_of(error)) from None
+
+
+def _problems_of(error: ValidationError) -> str:
+    """One line with each problem as `field: message`, without the input: errors must not quote prompts."""
+    if error.error_count() > _MAX_PROBLEMS_READ:
+        return f"there are {error.error_count()} problems with it, too many to name them"
+    problems = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        field = ".".join(_shown(part) for part in problem["loc"])
+        message = _IN_OUR_WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+        problems.append(f"{field}: {message}" if field else message)
+    if len(problems) > _MAX_PROBLEMS_SHOWN:
+        problems[_MAX_PROBLEMS_SHOWN:] = [f"and {len(problems) - _MAX_PROBLEMS_SHOWN} more"]
+    return "; ".join(problems)
+
+
+def _shown(name: int | str) -> str:
+    """A field's name, fit for one short line: an unknown field may have any name."""
+    return printable(str(name))[:64]
+
+
+def is_plain_json(value: object) -> bool:
+    """Whether the value can be UTF-8 JSON: pydantic checks neither `Any` nor surrogates in `str`."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False, default=_fields_of_model).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _fields_of_model(value: object) -> dict[str, Any]:
+    if not isinstance(value, BaseModel):
+        raise TypeError
+    return dict(value)
+
+
+MOST_CHOICES: Final = 1024
+"""Most strings of a `Guide.choice`."""
+
+_FORM = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class NamedFunction(BaseModel):
+    model_config = _FORM
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(BaseModel):
+    """OpenAI's form of `tool_choice` for one tool: it must be called."""
+
+    model_config = _FORM
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+"""`auto`: the model decides; `none`: no tool is called; `required`: one is called."""
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's form.
+
+    Attributes:
+        schema_: the JSON Schema, `schema` in JSON.
+        strict: as at OpenAI, whether the answer must follow the schema. It always does here.
+    """
+
+    model_config = _FORM
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`: `text` constrains nothing, `json_object` allows any JSON object."""
+
+    model_config = _FORM
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("'json_schema' goes with type 'json_schema', and only with it")
+        return self
+
+
+class Guide(BaseModel):
+    """The language of the answer: exactly one field is set.
+
+    Attributes:
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these.
+        lark: a grammar in Lark's notation, as llguidance reads it; its rule `start` is the answer.
+    """
+
+    model_config = _FORM
+
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...],
+            Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True),
+            BeforeValidator(_as_tuple),
+        ]
+        | None
+    ) = None
+    lark: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_language(self) -> Self:
+        if sum(value is not None for value in (self.regex, self.choice, self.lark)) != 1:
+            raise ValueError("exactly one of 'regex', 'choice' and 'lark' must be given")
+        return self
+
+
+def with_text_keys(value: object) -> object:
+    """Whole numbers as keys become text: keys in JSON are text, and callers in Python give token ids as numbers."""
+    if not isinstance(value, Mapping):
+        return value
+    return {str(key) if type(key) is int else key: bias for key, bias in value.items()}
+
 
 MOST_MESSAGES: Final = 10_000
 MOST_TOOLS: Final = 1_000

@@ -18,7 +18,7 @@ REQUEST_VERSION: Final = 4
 """Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
 
 AGENT_REQUEST_VERSION: Final = 1
-"""Newest `v` of :class:`~stoker_shared.agent_request.AgentRequest` that this code reads."""
+"""Newest `v` of :class:`~stoker_shared.agents.AgentRequest` that this code reads."""
 
 MAX_REQUEST_BYTES: Final = 8 * 2**20
 """Largest request, as UTF-8 JSON, that producers send and workers read."""
@@ -85,7 +85,7 @@ STREAM_KEY: Final = "stoker:stream:{job_id}"
 """Stream: the text of a job as it is generated. Each entry has `run` (the run of the job that wrote it), `kind` and
 `text`: ``whole`` has all text of the run so far and replaces the entries before it; ``more`` continues the entry
 before; ``end`` has no text: the run is over, and the job's hash has the outcome. Entries of kind ``whole`` also have
-`markers`, the JSON of :class:`~stoker_shared.markers.Markers`, for the run's entries up to the next one. Expires."""
+`markers`, the JSON of `answer_parts.Markers`, for the run's entries up to the next one. Expires."""
 
 WORKER_KEY: Final = "stoker:worker:{name}"
 """String: a live worker (JSON: member, queues, model, context_tokens, mode, max_batch, max_batch_why, host, pid,

@@ -2,11 +2,11 @@
 
 from tests.in_memory.agent_memory import AgentMemory, SavedCache, SavedVersion
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import (
+from stoker_shared.agents import (
     AgentForgotten,
     AgentForked,
     AgentInfo,
+    AgentRequest,
     AgentResult,
     AgentRolledBack,
     PastVersion,

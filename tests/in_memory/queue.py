@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.in_memory.queue_entry import Entry, State
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
 from stoker_shared.result import Attempt

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt
 from stoker_worker.ports import LastVersion, SequenceProgress

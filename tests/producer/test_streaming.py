@@ -8,7 +8,7 @@ from redis import Redis
 from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
 from stoker.driver import run
 from stoker.streaming import StreamReader
-from stoker_shared.markers import Edge, Markers
+from stoker_shared.answer_parts import Edge, Markers
 
 pytestmark = pytest.mark.server
 

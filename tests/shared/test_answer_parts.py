@@ -3,8 +3,7 @@
 import random
 from typing import Any, get_args
 
-from stoker_shared.answer_parts import Cutter, cut
-from stoker_shared.markers import Edge, Markers, State
+from stoker_shared.answer_parts import Cutter, Edge, Markers, State, cut
 
 THINK = Markers(
     edges=(

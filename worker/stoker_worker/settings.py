@@ -9,10 +9,8 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from stoker_shared.duration import seconds_of
-from stoker_shared.environment import ENV_PREFIX, require_known_variables
-from stoker_shared.password_mask import mask_url
-from stoker_shared.settings_file import read_settings_file, settings_file
+from stoker_shared.environment import ENV_PREFIX, read_settings_file, require_known_variables, settings_file
+from stoker_shared.text import mask_url, seconds_of
 from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.ports.cache_spec import StoreDtype
 from stoker_worker.ports.request_defaults import RequestDefaults

@@ -31,7 +31,7 @@ from stoker.driver import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 SOME_FAILED: Final = 3
 NOT_ALL: Final = 4

@@ -11,7 +11,7 @@ from stoker.openai.failures import field_of
 from stoker.openai.fields import RULES, request_fields
 from stoker.openai.rule import BodyOptions, FieldRefused
 from stoker_shared.errors import RequestError, RequestTooLarge
-from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest, build_request
 
 MAX_LINE_BYTES: Final = 64 * 2**20

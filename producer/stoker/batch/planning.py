@@ -21,8 +21,8 @@ from stoker.job_options import JobOptions, checked_queue_name
 from stoker.openai.rule import BodyOptions
 from stoker.routing import Routing
 from stoker.submit_input import read_check
-from stoker_shared.duration import seconds_of
 from stoker_shared.help_layout import options_under
+from stoker_shared.text import seconds_of
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE
 
 _line = options_under("Lines")

@@ -12,7 +12,7 @@ from typing import Final, Self
 import click
 
 from stoker.batch.collecting import Tally
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 _LINE_EVERY_S: Final = 5.0
 _DRAW_EVERY_S: Final = 0.2

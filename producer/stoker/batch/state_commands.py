@@ -14,7 +14,7 @@ from stoker.driver import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 _job = options_under("Jobs")
 

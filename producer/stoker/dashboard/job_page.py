@@ -12,8 +12,7 @@ from stoker.operations import Operation, ask
 from stoker.overview_tables import DEAD, rate_text
 from stoker.presence import is_ours, live_workers
 from stoker.ticket_status import TicketStatus, status_of
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.wire import REQUEST_KWARG
 
 _LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"

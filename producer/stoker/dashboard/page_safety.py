@@ -12,7 +12,7 @@ from flask import Flask, Response, abort, request
 from jinja2 import ChoiceLoader, DictLoader
 from rq_dashboard import web
 
-from stoker_shared.own_site import host_name
+from stoker_shared.http_guard import host_name
 
 _WRITING_GETS: Final = {"rq_dashboard.requeue_all"}
 

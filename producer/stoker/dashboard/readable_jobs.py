@@ -17,8 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import as_text
 from rq_dashboard import web
 
-from stoker_shared.foreign_json import is_within_bounds
-from stoker_shared.job_data import MAX_DATA_BYTES, MAX_REASON_BYTES, MAX_RESULT_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, MAX_REASON_BYTES, MAX_RESULT_BYTES, is_within_bounds, unpacked
 
 _FITS: Final[Mapping[bytes, Callable[[bytes], bool]]] = {
     b"data": lambda value: len(unpacked(value, MAX_DATA_BYTES)) <= MAX_DATA_BYTES,

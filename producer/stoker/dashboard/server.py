@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from stoker.connection import address, open_connection, redis_errors
-from stoker_shared.own_site import LOOPBACK_NAMES
+from stoker_shared.http_guard import LOOPBACK_NAMES
 
 
 def serve_dashboard(

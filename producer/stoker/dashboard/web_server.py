@@ -5,7 +5,7 @@ from typing import Any
 from flask import Flask
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from stoker_shared.limited_threads import LimitedHead, LimitedThreads
+from stoker_shared.http_guard import LimitedHead, LimitedThreads
 
 
 class WebServer(LimitedThreads, ThreadedWSGIServer):

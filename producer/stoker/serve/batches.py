@@ -13,7 +13,7 @@ from stoker.openai.fields import RULES
 from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
 from stoker.serve.paging import page_of
 from stoker.serve.responses import Json, json_object, received
-from stoker_shared.duration import seconds_of
+from stoker_shared.text import seconds_of
 
 _TIMES: Final = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),

@@ -15,7 +15,7 @@ from stoker.openai.failures import Failure
 from stoker.openai.fields import RULES
 from stoker.serve.responses import failed
 from stoker.serve.tokens import ANYBODY, Tokens
-from stoker_shared.own_site import is_own_site
+from stoker_shared.http_guard import is_own_site
 
 HEALTH_PATH: Final = "/healthz"
 FILES_PATH: Final = "/v1/files"

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from stoker.openai.failures import Failure, of_exception
 from stoker_shared.errors import RequestTooLarge, StokerError
-from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import read_json
 
 log = logging.getLogger(__name__)
 

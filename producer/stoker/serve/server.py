@@ -15,7 +15,7 @@ from stoker.connection import address, open_connection, redis_errors
 from stoker.serve.app import build_app
 from stoker.serve.connections import MOST_CONNECTIONS, Connections, LimitedProtocol, possible_connections
 from stoker.serve.settings import ServeSettings
-from stoker_shared.own_site import LOOPBACK_NAMES, host_name
+from stoker_shared.http_guard import LOOPBACK_NAMES, host_name
 
 _GRACE_S: Final = 30
 _KEEP_ALIVE_S: Final = 75

@@ -20,7 +20,7 @@ from stoker.openai.rule import BodyOptions
 from stoker.serve.app import build_app
 from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings
-from stoker_shared.markers import Markers
+from stoker_shared.answer_parts import Markers
 from stoker_shared.wire import SERVED_KEY
 from stoker_worker.embedded_redis.server import EmbeddedServer
 

@@ -6,7 +6,7 @@ from tests.producer.played_worker import result_fields
 from stoker.openai.failures import Failure
 from stoker.serve.deltas import Deltas
 from stoker.streaming import Restarted, TextChunk
-from stoker_shared.markers import Edge, Markers
+from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.result import GenerationResult
 
 THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"), Edge("normal", "#", "tool")))

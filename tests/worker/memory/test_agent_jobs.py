@@ -23,8 +23,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.faulty_files import CutFiles, FullFiles, PowerCut, Survivors
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentInfo, AgentResult
+from stoker_shared.agents import AgentInfo, AgentRequest, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin.verify import verify_store

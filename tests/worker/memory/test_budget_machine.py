@@ -28,7 +28,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.faulty_files import FullFiles
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import agent_table, cache_index, turn_table
 from stoker_worker.memory.block_chain import BlockChain, common_length
 from stoker_worker.memory.forget import forget_agent

@@ -8,7 +8,7 @@ import pytest
 from tests.worker.memory.agents import AgentOf, ids, open_store
 from tests.worker.memory.in_flight_process import another_process_working_on, is_busy_for_others
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import AgentBusy
 from stoker_worker.memory import store as store_module
 from stoker_worker.memory.in_flight import InFlight, working_on

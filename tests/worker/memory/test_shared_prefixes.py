@@ -20,7 +20,7 @@ from tests.worker.memory.agents import (
     tidy,
 )
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import budget
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.block_lookup import BlockLookup, DiskPrefix

@@ -24,8 +24,14 @@ from tests.worker.memory.agents import (
     tidy,
 )
 
-from stoker_shared.agent_request import build_agent_request
-from stoker_shared.agent_result import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack
+from stoker_shared.agents import (
+    AgentForgotten,
+    AgentForked,
+    AgentInfo,
+    AgentResult,
+    AgentRolledBack,
+    build_agent_request,
+)
 from stoker_shared.errors import (
     AgentExists,
     AgentNotFound,

@@ -3,8 +3,7 @@
 import pytest
 from tests.in_memory.queue import InMemoryQueue
 
-from stoker_shared.agent_request import build_agent_request
-from stoker_shared.agent_result import AgentInfo
+from stoker_shared.agents import AgentInfo, build_agent_request
 from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, WorkerLostTooOften
 from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.ports import Busy

@@ -11,7 +11,7 @@ import pytest
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedFinisher, loaded_job
 
-from stoker_shared.markers import Markers
+from stoker_shared.answer_parts import Markers
 from stoker_worker.pipeline import engine_thread
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Cancelled, GivenBack

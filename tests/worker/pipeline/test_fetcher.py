@@ -10,7 +10,7 @@ from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
-from stoker_shared.markers import Markers
+from stoker_shared.answer_parts import Markers
 from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.leaving import Leaving

@@ -15,7 +15,7 @@ from tests.in_memory.queue import InMemoryJob, InMemoryQueue
 from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
 
-from stoker_shared.agent_request import build_agent_request
+from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     AgentVersionNotSaved,

@@ -14,8 +14,8 @@ from tests.in_memory.queue import InMemoryQueue
 from tests.worker.queue.ends import fail, finish, give_back
 from tests.worker.queue.looking import taken_over
 
+from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import EngineFailed, InvalidRequest, OwnershipLost
-from stoker_shared.markers import Markers
 from stoker_shared.wire import FIELD_STREAM, STREAM_KEY, TASK_PATH
 from stoker_worker.ports import Busy, ClaimedJob, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.connect import open_queue

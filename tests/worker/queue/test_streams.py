@@ -5,8 +5,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.worker.queue.ends import drop, finish, give_back
 from tests.worker.queue.looking import taken_over
 
+from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.markers import Edge, Markers
 from stoker_worker.ports import Busy, TextSoFar
 from stoker_worker.queue import streams
 from stoker_worker.queue.connect import open_queue

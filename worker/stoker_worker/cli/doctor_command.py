@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line
 from stoker_worker.cli.run_settings import settings_of
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 import click
 
 from stoker_shared.errors import StokerError
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 from stoker_worker.cli.journal import is_journal, prefixed
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 from stoker_worker.cli.journal import is_journal, prefixed
 from stoker_worker.events.job_log import FIELDS
 from stoker_worker.settings import WorkerSettings

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stoker_shared.environment import ENV_PREFIX
+from stoker_shared.environment import ENV_PREFIX, SHOWN, publish
 from stoker_shared.errors import StoreUnusable
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples
-from stoker_shared.local_server import SHOWN, publish
-from stoker_shared.password_mask import mask_url
+from stoker_shared.text import mask_url
 from stoker_worker.cli.config_command import config
 from stoker_worker.cli.doctor_command import doctor
 from stoker_worker.cli.ending import errors_in_one_line, late_signals_ignored

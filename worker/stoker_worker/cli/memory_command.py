@@ -16,7 +16,7 @@ import click
 
 from stoker_shared.environment import require_known_variables
 from stoker_shared.errors import StokerError
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 _MISSING = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
 

@@ -10,9 +10,9 @@ from typing import Final
 
 import click
 
-from stoker_shared.duration import seconds_of
 from stoker_shared.errors import AgentNotFound, SharedStoreAway
 from stoker_shared.help_layout import LaidOutGroup
+from stoker_shared.text import seconds_of
 from stoker_worker.cli.memory_command import command, say
 from stoker_worker.cli.memory_reading import ls, show, verify
 from stoker_worker.cli.memory_transfer import export, import_

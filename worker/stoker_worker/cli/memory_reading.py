@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stoker_shared.errors import AgentNotFound
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 from stoker_worker.cli.memory_command import command
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import click
 from rich.cells import cell_len
 from rich.filesize import decimal
 
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 if TYPE_CHECKING:  # a list of agents needs none of what these load
     from stoker_shared.message import Message

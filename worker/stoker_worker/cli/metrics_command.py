@@ -9,7 +9,7 @@ import click
 
 from stoker_shared.environment import ENV_PREFIX
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
-from stoker_shared.printable import printable
+from stoker_shared.text import printable
 
 _EVERY_S: Final = 5.0
 _options = options_under("Options")

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from stoker_shared.environment import USUAL_PLACE
 from stoker_shared.help_layout import options_under
-from stoker_shared.settings_file import USUAL_PLACE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from stoker_shared.error_line import one_line
+from stoker_shared.text import one_line
 
 _UNEXPECTED: Final = "this check could not be made; the line says why"
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_shared.password_mask import mask_url
+from stoker_shared.text import mask_url
 from stoker_worker.doctor.check import Check, Finding, fail, ok, warn
 from stoker_worker.settings import EMBEDDED
 

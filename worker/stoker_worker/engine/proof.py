@@ -14,7 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from stoker_shared.error_line import one_line
+from stoker_shared.text import one_line
 from stoker_worker.engine.inner_rounding import rounds_inside
 from stoker_worker.engine.rows.rows_generator import why_not_in_rows
 from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from stoker_shared.markers import Edge
+from stoker_shared.answer_parts import Edge
 from stoker_worker.ports import AnswerFormat
 
 _THINK: Final = "<think>", "</think>"

@@ -17,8 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from stoker_shared.error_line import one_line
 from stoker_shared.request import GenerationRequest
+from stoker_shared.text import one_line
 from stoker_worker.engine.assembly import assemble
 from stoker_worker.engine.generator import Generator
 from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS

@@ -15,7 +15,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from stoker_shared.agent_result import AgentResult
+from stoker_shared.agents import AgentResult
 from stoker_shared.errors import (
     AgentExists,
     AgentMemoryError,

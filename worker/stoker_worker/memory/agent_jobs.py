@@ -7,8 +7,7 @@ The commands of the shell make the same changes; here the worker's own state (bu
 from dataclasses import asdict, replace
 from typing import Final
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentForgotten, AgentInfo, AgentResult, read_agent_result
+from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import Asked, naming

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from xxhash import xxh3_128
 
-from stoker_shared.scattered_io import fill, in_parts
+from stoker_shared.durable_file import fill, in_parts
 from stoker_worker.memory.block_chain import BlockChain
 from stoker_worker.memory.cache_layout import CacheLayout, PieceKind, is_quantised, layout_of
 from stoker_worker.memory.files import Chunk

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NamedTuple
 
-from stoker_shared.agent_result import AgentForgotten
+from stoker_shared.agents import AgentForgotten
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from stoker_shared.agent_result import AgentForked
+from stoker_shared.agents import AgentForked
 from stoker_shared.errors import AgentExists
 from stoker_worker.memory import agent_table
 from stoker_worker.memory.agent_changes import (

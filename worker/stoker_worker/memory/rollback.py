@@ -4,7 +4,7 @@ the shell.
 
 from dataclasses import dataclass
 
-from stoker_shared.agent_result import AgentRolledBack
+from stoker_shared.agents import AgentRolledBack
 from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table, turn_table
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, version_of, write_with_cache

@@ -12,8 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Final
 
-from stoker_shared.limited_threads import LimitedHead, LimitedThreads
-from stoker_shared.own_site import host_name, is_private_name
+from stoker_shared.http_guard import LimitedHead, LimitedThreads, host_name, is_private_name
 from stoker_worker.metrics.counting import Metrics
 from stoker_worker.metrics.exposition import CONTENT_TYPE, exposition
 from stoker_worker.metrics.live import LiveFigures

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from stoker_shared.markers import Edge
+from stoker_shared.answer_parts import Edge
 from stoker_worker.models.tool_parsers import with_time_limit
 from stoker_worker.ports.answer_format import AnswerFormat
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from stoker_shared.error_line import one_line
 from stoker_shared.errors import ModelNotLoadable
+from stoker_shared.text import one_line
 
 ADAPTER_WEIGHTS: Final = "adapters.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"

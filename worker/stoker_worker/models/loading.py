@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from stoker_shared.error_line import one_line
 from stoker_shared.errors import ModelNotLoadable
+from stoker_shared.text import one_line
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, reason_of
 from stoker_worker.models.fingerprint import ModelFolder

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, WorkerLostTooOften
 from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.ports import AgentJobsPort, ClaimedJob

@@ -8,8 +8,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from stoker_shared.error_line import one_line
 from stoker_shared.result import CalledFunction, ToolCall
+from stoker_shared.text import one_line
 from stoker_worker.ports.answer_format import AnswerFormat
 
 _ID_LETTERS: Final = 9

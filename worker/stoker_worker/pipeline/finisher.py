@@ -17,7 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, assert_never
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import (
     AgentVersionNotSaved,
     JobLost,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt

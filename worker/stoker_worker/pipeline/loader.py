@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.checking import make_ready
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,

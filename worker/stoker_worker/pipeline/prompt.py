@@ -6,6 +6,7 @@ encoded again, because encode(decode(ids)) is often not ids.
 
 from dataclasses import dataclass, field, replace
 
+from stoker_shared.answer_parts import Markers
 from stoker_shared.errors import (
     AgentNotFound,
     AgentVersionConflict,
@@ -14,7 +15,6 @@ from stoker_shared.errors import (
     RequestTooLarge,
     TranscriptMismatch,
 )
-from stoker_shared.markers import Markers
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_worker.pipeline.rendering import Rendering

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self
 from redis import Redis
 from redis.client import Pipeline
 
-from stoker_shared.agent_request import AgentRequest
+from stoker_shared.agents import AgentRequest
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import HELD_KEY, LAST_KEY
 

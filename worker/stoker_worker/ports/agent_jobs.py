@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentResult
+from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_worker.ports.agents import Delivery
 
 

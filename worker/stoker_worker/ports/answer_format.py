@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from stoker_shared.markers import Edge, Markers, State
+from stoker_shared.answer_parts import Edge, Markers, State
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]] | None], Any]
 """From the text between a call's markers, and the request's tools, to a dict with `name` and `arguments`, or a list of

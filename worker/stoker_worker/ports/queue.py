@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from stoker_shared.markers import Markers
+from stoker_shared.answer_parts import Markers
 from stoker_worker.ports.agents import Busy
 from stoker_worker.ports.claimed_job import ClaimedJob
 from stoker_worker.ports.engine import SequenceProgress

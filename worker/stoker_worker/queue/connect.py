@@ -14,9 +14,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 
-from stoker_shared.error_line import refusal_line
 from stoker_shared.errors import QueueHeld, RedisUnavailable
-from stoker_shared.password_mask import mask_text, mask_url
+from stoker_shared.text import mask_text, mask_url, refusal_line
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claimed_job import RqClaimedJob

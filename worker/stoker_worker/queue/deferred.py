@@ -14,7 +14,7 @@ from redis import Redis
 from rq.job import Job, JobStatus
 from rq.registry import DeferredJobRegistry
 
-from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import read_json
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.json_job import ask_fields, is_rqs
 from stoker_worker.queue.transient_errors import may_pass

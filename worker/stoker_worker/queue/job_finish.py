@@ -20,8 +20,8 @@ from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from stoker_shared.error_line import message_line
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError, StokerError
+from stoker_shared.text import message_line
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
 from stoker_worker.placement.placement import Placement
 from stoker_worker.queue.follow_up import FollowUp

@@ -29,10 +29,10 @@ from rq.registry import (
 )
 from rq.worker.base import WorkerStatus
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.error_line import message_line
+from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import OwnershipLost, PayloadRefused, RequestError, StokerError
 from stoker_shared.request import GenerationRequest
+from stoker_shared.text import message_line
 from stoker_shared.wire import (
     BATCH_KEY,
     CLAIMED_KEY,

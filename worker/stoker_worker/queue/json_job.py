@@ -15,10 +15,9 @@ from rq.serializers import JSONSerializer
 from rq.utils import str_to_date
 from rq.webhook import Webhook
 
-from stoker_shared.agent_request import AgentRequest, build_agent_request
+from stoker_shared.agents import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.request import GenerationRequest, build_request, request_digest
 from stoker_shared.result import Attempt
 from stoker_shared.wire import (

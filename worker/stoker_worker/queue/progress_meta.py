@@ -13,7 +13,7 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
-from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import read_json
 from stoker_shared.wire import FIELD_STREAM, META_PROGRESS
 from stoker_worker.ports import SequenceProgress
 from stoker_worker.queue.json_job import JobRun

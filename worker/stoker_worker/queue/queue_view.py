@@ -14,8 +14,7 @@ from redis import Redis
 from rq.job import Job
 from rq.queue import Queue
 
-from stoker_shared.foreign_json import read_json
-from stoker_shared.job_data import MAX_DATA_BYTES, unpacked
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.request import Access
 from stoker_shared.wire import COUNTS_KEY, FIELD_AGENT, FIELD_ATTEMPTS, REQUEST_KWARG, TAKEN_KEY
 from stoker_worker.periodic import Periodic

@@ -16,8 +16,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from stoker_shared.error_line import message_line
 from stoker_shared.errors import RedisUnavailable
+from stoker_shared.text import message_line
 
 _AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from stoker_shared.foreign_json import read_json
+from stoker_shared.job_data import read_json
 from stoker_shared.result import Attempt
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.environment import ENV_PREFIX
-from stoker_shared.password_mask import mask_url
+from stoker_shared.text import mask_url
 
 RESTART_S: Final = 30
 """Between two starts of a worker that crashes: a wrong setting must not load the model all the time."""

@@ -25,8 +25,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgent
 
-from stoker_shared.agent_request import build_agent_request
-from stoker_shared.agent_result import AgentResult
+from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from tests.worker.memory.agents import AgentOf, files_below, ids, make_transcript, make_turn, problems_of
 from tests.worker.memory.replica.sharing import Machine, SharedFolder
 
-from stoker_shared.agent_request import build_agent_request
-from stoker_shared.agent_result import AgentResult
+from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, VersionTaken
 from stoker_worker.cli.main import main
 from stoker_worker.memory.checksum import checksum

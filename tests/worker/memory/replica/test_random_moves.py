@@ -20,7 +20,7 @@ import pytest
 from tests.worker.memory.agents import make_transcript, make_turn, problems_of
 from tests.worker.memory.replica.sharing import Machine, SharedAgent, SharedFolder
 
-from stoker_shared.agent_request import build_agent_request
+from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import AgentMemoryError, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import turn_parts
 from stoker_worker.memory.connection import DatabaseFailed

@@ -10,7 +10,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from stoker_shared.error_line import one_line
+from stoker_shared.text import one_line
 from stoker_worker.engine.generator import Prefilled, SequenceStart, TakenOut, TokenOutput
 from stoker_worker.engine.rows.attention import install
 from stoker_worker.engine.rows.decode_batch import DecodeBatch

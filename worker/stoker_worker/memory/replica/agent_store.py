@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from stoker_shared.agent_request import AgentRequest
-from stoker_shared.agent_result import AgentResult
+from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
     AgentVersionConflict,

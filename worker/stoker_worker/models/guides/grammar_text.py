@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from llguidance import LLMatcher
 
-from stoker_shared.constraints import Guide, NamedTool
 from stoker_shared.errors import GuideRefused
-from stoker_shared.request import GenerationRequest
+from stoker_shared.request import GenerationRequest, Guide, NamedTool
 
 _JSON: Final[dict[str, Any]] = {"whitespace_pattern": r"[ \n]{1,20}", "lenient": False}
 """White space has a limit, because a model that is not sure may repeat it until its tokens are used up. `lenient` would

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from stoker_shared.error_line import message_line
 from stoker_shared.errors import GuideRefused
 from stoker_shared.request import GenerationRequest
+from stoker_shared.text import message_line
 from stoker_worker.models.guides.grammar import Grammar
 from stoker_worker.models.guides.grammar_text import CallMarkers, grammar_text
 from stoker_worker.models.guides.guide import Guide, Vocabulary

@@ -1,19 +1,57 @@
-"""How many clients may connect to a server with a thread for each connection, for how long, and with how long a head.
+"""Guards of the small HTTP servers: no pages of other sites, and a limit of connections, their life and their head.
 
-The dashboard's server and that of the metrics close a connection after each answer, so its whole life is limited. One
-connection too many closes the oldest, so idle clients keep nobody out.
+A page in a browser of this machine can send requests to loopback, and with a name of its own that it points at our
+address also read the answers (DNS rebinding). Both show in the headers that browsers send.
+
+The dashboard and the metrics close a connection after each answer, so its whole life is limited. One connection too
+many closes the oldest, so idle clients keep nobody out.
 """
 
 import errno
 import io
+import ipaddress
 import logging
 import socket
 import sys
 import threading
 import time
+from collections.abc import Container
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def host_name(host: str) -> str:
+    """The name or address in a ``Host`` header or an address to listen on, without port and brackets; empty if it is
+    none."""
+    if host.count(":") > 1 and not host.startswith("["):
+        return host
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_own_site(host: str | None, origin: str | None, names: Container[str] = LOOPBACK_NAMES) -> bool:
+    """
+    Args:
+        host, origin: the headers of the request.
+        names: in lower case, IPv6 addresses without brackets.
+    """
+    return host_name(host or "") in names and (not origin or host_name(origin.partition("://")[2]) in names)
+
+
+def is_private_name(name: str) -> bool:
+    """Whether no site of the web can have this name: it is an address, has no dot, or ends in ``.internal``."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return bool(name) and ("." not in name or name.endswith(".internal"))
+    return True
+
 
 if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler as _Handler

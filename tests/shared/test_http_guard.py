@@ -1,4 +1,4 @@
-"""Clients of the dashboard and of the metrics that connect and then send little: they end, and keep nobody out."""
+"""Requests that a page of another site may have caused, and clients that connect and then send little."""
 
 import socket
 import threading
@@ -9,8 +9,57 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 
-from stoker_shared import limited_threads
-from stoker_shared.limited_threads import HEAD_BYTES, MOST_CONNECTIONS, LimitedHead, LimitedThreads
+from stoker_shared import http_guard
+from stoker_shared.http_guard import (
+    HEAD_BYTES,
+    MOST_CONNECTIONS,
+    LimitedHead,
+    LimitedThreads,
+    host_name,
+    is_own_site,
+    is_private_name,
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("localhost", "localhost"),
+        ("LOCALHOST:80", "localhost"),
+        ("127.0.0.1:80", "127.0.0.1"),
+        ("[::1]:80", "::1"),
+        ("::1", "::1"),
+        ("[::1", ""),
+        ("", ""),
+        ("127.0.0.1,evil.example", "127.0.0.1,evil.example"),
+        ("127.0.0.1@evil.example", "evil.example"),
+    ],
+)
+def test_a_host_has_a_name(host, name):
+    assert host_name(host) == name
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_own"),
+    [
+        ("127.0.0.1:8400", None, True),
+        ("[::1]:8400", "http://[::1]:8400", True),
+        ("localhost", "http://localhost", True),
+        ("localhost", "https://evil.example", False),
+        ("localhost", "null", False),
+        ("localhost", "http://[", False),
+        ("evil.example", None, False),
+        (None, None, False),
+    ],
+)
+def test_another_sites_page_shows_in_its_headers(host, origin, is_own):
+    assert is_own_site(host, origin) is is_own
+
+
+def test_names_that_no_site_can_have_are_private():
+    names = ("127.0.0.1", "10.0.0.7", "::1", "localhost", "worker", "host.docker.internal")
+    assert all(map(is_private_name, names))
+    assert not any(map(is_private_name, ("evil.example", "127.0.0.1.evil.example", "127.1", "")))
 
 
 class Server(LimitedThreads, HTTPServer):
@@ -56,7 +105,7 @@ def test_idle_clients_keep_nobody_out_and_the_oldest_are_closed(server, connect)
 
 
 def test_a_request_that_comes_slowly_is_closed(server, connect, monkeypatch):
-    monkeypatch.setattr(limited_threads, "LIFE_S", 0.2)
+    monkeypatch.setattr(http_guard, "LIFE_S", 0.2)
     slow, end = connect(), time.monotonic() + 30
     while not is_closed(slow, b"G"):
         assert time.monotonic() < end
@@ -87,7 +136,7 @@ def test_without_file_descriptors_one_line_is_logged(server, connect, monkeypatc
     def none_left(_):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(limited_threads, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(http_guard, "_PAUSE_S", 0.001)
     with monkeypatch.context() as until_there_are_some:
         until_there_are_some.setattr(HTTPServer, "get_request", none_left)
         waiting = connect()

@@ -1,11 +1,73 @@
-"""The results of jobs about an agent's memory. Plain data; written by the worker, read by producers."""
+"""Jobs that read or change an agent's memory and generate nothing: their request and their results. No I/O.
+
+Such a job keeps its place among the agent's other jobs: `info` runs beside other readers, all other actions write.
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
+from stoker_shared.request import Access, AgentId, validated
 from stoker_shared.result import Record
+from stoker_shared.wire import AGENT_REQUEST_VERSION
+
+AgentAction = Literal["info", "forget", "fork", "rollback"]
+
+
+class AgentRequest(BaseModel):
+    """One reading or change of an agent's memory.
+
+    Attributes:
+        action: ``info``; ``forget``: remove the agent; ``fork``: make `target`, which continues from here;
+            ``rollback``: return to the conversation of `version`.
+        target: id of the agent that `fork` makes.
+        version: the version to which `rollback` returns; ``None`` for the one before the newest.
+        expect_version: fail unless the agent is at this version.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    v: Annotated[int, Field(ge=1)] = 1
+    agent_id: AgentId
+    action: AgentAction
+    target: AgentId | None = None
+    version: Annotated[int, Field(ge=1)] | None = None
+    expect_version: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def changed_agent(self) -> str:
+        """The agent that this job writes, if it writes any."""
+        return self.target or self.agent_id
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if (self.target is None) == (self.action == "fork"):
+            raise ValueError("'fork' needs a 'target', the agent it makes; no other action takes one")
+        if self.version is not None and self.action != "rollback":
+            raise ValueError("'version' is the version to which 'rollback' returns; no other action takes one")
+        if self.expect_version is not None and self.action == "info":
+            raise ValueError("'info' changes nothing, so it takes no 'expect_version'")
+        return self
+
+    @property
+    def access(self) -> Access:
+        """As `GenerationRequest.access`."""
+        return "read" if self.action == "info" else "write"
+
+    def as_payload(self) -> dict[str, Any]:
+        """The JSON object that goes on the wire."""
+        return {"v": 1, **self.model_dump(mode="json", exclude_none=True, exclude={"v"})}
+
+
+def build_agent_request(fields: Mapping[str, Any]) -> AgentRequest:
+    """Validate the fields of one request.
+
+    Raises:
+        RequestVersionTooNew: `v` is above ``AGENT_REQUEST_VERSION``.
+        InvalidRequest: anything else; the message names each bad field.
+    """
+    return validated(AgentRequest, fields, newest_version=AGENT_REQUEST_VERSION)
 
 
 class _AgentResult(Record):
@@ -100,7 +162,7 @@ class AgentRolledBack(_AgentResult):
 
 AgentResult = AgentInfo | AgentForgotten | AgentForked | AgentRolledBack
 
-_ANY: TypeAdapter[AgentResult] = TypeAdapter(Annotated[AgentResult, Field(discriminator="action")])
+_RESULT: TypeAdapter[AgentResult] = TypeAdapter(Annotated[AgentResult, Field(discriminator="action")])
 
 
 def read_agent_result(fields: Mapping[str, Any]) -> AgentResult:
@@ -109,4 +171,4 @@ def read_agent_result(fields: Mapping[str, Any]) -> AgentResult:
     Raises:
         pydantic.ValidationError: it is not the result of such a job.
     """
-    return _ANY.validate_python(fields)
+    return _RESULT.validate_python(fields)
