@@ -12,10 +12,13 @@ from stoker_worker.models.gguf.importer import TENSOR_TYPES
 from stoker_worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
+RECORDS = sorted(ROOT.glob("docs/adr/0*.md"))
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/adr/README.md"), *ROOT.glob("experiments/*.md")]
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_within_the_repository_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
@@ -25,6 +28,11 @@ def test_links_within_the_repository_lead_somewhere(page):
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), target
+
+
+def test_the_index_of_decisions_has_each_of_them():
+    index = (ROOT / "docs" / "adr" / "README.md").read_text()
+    assert re.findall(r"\]\((0\S+)\)", index) == [record.name for record in reversed(RECORDS)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -53,7 +61,7 @@ def test_the_decision_on_composition_lists_every_private_name_of_mlx_lm_that_is_
     for room in ("engine", "models"):
         for file in (ROOT / "worker" / "stoker_worker" / room).rglob("*.py"):
             used |= private_names(ast.parse(file.read_text()))
-    page = (ROOT / "docs" / "decisions.md").read_text()
+    page = (ROOT / "docs" / "adr" / "0001-composition-over-batchgenerator.md").read_text()
     _, entry = page.split("Composition over `BatchGenerator`")
     listed = set(re.findall(r"[`.](_[a-z]\w*)`", entry))
     assert used == listed

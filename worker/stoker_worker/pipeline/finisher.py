@@ -220,7 +220,7 @@ class Finisher:
         """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
         all the same, and the next worker answers its delivery from the agent's history. No other worker can make the
         same version: this process has the store locked, and a shared store takes one of each number.
-        (docs/decisions.md: "A stop while Redis is away")."""
+        (docs/adr/0058-a-stop-while-redis-is-away.md)."""
         with suppress(RedisUnavailable):
             self._redis.wait(job.claimed.begin_save)
 
