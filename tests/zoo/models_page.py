@@ -25,8 +25,8 @@ length, join others, cross windows and sparse budgets, are prefilled in chunks o
 on restored caches. `make zoo` repeats the survey, and fails if the survey, this page and the worker's own proof at load
 disagree.
 
-The worker does not read this list. It [proves each model at load](adr/0041-a-model-is-batched.md), so it also serves a model that is not
-listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
+The worker does not read this list. It [proves each model at load](adr/0041-a-model-is-batched.md), so it also serves
+a model that is not listed, or that a new release of mlx-lm has mended or broken, in the mode that is right for it.
 
 In rows, every sequence has a cache of its own for full attention; batched means mlx-lm's own batch, one rectangle.
 `--kv-bits 8` serves models that run in rows and whose heads have a multiple of 32 elements, and refuses all others.
