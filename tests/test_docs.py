@@ -56,6 +56,12 @@ def test_source_files_that_a_page_names_exist(page):
     assert not {name for name in named if not any((root / name).exists() for root in roots)}
 
 
+def test_the_tests_that_the_page_of_upstream_faults_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "upstream.md").read_text()))
+    source = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert not {name for name in named if f"def {name}(" not in source}
+
+
 def test_the_decision_on_composition_lists_every_private_name_of_mlx_lm_that_is_used():
     used = set()
     for room in ("engine", "models"):
