@@ -23,7 +23,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.faulty_files import FullFiles
 
-from stoker_worker.events import outage
+from stoker_worker import events
 from stoker_worker.memory import cache_index, upkeep
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import StoreParts
@@ -89,7 +89,7 @@ def test_uses_and_ends_of_jobs_are_written_although_no_turn_comes(store: AgentCa
 def test_a_disk_that_refuses_is_one_line_in_the_log_and_one_when_it_takes_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outage, "_QUIET_S", 0.1)
+    monkeypatch.setattr(events, "_QUIET_S", 0.1)
     files = FullFiles()
     with closing(AgentCacheStore(tmp_path, files=files, connector=files.connector, max_bytes=1 << 30)) as store:
         agents = [Agent(store, name) for name in "abc"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker_shared.text import printable
 from stoker_worker.cli.journal import is_journal, prefixed
-from stoker_worker.events.job_log import FIELDS
+from stoker_worker.events import FIELDS
 from stoker_worker.settings import WorkerSettings
 
 CHATTY = ("rq", "stoker_worker.rq", "httpx", "transformers")

@@ -18,7 +18,6 @@ from stoker_worker.cli.config_command import config
 from stoker_worker.cli.doctor_command import doctor
 from stoker_worker.cli.ending import errors_in_one_line, late_signals_ignored
 from stoker_worker.cli.memory_commands import memory
-from stoker_worker.cli.metrics_command import metrics
 from stoker_worker.cli.run_options import run_options
 from stoker_worker.cli.run_settings import settings_from
 from stoker_worker.cli.service_command import service
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from stoker_worker.engine.scripted import ScriptedProvider
     from stoker_worker.memory.replica.agent_store import ReplicatedStore
     from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.metrics.watch import Watch
+    from stoker_worker.metrics.server import Watch
     from stoker_worker.queue.own_store import OwnStore
     from stoker_worker.settings import WorkerSettings
 
@@ -40,7 +39,7 @@ _STORE_POLL_S: Final = 1.0
 @click.group(
     cls=LaidOutGroup,
     sections={
-        "Worker": ("run", "service", "config", "doctor", "metrics"),
+        "Worker": ("run", "service", "config", "doctor"),
         "Tools": ("memory", "model"),
         "Try it": ("demo",),
     },
@@ -57,7 +56,6 @@ def main() -> None:
 
 
 main.add_command(memory)
-main.add_command(metrics)
 main.add_command(config)
 main.add_command(doctor)
 main.add_command(service)
@@ -87,7 +85,7 @@ def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.usage import store_use
-    from stoker_worker.metrics.watch import Watch
+    from stoker_worker.metrics.server import Watch
     from stoker_worker.pipeline.worker import Worker
     from stoker_worker.queue.connect import open_queue
     from stoker_worker.settings import EMBEDDED

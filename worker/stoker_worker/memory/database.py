@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage
 from stoker_worker.memory.change import Change
 from stoker_worker.memory.connection import BUSY_S, Connection, DatabaseFailed, Reading, connect, translated
 from stoker_worker.memory.witness import Witness

@@ -11,7 +11,7 @@ from stoker_shared.errors import BlockPoolTooSmall, ContextLimitExceeded
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt, Choice
 from stoker_shared.route import next_step
-from stoker_worker.events.job_log import log_job
+from stoker_worker.events import log_job
 from stoker_worker.pipeline.answer import Answer
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.patience import Patience

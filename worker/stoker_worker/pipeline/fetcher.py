@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.events.job_log import log_job
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage, log_job
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.engine_thread import EngineThread
 from stoker_worker.pipeline.job import Job

@@ -27,8 +27,7 @@ from stoker_shared.errors import (
     VersionTaken,
     WorkerLostTooOften,
 )
-from stoker_worker.events.job_log import log_answer, log_failure, log_job
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage, log_answer, log_failure, log_job
 from stoker_worker.pipeline.agent_jobs import carry_out
 from stoker_worker.pipeline.escalating import Escalating
 from stoker_worker.pipeline.job import (

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage
 from stoker_worker.ports import QueuePort
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 
 from stoker_shared.errors import EngineFailed, QueueHeld
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage
 from stoker_worker.periodic import Periodic
 from stoker_worker.pipeline.draining import Draining
 from stoker_worker.pipeline.engine_thread import EngineThread

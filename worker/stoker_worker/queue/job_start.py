@@ -41,7 +41,7 @@ from stoker_shared.wire import (
     FIELD_DELIVERY,
     MEMBERS_KEY,
 )
-from stoker_worker.events.job_log import log_failure
+from stoker_worker.events import log_failure
 from stoker_worker.placement.placement import Writes
 from stoker_worker.ports import Delivery
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.replica.sharing import Machine, Share, SharedBucket, SharedFolder
 
-from stoker_worker.events import outage
+from stoker_worker import events
 
 
 @pytest.fixture(autouse=True)
 def short_outages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer after an outage is believed sooner."""
-    monkeypatch.setattr(outage, "_QUIET_S", 0.1)
+    monkeypatch.setattr(events, "_QUIET_S", 0.1)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from stoker_shared.durable_file import sync
 from stoker_shared.errors import StoreUnusable
 from stoker_shared.text import MASK
-from stoker_worker.events.outage import Outage
+from stoker_worker.events import Outage
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.replica.objects import FORMAT, MARKER
 from stoker_worker.memory.shared_note import SharedNote, has_agents, read_note, write_note

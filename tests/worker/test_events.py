@@ -1,4 +1,4 @@
-"""The log lines of jobs: fields with fixed names, as text and as JSON, and nothing of a request."""
+"""The log lines of jobs, as text and as JSON, with nothing of a request; and those of an outage."""
 
 import io
 import json
@@ -6,12 +6,13 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
-from stoker_shared.errors import AgentVersionNotSaved, TemplateError
+from stoker_shared.errors import AgentVersionNotSaved, RedisUnavailable, TemplateError
 from stoker_worker.cli.log_lines import CHATTY, configure_logging
-from stoker_worker.events.job_log import log_answer, log_failure
+from stoker_worker.events import Outage, log_answer, log_failure
 from stoker_worker.settings import read_settings
 
 RESULT = {
@@ -129,3 +130,23 @@ def test_a_failure_has_its_kind_and_only_a_reason_that_can_quote_no_request(logg
         "failed job=j-2 error=ValueError",
         "failed job=j-3 error=AgentVersionNotSaved reason='No space left on device'",
     ]
+
+
+def test_an_outage_is_one_line_at_its_beginning_and_one_at_its_end(monkeypatch, caplog):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    outage = Outage("Redis")
+    outage.answered()
+    for _ in range(20):
+        outage.met(RedisUnavailable("Redis is away (MISCONF: No space left on device)"))
+        clock[0] += 0.5
+        outage.answered()  # the heartbeat comes through, other calls do not
+    clock[0] += 2
+    outage.answered()
+    outage.answered()
+    assert caplog.messages == [
+        "outage begins: Redis is away (MISCONF: No space left on device); running jobs go on",
+        "outage over: Redis works again after 12.0 s",
+    ]
+    outage.met(RedisUnavailable("again"))
+    assert len(caplog.messages) == 3

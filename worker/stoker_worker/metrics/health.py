@@ -1,4 +1,4 @@
-"""One look at a running worker, for a scrape or a health check; and whether it is ready. Threads of the HTTP server."""
+"""One look at a running worker, for a scrape or a health check, and whether it is ready. Threads of the HTTP server."""
 
 import threading
 import time

@@ -1,27 +1,31 @@
-"""What Prometheus and a health check see: every metric by its declared name, and why a worker is not ready."""
+"""What Prometheus and a health check see: every metric by its documented name, and why a worker is not ready."""
 
+import json
+import re
 import time
+from collections import defaultdict
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import httpx
 import pytest
-from click.testing import CliRunner
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.cli.main import main
-from stoker_worker.metrics.declared import DECLARED, REDIS_SERVER
-from stoker_worker.metrics.exposition import exposition
-from stoker_worker.metrics.http_server import MetricsServer, Pages
-from stoker_worker.metrics.looking import Look, Looking
-from stoker_worker.metrics.watch import Watch
+from stoker_worker.metrics.exposition import REDIS_SERVER, exposition
+from stoker_worker.metrics.health import Look, Looking
+from stoker_worker.metrics.server import Watch
 from stoker_worker.ports import DataLoss, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKER, PAGE = ROOT / "docker", ROOT / "docs" / "metrics.md"
 
 SERVING = Serving("m", 4096, "in rows", 8, "given")
 STORE = StoreUse(100, 1000, 2**30, 2**31, 10, 50, SharedUse(0.0, 7, 8))
 WAITING = QueueDepth("generate", 3, 1.5)
-REDIS = RedisUse({"misspelt": 2}, {metric.name.removeprefix("stoker_"): 1.0 for metric in REDIS_SERVER})
+REDIS = RedisUse({"misspelt": 2}, dict.fromkeys(REDIS_SERVER, 1.0))
 
 
 class KV:
@@ -32,30 +36,69 @@ def state(**fields):
     return WorkerState(**{"serving": SERVING, "stages": {"decode": 2, "prefill": 1}, "kv": KV(), **fields})
 
 
+def families(watch, look):
+    text = exposition(watch.metrics, look, tokens_per_s=1.0, is_ready=True).decode()
+    return list(text_string_to_metric_families(text))
+
+
 def parsed(watch, look):
-    text = exposition(watch.metrics, watch.live, look, is_ready=True).decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in families(watch, look)
         for sample in family.samples
     }
 
 
-def test_every_declared_metric_is_shown_once_there_is_something_to_show():
+@pytest.fixture(scope="module")
+def everything():
+    """Each metric, once there is something to show of it."""
     watch = Watch()
     watch.metrics.failed(ValueError())
     watch.metrics.answered({"cache": {"miss_reason": "evicted"}})
+    return families(watch, Look(state(), STORE, [WAITING], REDIS))
+
+
+def test_the_figures_of_a_worker_are_shown():
+    watch = Watch()
+    watch.metrics.answered({})
     samples = parsed(watch, Look(state(), STORE, [WAITING], REDIS))
-    names = {name for name, *_ in samples}
-    declared = {f"{metric.name}_bucket" if metric.kind == "histogram" else metric.name for metric in DECLARED}
-    assert declared <= names
-    extra = {name.removesuffix("_sum").removesuffix("_count").removesuffix("_bucket") for name in names - declared}
-    assert extra <= {metric.name for metric in DECLARED if metric.kind == "histogram"}
     assert samples["stoker_num_requests_running",] == 3
     assert samples["stoker_batch_occupancy_ratio",] == 3 / 8
     assert samples["stoker_num_requests_waiting", "generate"] == 3
     assert samples["stoker_kv_cache_usage_perc",] == 0.75
     assert samples["stoker_e2e_request_latency_seconds_bucket", "+Inf"] == 1
+
+
+def test_the_page_has_each_metric_with_its_kind_and_meaning(everything):
+    """Alerts of users have these names: one that changes or goes is a line in the changelog."""
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith(("| `stoker_", "| `process_"))]
+    documented = [(name.strip(" `"), kind.strip(), text.strip()) for _, name, kind, _, text, _ in rows]
+    suffix = {"counter": "_total"}
+    assert sorted(documented) == sorted(
+        (family.name + suffix.get(family.type, ""), family.type, family.documentation) for family in everything
+    )
+
+
+def expressions():
+    panels = json.loads((DOCKER / "grafana" / "stoker.json").read_text())["panels"]
+    yield from (target["expr"] for panel in panels for target in panel["targets"])
+    groups = yaml.safe_load((DOCKER / "alerts.yaml").read_text())["groups"]
+    yield from (rule["expr"] for group in groups for rule in group["rules"])
+
+
+def test_the_dashboard_and_the_alerts_use_metrics_and_labels_that_exist(everything):
+    labels = defaultdict(lambda: defaultdict(set))
+    for sample in (sample for family in everything for sample in family.samples):
+        for label, value in (sample.labels | {"instance": ""}).items():
+            labels[sample.name][label].add(value)
+    for expression in expressions():
+        used = re.findall(r"((?:stoker|process)_\w+)(?:\{(.*?)\})?", expression)
+        assert used, expression
+        for name, matchers in used:
+            assert name in labels, expression
+            for label, values in re.findall(r"(\w+)[=!]~?\"(.*?)\"", matchers):
+                assert label in labels[name], expression
+                assert label != "outcome" or set(values.split("|")) <= labels[name][label], expression
 
 
 def test_lost_data_and_a_suspension_are_counted_from_zero():
@@ -91,7 +134,7 @@ def test_the_start_is_that_of_the_worker():
 
 def test_free_bytes_are_at_most_5_s_old(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("stoker_worker.metrics.looking.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stoker_worker.metrics.health.time.monotonic", lambda: now[0])
     looking, free = Looking(), iter([5, 4, 3])
     looking.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
     seen = [looking.now().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
@@ -138,18 +181,15 @@ def test_a_worker_is_ready_unless_there_is_a_reason_against_it(look, said):
 
 @pytest.fixture
 def server():
-    watch = Watch()
-    server = MetricsServer(0, Pages(watch.metrics, watch.live, watch.looking, stuck_after_s=60).answer)
-    yield server
-    server.close()
+    with Watch().served(0, stuck_after_s=60) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_the_process_is_healthy_before_it_is_ready(server):
-    url = f"http://127.0.0.1:{server.port}"
-    with urlopen(f"{url}/healthz") as reply:
+    with urlopen(f"{server}/healthz") as reply:
         assert reply.status == 200
     with pytest.raises(HTTPError) as not_ready:
-        urlopen(f"{url}/readyz")
+        urlopen(f"{server}/readyz")
     assert (not_ready.value.code, b"model is not loaded" in not_ready.value.read()) == (503, True)
     not_ready.value.close()
 
@@ -169,17 +209,4 @@ def test_the_process_is_healthy_before_it_is_ready(server):
     ],
 )
 def test_a_name_that_a_web_site_can_have_is_refused(server, host, status):
-    assert httpx.get(f"http://127.0.0.1:{server.port}/healthz", headers={"Host": host}).status_code == status
-
-
-def test_the_command_prints_what_the_worker_serves(server):
-    run = CliRunner().invoke(main, ["metrics", "--once", "--metrics-port", str(server.port)])
-    assert run.exit_code == 0
-    assert "stoker_ready 0.0" in run.output
-
-
-def test_the_command_names_a_port_without_a_worker(server):
-    server.close()
-    run = CliRunner().invoke(main, ["metrics", "--once", "--metrics-port", str(server.port)])
-    assert run.exit_code == 1
-    assert f"no worker with metrics at http://127.0.0.1:{server.port}/metrics" in run.output
+    assert httpx.get(f"{server}/healthz", headers={"Host": host}).status_code == status

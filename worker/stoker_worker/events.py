@@ -1,9 +1,11 @@
-"""The log lines of jobs: one for each event, with fields whose names stay. Never a prompt, an answer or their parts.
+"""Log lines with fixed words and fields: the events of jobs, and outages. Any thread; no I/O but the log.
 
-Any thread. `cli/log_lines.py` writes the fields as text or as JSON.
+A job's event never has a prompt, an answer or a part of them. `cli/log_lines.py` writes the fields as text or as JSON.
 """
 
 import logging
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -17,6 +19,9 @@ FIELDS: Final = "fields"
 """The attribute of a log record that has its fields, in their order."""
 
 _log = logging.getLogger(__name__)
+
+_QUIET_S: Final = 1.5
+"""Three pauses between two tries: what answers one call and refuses the next is still in its outage."""
 
 
 def log_job(event: JobEvent, job_id: str, level: int = logging.INFO, /, **fields: object) -> None:
@@ -61,3 +66,44 @@ def log_failure(job_id: str, error: Exception, **fields: object) -> None:
 def _shown(value: object) -> str:
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return repr(text) if " " in text or not text.isprintable() else text
+
+
+class Outage:
+    """Every thread that meets an outage says so here, and one that calls regularly says when a call has succeeded."""
+
+    def __init__(self, of: str) -> None:
+        """
+        Args:
+            of: what fails, as the subject of a sentence.
+        """
+        self._of = of
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._last = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted; 0: there is none."""
+        with self._lock:
+            return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def met(self, why: object) -> None:
+        """
+        Args:
+            why: an error, or its text, for the log.
+        """
+        with self._lock:
+            self._last = time.monotonic()
+            if self._began is not None:
+                return
+            self._began = self._last
+        _log.warning("outage begins: %s; running jobs go on", why)
+
+    def answered(self) -> None:
+        """A call has succeeded."""
+        with self._lock:
+            now = time.monotonic()
+            if self._began is None or now - self._last < _QUIET_S:
+                return
+            seconds, self._began = now - self._began, None
+        _log.warning("outage over: %s works again after %.1f s", self._of, seconds)
