@@ -46,7 +46,7 @@ def _watched() -> list[tuple[Any, str, str]]:
     """Classes, methods, and their parts."""
     from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
     from stoker_worker.engine.prefix_room import MlxRoom
-    from stoker_worker.memory.block_lookup import _Target
+    from stoker_worker.memory.lookup import _Target
     from stoker_worker.memory.ram_cache import RamCache
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.models.tokenizer import ModelTokenizer

@@ -21,10 +21,8 @@ from synthetic_cache import Contents, smollm2_layers
 from xxhash import xxh3_128
 
 from stoker_shared.durable_file import write_all
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.block_lookup import n_readers
-from stoker_worker.memory.cache_file import CachePiece, bytes_of
-from stoker_worker.memory.cache_layout import empty_layers
+from stoker_worker.memory.blocks import BlockChain, CachePiece, bytes_of, empty_layers
+from stoker_worker.memory.lookup import n_readers
 from stoker_worker.ports import LayerKV
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 

@@ -16,7 +16,7 @@ import numpy as np
 from common import Json, percentiles, spread, timed
 from synthetic_cache import SavedAgent, same
 
-from stoker_worker.memory.block_lookup import n_readers
+from stoker_worker.memory.lookup import n_readers
 from stoker_worker.ports import Array, CacheSlice
 
 

@@ -18,7 +18,7 @@ from common import Json, note, spread
 from stopwatch import Stopwatch
 from synthetic_cache import SavedAgent, saved_agent, smollm2_layers
 
-from stoker_worker.memory import block_lookup, cache_file, store
+from stoker_worker.memory import blocks, lookup, store
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 ROOM, READ, CHECKSUM = "make room in MLX", "read from the page cache into place", "checksum"
@@ -82,15 +82,15 @@ def _by_one_thread(saved: SavedAgent, n_tokens: int) -> dict[str, float]:
 def _stopwatches(watch: Stopwatch) -> ExitStack:
     """The product's functions timed until the stack is closed."""
     with ExitStack() as patched:
-        header = cache_file.CachePiece.__dict__["header"]
-        digest = partial(_TimedDigest, watch, cache_file.xxh3_128)
+        header = blocks.CachePiece.__dict__["header"]
+        digest = partial(_TimedDigest, watch, blocks.xxh3_128)
         slicing = "choose the places of a file's parts"
         for owner, name, replacement in (
             (header, "func", watch.timing("write the header to expect", header.func)),
-            (block_lookup._Target, "load", watch.timing(slicing, block_lookup._Target.load)),
-            (cache_file, "fill", watch.timing(READ, cache_file.fill)),
-            (cache_file, "xxh3_128", digest),
-            (cache_file, "open", watch.timing("open the file", open)),
+            (lookup._Target, "load", watch.timing(slicing, lookup._Target.load)),
+            (blocks, "fill", watch.timing(READ, blocks.fill)),
+            (blocks, "xxh3_128", digest),
+            (blocks, "open", watch.timing("open the file", open)),
         ):
             patched.enter_context(patch.object(owner, name, replacement, create=name == "open"))
         return patched.pop_all()

@@ -21,9 +21,8 @@ from common import Json, in_turn, note, ratios, spread
 from synthetic_cache import Contents, SavedAgent, as_numpy, same, saved_agent, smollm2_layers
 from xxhash import xxh3_128
 
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.block_lookup import n_readers
-from stoker_worker.memory.cache_file import CachePiece, read_metadata
+from stoker_worker.memory.blocks import BlockChain, CachePiece, read_metadata
+from stoker_worker.memory.lookup import n_readers
 from stoker_worker.ports import LayerKV
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind, LayerSpec, ModelCacheSpec
 

@@ -27,7 +27,7 @@ import numpy as np
 from common import Json, in_turn, machine, ratios, spread
 from synthetic_cache import turn_after
 
-from stoker_worker.memory.cache_layout import empty_layers, empty_states
+from stoker_worker.memory.blocks import empty_layers, empty_states
 from stoker_worker.memory.files import Chunk, Disk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, LoadedModel, Snapshot

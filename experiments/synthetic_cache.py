@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from common import note
 
-from stoker_worker.memory.cache_layout import empty_layers, empty_states
+from stoker_worker.memory.blocks import empty_layers, empty_states
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,

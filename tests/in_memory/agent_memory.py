@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.ports import AgentVersion, Delivery, LastVersion, LayerKV, Snapshot, Transcript
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
 

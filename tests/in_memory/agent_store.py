@@ -12,8 +12,7 @@ from tests.in_memory.agent_jobs import InMemoryAgentJobs
 from tests.in_memory.agent_memory import AgentMemory, SavedCache, SavedVersion, cut, join
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway
-from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.cache_layout import fits, state_fits
+from stoker_worker.memory.blocks import BlockChain, common_length, fits, state_fits
 from stoker_worker.ports import (
     AgentVersion,
     CacheSlice,

@@ -12,8 +12,8 @@ from tests.worker.memory.agents import SNAPSHOT_SPECS, Agent, files_below, ids, 
 from tests.worker.memory.in_flight_process import another_process_working_on
 
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.orphans import YOUNG_S
 from stoker_worker.memory.store_parts import opened
+from stoker_worker.memory.upkeep import YOUNG_S
 
 
 def blocks(folder: Path) -> set[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from stoker_shared.message import Message
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.cache_layout import empty_layers, empty_states
+from stoker_worker.memory.blocks import empty_layers, empty_states
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (

@@ -27,7 +27,7 @@ from stoker_shared.agents import AgentInfo, AgentRequest, AgentResult
 from stoker_shared.errors import AgentExists, AgentNotFound, AgentTranscriptUnreadable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.cache_folders import PieceFolder
+from stoker_worker.memory.blocks import PieceFolder
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.memory.block_chain import BlockChain, block_address, common_length
+from stoker_worker.memory.blocks import BlockChain, block_address, common_length
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 token_lists = st.lists(st.integers(0, 3), max_size=700).map(tuple)

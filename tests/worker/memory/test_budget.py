@@ -27,7 +27,7 @@ from tests.worker.memory.agents import (
     problems_of,
 )
 
-from stoker_worker.memory import budget
+from stoker_worker.memory import eviction
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import LoadedModel
@@ -195,7 +195,7 @@ def test_replaced_blocks_are_removed_after_an_hour(tmp_path: Path, monkeypatch: 
     agent.store.budget.make_room()
     assert set(first) <= set(blocks_in(tmp_path))  # it may come back
     later = time.time() + 3601
-    monkeypatch.setattr(budget, "time", SimpleNamespace(time=lambda: later))
+    monkeypatch.setattr(eviction, "time", SimpleNamespace(time=lambda: later))
     agent.say((*ids(600, seed=1), 1))
     assert not set(first) & set(blocks_in(tmp_path))
     assert agent.cached((*ids(600, seed=1), 1, 2)) == 601
@@ -216,12 +216,12 @@ def test_a_budget_that_transcripts_alone_exceed_costs_all_cache_no_turn_and_one_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = Agent(open_store(tmp_path, max_bytes=10_000))
-    with caplog.at_level(logging.WARNING, logger="stoker_worker.memory.budget"):
+    with caplog.at_level(logging.WARNING, logger="stoker_worker.memory.eviction"):
         for length in (300, 600, 900):
             agent.say(LONG[:length])
             assert agent.tokens() == LONG[:length]
     assert blocks_in(tmp_path) == []
-    said = [record.getMessage() for record in caplog.records if record.name.endswith(".budget")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith(".eviction")]
     assert len(said) == 1
     assert "nothing more can be evicted" in said[0]
 

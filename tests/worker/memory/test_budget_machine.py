@@ -30,7 +30,7 @@ from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import agent_table, cache_index, turn_table
-from stoker_worker.memory.block_chain import BlockChain, common_length
+from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.store import AgentCacheStore

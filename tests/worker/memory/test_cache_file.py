@@ -9,8 +9,7 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file
 
-from stoker_worker.memory.cache_file import CachePiece, Fault, bytes_of
-from stoker_worker.memory.cache_layout import empty_layers, fits
+from stoker_worker.memory.blocks import CachePiece, Fault, bytes_of, empty_layers, fits
 from stoker_worker.ports import LayerKV, as_uint16_if_bfloat16
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 

@@ -22,10 +22,8 @@ from tests.worker.memory.agents import (
     with_rooms,
 )
 
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.cache_file import CachePiece
-from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.ram_cache_entry import RamCacheEntry
+from stoker_worker.memory.blocks import BlockChain, CachePiece
+from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     AgentVersion,

@@ -23,9 +23,9 @@ from tests.worker.memory.agents import (
     only,
 )
 
-from stoker_worker.memory.block_lookup import BlockLookup
+from stoker_worker.memory.lookup import BlockLookup
+from stoker_worker.memory.read_ahead import WholeCache
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.whole_cache import WholeCache
 from stoker_worker.ports import LoadedModel
 
 LONG = ids(1500)

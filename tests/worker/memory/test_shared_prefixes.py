@@ -21,10 +21,9 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.agents import AgentRequest
-from stoker_worker.memory import budget
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.block_lookup import BlockLookup, DiskPrefix
-from stoker_worker.memory.shared_prefixes import SharedPrefixes
+from stoker_worker.memory import eviction
+from stoker_worker.memory.blocks import BlockChain
+from stoker_worker.memory.lookup import BlockLookup, DiskPrefix, SharedPrefixes
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, Delivery, Restored
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
@@ -104,7 +103,7 @@ def test_recently_used_shared_blocks_stay_longest(tmp_path: Path, monkeypatch: p
         ask(store, (*start, *ids(10, seed=next(SEEDS))))
     tidy(store)
     store.parts.database.empty_log()  # which would go first
-    monkeypatch.setattr(budget, "LOW_WATER", 1.0)
+    monkeypatch.setattr(eviction, "LOW_WATER", 1.0)
     store.budget.max_bytes = store.budget.total_bytes - 1
     store.budget.make_room()
     assert cached(ask(store, question())) == 512

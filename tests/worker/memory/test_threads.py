@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, open_store, problems_of
 
-from stoker_worker.memory.block_lookup import n_readers
+from stoker_worker.memory.lookup import n_readers
 from stoker_worker.ports import LoadedModel
 
 ROUNDS = 25

@@ -35,8 +35,7 @@ from stoker_worker.memory.admin.export import export_agent
 from stoker_worker.memory.admin.importer import import_agent
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_table import find_agent
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.cache_file import CachePiece
+from stoker_worker.memory.blocks import BlockChain, CachePiece
 from stoker_worker.memory.checksum import row_checksum
 from stoker_worker.memory.store_parts import StoreParts, open_parts
 from stoker_worker.memory.summary import VersionSummary, versions_of

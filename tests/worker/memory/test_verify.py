@@ -13,7 +13,7 @@ from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, i
 from stoker_worker.memory.admin import verify
 from stoker_worker.memory.admin.cache_check import check_piece
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import agent_checksum, row_checksum
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.forget import forget_agent

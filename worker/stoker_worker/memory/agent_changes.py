@@ -27,7 +27,7 @@ from stoker_shared.request import AgentId
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.agent_table import AgentState
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import NextVersion

@@ -12,7 +12,7 @@ from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import Asked, naming
 from stoker_worker.memory.agent_reading import AgentReading
-from stoker_worker.memory.budget import DiskBudget
+from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.in_flight import InFlight

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.connection import Connection
 
 

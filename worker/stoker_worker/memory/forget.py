@@ -2,7 +2,7 @@
 commands of the shell.
 
 One transaction removes the rows; the files go after it. A crash in between leaves files that no row names (see
-`orphans.py`), and never half an agent.
+`upkeep.py`), and never half an agent.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Keeps recently used agents' caches in RAM, so that their next turn skips the disk. Any thread; one lock, which is
-not held while arrays are copied.
+"""Keeps recently used agents' caches in RAM, so that their next turn skips the disk. Any thread; one lock, which is not
+held while arrays are copied.
 
-Entries hold arrays that others made anyway: what a restore assembled, what a turn handed over. The engine gets a copy
-in memory of its own.
+Entries hold arrays that others made anyway: those that a restore assembled or that a turn handed over. The engine gets
+a copy in memory of its own.
 """
 
 import logging
@@ -10,13 +10,71 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
-from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.ram_cache_entry import ExpectedEntry, RamCacheEntry
-from stoker_worker.ports import AgentVersion, PlaceOf, PrefixRoom, RestoredPrefix, Snapshot, Turn
+import numpy as np
+
+from stoker_worker.memory.blocks import BlockChain, common_length
+from stoker_worker.ports import AgentVersion, Array, LayerKV, PlaceOf, PrefixRoom, RestoredPrefix, Snapshot, Turn
 from stoker_worker.ports.cache_spec import ModelCacheSpec
+
+
+@dataclass(frozen=True)
+class RamCacheEntry:
+    """One agent's cache in RAM.
+
+    Attributes:
+        version: of the agent.
+        model: fingerprint.
+        token_ids: the tokens it covers, from the first on.
+        layers: of at least these tokens; the arrays need not be contiguous.
+        has_all: whether it covers everything that the version's own files hold.
+    """
+
+    version: int
+    model: str
+    salt: str | None
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerKV, ...]
+    snapshots: tuple[Snapshot, ...]
+    has_all: bool
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """All memory that the arrays keep alive."""
+        arrays = [array for pair in self.layers for array in pair]
+        arrays += [array for snapshot in self.snapshots for state in snapshot.states for array in state]
+        return sum(base.nbytes for base in {id(base): base for base in map(_base_of, arrays)}.values())
+
+    def belongs_to(self, version: int, model: str, salt: str | None) -> bool:
+        return (self.version, self.model, self.salt) == (version, model, salt)
+
+
+@dataclass
+class ExpectedEntry:
+    """An agent whose cache is being read ahead.
+
+    Attributes:
+        order: the agents whose jobs are next, the next one first.
+        n_bytes: reserved for it.
+    """
+
+    agent_id: str
+    order: Sequence[str]
+    n_bytes: int = 0
+
+    @property
+    def is_next(self) -> bool:
+        return self.agent_id in self.order
+
+
+def _base_of(array: Array) -> Array:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from stoker_shared.errors import AgentNotFound, AgentTranscriptUnreadable, Agent
 from stoker_worker.memory import agent_table, turn_table
 from stoker_worker.memory.agent_changes import BY_COMMAND, Asked, naming, version_of, write_with_cache
 from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import NextVersion

@@ -17,16 +17,15 @@ from stoker_shared.errors import AgentVersionConflict
 from stoker_worker.memory import cache_index, deliveries
 from stoker_worker.memory.agent_jobs import AgentJobs
 from stoker_worker.memory.agent_reading import AgentReading, log_way_on
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.block_lookup import n_readers
-from stoker_worker.memory.budget import KEEP_UNUSED_S, DiskBudget
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
 from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable
+from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.in_flight import InFlight
+from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
 from stoker_worker.memory.notes import Notes
-from stoker_worker.memory.prefix_lookup import Lookup, PrefixLookup
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
 from stoker_worker.memory.store_lock import StoreLock

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
+from stoker_worker.memory.blocks import BlockFolder, PieceFolder
 from stoker_worker.memory.connection import Connection, connect
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.database_file import (

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.agent_table import AgentState
-from stoker_worker.memory.block_chain import common_length
+from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.turn_record import MadeBy
 from stoker_worker.memory.turn_table import read_history

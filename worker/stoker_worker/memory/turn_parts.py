@@ -8,10 +8,16 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from stoker_worker.memory.block_chain import BlockChain, common_length
-from stoker_worker.memory.cache_file import CachePiece
-from stoker_worker.memory.cache_folders import MOST_SNAPSHOTS, PieceFolder, Pieces
-from stoker_worker.memory.cache_layout import fits, state_fits
+from stoker_worker.memory.blocks import (
+    MOST_SNAPSHOTS,
+    BlockChain,
+    CachePiece,
+    PieceFolder,
+    Pieces,
+    common_length,
+    fits,
+    state_fits,
+)
 from stoker_worker.memory.deliveries import UNTIL_ENDED_S, delivery_key
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.turn_record import FULL_EVERY, About, MadeBy, TurnRecord, delta

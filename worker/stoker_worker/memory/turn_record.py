@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from stoker_shared.message import Message
-from stoker_worker.memory.block_chain import common_length
+from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.checksum import Damaged, row_checksum
 from stoker_worker.ports import CachedPrefix, EndedBy, Transcript
 from stoker_worker.ports.own_message import StoredMessage, is_stored_alike

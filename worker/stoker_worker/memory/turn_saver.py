@@ -15,9 +15,9 @@ from typing import Final
 from stoker_shared.errors import AgentVersionConflict
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.budget import DiskBudget
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts

@@ -8,9 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stoker_worker.memory.block_chain import block_address
-from stoker_worker.memory.cache_file import is_intact, read_metadata
-from stoker_worker.memory.cache_folders import MOST_SNAPSHOTS
+from stoker_worker.memory.blocks import MOST_SNAPSHOTS, block_address, is_intact, read_metadata
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_parts import chain_of

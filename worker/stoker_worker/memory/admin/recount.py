@@ -7,9 +7,7 @@ from pathlib import Path
 
 from stoker_worker.memory import agent_table, cache_index, turn_table
 from stoker_worker.memory.admin.cache_check import check_belongs, read_intact
-from stoker_worker.memory.block_chain import BlockChain
-from stoker_worker.memory.cache_file import read_metadata
-from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
+from stoker_worker.memory.blocks import BlockChain, BlockFolder, PieceFolder, read_metadata
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes

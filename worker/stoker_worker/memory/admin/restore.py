@@ -16,7 +16,7 @@ from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import schema, unsaved
 from stoker_worker.memory.admin.backup import connect_to_copy, copy_database
 from stoker_worker.memory.admin.recount import recount
-from stoker_worker.memory.cache_folders import BlockFolder, PieceFolder
+from stoker_worker.memory.blocks import BlockFolder, PieceFolder
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection, translated
 from stoker_worker.memory.database import NAME

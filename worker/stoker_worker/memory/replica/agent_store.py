@@ -15,7 +15,7 @@ from stoker_shared.errors import (
     VersionTaken,
 )
 from stoker_worker.memory.agent_changes import naming
-from stoker_worker.memory.block_chain import BlockChain
+from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.caches import CachesBehind, SharedCaches

@@ -1,0 +1,526 @@
+"""The cache on disk: the addresses of its blocks, the format of its files and the folders that they are in.
+
+A full block has an address: a chained SHA-256 over the model, the salt and every token up to the block's end. Blocks of
+the same address hold the same cache: agents share them, and blocks of different salts never mix. Each agent's newest
+version has pieces of its own beside them: the tail and the snapshots.
+
+A file is a safetensors file that is written once and never changed. A reader builds the header that it expects (model,
+cache layout, parent, token ids) and compares bytes, so no content of a file is trusted unseen. Writing streams the
+engine's arrays without a copy; reading fills memory of the caller. Two threads may write or remove the same block: at
+worst it is computed again. Files that a crash leaves behind are overwritten or found by `Upkeep`.
+
+Addresses and layouts are pure. Loader threads read files, finisher threads write them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from io import FileIO
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+from xxhash import xxh3_128
+
+from stoker_shared.durable_file import fill, in_parts
+from stoker_worker.memory.files import Chunk, DurableWriter, allocated_bytes
+from stoker_worker.memory.quantised import BITS, dequantise, packed_shapes, quantise
+from stoker_worker.ports import Array, CacheSlice, LayerKV, LayerState, as_uint16_if_bfloat16
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, LayerSpec, ModelCacheSpec
+
+PathOf = Callable[[str, str], Path]
+"""The file of a block, from the model's fingerprint and the block's address."""
+
+_DOMAIN: Final = b"stoker block chain 1\0"
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class BlockChain:
+    """The full blocks of `token_ids`, as one model caches them under one salt. Hashed once, when first asked.
+
+    Attributes:
+        model: fingerprint of the model.
+        salt: ``None`` is the same as the empty salt.
+    """
+
+    model: str
+    salt: str | None
+    token_ids: tuple[int, ...]
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of full blocks."""
+        return len(self.token_ids) // BLOCK_TOKENS
+
+    @cached_property
+    def root(self) -> str:
+        """The parent of the first block: hex, like every address."""
+        model = self.model.encode()
+        # The length keeps ("ab", "c") and ("a", "bc") apart.
+        return hashlib.sha256(_DOMAIN + struct.pack("<I", len(model)) + model + (self.salt or "").encode()).hexdigest()
+
+    @cached_property
+    def addresses(self) -> tuple[str, ...]:
+        """One for each full block."""
+        addresses, address = [], self.root
+        n_full = self.n_blocks * BLOCK_TOKENS
+        packed = memoryview(np.asarray(self.token_ids[:n_full], dtype="<u4").tobytes())
+        for start in range(0, len(packed), 4 * BLOCK_TOKENS):
+            address = _next_address(address, packed[start : start + 4 * BLOCK_TOKENS])
+            addresses.append(address)
+        return tuple(addresses)
+
+    @property
+    def last(self) -> str:
+        """Address of the last full block, or the root: the parent of what follows."""
+        return self.addresses[-1] if self.n_blocks else self.root
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The tokens behind the last full block."""
+        return self.token_ids[self.n_blocks * BLOCK_TOKENS :]
+
+    def parent(self, index: int) -> str:
+        """The address before block `index`, which may be the first that is not full."""
+        return self.addresses[index - 1] if index else self.root
+
+    def block(self, index: int) -> tuple[int, ...]:
+        """The tokens of block `index`; fewer than a block's where the chain ends."""
+        return self.token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+
+    def up_to(self, n_tokens: int) -> "BlockChain":
+        """The chain of the first `n_tokens` tokens."""
+        first = BlockChain(self.model, self.salt, self.token_ids[:n_tokens])
+        first.__dict__["addresses"] = self.addresses[: first.n_blocks]  # nothing is hashed twice
+        return first
+
+    def paths(self, path_of: PathOf) -> tuple[Path, ...]:
+        """The files of the full blocks; none if the model is no fingerprint: no record may choose a path."""
+        return tuple(path_of(self.model, address) for address in self.addresses) if self.has_fingerprint else ()
+
+    @property
+    def has_fingerprint(self) -> bool:
+        return _FINGERPRINT.fullmatch(self.model) is not None
+
+
+def block_address(parent: str, token_ids: Sequence[int]) -> str:
+    """The address of one block that follows `parent`."""
+    return _next_address(parent, np.asarray(token_ids, dtype="<u4").tobytes())
+
+
+def _next_address(parent: str, packed: bytes | memoryview) -> str:
+    return hashlib.sha256(bytes.fromhex(parent) + packed).hexdigest()
+
+
+def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many leading items two sequences of the same type share."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high:  # left[:low] is shared, left[: high + 1] is not
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+PieceKind = Literal["block", "tail", "snapshot"]
+"""``block``: a full block, shared by all agents of one salt. ``tail``: an agent's last, partial block. ``snapshot``:
+the window and recurrent layers of an agent after some tokens."""
+
+_SAFETENSORS_NAMES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file; `dtype` is a cache dtype, or ``uint8`` for quantised elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * (1 if self.dtype == "uint8" else ITEM_BYTES[self.dtype])
+
+    @property
+    def travel_dtype(self) -> "np.dtype[Any]":
+        return as_uint16_if_bfloat16(self.dtype)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The data of one file.
+
+    Attributes:
+        cache: the model's `ModelCacheSpec.describe()`.
+        tensors: one after the other, without gaps.
+    """
+
+    cache: str
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def n_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors)
+
+    @cached_property
+    def table(self) -> str:
+        """The tensors' part of the safetensors header, as JSON without the outer braces."""
+        at, entries = 0, []
+        for tensor in self.tensors:
+            end = at + tensor.n_bytes
+            about = {
+                "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
+            entries.append(f'"{tensor.name}":{json.dumps(about, separators=(",", ":"))}')
+            at = end
+        return ",".join(entries)
+
+
+@lru_cache(maxsize=300)
+def layout_of(spec: ModelCacheSpec, kind: PieceKind, n_tokens: int) -> CacheLayout:
+    """The layout of a block or tail of `n_tokens` tokens, or of a snapshot after that many. Cached."""
+    parts: list[Tensor] = []
+    for index, layer in enumerate(spec.layers):
+        if (layer.kind == LayerKind.FULL) == (kind == "snapshot"):
+            continue
+        name = f"layer.{index}"
+        if kind == "snapshot":
+            parts += _state_tensors(name, layer, n_tokens, spec.dtype)
+        else:
+            for side, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
+                shape = (layer.n_kv_heads, n_tokens, dim)
+                if is_quantised(spec, kind):
+                    parts += _quantised_tensors(f"{name}.{side}", shape, BITS[spec.store_dtype])
+                else:
+                    parts.append(Tensor(f"{name}.{side}", spec.dtype, shape))
+    return CacheLayout(spec.describe(), tuple(parts))
+
+
+def is_quantised(spec: ModelCacheSpec, kind: PieceKind) -> bool:
+    """Blocks may be; tails and snapshots are small, and replaced every turn."""
+    return kind == "block" and spec.store_dtype != "native"
+
+
+def empty_layers(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerKV, ...]:
+    """Uninitialised arrays for the full-attention layers' cache of `n_tokens` tokens."""
+    # One array per side and layer, from malloc: the C library reuses the last restore's memory, while the system would
+    # have to zero new pages first.
+    dtype = as_uint16_if_bfloat16(spec.dtype)
+    return tuple((np.empty(keys, dtype), np.empty(values, dtype)) for keys, values in _kv_shapes(spec, n_tokens))
+
+
+def empty_states(spec: ModelCacheSpec, n_tokens: int) -> tuple[LayerState, ...]:
+    """Uninitialised arrays for a snapshot after `n_tokens` tokens."""
+    return tuple(tuple(np.empty(*about) for about in layer) for layer in _state_arrays(spec, n_tokens))
+
+
+def fits(spec: ModelCacheSpec, layers: tuple[LayerKV, ...], n_tokens: int) -> bool:
+    """Whether arrays of another maker have the shapes and dtype of the full-attention layers' cache."""
+    dtype = as_uint16_if_bfloat16(spec.dtype)
+    return [(keys.shape, values.shape) for keys, values in layers] == _kv_shapes(spec, n_tokens) and all(
+        array.dtype == dtype for pair in layers for array in pair
+    )
+
+
+def state_fits(spec: ModelCacheSpec, states: tuple[LayerState, ...], n_tokens: int) -> bool:
+    """Whether arrays of another maker have the shapes and dtypes of a snapshot after `n_tokens` tokens."""
+    return [[(array.shape, array.dtype) for array in arrays] for arrays in states] == _state_arrays(spec, n_tokens)
+
+
+def _kv_shapes(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """Of keys and values of each full-attention layer."""
+    return [((x.n_kv_heads, n_tokens, x.key_dim), (x.n_kv_heads, n_tokens, x.value_dim)) for x in spec.full_layers]
+
+
+def _state_arrays(spec: ModelCacheSpec, n_tokens: int) -> list[list[tuple[tuple[int, ...], "np.dtype[Any]"]]]:
+    """The arrays of each window and recurrent layer."""
+    layers = (layer.snapshot_arrays(n_tokens, spec.dtype) for layer in spec.snapshot_layers)
+    return [[(array.shape, as_uint16_if_bfloat16(array.dtype)) for array in layer] for layer in layers]
+
+
+def _state_tensors(name: str, layer: LayerSpec, n_tokens: int, dtype: str) -> list[Tensor]:
+    arrays = layer.snapshot_arrays(n_tokens, dtype)
+    names = ("keys", "values") if layer.kind == LayerKind.WINDOW else [f"state.{i}" for i in range(len(arrays))]
+    return [Tensor(f"{name}.{part}", array.dtype, array.shape) for part, array in zip(names, arrays, strict=True)]
+
+
+def _quantised_tensors(name: str, shape: tuple[int, int, int], bits: int) -> list[Tensor]:
+    packed, groups = packed_shapes(shape, bits)
+    return [
+        Tensor(f"{name}.q", "uint8", packed),
+        Tensor(f"{name}.scales", "float32", groups),
+        Tensor(f"{name}.biases", "float32", groups),
+    ]
+
+
+Fault = Literal["missing", "corrupt", "foreign", "unreadable"]
+"""Why a file cannot be used. ``foreign``: intact, but another piece. ``unreadable``: an I/O error."""
+
+_FORMAT: Final = "stoker-cache 1"
+_ALIGNMENT: Final = 64
+_CHECKSUM_AT: Final = 8 + len('{"__metadata__":{"checksum":"')
+_ZEROS: Final = b"0" * 32
+_READ_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class CachePiece:
+    """The content that a cache file must have.
+
+    Attributes:
+        model: fingerprint of the model.
+        parent: address of the block before it, or the chain's root.
+        token_ids: the tokens whose cache it holds; of a snapshot: those between `parent` and the snapshot.
+        after_tokens: of a snapshot: how many tokens of the conversation come before it.
+    """
+
+    kind: PieceKind
+    model: str
+    spec: ModelCacheSpec
+    parent: str
+    token_ids: tuple[int, ...]
+    after_tokens: int = 0
+
+    @classmethod
+    def snapshot(cls, spec: ModelCacheSpec, chain: BlockChain) -> Self:
+        """The snapshot after all tokens of `chain`."""
+        return cls("snapshot", chain.model, spec, chain.last, chain.rest, after_tokens=len(chain.token_ids))
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        n_tokens = self.after_tokens if self.kind == "snapshot" else len(self.token_ids)
+        return layout_of(self.spec, self.kind, n_tokens)
+
+    @property
+    def is_quantised(self) -> bool:
+        return is_quantised(self.spec, self.kind)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file up to its data: 8-byte length and JSON, the checksum as zeros."""
+        metadata = {
+            "checksum": _ZEROS.decode(),
+            "format": _FORMAT,
+            "kind": self.kind,
+            "model": self.model,
+            "cache": self.layout.cache,
+            "parent": self.parent,
+            "token_ids": ",".join(map(str, self.token_ids)),
+        }
+        if self.kind == "snapshot":
+            metadata["after_tokens"] = str(self.after_tokens)
+        about = json.dumps(metadata, separators=(",", ":"))
+        text = f'{{"__metadata__":{about},{self.layout.table}}}'.encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + self.layout.n_bytes
+
+    def encode(self, layers: tuple[LayerKV, ...], offset: int) -> Iterator[Chunk]:
+        """The bytes of a block or tail, from arrays in which its tokens start at `offset`; copied only if quantised."""
+        stop = offset + len(self.token_ids)
+        arrays: Iterable[Array] = (array[:, offset:stop] for array in chain.from_iterable(layers))
+        if self.is_quantised:
+            bits = BITS[self.spec.store_dtype]
+            arrays = chain.from_iterable(quantise(array, bits) for array in arrays)
+        # Head by head: the longest contiguous parts of the engine's arrays.
+        return self._encode([_bytes_of(head) for array in arrays for head in array])
+
+    def encode_states(self, states: tuple[LayerState, ...]) -> Iterator[Chunk]:
+        """The bytes of a snapshot."""
+        return self._encode([_bytes_of(array) for array in chain.from_iterable(states)])
+
+    def load(self, path: Path, targets: Sequence[memoryview]) -> Fault | None:
+        """Read a file's data into `targets` (`layout.n_bytes` in all) and verify the whole file.
+
+        After a fault the targets hold anything.
+        """
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return self._load(file, targets)
+        except FileNotFoundError:
+            return "missing"
+        except OSError:
+            return "unreadable"
+
+    def unpack(self, data: Array, layers: tuple[LayerKV, ...], start: int, n_tokens: int) -> None:
+        """Copy the first `n_tokens` tokens of a block's or tail's loaded data (uint8) to `layers`, from `start` on."""
+        arrays = iter(self._views(data))
+        bits = BITS.get(self.spec.store_dtype, 0)
+        for target in chain.from_iterable(layers):
+            rows = target[:, start : start + n_tokens]
+            if self.is_quantised:
+                elements, scales, biases = (next(arrays)[:, :n_tokens] for _ in range(3))
+                dequantise((elements, scales, biases), bits, rows)
+            else:
+                rows[:] = next(arrays)[:, :n_tokens]
+
+    def _views(self, data: Array) -> Iterator[Array]:
+        """The tensors in loaded data."""
+        at = 0
+        for tensor in self.layout.tensors:
+            yield data[at : at + tensor.n_bytes].view(tensor.travel_dtype).reshape(tensor.shape)
+            at += tensor.n_bytes
+
+    def _encode(self, rows: Sequence[memoryview]) -> Iterator[Chunk]:
+        header = self.header
+        digest = xxh3_128(header)
+        for row in rows:
+            digest.update(row)
+        yield header[:_CHECKSUM_AT] + digest.hexdigest().encode() + header[_CHECKSUM_AT + 32 :]
+        yield from rows
+
+    def _load(self, file: FileIO, targets: Sequence[memoryview]) -> Fault | None:
+        if os.fstat(file.fileno()).st_size != self.n_bytes:
+            return "foreign" if is_intact(file) else "corrupt"
+        header = bytearray(len(self.header))
+        if not fill(file.fileno(), [memoryview(header)]):
+            return "corrupt"
+        stored = bytes(header[_CHECKSUM_AT : _CHECKSUM_AT + 32])
+        header[_CHECKSUM_AT : _CHECKSUM_AT + 32] = _ZEROS
+        digest = xxh3_128(header)
+        for part in in_parts(targets):
+            if not fill(file.fileno(), part):
+                return "corrupt"
+            for target in part:  # while its bytes are in the processor's cache
+                digest.update(target)
+        if digest.hexdigest().encode() != stored:
+            return "corrupt"
+        return None if header == self.header else "foreign"
+
+
+def is_intact(file: FileIO) -> bool:
+    """Whether the checksum of a cache file, of any piece, matches."""
+    file.seek(0)
+    head = bytearray(file.read(_CHECKSUM_AT + 32))
+    stored = bytes(head[_CHECKSUM_AT:])
+    head[_CHECKSUM_AT:] = _ZEROS
+    digest = xxh3_128(head)
+    while chunk := file.read(_READ_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest().encode() == stored
+
+
+def read_metadata(file: FileIO) -> dict[str, Any]:
+    """The metadata of an intact cache file. Raises `ValueError` when it is not JSON of that shape."""
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    metadata = json.loads(file.read(min(size, 64 * _READ_BYTES)))["__metadata__"]
+    if not isinstance(metadata, dict):
+        raise ValueError("no metadata")
+    return metadata
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return bytes_of(np.ascontiguousarray(array))
+
+
+MOST_SNAPSHOTS: Final = 2
+"""Of one version: one before the prompt's last token, and one at the end of the turn."""
+
+Pieces = Mapping[Path, Iterable[Chunk]]
+"""The tail and the snapshots of a version: the bytes of each file."""
+
+
+class BlockFolder:
+    """``STORE/blocks``."""
+
+    def __init__(self, path: Path, writer: DurableWriter) -> None:
+        self.path = path
+        self._writer = writer
+
+    def path_of(self, model: str, address: str) -> Path:
+        return self.path / model[:16] / address[:2] / f"{address}.safetensors"
+
+    def save(self, chain: BlockChain, cache: CacheSlice, spec: ModelCacheSpec) -> dict[int, int]:
+        """Make every full block of `chain` from `cache.start` on durable, except those that are there.
+
+        Returns:
+            the allocated bytes of each of them, by its index in the chain.
+
+        Raises:
+            OSError: not all of them could be written.
+        """
+        paths: dict[int, Path] = {}
+        missing: dict[Path, Iterable[Chunk]] = {}
+        # A model without full-attention layers has no blocks.
+        for index in range(cache.start // BLOCK_TOKENS, chain.n_blocks) if spec.full_layers else ():
+            piece = CachePiece("block", chain.model, spec, chain.parent(index), chain.block(index))
+            paths[index] = path = self.path_of(chain.model, chain.addresses[index])
+            if not _has_size(path, piece.n_bytes):
+                missing[path] = piece.encode(cache.layers, index * BLOCK_TOKENS)
+        self._writer.put_all(missing)
+        return {index: allocated_bytes(path) for index, path in paths.items()}
+
+
+class PieceFolder:
+    """``STORE/pieces/<hh>/<first half of the SHA-256 of the agent id>-<version>-<piece>.safetensors``."""
+
+    def __init__(self, path: Path, writer: DurableWriter) -> None:
+        self.path = path
+        self._writer = writer
+
+    def tail_path(self, agent_id: str, version: int) -> Path:
+        return self._path(agent_id, version, "tail")
+
+    def snapshot_path(self, agent_id: str, version: int, index: int) -> Path:
+        return self._path(agent_id, version, f"snapshot-{index}")
+
+    def paths(self, agent_id: str, version: int) -> list[Path]:
+        """Where the tail and the snapshots of this version may be, in this order."""
+        snapshots = (self.snapshot_path(agent_id, version, index) for index in range(MOST_SNAPSHOTS))
+        return [self.tail_path(agent_id, version), *snapshots]
+
+    def write(self, pieces: Pieces) -> int:
+        """Make the files durable; returns their allocated bytes.
+
+        Raises:
+            OSError: not all of them could be written; none is left.
+        """
+        try:
+            self._writer.put_all(pieces)
+            return sum(map(allocated_bytes, pieces))
+        except OSError:
+            self.remove(pieces)
+            raise
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        """Remove those that are there. Never raises: `Upkeep` finds what is left."""
+        for path in paths:
+            with suppress(OSError):
+                self._writer.files.remove(path)
+
+    def _path(self, agent_id: str, version: int, piece: str) -> Path:
+        name = hashlib.sha256(agent_id.encode()).hexdigest()
+        return self.path / name[:2] / f"{name[:32]}-{version}-{piece}.safetensors"
+
+
+def _has_size(path: Path, n_bytes: int) -> bool:
+    """Whether the file is there, and not cut short. Its content is verified when it is loaded, not here."""
+    try:
+        return path.stat().st_size == n_bytes
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,451 @@
+"""Finds the longest cached prefix of a prompt: in RAM, then on disk. Loader thread, and threads of its own during
+a lookup; writes nothing.
+
+On disk there are two sources: the full blocks of the prompt's own chain, whichever agent wrote them; and, where those
+end, the agent's own next piece (its tail, or a full block that the prompt leaves in the middle), as far as the tokens
+agree. The K/V of full attention may be cut anywhere, so the prefix ends where the files do. A model with window or
+recurrent layers resumes only where one of the agent's own snapshots was taken. A miss has a name.
+"""
+
+import contextlib
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+
+from stoker_worker.memory.blocks import (
+    BlockChain,
+    CachePiece,
+    Fault,
+    PathOf,
+    PieceFolder,
+    PieceKind,
+    block_address,
+    bytes_of,
+    common_length,
+    empty_layers,
+    empty_states,
+)
+from stoker_worker.memory.eviction import DiskBudget
+from stoker_worker.memory.files import is_there
+from stoker_worker.memory.notes import Notes
+from stoker_worker.memory.ram_cache import RamCache
+from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.ports import AgentVersion, LayerKV, LayerState, LoadedModel, PrefixRoom, Restored, RestoredPrefix
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ModelCacheSpec
+
+_MOST_READERS: Final = 4
+"""A few threads use up a memory's bandwidth."""
+
+
+@dataclass(frozen=True)
+class AgentBlocks:
+    """The cached part of an agent's transcript: full blocks, a tail, snapshots.
+
+    Attributes:
+        snapshots: after how many tokens each was taken, ascending, and its file.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    tail: Path = Path()
+    snapshots: tuple[tuple[int, Path], ...] = ()
+
+    @classmethod
+    def of(cls, agent: AgentVersion, pieces: PieceFolder) -> Self:
+        """Everything that was saved of the version."""
+        if agent.cache is None or agent.transcript is None:
+            return cls()
+        name, number = agent.agent_id, agent.number
+        snapshots = [(n, pieces.snapshot_path(name, number, index)) for index, n in enumerate(agent.cache.snapshots)]
+        tail = pieces.tail_path(name, number)
+        return cls(agent.transcript.token_ids[: agent.cache.tokens], tail, tuple(snapshots))
+
+
+@dataclass(frozen=True)
+class FaultyPiece:
+    """A file that was needed and could not be used."""
+
+    path: Path
+    kind: PieceKind
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A file that should be there, and how many of its tokens the prompt can use."""
+
+    piece: CachePiece
+    path: Path
+    use_tokens: int
+
+
+@dataclass
+class DiskPrefix:
+    """What a lookup found: `n_tokens` of `layers` are filled and verified; `faults` in the order met.
+
+    Attributes:
+        room: the memory that `layers` are views of; ``None``: they have their own.
+    """
+
+    n_tokens: int = 0
+    saved_blocks: int = 0
+    layers: tuple[LayerKV, ...] = ()
+    states: tuple[LayerState, ...] = ()
+    faults: list[FaultyPiece] = field(default_factory=list)
+    room: PrefixRoom | None = None
+
+    def add(self, step: _Step, fault: Fault | None) -> bool:
+        """Count the next piece in, or note its fault and return false."""
+        if fault is not None:
+            self.faults.append(FaultyPiece(step.path, step.piece.kind, fault))
+            return False
+        self.n_tokens += step.use_tokens
+        return True
+
+    def cut(self, n_tokens: int) -> None:
+        """Keep the first `n_tokens` tokens only."""
+        self.n_tokens = n_tokens
+        self.layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in self.layers)
+
+
+def n_readers(beside_others: bool) -> int:
+    """How many threads may read. Beside running sequences: half of the cores, because each of their steps waits for
+    the slowest core (EXP-014)."""
+    cores = os.cpu_count() or 1
+    return max(1, min(_MOST_READERS, cores // 2 if beside_others else cores))
+
+
+@dataclass(frozen=True)
+class BlockLookup:
+    """One lookup: lists the files that should be there, makes the arrays once, then fills them file by file.
+
+    Attributes:
+        limit: most tokens to find.
+        own: of the prompt's model and salt; empty for a job without an agent.
+        n_readers: threads that may read.
+        before_each: called by them before each file; an exception ends the lookup.
+        make_room: makes the memory to fill, for a number of tokens; ``None``: NumPy does.
+    """
+
+    prompt: BlockChain
+    limit: int
+    spec: ModelCacheSpec
+    own: AgentBlocks
+    path_of: PathOf
+    n_readers: int
+    before_each: Callable[[], None] = lambda: None
+    make_room: Callable[[int], PrefixRoom] | None = None
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """How many tokens of the prompt the agent's own cache begins with."""
+        return common_length(self.own.token_ids, self.prompt.token_ids[: self.limit])
+
+    def run(self) -> DiskPrefix:
+        steps = self._block_steps()
+        steps += [step for step in [self._own_step(len(steps))] if step is not None]
+        planned_tokens = sum(step.use_tokens for step in steps)
+        room = self.make_room(planned_tokens) if self.make_room and planned_tokens else None
+        found = DiskPrefix(layers=room.layers() if room else empty_layers(self.spec, planned_tokens), room=room)
+        target = _Target(found.layers, self.before_each)
+        for step, fault in zip(steps, target.load_all(steps, self.n_readers), strict=True):
+            if found.add(step, fault):
+                index = found.saved_blocks
+                found.saved_blocks += index < self.prompt.n_blocks and step.path == self._path(index)
+                continue
+            # The prompt's block failed; the agent's own piece at this place may be another file.
+            other = self._own_step(found.n_tokens // BLOCK_TOKENS)
+            if other is not None and other.path != step.path:
+                found.add(other, target.load(other, found.n_tokens))
+            break
+        found.cut(found.n_tokens)
+        return found
+
+    def _block_steps(self) -> list[_Step]:
+        """The prompt's leading full blocks that should be there: the agent's own, and others whose files exist."""
+        steps: list[_Step] = []
+        for index in range(self.prompt.n_blocks):
+            start, path = index * BLOCK_TOKENS, self._path(index)
+            is_own = self.own_tokens >= start + BLOCK_TOKENS
+            if start >= self.limit or not (is_own or is_there(path)):
+                break
+            piece = self._piece("block", index, self.prompt.block(index))
+            steps.append(_Step(piece, path, min(BLOCK_TOKENS, self.limit - start)))
+        return steps
+
+    def _own_step(self, index: int) -> _Step | None:
+        """The agent's own piece after `index` full blocks, if it begins with the prompt's next tokens."""
+        start = index * BLOCK_TOKENS
+        use_tokens = min(self.own_tokens - start, BLOCK_TOKENS)
+        if use_tokens <= 0:
+            return None
+        token_ids = self.own.token_ids[start : start + BLOCK_TOKENS]
+        if len(token_ids) < BLOCK_TOKENS:
+            return _Step(self._piece("tail", index, token_ids), self.own.tail, use_tokens)
+        path = self.path_of(self.prompt.model, block_address(self.prompt.parent(index), token_ids))
+        return _Step(self._piece("block", index, token_ids), path, use_tokens)
+
+    def _piece(self, kind: PieceKind, index: int, token_ids: tuple[int, ...]) -> CachePiece:
+        return CachePiece(kind, self.prompt.model, self.spec, self.prompt.parent(index), token_ids)
+
+    def _path(self, index: int) -> Path:
+        return self.path_of(self.prompt.model, self.prompt.addresses[index])
+
+
+def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[tuple[LayerState, ...], Fault | None]:
+    """The states of the window and recurrent layers after all tokens of `chain`; after a fault they hold anything."""
+    states = empty_states(spec, len(chain.token_ids))
+    targets = [bytes_of(array) for arrays in states for array in arrays]
+    return states, CachePiece.snapshot(spec, chain).load(path, targets)
+
+
+class _Target:
+    """K/V arrays that are being filled. A file's bytes go straight to their place, head by head."""
+
+    def __init__(self, layers: tuple[LayerKV, ...], before_each: Callable[[], None]) -> None:
+        self._layers = layers
+        self._n_tokens = layers[0][0].shape[1]
+        self._before_each = before_each
+        self._heads = [
+            (bytes_of(head), head.shape[-1] * head.itemsize) for pair in layers for array in pair for head in array
+        ]
+
+    def load(self, step: _Step, start: int) -> Fault | None:
+        """Verify one file and put the used part of it at `start`; after a fault the arrays hold anything there.
+
+        Where there is a place for the rest, that is read too: it costs less than another copy of the used part.
+        """
+        self._before_each()
+        piece, stop = step.piece, start + len(step.piece.token_ids)
+        if stop <= self._n_tokens and not piece.is_quantised:
+            return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])
+        data = np.empty(piece.layout.n_bytes, np.uint8)
+        fault = piece.load(step.path, [bytes_of(data)])
+        if fault is None:
+            piece.unpack(data, self._layers, start, step.use_tokens)
+        return fault
+
+    def load_all(self, steps: list[_Step], n_readers: int) -> list[Fault | None]:
+        """Load every file, a few at a time: one core alone does not use a memory's bandwidth."""
+        starts = [index * BLOCK_TOKENS for index in range(len(steps))]  # only the last may be used in part
+        n_readers = min(n_readers, len(steps))
+        # Dequantising is many short calls: several threads would wait longer for the interpreter's lock than they gain.
+        if n_readers < 2 or any(step.piece.is_quantised for step in steps):
+            return list(map(self.load, steps, starts))
+        with ThreadPoolExecutor(n_readers, thread_name_prefix="loader") as readers:
+            return list(readers.map(self.load, steps, starts))
+
+
+_MOST_BLOCKS: Final = 2**15
+
+
+class SharedPrefixes:
+    """Forgets the blocks seen longest ago first."""
+
+    def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._seen: OrderedDict[str, None] = OrderedDict()
+
+    def note(self, addresses: Sequence[str]) -> int:
+        """Remember a prompt's full blocks; returns how many of them, from the first on, an earlier prompt had."""
+        n_shared = sum(1 for _ in takewhile(self._seen.__contains__, addresses))
+        for address in reversed(addresses):  # a block is of use only after those before it, so the first goes last
+            self._seen[address] = None
+            self._seen.move_to_end(address)
+        while len(self._seen) > self._most_blocks:
+            self._seen.popitem(last=False)
+        return n_shared
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One prompt to look up.
+
+    Attributes:
+        prompt: with the model's fingerprint and the job's salt.
+        agent: ``None`` for a job without one.
+        max_tokens: most tokens that come after the prompt.
+        is_saved: whether the engine hands the cache back, for the turn to be saved.
+        n_readers: threads that may read.
+    """
+
+    prompt: BlockChain
+    agent: AgentVersion | None
+    model: LoadedModel
+    max_tokens: int
+    is_saved: bool
+    n_readers: int
+
+    @property
+    def limit(self) -> int:
+        """Most tokens that may come from a cache: the model has to see the last one."""
+        return max(0, len(self.prompt.token_ids) - 1)
+
+    @property
+    def make_room(self) -> Callable[[int], PrefixRoom] | None:
+        """Makes the engine's memory for a prefix of so many tokens, if the engine has a way to.
+
+        With room for the prompt and some of its answer, unless most of the prompt is new: the job may wait for its
+        place in the batch, and until then nothing counts this memory.
+        """
+        make, n_prompt = self.model.make_room, len(self.prompt.token_ids)
+        if make is None:
+            return None
+        return lambda n: make(n_prompt, self.max_tokens) if 2 * n >= n_prompt else make(n, 0)
+
+
+class PrefixLookup:
+    """
+    Attributes:
+        misses: how often less was reused than an agent's history allowed, by reason.
+    """
+
+    def __init__(self, parts: StoreParts, budget: DiskBudget, ram_cache: RamCache, notes: Notes) -> None:
+        self.misses: Counter[str] = Counter()
+        self._parts = parts
+        self._path_of = parts.blocks.path_of
+        self._budget = budget
+        self._ram_cache = ram_cache
+        self._notes = notes
+        self._shared = SharedPrefixes()
+
+    def find(self, lookup: Lookup) -> Restored:
+        """The longest verified prefix, or none and the reason."""
+        addresses, agent = lookup.prompt.addresses, lookup.agent
+        if agent is None:
+            with self._budget.holds.lending(addresses):
+                n_shared = self._shared.note(addresses)
+                restored = self._from_disk(lookup, AgentBlocks(), None)
+                if restored.saved_blocks:
+                    self._notes.read(addresses[restored.saved_blocks - 1])
+                return replace(restored, shared_blocks=n_shared)
+        own, other = self._own_blocks(lookup, agent)
+        with self._budget.holds.using(agent.agent_id, addresses):
+            in_ram = other is None and agent.agent_id in self._ram_cache
+            return (self._from_ram(lookup, agent, own) if in_ram else None) or self._from_disk(lookup, own, other)
+
+    def _from_ram(self, lookup: Lookup, agent: AgentVersion, own: AgentBlocks) -> Restored | None:
+        """The prefix in RAM; ``None`` when the disk may have a longer one."""
+        paths = (self._path_of(lookup.prompt.model, address) for address in lookup.prompt.addresses)
+        saved_blocks = sum(1 for _ in takewhile(is_there, paths))
+        disk_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
+        if not lookup.model.spec.snapshot_layers:
+            disk_tokens = max(disk_tokens, min(lookup.limit, saved_blocks * BLOCK_TOKENS))
+        spec, make_room = lookup.model.spec, lookup.make_room
+        prefix = self._ram_cache.restore(
+            lookup.prompt, agent=agent, spec=spec, disk_tokens=disk_tokens, make_room=make_room
+        )
+        if prefix is None:
+            return None
+        # A prompt of whole blocks leaves out one token, and its last block needs no second write all the same.
+        return Restored(prefix, "memory", saved_blocks=min(saved_blocks, (prefix.n_tokens + 1) // BLOCK_TOKENS))
+
+    def _from_disk(self, lookup: Lookup, own: AgentBlocks, other: str | None) -> Restored:
+        """`other`: why the agent's own cache cannot be used."""
+        spec, agent = lookup.model.spec, lookup.agent
+        found = find_prefix(
+            BlockLookup(
+                lookup.prompt,
+                lookup.limit,
+                spec,
+                own,
+                self._path_of,
+                lookup.n_readers,
+                make_room=lookup.make_room,
+            )
+        )
+        reason = self._report(lookup, found, other if found.n_tokens < lookup.limit else None)
+        if not found.n_tokens:
+            return Restored(None, "none", saved_blocks=found.saved_blocks, miss_reason=reason)
+        if agent is not None:
+            self._keep(lookup, agent, found, has_all=found.n_tokens >= len(own.token_ids))
+        layers = () if found.room else found.layers
+        prefix = RestoredPrefix(found.n_tokens, layers, found.states, found.room)
+        return Restored(prefix, "disk", saved_blocks=found.saved_blocks, miss_reason=reason)
+
+    def _keep(self, lookup: Lookup, agent: AgentVersion, found: DiskPrefix, *, has_all: bool) -> None:
+        """Keep in RAM what was read from disk. The engine's memory comes back when its turn is saved; only a prompt
+        that is never saved makes a copy."""
+        layers = found.layers
+        if found.room is not None:
+            if lookup.is_saved or found.n_tokens * lookup.model.spec.bytes_per_token > self._ram_cache.max_bytes:
+                return
+            layers = tuple((keys.copy(), values.copy()) for keys, values in layers)
+        prefix = RestoredPrefix(found.n_tokens, layers, found.states)
+        self._ram_cache.loaded(prefix, lookup.prompt, agent=agent, has_all=has_all)
+
+    def _own_blocks(self, lookup: Lookup, agent: AgentVersion) -> tuple[AgentBlocks, str | None]:
+        """The agent's own cache, if this model and salt may use it; else none and why."""
+        model, cache, transcript = lookup.model, agent.cache, agent.transcript
+        if cache is None or transcript is None:
+            is_lost = agent.number > 0 and transcript is None and not agent.begins_again
+            return AgentBlocks(), "transcript_unreadable" if is_lost else None
+        if transcript.tokenizer_fingerprint != model.tokenizer_fingerprint:
+            return AgentBlocks(), "other_tokenizer"
+        if cache.model != model.fingerprint:
+            return AgentBlocks(), "other_model"
+        if cache.salt != lookup.prompt.salt:
+            return AgentBlocks(), "other_salt"
+        return AgentBlocks.of(agent, self._parts.pieces), None
+
+    def _report(self, lookup: Lookup, found: DiskPrefix, other: str | None) -> str | None:
+        """Remove damaged files, so that the next save writes them again; log the first reason of a miss and return
+        it."""
+        agent = lookup.agent
+        for faulty in found.faults:
+            if faulty.fault != "missing":
+                with contextlib.suppress(OSError):
+                    self._parts.files.remove(faulty.path)
+            if faulty.kind == "block":
+                self._notes.block_changed(faulty.path)
+            elif agent is not None:
+                self._notes.pieces_changed(agent.agent_id)
+        was_evicted = agent is not None and agent.evicted
+        reasons = [
+            "evicted" if was_evicted and faulty.fault == "missing" else f"{faulty.kind}_{faulty.fault}"
+            for faulty in found.faults
+        ] or ([other] if other else [])
+        if not reasons:
+            return None
+        where = f": {found.faults[0].path}" if found.faults else ""
+        level = logging.INFO if reasons[0] == "evicted" else logging.WARNING
+        whose = "no agent" if agent is None else f"agent {agent.agent_id!r}"
+        _log.log(level, "%s: cache missed after %d tokens: %s%s", whose, found.n_tokens, reasons[0], where)
+        self.misses[reasons[0]] += 1
+        return reasons[0]
+
+
+def find_prefix(lookup: BlockLookup) -> DiskPrefix:
+    """The longest prefix on disk; with window or recurrent layers it ends at the agent's last snapshot within the
+    prompt that is whole and whose K/V is there."""
+    spec, prompt = lookup.spec, lookup.prompt
+    if not spec.snapshot_layers:
+        return lookup.run()
+    faults: list[FaultyPiece] = []
+    blocks: DiskPrefix | None = None
+    for n_tokens, path in reversed(lookup.own.snapshots):
+        if n_tokens > lookup.own_tokens:
+            continue
+        states, fault = load_snapshot(path, prompt.up_to(n_tokens), spec)
+        if fault is not None:
+            faults.append(FaultyPiece(path, "snapshot", fault))
+            continue
+        if blocks is None:
+            blocks = replace(lookup, limit=n_tokens).run() if spec.full_layers else DiskPrefix(n_tokens)
+            faults += blocks.faults
+        if blocks.n_tokens >= n_tokens:
+            if blocks.n_tokens > n_tokens:
+                blocks.cut(n_tokens)
+            return DiskPrefix(n_tokens, blocks.saved_blocks, blocks.layers, states, faults, blocks.room)
+    return DiskPrefix(saved_blocks=blocks.saved_blocks if blocks else 0, faults=faults)
