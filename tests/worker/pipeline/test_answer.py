@@ -6,10 +6,11 @@ import json
 import pytest
 from tests.worker.pipeline.answers import SCRIPTED, answer_to
 
-from stoker_shared import Message
+from stoker_shared import Message, build_request
 from stoker_shared.result import Choice
+from stoker_worker.pipeline.answer import parsed_answer
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.ports import PLAIN_TEXT
+from stoker_worker.ports import PLAIN_TEXT, CompletedGeneration
 from stoker_worker.ports.own_message import OwnMessage, continues
 
 FORM = SCRIPTED.answer_format
@@ -167,3 +168,25 @@ def test_a_producers_copy_of_an_answer_continues_it():
     assert not continues(copy.model_copy(update={"tool_calls": ()}), stored)
     assert not continues(Message(role="assistant", content="else"), stored)
     assert "generated" not in stored.as_template_input()
+
+
+OBJECT = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ended_by", "content", "value"),
+    [
+        (OBJECT, "eos", ' {"a": [1, null]}\n', {"a": [1, None]}),
+        (OBJECT, "length", '{"a": 1}', None),
+        (OBJECT, "stop", '{"a": 1}', None),
+        (OBJECT, "eos", "a scripted answer", None),
+        (OBJECT, "eos", '{"a": NaN}', None),
+        (OBJECT, "eos", "[" * 100_000, None),
+        ({"response_format": {"type": "text"}}, "eos", "{}", None),
+        ({"guide": {"regex": "[0-9]+"}}, "eos", "12", None),
+    ],
+)
+def test_only_a_whole_answer_that_had_to_be_json_has_a_value(fields, ended_by, content, value):
+    request = build_request({"prompt": "x", **fields})
+    end = CompletedGeneration(0, "finished", (1,), content, ended_by)
+    assert parsed_answer(request, end, content) == value

@@ -13,8 +13,7 @@ from tests.worker.pipeline.stages import MODEL, NotedFinisher, loaded_job
 from stoker_shared.errors import BlockPoolTooSmall, GenerationTimedOut
 from stoker_shared.result import CacheReport
 from stoker_worker.pipeline.answer import read_answer
-from stoker_worker.pipeline.choices import Choices, works_of
-from stoker_worker.pipeline.engine_thread import EngineThread
+from stoker_worker.pipeline.engine_thread import Choices, EngineThread, works_of
 from stoker_worker.pipeline.job import Cancelled, Failed, Finished, GivenBack
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.pipeline.results import build_result

@@ -11,9 +11,8 @@ from tests.in_memory.queue import InMemoryQueue
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
 from stoker_shared.answer_parts import Markers
-from stoker_worker.pipeline.fetcher import Fetcher, busy_beside
+from stoker_worker.pipeline.fetcher import Fetcher, Leaving, busy_beside
 from stoker_worker.pipeline.job import Job
-from stoker_worker.pipeline.leaving import Leaving
 from stoker_worker.ports import Busy, ClaimedJob, LoadedModel, MaxBatch, TextSoFar
 
 

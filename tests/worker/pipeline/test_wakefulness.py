@@ -10,7 +10,7 @@ from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader
 from tests.worker.pipeline.test_fetcher import fetcher_of
 
 from stoker_worker.pipeline import wakefulness
-from stoker_worker.pipeline.leaving import Leaving
+from stoker_worker.pipeline.fetcher import Leaving
 from stoker_worker.pipeline.wakefulness import Wakefulness, keep_awake_command
 
 
