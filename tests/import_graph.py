@@ -78,7 +78,7 @@ class ImportGraph:
         return {found for name in imports if (found := self._module_of(name))}
 
     def _module_of(self, name: str) -> str | None:
-        """``stoker.ticket.Ticket`` and ``stoker.ticket`` are both the module ``stoker.ticket``."""
+        """``stoker.tickets.Ticket`` and ``stoker.tickets`` are both the module ``stoker.tickets``."""
         if name in self._modules:
             return name
         parent = name.rpartition(".")[0]

@@ -15,21 +15,6 @@ MAX_FUNCTION_LINES = 50
 MAX_ENTRIES = 17
 """Most modules and packages in an opened folder: all of them fit on a screen."""
 
-# The producer's operations meet a connection here; its other modules do no I/O.
-EDGES = (
-    *("stoker.producer.", "stoker.ticket.", "stoker.async_producer.", "stoker.async_ticket.", "stoker.agent_jobs."),
-    *(
-        "stoker.shared_connection.",
-        "stoker.batch.cli.",
-        "stoker.batch.state_commands.",
-        "stoker.batch.work.",
-        "stoker.batch.feeding.",
-        "stoker.batch.planning.",
-    ),
-    "stoker.batch.collecting.",
-    "stoker.trust_cli.",
-    *("stoker.serve.batch_run.", "stoker.dashboard."),
-)
 COMMANDS = (
     *(
         "stoker.cli.",
@@ -67,8 +52,6 @@ ALLOWED_IMPORTERS = {
     ),
     "stoker": ("stoker.", "stoker_worker.cli.demo."),
     "stoker_worker": ("stoker_worker.",),
-    "stoker.driver": EDGES,
-    "stoker.async_driver": EDGES,
     "stoker.batch": ("stoker.batch.", "stoker.cli.", "stoker.serve."),
     "stoker.serve": ("stoker.serve.", "stoker.cli."),
     "starlette": ("stoker.serve.",),

@@ -12,7 +12,7 @@ import pytest
 from tests.traced_process import ROOT
 from tests.worker_process import WorkerProcess
 
-MOST_IN_PRODUCER = 21
+MOST_IN_PRODUCER = 14
 MOST_IN_WORKER = 92
 
 IDLE_S = 3

@@ -1,17 +1,14 @@
 """The library with which services enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
-from stoker.async_producer import AsyncProducer
-from stoker.async_ticket import AsyncTicket
 from stoker.connection import WrongKeyType
 from stoker.offers import NobodyServes
 from stoker.overview import Overview
 from stoker.own_check import first_accepted
 from stoker.presence import LiveWorker
-from stoker.producer import Producer
+from stoker.producer import AsyncProducer, Producer
 from stoker.queue_status import QueueStatus
 from stoker.streaming import Restarted, StreamEvent, TextChunk
-from stoker.ticket import Ticket
-from stoker.ticket_status import TicketStatus
+from stoker.tickets import AsyncTicket, Ticket, TicketStatus
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack
 from stoker_shared.check import Check
 from stoker_shared.errors import (

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import click
 from click.decorators import FC
 
-from stoker.agent_jobs import Agents
+from stoker.agents import Agents, JobsOfAgent
 from stoker.command_parts import agrees, json_option, open_producer, redis_option, show
-from stoker.jobs_of_agent import JobsOfAgent
 from stoker.producer import Producer
 from stoker.tables import duration
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentResult, AgentRolledBack

@@ -21,9 +21,8 @@ from rq.registry import (
 )
 from rq.utils import current_timestamp, now, utcformat
 
-from stoker.job_record import ENDED
+from stoker.job_record import ENDED, NO_CONNECTION, queue_key, registry_key
 from stoker.operations import Command, Operation, Watched, ask, undisturbed
-from stoker.rq_keys import NO_CONNECTION, queue_key, registry_key
 from stoker_shared.errors import JobNotFound
 from stoker_shared.wire import DEFAULT_FAILURE_TTL_S, FIELD_SAVING
 

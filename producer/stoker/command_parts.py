@@ -9,7 +9,7 @@ import click
 
 from stoker.producer import Producer
 from stoker.streaming import TextChunk
-from stoker.ticket import Ticket
+from stoker.tickets import Ticket
 from stoker_shared.help_layout import options_under
 from stoker_shared.result import GenerationResult
 from stoker_shared.text import printable

@@ -1,7 +1,7 @@
-"""A job as it is in Redis, read without unpickling and without importing anything that it names. Reads only.
+"""A job as it is in Redis, read without unpickling and without importing anything that it names; RQ's keys. Reads only.
 
-Owns the meaning of RQ's keys. Reading them directly, instead of through `rq.job.Job`, takes one round trip, does not
-transfer the request (up to megabytes), and works for jobs of any client in any language.
+Reading the keys directly, instead of through `rq.job.Job`, takes one round trip, does not transfer the request (up to
+megabytes), and works for jobs of any client in any language.
 """
 
 import json
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from redis import Redis
 from rq.job import Job, JobStatus
+from rq.queue import Queue
+from rq.registry import BaseRegistry
 from rq.results import Result
 
 from stoker.operations import Command, Commands, Entries, Operation
@@ -19,6 +22,20 @@ from stoker_shared.errors import JobCanceled, JobFailed, JobNotFound
 from stoker_shared.job_data import MAX_REASON_BYTES, MAX_RESULT_BYTES, read_json, unpacked
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import META_PARTIAL, META_PROGRESS
+
+NO_CONNECTION = Redis()
+"""For classes of RQ that need a connection but are only used to compute something. Never connects."""
+
+
+def queue_key(queue: str) -> str:
+    """Key of the list of waiting jobs' ids."""
+    return str(Queue(queue, connection=NO_CONNECTION).key)
+
+
+def registry_key(registry: type[BaseRegistry], queue: str) -> str:
+    """Key of the sorted set of a registry's ids."""
+    return str(registry(queue, connection=NO_CONNECTION).key)
+
 
 T = TypeVar("T")
 AgentT = TypeVar("AgentT", bound=BaseModel)

@@ -1,8 +1,8 @@
-"""Operations: work on Redis as a sequence of steps, independent of how a client carries them out. No I/O.
+"""Operations: work on Redis as a sequence of steps, the same for a client that blocks and one that is awaited.
 
 An operation is a generator. It yields steps, receives the answer to each, and returns its result; an error of redis-py
-is raised at the `yield` of the step that failed. `driver.run` carries operations out on redis-py and `async_driver.run`
-on redis.asyncio, so that each operation is written once::
+is raised at the `yield` of the step that failed. `run` carries operations out on redis-py and `run_async` on
+redis.asyncio, so that each operation is written once::
 
     def tokens_of(job_id: str) -> Operation[int]:
         status, tokens = yield from ask("HMGET", Job.key_for(job_id), "status", FIELD_TOKENS)
@@ -11,19 +11,26 @@ on redis.asyncio, so that each operation is written once::
         return int(tokens or 0)
 
 
-    run(connection, tokens_of("j"))  # or: await async_driver.run(connection, tokens_of("j"))
+    run(connection, tokens_of("j"))  # or: await run_async(connection, tokens_of("j"))
 
 `yield from` runs one operation inside another. Replies are bytes, as redis-py parses them; `stream_entries` reads those
 of XREAD. redis-py sends a step again when its reply is lost, so a write that must happen once has to be a `Watched`.
 After some milliseconds of work an operation yields `Pause(0)`, because other tasks may wait for its event loop.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import isawaitable
 from typing import Any, Final, TypeAlias, TypeVar
 
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import WatchError
+
+from stoker.connection import AnyRedis, redis_errors
 
 T = TypeVar("T")
 _TRIES: Final = 100
@@ -95,3 +102,67 @@ def stream_entries(reply: Any) -> dict[str, Entries]:
     """The reply of XREAD by key, empty if there is none. redis-py's form of the reply depends on the protocol."""
     found = reply.items() if isinstance(reply, Mapping) else reply or ()
     return {key.decode(): [entry for entry in entries if entry] for key, entries in found}
+
+
+def run(connection: Redis, operation: Operation[T]) -> T:
+    """Carry out an operation. Any thread.
+
+    Raises:
+        RedisUnavailable: no server answered, or it refused a command, and the operation did not handle that.
+        WrongKeyType: the same of a command that is not for a key of this type.
+    """
+    running = run_async(connection, operation)
+    try:
+        running.send(None)
+    except StopIteration as returned:
+        result: T = returned.value
+        return result
+    raise AssertionError("a client that blocks leaves nothing to wait for")
+
+
+async def run_async(connection: AnyRedis, operation: Operation[T]) -> T:
+    """As `run`, in the caller's event loop."""
+    answer: Any = None
+    with redis_errors(connection):
+        while True:
+            try:
+                step = operation.throw(answer) if isinstance(answer, Exception) else operation.send(answer)
+            except StopIteration as returned:
+                result: T = returned.value
+                return result
+            try:
+                answer = await answer_to(connection, step)
+            except Exception as raised:
+                answer = raised
+
+
+async def answer_to(connection: AnyRedis, step: Step) -> Any:
+    """The answer to one step. Never waits for the event loop if the client blocks."""
+    client: Any = connection
+    if isinstance(step, Pause):
+        if isinstance(connection, AsyncRedis):
+            return await asyncio.sleep(step.seconds)
+        return time.sleep(step.seconds) if step.seconds else None
+    if isinstance(step, Commands) and len(step.commands) == 1 and not step.errors_as_replies:
+        return [await _settled(client.execute_command(*step.commands[0]))]
+    pipeline = client.pipeline(transaction=isinstance(step, Watched))
+    try:
+        commands: Sequence[Command] | None
+        if isinstance(step, Watched):
+            await _settled(pipeline.watch(*step.keys))
+            commands = step.write([await _settled(pipeline.execute_command(*read)) for read in step.reads])
+            if commands is None:
+                return None
+            pipeline.multi()
+        else:
+            commands = step.commands
+        for command in commands:
+            pipeline.execute_command(*command)
+        return await _settled(pipeline.execute(raise_on_error=isinstance(step, Watched) or not step.errors_as_replies))
+    finally:
+        await _settled(pipeline.reset())
+
+
+async def _settled(reply: Any) -> Any:
+    """A reply of either client: redis-py's is there already."""
+    return await reply if isawaitable(reply) else reply

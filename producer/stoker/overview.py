@@ -12,11 +12,10 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.utils import utcparse
 
-from stoker.job_record import JobProgress, fields_of, progress_in
+from stoker.job_record import JobProgress, fields_of, progress_in, registry_key
 from stoker.operations import Commands, Operation, ask
 from stoker.presence import LiveWorker, is_ours, known_workers
 from stoker.queue_status import QueueStatus, queues_now
-from stoker.rq_keys import registry_key
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
 
 SLOWEST: Final = 10

@@ -1,31 +1,154 @@
-"""The producer: enqueues generation requests as RQ jobs. Thin: operations, shared with `AsyncProducer`, do the work."""
+"""The producers, which enqueue generation requests as RQ jobs: `Producer`, and `AsyncProducer` for asyncio.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+Both are thin: operations, which they share, do the work.
+"""
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
-from stoker.agent_jobs import Agents
-from stoker.connection import address, blocking_slice_s, open_connection
-from stoker.driver import run
-from stoker.job_options import checked_queue_name
-from stoker.operations import ask
-from stoker.outstanding import Outcomes, Outstanding
+from stoker.agents import Agents, AsyncAgents
+from stoker.connection import AnyRedis, address, blocking_slice_s, open_async_connection, open_connection
+from stoker.new_job import checked_queue_name
+from stoker.operations import Operation, Pause, ask, run, run_async
 from stoker.overview import Overview, overview
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
 from stoker.queue_status import QueueStatus, queues_now
 from stoker.routing import Routing
-from stoker.submitting import ManyFields, SubmitFields, submit, submit_many
-from stoker.ticket import Ticket
-from stoker.ticket_status import TicketStatus
+from stoker.submitting import ManyFields, SubmitFields, Submitted, submit, submit_many
+from stoker.tickets import AnyTicket, AsyncTicket, SharedConnection, Ticket, TicketStatus
+from stoker.waiting import Patience, Waiter
 from stoker_shared.errors import JobError, ResultTimeout
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import GenerationResult
 from stoker_shared.wire import DEFAULT_QUEUE
 
+TicketT = TypeVar("TicketT", bound=AnyTicket)
 
-class Producer:
+
+class Outstanding(Generic[TicketT]):
+    """Tickets whose jobs are waited for together; several may have the same job. False when all jobs have ended.
+
+    Attributes:
+        ended_before: tickets whose job's end was known already.
+    """
+
+    def __init__(self, tickets: Iterable[TicketT], timeout_s: float | None, connection: AnyRedis) -> None:
+        """
+        Args:
+            timeout_s: how long to wait for all of them together, in seconds; ``None`` for no limit.
+        """
+        self._waiter = Waiter()
+        self._slice_s = blocking_slice_s(connection)
+        self.ended_before: list[TicketT] = []
+        self._by_job_id: dict[str, list[TicketT]] = defaultdict(list)
+        for ticket in tickets:
+            if ticket._ended is not None:
+                self.ended_before.append(ticket)
+            else:
+                self._by_job_id[ticket.job_id].append(ticket)
+                self._waiter.add(ticket.job_id, ticket._queue_if_new)
+        self._patience = Patience(timeout_s)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_job_id)
+
+    def next(self) -> Operation[list[TicketT]]:
+        """The tickets of the next jobs to end, one or more; each keeps its job's end from now on.
+
+        Raises:
+            ResultTimeout: the time is over.
+            redis.exceptions.RedisError: as `Patience.enduring`.
+        """
+        yield Pause(0)
+        ended = yield from self._waiter.wait(self._patience, self._slice_s)
+        if not ended:
+            job_id, others = next(iter(self._by_job_id)), len(self._by_job_id) - 1
+            beside = f", nor have {others} others" if others else ""
+            raise ResultTimeout(job_id, f"has not ended after {self._patience.timeout_s:g} s{beside}; they continue")
+        tickets = []
+        for end in ended:
+            for ticket in self._by_job_id.pop(end.job_id, ()):
+                ticket._ended = end
+                tickets.append(ticket)
+        return tickets
+
+    def outcomes(self, *, return_errors: bool) -> Operation[dict[str, GenerationResult | JobError]]:
+        """The results of all jobs, or their errors, by id; without those that have not ended when the time is over.
+
+        Raises:
+            JobError: the first error, unless errors are returned.
+        """
+        outcomes: dict[str, GenerationResult | JobError] = {}
+        ended = self.ended_before
+        while True:
+            for ticket in ended:
+                assert ticket._ended is not None
+                try:
+                    outcomes[ticket.job_id] = ticket._ended.outcome()
+                except JobError as error:
+                    if not return_errors:
+                        raise
+                    outcomes[ticket.job_id] = error
+            if not self:
+                return outcomes
+            try:
+                ended = yield from self.next()
+            except ResultTimeout:
+                if not return_errors:
+                    raise
+                return outcomes
+
+
+def outcomes_of(
+    tickets: Iterable[AnyTicket], timeout_s: float | None, connection: AnyRedis, *, return_errors: bool
+) -> Operation[list[Any]]:
+    """As `Producer.results`."""
+    wanted, late = list(tickets), "has not ended in time; it continues"
+    found = yield from Outstanding(wanted, timeout_s, connection).outcomes(return_errors=return_errors)
+    return [found.get(ticket.job_id) or ResultTimeout(ticket.job_id, late) for ticket in wanted]
+
+
+class AnyProducer:
+    """The part that both producers share."""
+
+    def __init__(self, redis: object, connection: AnyRedis, queue: str, seed: int | None) -> None:
+        self._queue = checked_queue_name(queue)
+        self._connection = connection
+        self._url = redis if isinstance(redis, str) else None
+        self._attendance = Attendance()
+        self._routing = Routing(self._queue, seed)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(redis at {address(self._connection)}, queue={self._queue!r})"
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        if self._url is None:
+            raise TypeError(f"a {type(self).__name__} made from a connection cannot be pickled; make it from a URL")
+        return partial(type(self), self._url, queue=self._queue), ()
+
+    def _queue_for(self, name: str | None) -> str:
+        return self._queue if name is None else checked_queue_name(name)
+
+    def _submitted(self, queue: str | None, fields: Mapping[str, Any], job_id: str | None) -> Operation[Submitted]:
+        done = yield from submit(self._queue_for(queue), self._routing, fields, job_id)
+        yield from self._attendance.check(done.queue)
+        return done
+
+    def _many_submitted(
+        self, queue: str | None, requests: Iterable[Any], options: Mapping[str, Any], job_ids: Sequence[str] | None
+    ) -> Operation[list[Submitted]]:
+        done = yield from submit_many(self._queue_for(queue), requests, self._routing, options, job_ids)
+        for name in {one.queue for one in done}:
+            yield from self._attendance.check(name)
+        return done
+
+
+class Producer(AnyProducer):
     """Enqueues generation jobs. Safe to use from any thread; share one per process.
 
     A forked child can continue to use it, because redis-py opens new connections there. It can be pickled if it was
@@ -37,6 +160,8 @@ class Producer:
     Attributes:
         agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
     """
+
+    _connection: Redis
 
     def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
         """
@@ -51,20 +176,8 @@ class Producer:
             ValueError: not a Redis URL, or a connection that decodes responses.
             TypeError: neither a string nor a connection.
         """
-        self._queue = checked_queue_name(queue)
-        self._connection = open_connection(redis)
-        self._url = redis if isinstance(redis, str) else None
-        self._attendance = Attendance()
-        self._routing = Routing(self._queue, seed)
+        super().__init__(redis, open_connection(redis), queue, seed)
         self.agents = Agents(self._connection, self._queue)
-
-    def __repr__(self) -> str:
-        return f"Producer(redis at {address(self._connection)}, queue={self._queue!r})"
-
-    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
-        if self._url is None:
-            raise TypeError("a Producer made from a connection cannot be pickled; make it from a URL")
-        return partial(type(self), self._url, queue=self._queue), ()
 
     def __enter__(self) -> Self:
         return self
@@ -105,8 +218,7 @@ class Producer:
             JobNotFound: a job in `depends_on` does not exist (any more).
             RedisUnavailable: no server answers. Whether the job was enqueued is then unknown.
         """
-        done = run(self._connection, submit(self._queue_for(queue), self._routing, fields, job_id))
-        run(self._connection, self._attendance.check(done.queue))
+        done = run(self._connection, self._submitted(queue, fields, job_id))
         return Ticket(self._connection, done.job_id, queue_if_new=done.queue_if_new)
 
     def submit_many(
@@ -134,9 +246,7 @@ class Producer:
             DuplicateJob, JobNotFound: as for `submit`; no job of this chunk was enqueued.
             RedisUnavailable: no server answers.
         """
-        done = run(self._connection, submit_many(self._queue_for(queue), requests, self._routing, options, job_ids))
-        for name in {one.queue for one in done}:
-            run(self._connection, self._attendance.check(name))
+        done = run(self._connection, self._many_submitted(queue, requests, options, job_ids))
         return [Ticket(self._connection, one.job_id, queue_if_new=one.queue_if_new) for one in done]
 
     def queues(self) -> list[QueueStatus]:
@@ -194,7 +304,7 @@ class Producer:
             ResultTimeout: some jobs have not ended by then; they continue.
             RedisUnavailable: no server answers. The wait endures an outage until `timeout_s`; without one, a minute.
         """
-        outstanding = Outstanding(tickets, timeout_s, blocking_slice_s(self._connection))
+        outstanding = Outstanding(tickets, timeout_s, self._connection)
         yield from outstanding.ended_before
         while outstanding:
             yield from run(self._connection, outstanding.next())
@@ -223,15 +333,7 @@ class Producer:
             JobFailed, JobCanceled, JobNotFound, ResultTimeout: as `Ticket.result`, unless `return_errors`.
             RedisUnavailable: as `as_completed`.
         """
-        wanted = list(tickets)
-        outcomes = Outcomes(return_errors)
-        try:
-            for ticket in self.as_completed(wanted, timeout_s):
-                outcomes.add(ticket)
-        except ResultTimeout:
-            if not return_errors:
-                raise
-        return outcomes.of(wanted)
+        return run(self._connection, outcomes_of(tickets, timeout_s, self._connection, return_errors=return_errors))
 
     def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
         """`Ticket.result` by id."""
@@ -245,5 +347,126 @@ class Producer:
         """`Ticket.cancel` by id."""
         return self.ticket(job_id).cancel()
 
-    def _queue_for(self, name: str | None) -> str:
-        return self._queue if name is None else checked_queue_name(name)
+
+class AsyncProducer(AnyProducer):
+    """Enqueues generation jobs from the tasks of one event loop; share one per loop. Never use it across a fork.
+
+    For any number of tasks, it opens at most some twenty connections; all tasks that wait for results share one of
+    them. It can be pickled if it was made from a URL; the pickle then contains the URL with its password.
+
+    Nothing is sent before the first call. Every method raises the errors of the same method of `Producer`.
+
+    Attributes:
+        agents: agents' memory: `info`, `forget`, `fork`, `rollback`.
+    """
+
+    _connection: AsyncRedis
+
+    def __init__(self, redis: str | AsyncRedis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
+        """
+        Args:
+            redis: a URL, or a connection of redis.asyncio, which is used as it is and never closed.
+            queue: RQ queue of jobs that name none.
+            seed: as for `Producer`.
+
+        Raises:
+            InvalidRequest, ValueError: as `Producer`.
+        """
+        super().__init__(redis, open_async_connection(redis), queue, seed)
+        self._shared = SharedConnection(self._connection)
+        self.agents = AsyncAgents(self._shared.connection, self._queue)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End all waits for results, and close the connection if it was made from a URL."""
+        await self._shared.aclose()
+        if self._url is not None:
+            await self._connection.aclose()
+
+    async def ping(self) -> None:
+        """As `Producer.ping`."""
+        await self._shared.run(ask("PING"))
+
+    async def submit(
+        self, *, queue: str | None = None, job_id: str | None = None, **fields: Unpack[SubmitFields]
+    ) -> AsyncTicket:
+        """As `Producer.submit`."""
+        done = await self._shared.run(self._submitted(queue, fields, job_id))
+        return AsyncTicket(self._shared, done.job_id, queue_if_new=done.queue_if_new)
+
+    async def submit_many(
+        self,
+        requests: Iterable[GenerationRequest | Mapping[str, Any]],
+        *,
+        queue: str | None = None,
+        job_ids: Sequence[str] | None = None,
+        **options: Unpack[ManyFields],
+    ) -> list[AsyncTicket]:
+        """As `Producer.submit_many`; other tasks run meanwhile."""
+        done = await self._shared.run(self._many_submitted(queue, requests, options, job_ids))
+        return [AsyncTicket(self._shared, one.job_id, queue_if_new=one.queue_if_new) for one in done]
+
+    async def queues(self) -> list[QueueStatus]:
+        """As `Producer.queues`."""
+        return await self._shared.run(queues_now())
+
+    async def workers(self) -> list[LiveWorker]:
+        """As `Producer.workers`."""
+        return await self._shared.run(live_workers())
+
+    async def overview(self) -> Overview:
+        """As `Producer.overview`."""
+        return await self._shared.run(overview())
+
+    async def unattended(self, queue: str | None = None) -> str | None:
+        """As `Producer.unattended`."""
+        return await self._shared.run(unattended(self._queue_for(queue)))
+
+    def ticket(self, job_id: str) -> AsyncTicket:
+        """As `Producer.ticket`."""
+        return AsyncTicket(self._shared, job_id)
+
+    async def as_completed(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncTicket]:
+        """As `Producer.as_completed`: ``async for ticket in producer.as_completed(tickets)``."""
+        outstanding = Outstanding(tickets, timeout_s, self._connection)
+        for ticket in outstanding.ended_before:
+            yield ticket
+        while outstanding:
+            for ticket in await run_async(self._connection, outstanding.next()):
+                yield ticket
+
+    @overload
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: Literal[False] = False
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: bool
+    ) -> list[GenerationResult | JobError]: ...
+
+    async def results(
+        self, tickets: Iterable[AsyncTicket], timeout_s: float | None = None, *, return_errors: bool = False
+    ) -> list[GenerationResult] | list[GenerationResult | JobError]:
+        """As `Producer.results`."""
+        outcomes = outcomes_of(tickets, timeout_s, self._connection, return_errors=return_errors)
+        return await run_async(self._connection, outcomes)
+
+    async def result(self, job_id: str, timeout_s: float | None = None) -> GenerationResult:
+        """`AsyncTicket.result` by id."""
+        return await self.ticket(job_id).result(timeout_s)
+
+    async def status(self, job_id: str) -> TicketStatus:
+        """`AsyncTicket.status` by id."""
+        return await self.ticket(job_id).status()
+
+    async def cancel(self, job_id: str) -> bool:
+        """`AsyncTicket.cancel` by id."""
+        return await self.ticket(job_id).cancel()

@@ -17,9 +17,9 @@ from rq.registry import (
 )
 from rq.utils import utcparse
 
+from stoker.job_record import queue_key, registry_key
 from stoker.operations import Command, Commands, Operation, ask
 from stoker.presence import live_workers
-from stoker.rq_keys import queue_key, registry_key
 
 _LOOKED_AT: Final = 100
 """How many jobs at the front of a queue are searched for the oldest; newer jobs may have been put before it."""

@@ -20,7 +20,7 @@ from stoker.overview_tables import (
     worker_table,
 )
 from stoker.producer import Producer
-from stoker.ticket_status import TicketStatus
+from stoker.tickets import TicketStatus
 from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
 from stoker_shared.text import printable

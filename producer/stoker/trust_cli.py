@@ -7,7 +7,7 @@ from redis import Redis
 
 from stoker.command_parts import agrees, json_option, open_producer, or_usage_error, redis_option, show, ticket_of
 from stoker.connection import open_connection
-from stoker.driver import run
+from stoker.operations import run
 from stoker.tables import Table
 from stoker.trust_counts import Trusted, as_lines, forget_trust, read_trust
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under

@@ -139,11 +139,10 @@ def _as_given(value: object) -> object:
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379"
 SHOWN: Final = "~/.stoker/redis.url"
-"""The file, mode 0600, that leads a user's commands to that user's embedded server, as people read it. Line 1 is the
-URL
-with its password, line 2 the lock file that the server process holds as long as it lives: a port alone could be
-another
-program's by now."""
+"""The file that leads a user's commands to that user's embedded server, as people read it; its mode is 0600.
+
+Line 1 is the URL with its password, line 2 the lock file that the server process holds as long as it lives: a port
+alone could be another program's by now."""
 
 
 def publish(url: str, lock: Path) -> None:

@@ -3,13 +3,14 @@ simulated worker."""
 
 import io
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fakeredis import FakeRedis
 from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
-from stoker import Producer
+from stoker import Producer, operations
 from stoker.cli import main
 
 
@@ -29,6 +30,23 @@ def producer(request: pytest.FixtureRequest, connection: Redis) -> Iterator[Prod
     is_real = request.node.get_closest_marker("server")
     with Producer(request.getfixturevalue("redis_url") if is_real else connection) as producer:
         yield producer
+
+
+EachStep = Callable[[Callable[[operations.Step], operations.Step | None]], None]
+
+
+@pytest.fixture
+def each_step(monkeypatch: pytest.MonkeyPatch) -> EachStep:
+    """Calls a function with each step before it is sent to the server; a step that it returns is sent instead."""
+    answer_to = operations.answer_to
+
+    def use(seen: Callable[[operations.Step], operations.Step | None]) -> None:
+        async def answered(connection: Any, step: operations.Step) -> Any:
+            return await answer_to(connection, seen(step) or step)
+
+        monkeypatch.setattr(operations, "answer_to", answered)
+
+    return use
 
 
 @pytest.fixture

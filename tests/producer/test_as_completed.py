@@ -14,10 +14,9 @@ from tests.lossy_proxy import LossyProxy
 from tests.producer.played_worker import PlayedWorker, end
 from tests.server_fixture import require_server_program
 
-import stoker.driver
 import stoker.operations
 import stoker.producer
-import stoker.waiter
+import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.operations import Commands
 from stoker_worker.embedded_redis.server import EmbeddedServer
@@ -38,7 +37,7 @@ def test_tickets_come_as_their_jobs_end_and_know_how(producer, worker, monkeypat
     assert {next(coming) for _ in range(3)} == {first, third, fourth}
     worker.finish(second.job_id, text="two")
     assert list(coming) == [second]
-    monkeypatch.setattr(stoker.driver, "carry_out", None)  # no further command may be sent
+    monkeypatch.setattr(stoker.operations, "answer_to", None)  # no further command may be sent
     assert [first.result().text, second.result().text] == ["one", "two"]
     with pytest.raises(JobFailed, match="ModelMismatch"):
         third.result()
@@ -52,14 +51,14 @@ def test_jobs_that_were_canceled_in_another_queue_are_found_in_a_few_looks(produ
     for ticket in tickets:  # they went on to the next model
         connection.hset(f"rq:job:{ticket.job_id}", "origin", "large")
         ticket.cancel()
-    check = stoker.waiter.Waiter._check
+    check = stoker.waiting.Waiter._check
 
     def counted(self):
         looks.append(1)
         return check(self)
 
-    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.0, 0.0))
-    monkeypatch.setattr(stoker.waiter.Waiter, "_check", counted)
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", (0.0, 0.0))
+    monkeypatch.setattr(stoker.waiting.Waiter, "_check", counted)
     assert set(producer.as_completed(tickets, timeout_s=300)) == set(tickets)
     assert len(looks) < 30
 
@@ -139,9 +138,9 @@ def test_a_finished_job_whose_result_is_gone_is_not_waited_for(producer, worker,
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
 @pytest.mark.slow
 def test_ends_that_write_no_entry_are_found(producer, worker, connection, count, fresh, monkeypatch):
-    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.01, 0.02))
-    monkeypatch.setattr(stoker.waiter, "_CHECK_FEW_S", 0.01)
-    monkeypatch.setattr("stoker.waiter.random.choice", lambda jobs: jobs[-1])  # the random check must not find it
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", (0.01, 0.02))
+    monkeypatch.setattr(stoker.waiting, "_CHECK_FEW_S", 0.01)
+    monkeypatch.setattr("stoker.waiting.random.choice", lambda jobs: jobs[-1])  # the random check must not find it
     tickets = submitted(producer, count)
     if not fresh:
         tickets = [producer.ticket(ticket.job_id) for ticket in tickets]
@@ -158,7 +157,7 @@ def test_ends_that_write_no_entry_are_found(producer, worker, connection, count,
 
 
 def test_a_result_whose_entry_was_lost_is_found_eventually(producer, worker, connection, monkeypatch):
-    monkeypatch.setattr(stoker.waiter, "_CHECK_EVERY_S", (0.001, 0.001))
+    monkeypatch.setattr(stoker.waiting, "_CHECK_EVERY_S", (0.001, 0.001))
     monkeypatch.setattr(stoker.producer, "blocking_slice_s", lambda connection: 0.01)
     tickets = submitted(producer, 20)
     coming = producer.as_completed(tickets, timeout_s=60)
@@ -169,10 +168,10 @@ def test_a_result_whose_entry_was_lost_is_found_eventually(producer, worker, con
 
 
 def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(producer, worker, monkeypatch):
-    monkeypatch.setattr(stoker.waiter, "_BLOCKED_ON", 5)
-    monkeypatch.setattr(stoker.waiter, "_BESIDE", 7)
-    monkeypatch.setattr(stoker.waiter, "_FIRST_LOOK", 10)
-    monkeypatch.setattr(stoker.waiter, "_SLICE_BESIDE_S", 0.001)
+    monkeypatch.setattr(stoker.waiting, "_BLOCKED_ON", 5)
+    monkeypatch.setattr(stoker.waiting, "_BESIDE", 7)
+    monkeypatch.setattr(stoker.waiting, "_FIRST_LOOK", 10)
+    monkeypatch.setattr(stoker.waiting, "_SLICE_BESIDE_S", 0.001)
     tickets = submitted(producer, 60)
     coming = producer.as_completed(tickets, timeout_s=60)
     order = random.Random(3).sample(tickets, 60)
@@ -201,7 +200,7 @@ def commands_but(server, *ours):
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh tickets", "tickets by id"])
 def test_a_thousand_results_cost_at_most_three_thousand_commands(redis_url, server, fresh, monkeypatch):
     """Each job ends alone, after the one before was seen: the most expensive case."""
-    monkeypatch.setattr(stoker.waiter, "_GATHER_S_PER_JOB", 0)
+    monkeypatch.setattr(stoker.waiting, "_GATHER_S_PER_JOB", 0)
     with Producer(redis_url) as producer:
         tickets = submitted(producer, 1000)
         if not fresh:
@@ -269,16 +268,16 @@ def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeyp
             coming = producer.as_completed(tickets, timeout_s=60)
             PlayedWorker(connection).finish(tickets[0].job_id)
             assert next(coming) is tickets[0]
-            carry_out = stoker.driver.carry_out
+            answer_to = stoker.operations.answer_to
 
-            def noticing(connection, step):
+            async def noticing(connection, step):
                 try:
-                    return carry_out(connection, step)
+                    return await answer_to(connection, step)
                 except RedisConnectionError:
                     lost.set()
                     raise
 
-            monkeypatch.setattr(stoker.driver, "carry_out", noticing)
+            monkeypatch.setattr(stoker.operations, "answer_to", noticing)
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(list, coming)
                 server.stop()
@@ -296,24 +295,23 @@ def test_a_server_that_was_never_there_is_no_server():
         producer.results([producer.ticket("j")], timeout_s=30)
 
 
-def test_a_look_for_many_jobs_is_a_few_commands(connection, monkeypatch):
+def test_a_look_for_many_jobs_is_a_few_commands(connection, each_step):
     """One look sends a bounded number of commands, for any number of jobs."""
     producer = Producer(connection)
     tickets = submitted(producer, 2500)
-    waiter = stoker.waiter.Waiter()
+    waiter = stoker.waiting.Waiter()
     for ticket in tickets:
         waiter.add(ticket.job_id, "generate")
     while waiter._unseen:
-        assert stoker.driver.run(connection, waiter.look(0)) == []
-    carry_out, sizes = stoker.driver.carry_out, []
+        assert stoker.operations.run(connection, waiter.look(0)) == []
+    sizes = []
 
-    def noting(connection, step):
+    def note(step):
         if isinstance(step, Commands):
             sizes.extend((len(command) - 4) // 2 for command in step.commands)
-        return carry_out(connection, step)
 
-    monkeypatch.setattr(stoker.driver, "carry_out", noting)
-    assert stoker.driver.run(connection, waiter.look(0)) == []
+    each_step(note)
+    assert stoker.operations.run(connection, waiter.look(0)) == []
     assert sizes == [500, 1000]
 
 

@@ -11,9 +11,9 @@ from redis.asyncio import Redis as AsyncRedis
 from tests.producer.played_worker import PlayedWorker, end
 from tests.worker_process import running_worker
 
-import stoker.async_driver
-import stoker.shared_connection
+import stoker.operations
 import stoker.submitting
+import stoker.tickets
 from stoker import (
     AsyncProducer,
     AsyncTicket,
@@ -249,7 +249,7 @@ def test_other_tasks_have_their_turn_while_thousands_are_submitted_and_read(redi
     """The work done between two turns of another task; the clock decides where to pause, not this test."""
     monkeypatch.setattr(stoker.submitting, "_BUSY_S", 0.0)
     made = answered = most_made = most_answered = 0
-    make, carry_out = NewJob.__init__, stoker.async_driver.carry_out
+    make, answer_to = NewJob.__init__, stoker.operations.answer_to
 
     def making(self, *args):
         nonlocal made
@@ -258,12 +258,12 @@ def test_other_tasks_have_their_turn_while_thousands_are_submitted_and_read(redi
 
     async def answering(connection, step):
         nonlocal answered
-        reply = await carry_out(connection, step)
+        reply = await answer_to(connection, step)
         answered += len(getattr(step, "commands", ()))
         return reply
 
     monkeypatch.setattr(NewJob, "__init__", making)
-    monkeypatch.setattr(stoker.async_driver, "carry_out", answering)
+    monkeypatch.setattr(stoker.operations, "answer_to", answering)
 
     async def use():
         nonlocal made, answered, most_made, most_answered

@@ -9,7 +9,6 @@ from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
 from tests.worker_process import running_worker
 
-import stoker.driver
 from stoker import JobFailed
 from stoker.operations import Watched
 
@@ -47,23 +46,22 @@ def test_a_dependency_that_ends_during_the_enqueueing_is_noticed(producer, redis
 
 
 def test_a_job_whose_dependency_ends_between_the_read_and_the_write_is_enqueued_at_once(
-    producer, connection, monkeypatch
+    producer, connection, each_step, monkeypatch
 ):
     parent = producer.submit(**FIELDS)
-    carry_out = stoker.driver.carry_out
 
-    def with_an_end_in_between(connection_, step):
+    def with_an_end_in_between(step):
         if not isinstance(step, Watched):
-            return carry_out(connection_, step)
+            return None
 
         def write(replies):
             monkeypatch.undo()
             PlayedWorker(connection).finish(parent.job_id)
             return step.write(replies)
 
-        return carry_out(connection_, dataclasses.replace(step, write=write))
+        return dataclasses.replace(step, write=write)
 
-    monkeypatch.setattr(stoker.driver, "carry_out", with_an_end_in_between)
+    each_step(with_an_end_in_between)
     child = producer.submit(**FIELDS, depends_on=parent)
     assert child.status().state == "queued"
     assert connection.zcard("rq:deferred:generate") == 0

@@ -14,7 +14,7 @@ from tests.server_fixture import require_server_program
 from stoker import Producer
 from stoker.batch.record import BatchHeld, forget, hold
 from stoker.cli import main as cli_main
-from stoker.driver import run
+from stoker.operations import run
 
 pytestmark = pytest.mark.server
 

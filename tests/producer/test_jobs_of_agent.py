@@ -4,8 +4,8 @@ import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from stoker import ResultTimeout, jobs_of_agent
-from stoker.jobs_of_agent import JobsOfAgent
+from stoker import ResultTimeout, agents
+from stoker.agents import JobsOfAgent
 from stoker_shared.wire import AGENT_TASK_PATH, TASK_PATH
 
 pytestmark = pytest.mark.server
@@ -15,7 +15,7 @@ LONG = "an agent with a long id, of which a description has only the beginning: 
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch):
-    monkeypatch.setattr(jobs_of_agent, "_PAGE", 2)
+    monkeypatch.setattr(agents, "_PAGE", 2)
 
 
 @pytest.fixture(params=["a", LONG], ids=["short", "long"])

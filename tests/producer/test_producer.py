@@ -12,7 +12,7 @@ from rq.serializers import JSONSerializer
 import stoker.connection
 import stoker.submitting
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
-from stoker.job_options import JobOptions
+from stoker.new_job import JobOptions
 from stoker.operations import Watched
 from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, submit_many

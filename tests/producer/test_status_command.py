@@ -11,8 +11,7 @@ from rq.utils import utcformat
 from tests.producer.played_worker import WORKER, PlayedWorker
 
 from stoker import AsyncProducer, status_command
-from stoker.driver import carry_out
-from stoker.operations import Commands
+from stoker.operations import Commands, run
 from stoker.overview import overview
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY, SERVED_KEY, WORKER_KEY
@@ -122,6 +121,10 @@ def test_a_dead_worker_is_shown_as_such_with_the_jobs_it_left(producer, connecti
     assert lines[job_id][1:] == ["generate", WORKER, "90", "s", "decode", "3", "8.5"]
 
 
+def answer(step):
+    return (yield step)
+
+
 @pytest.mark.parametrize(
     ("section", "found", "why"),
     [
@@ -135,7 +138,7 @@ def test_a_server_that_refuses_to_write_is_the_first_line(producer, connection, 
     looks = overview()
     step = next(looks)
     while True:
-        replies = carry_out(connection, step)
+        replies = run(connection, answer(step))
         for number, command in enumerate(step.commands):
             replies[number] = replies[number] | found if command == ("INFO", section) else replies[number]
         try:

@@ -6,7 +6,7 @@ import pytest
 from redis import Redis
 
 from stoker import JobFailed, JobNotFound, Restarted, ResultTimeout, TextChunk
-from stoker.driver import run
+from stoker.operations import run
 from stoker.streaming import StreamReader
 from stoker_shared.answer_parts import Edge, Markers
 

@@ -10,7 +10,7 @@ from redis import Redis
 from tests.producer.played_worker import PlayedWorker
 
 from stoker.cli import main
-from stoker.job_options import JobOptions
+from stoker.new_job import JobOptions
 from stoker.submit_command import JOB_OPTIONS, submit
 from stoker_shared.request import GenerationRequest
 from stoker_shared.wire import DEFAULT_QUEUE

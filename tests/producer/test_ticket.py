@@ -10,7 +10,6 @@ from fakeredis import FakeRedis
 from rq.queue import Queue
 from tests.producer.played_worker import WORKER
 
-import stoker.driver
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout, TicketStatus
 from stoker.operations import Watched
 
@@ -222,16 +221,13 @@ def test_a_running_job_is_canceled_in_redis(ticket, worker):
     assert ticket.status() == TicketStatus("canceled")
 
 
-def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, monkeypatch):
-    carry_out = stoker.driver.carry_out
-
-    def lose_the_race(connection, step):
+def test_a_job_that_ends_while_it_is_being_canceled_stays_finished(ticket, worker, connection, each_step, monkeypatch):
+    def lose_the_race(step):
         if isinstance(step, Watched):
             monkeypatch.undo()
             worker.finish(ticket.job_id)
-        return carry_out(connection, step)
 
-    monkeypatch.setattr(stoker.driver, "carry_out", lose_the_race)
+    each_step(lose_the_race)
     assert ticket.cancel() is False
     assert ticket.status() == TicketStatus("finished")
     assert connection.zcard("rq:canceled:generate") == 0

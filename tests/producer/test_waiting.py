@@ -13,7 +13,6 @@ from rq.serializers import JSONSerializer
 from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
 
-import stoker.driver
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.connection import blocking_slice_s
@@ -24,17 +23,10 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-def blocked(monkeypatch):
+def blocked(each_step):
     """An event that is set whenever a blocking read begins."""
     event = threading.Event()
-    carry_out = stoker.driver.carry_out
-
-    def announcing(connection, step):
-        if is_block(step):
-            event.set()
-        return carry_out(connection, step)
-
-    monkeypatch.setattr(stoker.driver, "carry_out", announcing)
+    each_step(lambda step: event.set() if is_block(step) else None)
     return event
 
 
@@ -100,19 +92,12 @@ def test_an_end_without_a_result_is_noticed_while_waiting(producer, connection, 
     done.result()
 
 
-def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connection, monkeypatch):
+def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connection, each_step):
     ticket = producer.submit(agent_id="a", prompt="x")
     PlayedWorker(connection).start(ticket.job_id)
     PlayedWorker(connection).retry(ticket.job_id)
     reads = []
-    carry_out = stoker.driver.carry_out
-
-    def noting(connection, step):
-        if is_block(step):
-            reads.append(step)
-        return carry_out(connection, step)
-
-    monkeypatch.setattr(stoker.driver, "carry_out", noting)
+    each_step(lambda step: reads.append(step) if is_block(step) else None)
     with pytest.raises(ResultTimeout):
         ticket.result(timeout_s=0.3)
     assert len(reads) < 6
@@ -121,7 +106,7 @@ def test_a_wait_after_a_failed_try_blocks_until_the_next_entry(producer, connect
 def test_a_wait_survives_the_servers_death_and_return(tmp_path, monkeypatch):
     require_server_program()
     lost = threading.Event()
-    monkeypatch.setattr("stoker.driver.time.sleep", lambda seconds: lost.set())
+    monkeypatch.setattr("stoker.operations.time.sleep", lambda seconds: lost.set())
     with EmbeddedServer(tmp_path / "redis", has_password=False) as server:
         port = int(server.url.rsplit(":", 1)[1])
         with Redis(port=port, retry=Retry(NoBackoff(), 0)) as connection:
@@ -149,17 +134,15 @@ def test_a_server_that_stays_away_ends_the_wait_as_redis_unavailable(tmp_path, b
             tickets[1].result(timeout_s=30)
 
 
-def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(producer, monkeypatch):
+def test_a_server_that_refuses_us_in_the_middle_of_a_wait_is_not_waited_out(producer, each_step):
     blocks = []
-    carry_out = stoker.driver.carry_out
 
-    def refused(connection, step):
-        if not is_block(step):
-            return carry_out(connection, step)
-        blocks.append(step)
-        raise AuthenticationError("password changed")
+    def refuse(step):
+        if is_block(step):
+            blocks.append(step)
+            raise AuthenticationError("password changed")
 
-    monkeypatch.setattr(stoker.driver, "carry_out", refused)
+    each_step(refuse)
     with pytest.raises(RedisUnavailable, match="password changed"):
         producer.submit(agent_id="a", prompt="x").result(timeout_s=1)
     assert len(blocks) == 1

@@ -27,7 +27,7 @@ from stoker.batch.training_command import export_training
 from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import open_connection
-from stoker.driver import run as carry_out
+from stoker.operations import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under

@@ -14,7 +14,7 @@ from stoker.batch.ends import End, ends_of, server_ms
 from stoker.batch.output_file import OutputFile
 from stoker.batch.record import BatchRecord
 from stoker.batch.sent_lines import SentLine, sent_lines, take_out
-from stoker.driver import run
+from stoker.operations import run
 from stoker_shared.errors import RedisUnavailable
 
 _MAX_PAGE: Final = 500

@@ -13,11 +13,9 @@ from stoker.batch.model_choice import ModelChoice
 from stoker.batch.naming import answer_id_for, job_id_for
 from stoker.batch.record import BatchRecord
 from stoker.batch.sent_lines import send
-from stoker.driver import run
-from stoker.job_options import JobOptions
-from stoker.new_job import NewJob
+from stoker.new_job import JobOptions, NewJob
 from stoker.openai.rule import BodyOptions
-from stoker.operations import Operation, ask
+from stoker.operations import Operation, ask, run
 from stoker.submitting import queue_of
 from stoker_shared.errors import RequestError
 

@@ -16,11 +16,11 @@ from stoker.batch.model_choice import ModelChoice
 from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.record import BatchRecord, read_record
 from stoker.command_parts import or_usage_error
-from stoker.driver import run
-from stoker.job_options import JobOptions, checked_queue_name
+from stoker.new_job import JobOptions, checked_queue_name
 from stoker.openai.rule import BodyOptions
+from stoker.operations import run
 from stoker.routing import Routing
-from stoker.submit_input import read_check
+from stoker.submit_command import read_check
 from stoker_shared.help_layout import options_under
 from stoker_shared.text import seconds_of
 from stoker_shared.wire import DEFAULT_JOB_TIMEOUT_S, DEFAULT_QUEUE

@@ -18,10 +18,10 @@ from rq.results import Result
 from stoker.batch.lines import Line
 from stoker.batch.naming import job_id_for
 from stoker.batch.record import BatchRecord, bad_key, kept, lines_key, record_key
+from stoker.job_record import registry_key
 from stoker.new_job import NewJob, make_queue_known, push
 from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
-from stoker.rq_keys import registry_key
 from stoker_shared.wire import FIELD_BATCH, FIELD_PACKED, PACKED_WITH_ZLIB
 
 _MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}

@@ -10,7 +10,7 @@ from stoker.batch.record import BatchRecord, BatchUnreadable, all_batches, find_
 from stoker.batch.status import BatchStatus, status_of
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import WrongKeyType, open_connection
-from stoker.driver import run as carry_out
+from stoker.operations import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under

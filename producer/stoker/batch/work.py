@@ -19,8 +19,8 @@ from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
 from stoker.batch.record import HOLD_S, RENEW_S, BatchGone, BatchHeld, BatchRecord, hold, read_record, register, release
 from stoker.batch.sent_lines import n_in_redis
-from stoker.driver import run
 from stoker.offers import NobodyServes
+from stoker.operations import run
 from stoker.presence import first_unattended
 from stoker_shared.errors import RedisUnavailable
 

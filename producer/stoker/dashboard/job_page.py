@@ -7,11 +7,10 @@ from redis import Redis
 from rq.job import Job
 
 from stoker.dashboard.pages import page
-from stoker.driver import run
-from stoker.operations import Operation, ask
+from stoker.operations import Operation, ask, run
 from stoker.overview_tables import DEAD, rate_text
 from stoker.presence import is_ours, live_workers
-from stoker.ticket_status import TicketStatus, status_of
+from stoker.tickets import TicketStatus, status_of
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.wire import REQUEST_KWARG
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 from flask import Flask
 from redis import Redis
 
-from stoker.driver import run
+from stoker.operations import run
 from stoker.queue_status import QueueStatus, queues_now
 from stoker_shared.wire import DEFAULT_QUEUE
 

@@ -6,7 +6,7 @@ from flask import Flask, Response
 from redis import Redis
 
 from stoker.dashboard.pages import page
-from stoker.driver import run
+from stoker.operations import run
 from stoker.overview import overview
 from stoker.overview_tables import (
     JOBS_HIDDEN,

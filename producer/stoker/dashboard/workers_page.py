@@ -16,9 +16,8 @@ from rq.worker_registration import REDIS_WORKER_KEYS
 from rq_dashboard import web
 
 from stoker.dashboard.pages import page
-from stoker.driver import run
 from stoker.job_record import fields_of, progress_in
-from stoker.operations import Commands, Operation, ask
+from stoker.operations import Commands, Operation, ask, run
 from stoker.overview import Overview, WorkerOutlook, overview
 from stoker.overview_tables import DEAD, leases_text, rate_text, trouble_text
 from stoker.tables import duration

@@ -9,16 +9,15 @@ import time
 from typing import Final
 from uuid import uuid4
 
-from stoker.async_producer import AsyncProducer
-from stoker.async_ticket import AsyncTicket
 from stoker.connection import open_async_connection
-from stoker.enqueueing import enqueue
 from stoker.new_job import NewJob
 from stoker.openai.failures import Failure
 from stoker.operations import Commands, Operation, T, ask
+from stoker.producer import AsyncProducer
 from stoker.serve.intake import Intake
 from stoker.serve.settings import ServeSettings
-from stoker.shared_connection import SharedConnection
+from stoker.submitting import enqueue
+from stoker.tickets import AsyncTicket, SharedConnection
 
 _LOOK_S: Final = 0.5
 _RETRY_S: Final = 5

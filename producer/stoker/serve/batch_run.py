@@ -21,9 +21,9 @@ from stoker.batch.output_file import OutputFile
 from stoker.batch.progress import Progress
 from stoker.batch.record import BatchRecord, find_record, forget
 from stoker.batch.work import BatchWork
-from stoker.driver import run
-from stoker.job_options import JobOptions
+from stoker.new_job import JobOptions
 from stoker.openai.failures import Failure
+from stoker.operations import run
 from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
 from stoker.serve.file_store import FileStore
 from stoker.serve.settings import ServeSettings

@@ -8,9 +8,9 @@ import asyncio
 from contextlib import suppress
 from typing import Self
 
-from stoker.async_ticket import AsyncTicket
 from stoker.serve.backend import Backend
 from stoker.serve.intake import CallJob
+from stoker.tickets import AsyncTicket
 from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
 

@@ -17,8 +17,7 @@ from typing import IO, Any, Final, Self
 
 from starlette.datastructures import Headers
 
-from stoker.job_options import JobOptions, require_job_id
-from stoker.new_job import NewJob
+from stoker.new_job import JobOptions, NewJob, require_job_id
 from stoker.openai.failures import Failure, of_exception
 from stoker.openai.fields import request_fields
 from stoker.openai.rule import BodyOptions, FieldRefused

@@ -8,7 +8,7 @@ from stoker.batch import record as batch_record
 from stoker.batch.canceling import cancel_batch
 from stoker.batch.record import hold, read_record
 from stoker.batch.sent_lines import take_out
-from stoker.driver import run
+from stoker.operations import run
 
 pytestmark = pytest.mark.server
 __all__ = ["batch", "somebody"]

@@ -11,10 +11,9 @@ from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
 from stoker.batch.record import BatchRecord, forget, mark_canceled, read_record, register
 from stoker.batch.sent_lines import sent_lines, take_out
-from stoker.driver import carry_out, run
-from stoker.job_options import JobOptions
+from stoker.new_job import JobOptions
 from stoker.openai.rule import BodyOptions
-from stoker.operations import Watched
+from stoker.operations import Watched, run
 
 LINES = 4
 DAY_S = 86_400
@@ -96,12 +95,12 @@ def test_everything_expires_and_a_batch_outlives_its_jobs(connection, record, fe
     assert not list(connection.scan_iter("stoker:batch:*"))
 
 
-def test_every_change_of_a_batch_tolerates_writes_by_other_processes(connection, record, feeder, monkeypatch):
+def test_every_change_of_a_batch_tolerates_writes_by_other_processes(connection, record, feeder, each_step):
     """Another write interrupts each watched transaction three times before it succeeds."""
     feeder.feed(record, 2)
     interfered = []
 
-    def interfering(client, step):
+    def interfere(step):
         if isinstance(step, Watched) and len(interfered) % 4 < 3:
             write = step.write
 
@@ -112,9 +111,9 @@ def test_every_change_of_a_batch_tolerates_writes_by_other_processes(connection,
             step = Watched(step.keys, step.reads, written_to)
         if isinstance(step, Watched):
             interfered.append(step)
-        return carry_out(client, step)
+        return step
 
-    monkeypatch.setattr("stoker.driver.carry_out", interfering)
+    each_step(interfere)
     now = run(connection, read_record("b-1"))
     assert feeder.feed(now, 2)
     assert len(interfered) == 4
@@ -128,13 +127,11 @@ def test_every_change_of_a_batch_tolerates_writes_by_other_processes(connection,
     assert (after.canceled, after.n_taken, after.n_sent) == (True, 1, 4)
 
 
-def test_a_batch_that_goes_while_its_answers_are_taken_out_leaves_no_half_record(
-    connection, record, feeder, monkeypatch
-):
+def test_a_batch_that_goes_while_its_answers_are_taken_out_leaves_no_half_record(connection, record, feeder, each_step):
     feeder.feed(record, 2)
     [first, *_] = run(connection, sent_lines("b-1", 0, 100))
 
-    def losing_all(client, step):
+    def lose_all(step):
         if isinstance(step, Watched) and connection.exists("stoker:batch:b-1"):
             write = step.write
 
@@ -144,8 +141,8 @@ def test_a_batch_that_goes_while_its_answers_are_taken_out_leaves_no_half_record
                 return commands
 
             step = Watched(step.keys, step.reads, too_late)
-        return carry_out(client, step)
+        return step
 
-    monkeypatch.setattr("stoker.driver.carry_out", losing_all)
+    each_step(lose_all)
     run(connection, take_out(record, {first: True}, "out"))
     assert connection.keys("stoker:batch:*") == []

@@ -1,0 +1,314 @@
+"""An agent's memory, read and changed by jobs of its own; and the agent's jobs that are still in Redis.
+
+Jobs about the memory run in order with the agent's other jobs. The others are counted, or removed with their texts:
+Redis knows no agents, so this goes through the ids of all queues and registries, a page at a time, from the newest to
+the oldest, because jobs that end meanwhile move to the other end. It holds one page, and the request of one job.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypedDict, TypeVar, Unpack, get_args
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from rq.job import Job, JobStatus
+from rq.queue import Queue
+from rq.registry import (
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    FailedJobRegistry,
+    FinishedJobRegistry,
+    ScheduledJobRegistry,
+    StartedJobRegistry,
+)
+from rq.results import Result
+
+from stoker.canceling import cancel_job
+from stoker.connection import blocking_slice_s
+from stoker.job_record import ENDED, queue_key, registry_key
+from stoker.new_job import JobOptions, NewJob, checked_queue_name, require_job_id
+from stoker.operations import Command, Commands, Operation, ask, run, run_async
+from stoker.submitting import enqueue
+from stoker.waiting import wait_for_end
+from stoker_shared.agents import (
+    AgentAction,
+    AgentForgotten,
+    AgentForked,
+    AgentInfo,
+    AgentResult,
+    AgentRolledBack,
+    build_agent_request,
+)
+from stoker_shared.errors import JobNotFound
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
+from stoker_shared.wire import FIELD_AGENT, FIELD_BATCH, REQUEST_KWARG, STREAM_KEY, TASK_PATH
+
+R = TypeVar("R", bound=AgentResult)
+
+PATIENCE_S: Final = 600.0
+"""Default limit of the wait for the result, in seconds: the agent's earlier jobs run first."""
+
+
+class LookOptions(TypedDict, total=False):
+    """Keyword arguments of `info`.
+
+    Attributes:
+        queue: a queue other than the producer's own.
+        job_id: an id of the caller's: the same call again is then the same job.
+        timeout_s: how long to wait for the result, in seconds, 600 by default; ``None`` for no limit.
+    """
+
+    queue: str
+    job_id: str
+    timeout_s: float | None
+
+
+class ChangeOptions(LookOptions, total=False):
+    """Keyword arguments of `fork`, `rollback` and `forget`.
+
+    Attributes:
+        expect_version: fail unless the agent is at this version.
+    """
+
+    expect_version: int | None
+
+
+@dataclass
+class JobsOfAgent:
+    """An agent's jobs of generation in Redis by state, without those that were removed.
+
+    Attributes:
+        in_batches: how many of them are lines of batches.
+        kept_s: seconds until the last of those that have ended expires; ``None`` if none has ended.
+        kept_for_ever: how many of those that have ended do not expire.
+        removed: how many were removed.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    failed: int = 0
+    canceled: int = 0
+    in_batches: int = 0
+    kept_s: int | None = None
+    kept_for_ever: int = 0
+    removed: int = 0
+
+
+class Agents:
+    """Agents' memory; safe to use from any thread.
+
+    Every method but `jobs` enqueues a job, waits for its end, and raises:
+        JobFailed: the job failed; `reason` begins with the error's name, such as ``AgentNotFound``.
+        JobCanceled, JobNotFound: as `Ticket.result`.
+        ResultTimeout: the job has not ended within `timeout_s`; it continues.
+        InvalidRequest: an argument is wrong; the message names it.
+        DuplicateJob: `job_id` names another job.
+        RedisUnavailable: no server answers. Whether the job was enqueued is then unknown; with a `job_id` the same
+            call can be repeated, and finds the job if it was enqueued.
+    """
+
+    def __init__(self, connection: Redis, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+
+    def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
+        """The agent's memory after all jobs enqueued before this one. For an unknown agent, `exists` is false."""
+        return self._run(AgentInfo, options, agent_id=agent_id)
+
+    def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
+        """Remove the agent for good: its conversation, its results, and the cache that only it used."""
+        return self._run(AgentForgotten, options, agent_id=agent_id)
+
+    def jobs(self, agent_id: str, *, remove: bool = False) -> JobsOfAgent:
+        """The agent's jobs of generation in all queues of this Redis. Looks at every job there, and needs no worker.
+
+        Args:
+            remove: cancel those that have not ended, and delete all of them with their prompts and answers.
+        """
+        return run(self._connection, jobs_of_agent(agent_id, remove=remove))
+
+    def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
+        """Make agent `target`, which continues from where this one is; both share the cache of their common past."""
+        return self._run(AgentForked, options, agent_id=agent_id, target=target)
+
+    def rollback(self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]) -> AgentRolledBack:
+        """Return the agent to the conversation of `version`, by default the one before the newest. This makes a new
+        version, so another rollback undoes it."""
+        return self._run(AgentRolledBack, options, agent_id=agent_id, version=version)
+
+    def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
+        operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
+        return run(self._connection, operation)
+
+
+class AsyncAgents:
+    """As `Agents`, for the tasks of one event loop."""
+
+    def __init__(self, connection: AsyncRedis, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+
+    async def info(self, agent_id: str, **options: Unpack[LookOptions]) -> AgentInfo:
+        """As `Agents.info`."""
+        return await self._run(AgentInfo, options, agent_id=agent_id)
+
+    async def forget(self, agent_id: str, **options: Unpack[ChangeOptions]) -> AgentForgotten:
+        """As `Agents.forget`."""
+        return await self._run(AgentForgotten, options, agent_id=agent_id)
+
+    async def jobs(self, agent_id: str, *, remove: bool = False) -> JobsOfAgent:
+        """As `Agents.jobs`."""
+        return await run_async(self._connection, jobs_of_agent(agent_id, remove=remove))
+
+    async def fork(self, agent_id: str, target: str, **options: Unpack[ChangeOptions]) -> AgentForked:
+        """As `Agents.fork`."""
+        return await self._run(AgentForked, options, agent_id=agent_id, target=target)
+
+    async def rollback(
+        self, agent_id: str, version: int | None = None, **options: Unpack[ChangeOptions]
+    ) -> AgentRolledBack:
+        """As `Agents.rollback`."""
+        return await self._run(AgentRolledBack, options, agent_id=agent_id, version=version)
+
+    async def _run(self, kind: type[R], options: Mapping[str, Any], **fields: Any) -> R:
+        operation = agent_job(kind, self._queue, blocking_slice_s(self._connection), fields, **options)
+        return await run_async(self._connection, operation)
+
+
+def agent_job(
+    kind: type[R],
+    default_queue: str,
+    slice_s: float,
+    fields: Mapping[str, Any],
+    *,
+    queue: str | None = None,
+    job_id: str | None = None,
+    timeout_s: float | None = PATIENCE_S,
+    expect_version: int | None = None,
+) -> Operation[R]:
+    """Enqueue the job whose result is of this kind, and wait for its result.
+
+    Raises:
+        StokerError: as `Agents`.
+    """
+    action = kind.model_fields["action"].default
+    request = build_agent_request({"action": action, **fields, "expect_version": expect_version})
+    if job_id is not None:
+        require_job_id("job_id", job_id)
+    queue = default_queue if queue is None else checked_queue_name(queue)
+    job = NewJob(request, JobOptions(), queue, job_id)
+    yield from enqueue(queue, [job], at_front=False, ids_are_new=job_id is None)
+    record = yield from wait_for_end(job.job_id, timeout_s, slice_s)
+    return record.agent_outcome(kind)
+
+
+_PAGE: Final = 500
+_ENDED: Final[tuple[Any, ...]] = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+_PLACES: Final[tuple[tuple[str, Any, tuple[str, ...]], ...]] = (
+    ("waiting", None, (JobStatus.QUEUED.value,)),
+    ("waiting", ScheduledJobRegistry, (JobStatus.SCHEDULED.value,)),
+    ("waiting", DeferredJobRegistry, (JobStatus.DEFERRED.value,)),
+    ("running", StartedJobRegistry, (JobStatus.STARTED.value,)),
+    ("finished", FinishedJobRegistry, (JobStatus.FINISHED.value,)),
+    ("failed", FailedJobRegistry, (JobStatus.FAILED.value, JobStatus.STOPPED.value)),
+    ("canceled", CanceledJobRegistry, (JobStatus.CANCELED.value,)),
+)
+
+
+def jobs_of_agent(agent_id: str, *, remove: bool = False) -> Operation[JobsOfAgent]:
+    """
+    Args:
+        remove: cancel those that have not ended, and delete all of them with their texts.
+    """
+    found = JobsOfAgent()
+    queues = yield from ask("SMEMBERS", Queue.redis_queues_keys)
+    for key in sorted(queues):
+        queue = key.decode(errors="replace").removeprefix(Queue.redis_queue_namespace_prefix)
+        for state, registry, statuses in _PLACES:
+            n_kept = 0
+            while page := (yield from _page(queue, registry, n_kept)):
+                n_removed = 0
+                for job_id in (yield from _of_agent(agent_id, page, statuses)):
+                    if remove and (yield from _remove(job_id, queue)):
+                        n_removed += 1
+                    else:
+                        yield from _count(found, job_id, state)
+                found.removed += n_removed
+                n_kept += len(page) - n_removed
+    return found
+
+
+def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
+    """The ids before the newest `n_kept`."""
+    span = (-n_kept - _PAGE, -n_kept - 1)
+    if registry is None:
+        found = yield from ask("LRANGE", queue_key(queue), *span)
+    else:
+        found = yield from ask("ZRANGE", registry_key(registry, queue), *span)
+    return [member.decode(errors="replace").split(":")[0] for member in found]  # of a run, it has the id as well
+
+
+def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
+    """Those of the agent in one of these states. A job in another state is in another place, too, or gone."""
+    of_agent = []
+    fields = ("status", "created_at", FIELD_AGENT, "description")
+    commands = [("HMGET", Job.key_for(job_id), *fields) for job_id in job_ids]
+    for job_id, reply in zip(job_ids, (yield Commands(commands, errors_as_replies=True)), strict=True):
+        if isinstance(reply, Exception):
+            continue
+        status, *values = ((value or b"").decode(errors="replace") for value in reply)
+        if status in statuses:
+            names_it = _names(agent_id, *values)
+            if names_it is None:
+                names_it = _requests(agent_id, (yield from ask("HGET", Job.key_for(job_id), "data")) or b"")
+            if names_it:
+                of_agent.append(job_id)
+    return of_agent
+
+
+def _names(agent_id: str, created_at: str, noted: str, description: str) -> bool | None:
+    """Whether the job's other fields name the agent; ``None`` if only its request can tell."""
+    named = f"for agent {agent_id[:60]!r}"
+    if description in {f"{action} {named}" for action in get_args(AgentAction)}:
+        return False
+    stamp, _, rest = noted.partition(" ")
+    if not noted or stamp != created_at:  # another client's job, or its id was used again
+        return None
+    if " " in rest:
+        return rest.partition(" ")[2] == agent_id
+    # It does not use memory. If it names an agent all the same, its description has the beginning of the id.
+    return None if description.endswith(named) else False
+
+
+def _requests(agent_id: str, data: bytes) -> bool:
+    try:
+        call = read_json(unpacked(data), MAX_DATA_BYTES)
+        return bool(call[0] == TASK_PATH and call[3][REQUEST_KWARG]["agent_id"] == agent_id)
+    except (ValueError, TypeError, KeyError, IndexError):
+        return False
+
+
+def _remove(job_id: str, queue: str) -> Operation[bool]:
+    """Whether it is gone; not if its turn is being saved."""
+    key = Job.key_for(job_id)
+    with suppress(JobNotFound):  # gone, or its id is one that no worker runs
+        yield from cancel_job(job_id)
+    state = yield from ask("HGET", key, "status")
+    if state is not None and state.decode(errors="replace") not in ENDED:
+        return False
+    related = (Job.dependents_key_for(job_id), f"{Job.redis_job_namespace_prefix}:{job_id}:dependencies")  # as in RQ
+    commands: list[Command] = [("DEL", key, *related, Result.get_key(job_id), STREAM_KEY.format(job_id=job_id))]
+    yield Commands([*commands, *(("ZREM", registry_key(registry, queue), job_id) for registry in _ENDED)])
+    return True
+
+
+def _count(found: JobsOfAgent, job_id: str, state: str) -> Operation[None]:
+    setattr(found, state, getattr(found, state) + 1)
+    key = Job.key_for(job_id)
+    batch, kept_ms = yield Commands([("HGET", key, FIELD_BATCH), ("PTTL", key)])
+    found.in_batches += batch is not None
+    if state not in ("waiting", "running"):
+        found.kept_for_ever += kept_ms == -1
+        found.kept_s = max(found.kept_s or 0, kept_ms // 1000)
