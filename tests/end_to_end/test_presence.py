@@ -9,7 +9,7 @@ import pytest
 from tests.worker_process import running_worker
 
 from stoker import Producer, ResultTimeout
-from stoker_worker.memory.store_name import store_name
+from stoker_worker.memory.locks import store_name
 
 pytestmark = pytest.mark.server
 

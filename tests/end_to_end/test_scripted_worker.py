@@ -20,7 +20,7 @@ from tests.worker_process import WorkerProcess, running_worker
 from stoker import Producer
 from stoker_shared.errors import JobCanceled, JobFailed
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.memory.store_name import store_name
+from stoker_worker.memory.locks import store_name
 
 pytestmark = pytest.mark.server
 

@@ -19,7 +19,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_worker.memory.admin import listing
-from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.store_parts import opened
 
 # --- reading ---

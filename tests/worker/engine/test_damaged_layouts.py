@@ -10,7 +10,7 @@ from tests.worker.engine.test_layout_memory import Conversation
 from tests.worker.memory.agents import FastDisk, problems_of
 
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import Delivery, Transcript, Turn
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]

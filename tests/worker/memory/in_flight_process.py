@@ -9,7 +9,7 @@ from pathlib import Path
 _PROGRAM = """
 import sys
 from pathlib import Path
-from stoker_worker.memory.in_flight import working_on
+from stoker_worker.memory.locks import working_on
 
 with working_on(Path(sys.argv[1]), sys.argv[2]):
     print("working", flush=True)

@@ -13,7 +13,7 @@ from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.database_file import make_tables
-from stoker_worker.memory.turn_parts import make_record
+from stoker_worker.memory.turn_saver import make_record
 from stoker_worker.ports import Delivery, Transcript
 
 DELIVERY = Delivery("job", "2026", 1, "digest")

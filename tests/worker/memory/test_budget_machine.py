@@ -30,9 +30,8 @@ from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest
 from stoker_worker.memory import agent_table, cache_index, turn_table
+from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.blocks import BlockChain, common_length
-from stoker_worker.memory.forget import forget_agent
-from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import Delivery, LoadedModel

@@ -27,7 +27,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
-from stoker_worker.memory.fork import fork_agent
+from stoker_worker.memory.agent_changes import fork_agent
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.memory.upkeep import cache_folders, orphans_in

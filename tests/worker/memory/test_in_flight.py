@@ -11,7 +11,7 @@ from tests.worker.memory.in_flight_process import another_process_working_on, is
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import AgentBusy
 from stoker_worker.memory import store as store_module
-from stoker_worker.memory.in_flight import InFlight, working_on
+from stoker_worker.memory.locks import InFlight, working_on
 from stoker_worker.ports import Delivery
 
 NOBODY: frozenset[str] = frozenset()

@@ -16,9 +16,8 @@ from tests.worker.memory.agents import HYBRID, MODEL, Agent, ids, make_model, op
 from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivors
 
 from stoker_worker.memory.admin.verify import verify_store
+from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.forget import forget_agent
-from stoker_worker.memory.fork import fork_agent
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Turn
 

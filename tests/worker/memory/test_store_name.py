@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stoker_worker.memory.store_name import FILE, store_name
+from stoker_worker.memory.locks import NAME_FILE, store_name
 
 
 def test_a_store_keeps_its_name(tmp_path, monkeypatch):
@@ -23,10 +23,10 @@ def test_the_hosts_name_becomes_one_that_redis_keys_can_hold(tmp_path, monkeypat
 
 @pytest.mark.parametrize("content", [b"", b"a:b\n", b"\xff\xfe", b"x" * 65])
 def test_a_damaged_name_is_replaced(tmp_path, content):
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / NAME_FILE).write_bytes(content)
     name = store_name(tmp_path)
     assert store_name(tmp_path) == name
-    assert (tmp_path / FILE).read_text() == f"{name}\n"
+    assert (tmp_path / NAME_FILE).read_text() == f"{name}\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")

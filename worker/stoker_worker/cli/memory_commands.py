@@ -81,9 +81,8 @@ def _gc_there(url: str, as_json: bool, would: str, *, max_bytes: int | None, unu
 @_waiting
 def rm(store: Path, as_json: bool, agent: str, yes: bool, wait: bool) -> None:
     """Remove AGENT: its conversation, and every block that only it used."""
-    from stoker_worker.memory.agent_changes import exists
-    from stoker_worker.memory.forget import forget_agent
-    from stoker_worker.memory.in_flight import working_on
+    from stoker_worker.memory.agent_changes import exists, forget_agent
+    from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     if as_json and not yes:
@@ -113,8 +112,8 @@ def fork(store: Path, as_json: bool, agent: str, new_agent: str, wait: bool) -> 
 
     It gets AGENT's conversation and cache, but not the results of AGENT's jobs.
     """
-    from stoker_worker.memory.fork import fork_agent
-    from stoker_worker.memory.in_flight import working_on
+    from stoker_worker.memory.agent_changes import fork_agent
+    from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     with opened_with_shared(store) as (parts, look), working_on(store, new_agent, wait=wait):
@@ -135,9 +134,9 @@ def rollback(store: Path, as_json: bool, agent: str, version: int | None, wait: 
 
     Nothing is lost: another rollback can return to the version before this one.
     """
-    from stoker_worker.memory.in_flight import working_on
+    from stoker_worker.memory.agent_changes import roll_back
+    from stoker_worker.memory.locks import working_on
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
-    from stoker_worker.memory.rollback import roll_back
 
     with opened_with_shared(store) as (parts, look), working_on(store, agent, wait=wait):
         look(agent)
@@ -155,10 +154,10 @@ def share(store: Path, as_json: bool, url: str) -> None:
     """
     from contextlib import closing
 
+    from stoker_worker.memory.locks import StoreLock
     from stoker_worker.memory.replica.bucket import Bucket, BucketAway
     from stoker_worker.memory.replica.sharing import Shared
     from stoker_worker.memory.replica.sharing import share as share_store
-    from stoker_worker.memory.store_lock import StoreLock
     from stoker_worker.memory.store_parts import opened
     from stoker_worker.periodic import Periodic
 

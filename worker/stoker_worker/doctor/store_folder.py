@@ -14,8 +14,8 @@ from stoker_shared.durable_file import sync, write_new
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.doctor.check import Check, Finding, fail, ok, warn
 from stoker_worker.memory.database_file import format_of, has_database, refuse_other_formats, refused_if_damaged
+from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.schema import FORMAT
-from stoker_worker.memory.store_lock import holder_of
 
 _LITTLE_BYTES: Final = 10 * 2**30
 _TOO_LITTLE_BYTES: Final = 2**28

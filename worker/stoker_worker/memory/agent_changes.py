@@ -1,41 +1,52 @@
-"""What the changes of an agent have in common that are no turns: who asks, which errors, which rows. Finisher threads,
-and commands of the shell.
+"""Forks, rolls back and forgets agents: every change of an agent that is no turn. Finisher threads, the upkeep's, and
+commands of the shell.
 
-A change (`fork.py`, `rollback.py`, `forget.py`) is one transaction, which also remembers the delivery if a job asked:
-after a crash it has happened or it has not. With a shared store, it has happened once its version is there. Files that
-it makes are durable before it, and files that go are removed after it. `InFlight` keeps other processes off the agent
-meanwhile.
+A change is one transaction, which also remembers the delivery if a job asked: after a crash it has happened or it has
+not. With a shared store, it has happened once its version is there. Files that it makes are durable before it, and
+files that go are removed after it: a crash in between leaves files that no row names, and never half an agent.
+`InFlight` keeps other processes off the agent meanwhile.
 """
 
+import json
+import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from stoker_shared.agents import AgentResult
+from stoker_shared.agents import AgentForgotten, AgentForked, AgentResult, AgentRolledBack
 from stoker_shared.errors import (
     AgentExists,
     AgentMemoryError,
     AgentNotFound,
     AgentTranscriptUnreadable,
     AgentVersionConflict,
+    StokerError,
 )
 from stoker_shared.request import AgentId
-from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.agent_table import AgentState
 from stoker_worker.memory.blocks import BlockChain
+from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import NextVersion
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_record import TurnRecord
-from stoker_worker.ports import Delivery
+from stoker_worker.memory.turn_record import MadeBy, TurnRecord
+from stoker_worker.memory.turn_saver import cached_prefix, chain_of, make_record
+from stoker_worker.ports import AgentVersion, Delivery
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
 
 _AGENT_ID: Final[TypeAdapter[str]] = TypeAdapter(AgentId)
+_READ_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -151,3 +162,310 @@ def write_with_cache(
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
     cache_index.set_piece_bytes(connection, row.number, piece_bytes)
     return row.number
+
+
+def fork_agent(parts: StoreParts, source: str, target: str, asked: Asked = BY_COMMAND) -> AgentForked:
+    """Make agent `target` with the transcript and the cache of `source`'s newest version. Of the deliveries it gets the
+    fork's alone: the others were answered for the other agent.
+
+    Raises:
+        AgentNotFound: there is no `source`.
+        AgentExists: there is a `target`.
+        AgentTranscriptUnreadable: the transcript of `source` is damaged or lacks its last turn.
+        AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
+        OSError: it could not be written; there is no `target`.
+    """
+    with ExitStack() as files:
+        base = AgentVersion(target, parts.replica.forgotten(target).number, None)
+        version, pieces = _open_version(parts, source, base, asked, files)
+        cache, transcript = version.cache, version.transcript
+        assert transcript is not None  # it is readable
+        record = make_record(base, transcript, cache, made_by="fork", delivery=asked.delivery)
+        chain = chain_of(cache, transcript.token_ids) if cache else None
+        forked = AgentForked(
+            job_id=asked.job_id,
+            agent_id=source,
+            target=target,
+            version=record.version,
+            from_version=version.number,
+            tokens=len(transcript.token_ids),
+        )
+        chunks = {path: iter(partial(file.read, _READ_BYTES), b"") for path, file in pieces.items()}
+        piece_bytes = parts.pieces.write(chunks)
+    with parts.database.snapshot() as connection:
+        next_version = version_of(connection, record, forked)
+
+    def change(connection: Connection) -> None:
+        check_vacant(connection, target)
+        number = write_with_cache(connection, None, record, chain, piece_bytes=piece_bytes)
+        asked.remember(connection, number, target, forked, version=forked.version)
+
+    try:
+        with naming(target):
+            parts.commit_next(lambda: next_version, change)
+    except AgentExists:
+        raise  # its files have the same names
+    except Exception:
+        parts.pieces.remove(pieces)
+        raise
+    return forked
+
+
+def _open_version(
+    parts: StoreParts, source: str, base: AgentVersion, asked: Asked, files: ExitStack
+) -> tuple[AgentVersion, dict[Path, BinaryIO]]:
+    """The newest version of `source`, and its tail and snapshots by the paths that the version after `base` will have
+    them at; open, so that they outlast a turn of `source`."""
+    target, number = base.agent_id, base.number + 1
+    while True:
+        with naming(source), parts.database.snapshot() as connection:
+            version = readable(connection, source).version
+            asked.check(source, version.number)
+            check_vacant(connection, target)
+        opened: dict[Path, BinaryIO] = {}
+        theirs = parts.pieces.paths(source, version.number)
+        for ours, path in zip(parts.pieces.paths(target, number), theirs, strict=True):
+            with suppress(FileNotFoundError):
+                opened[ours] = files.enter_context(path.open("rb"))
+        with naming(source), parts.database.snapshot() as connection:
+            row = agent_table.find_agent(connection, source)
+        if row is not None and row.head == version.head:  # no turn has removed some of them before they were open
+            return version, opened
+
+
+def roll_back(
+    parts: StoreParts, agent_id: str, version: int | None = None, asked: Asked = BY_COMMAND
+) -> AgentRolledBack:
+    """Make the transcript of `version`, by default the one before the newest, the agent's next version: versions only
+    grow. The newest may be unreadable, or lack its last turn. Of the cache only the full blocks are left.
+
+    Raises:
+        AgentNotFound: there is no such agent, or it has no such version (any more).
+        AgentTranscriptUnreadable: the transcript of that version is damaged.
+        AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
+        OSError: it could not be written; the agent is as it was.
+    """
+    with naming(agent_id):
+        with parts.database.snapshot() as connection:
+            going = _prepare(connection, agent_id, version, asked, "rollback")
+        _commit(parts, going)
+    return going.back
+
+
+def close_number(parts: StoreParts, agent_id: str) -> None:
+    """Make the agent's newest version its next one: a version of that number, which is on its way to the shared store,
+    comes too late. An agent that cannot be read stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
+    `Damaged`."""
+    with parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, agent_id)
+        try:
+            going = _prepare(connection, agent_id, row.version, BY_COMMAND, "closed") if row and row.version else None
+        except AgentTranscriptUnreadable:
+            return
+    if going is not None:
+        _commit(parts, going)
+    else:
+        parts.replica.publish(NextVersion(agent_id, parts.replica.forgotten(agent_id).number + 1))
+
+
+@dataclass(frozen=True)
+class _Going:
+    """A rollback, ready to be committed. `head`: of the agent's row before it. `chain`: of the tokens that stay
+    cached."""
+
+    back: AgentRolledBack
+    head: bytes
+    record: TurnRecord
+    chain: BlockChain | None
+    next: NextVersion
+    asked: Asked
+
+
+def _commit(parts: StoreParts, going: _Going) -> None:
+    back, record, asked = going.back, going.record, going.asked
+
+    def change(connection: Connection) -> None:
+        row = agent_table.find_agent(connection, back.agent_id)
+        if row is None or (row.version, row.head) != (back.from_version, going.head):
+            raise AgentVersionConflict(f"agent {back.agent_id!r} is not at version {back.from_version} any more")
+        write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
+        asked.remember(connection, row.number, back.agent_id, back, version=back.version)
+
+    parts.commit_next(lambda: going.next, change)
+    parts.pieces.remove(parts.pieces.paths(back.agent_id, back.from_version))
+
+
+def _prepare(connection: Connection, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> _Going:
+    state = agent_table.read_agent(connection, agent_id)
+    row, base = state.row, state.version
+    asked.check(agent_id, base.number)
+    if row is None or not base.number:
+        raise AgentNotFound(f"there is no agent {agent_id!r}")
+    to = _goal(connection, row, version)
+    try:
+        transcript, cache = turn_table.read_version(connection, row, to)
+    except Damaged as damage:
+        raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
+    chain = None
+    if cache is not None and not cache.snapshots:  # a cache that needs a snapshot is of no use without it
+        chain = chain_of(cache, transcript.token_ids)
+        chain = chain.up_to(chain.n_blocks * BLOCK_TOKENS)
+    back = AgentRolledBack(
+        job_id=asked.job_id,
+        agent_id=agent_id,
+        version=base.number + 1,
+        to_version=to,
+        from_version=base.number,
+        tokens=len(transcript.token_ids),
+    )
+    left = cached_prefix(chain) if chain else None
+    record = make_record(base, transcript, left, made_by=made_by, delivery=asked.delivery)
+    return _Going(back, row.head, record, chain, version_of(connection, record, back), asked)
+
+
+def _goal(connection: Connection, row: AgentRow, version: int | None) -> int:
+    """Raises `AgentNotFound` when there is no such version."""
+    to = row.version - 1 if version is None else version
+    if version is None and to == 0:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version before its first one")
+    if not 1 <= to <= row.version:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version {to}: it is at version {row.version}")
+    oldest = connection.execute("SELECT min(version) FROM turns WHERE agent = ?", (row.number,)).fetchone()[0]
+    if oldest is not None and to < oldest:
+        raise AgentNotFound(f"agent {row.agent_id!r} has no version {to} any more: {oldest} is the oldest that is kept")
+    return to
+
+
+def forget_agent(
+    parts: StoreParts,
+    agent_id: str,
+    asked: Asked = BY_COMMAND,
+    *,
+    is_held: Callable[[str], bool] = lambda address: False,
+    only_here: bool = False,
+) -> AgentForgotten:
+    """Remove the agent, whole or damaged, and the blocks that only it used, those of its older versions too. With a
+    shared store its next version there is an empty one.
+
+    Args:
+        is_held: whether work of another agent counts on the block of this address.
+        only_here: other machines may keep it.
+
+    Raises:
+        AgentTranscriptUnreadable: whether there is such an agent cannot be known.
+        AgentVersionConflict: see `Asked`.
+        VersionTaken, SharedStoreAway: as `StoreParts.commit_next`.
+        OSError: it could not be removed; or it is removed, but some of its cache files are not.
+    """
+    change = partial(_remove, agent_id=agent_id, asked=asked, is_held=is_held)
+    with naming(agent_id):
+        if only_here or not parts.replica.is_shared:
+            removed: _Removed | None = parts.database.commit(change)
+            version = None
+        else:
+            version = _empty_version(parts, agent_id, asked)
+            removed = parts.commit_next(lambda: version, change)
+    if removed is None:  # here it is removed later
+        assert version is not None
+        assert version.result is not None
+        return AgentForgotten.model_validate_json(version.result)
+    _remove_files(parts, removed, is_held)
+    return removed.answer
+
+
+def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersion:
+    """Raises `Damaged`, `AgentVersionConflict`."""
+    with parts.database.snapshot() as connection:
+        row = agent_table.find_agent(connection, agent_id)
+    asked.check(agent_id, row.version if row else 0)
+    newest = row.version if row and row.version else parts.replica.forgotten(agent_id).number
+    # Without the blocks that go: those are this machine's.
+    answer = AgentForgotten(
+        job_id=asked.job_id, agent_id=agent_id, existed=row is not None, version=row.version if row else 0
+    )
+    return NextVersion(agent_id, newest + 1, None, asked.key(agent_id), answer.model_dump_json())
+
+
+def forget_unused(parts: StoreParts, agents: Sequence[str], *, is_held: Callable[..., bool]) -> list[str]:
+    """Remove these agents here; returns those that are removed. One that cannot be keeps no other from it, and is
+    logged.
+
+    Args:
+        is_held: `Holds.is_held`.
+    """
+    gone = []
+    held_by_others = [partial(is_held, but_by=agent_id) for agent_id in agents]
+    changes = parts.database.commit_each([
+        partial(_remove, agent_id=agent_id, asked=BY_COMMAND, is_held=held)
+        for agent_id, held in zip(agents, held_by_others, strict=True)
+    ])  # fmt: skip
+    for agent_id, held, change in zip(agents, held_by_others, changes, strict=True):
+        try:
+            removed = change.outcome()
+            gone.append(agent_id)
+            _remove_files(parts, removed, held)
+        except (OSError, Damaged, StokerError) as error:
+            _log.warning("agent %r is unused, and could not be removed: %s", agent_id, error)
+    return gone
+
+
+class _Removed(NamedTuple):
+    """`blocks`: nothing refers to them any more, and their files are still there."""
+
+    answer: AgentForgotten
+    blocks: list[Block]
+
+
+def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool]) -> _Removed:
+    """Remove an agent's rows, and those of the blocks that only it used."""
+    row = agent_table.find_agent(connection, agent_id)
+    forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
+    going: list[Block] = []
+    asked.check(agent_id, row.version if row else 0)
+    if row is not None:
+        ends = _ends_of_chains(connection, row)
+        cache_index.set_piece_bytes(connection, row.number, 0)
+        agent_table.delete_agent(connection, row)
+        going, shared = _take_blocks(connection, ends, is_held)
+        counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
+        forgotten = forgotten.model_copy(update={"version": row.version, **counts})
+    asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten, version=0)
+    return _Removed(forgotten, going)
+
+
+def _remove_files(parts: StoreParts, removed: _Removed, is_held: Callable[[str], bool]) -> None:
+    """Raises `OSError`: some are left."""
+    pieces = parts.pieces.paths(removed.answer.agent_id, removed.answer.version)
+    blocks = (parts.blocks.path_of(one.model, one.address) for one in removed.blocks if not is_held(one.address))
+    with ExitStack() as removals:  # each is tried, also after one that fails
+        for path in (*pieces, *blocks):
+            removals.callback(parts.files.remove, path)
+
+
+def _ends_of_chains(connection: Connection, row: AgentRow) -> list[bytes]:
+    """The last blocks of the agent's cache and of its older versions'."""
+    found = connection.execute("SELECT last_block FROM agents WHERE number = ?", (row.number,)).fetchone()
+    ends = [found[0]]
+    for (about,) in connection.execute("SELECT about FROM turns WHERE agent = ?", (row.number,)).fetchall():
+        with suppress(ValueError, TypeError, KeyError):  # nothing cached, or damaged
+            ends.append(bytes.fromhex(json.loads(about)["cache"]["last_block"]))
+    return [end for end in dict.fromkeys(ends) if isinstance(end, bytes)]
+
+
+def _take_blocks(
+    connection: Connection, ends: Sequence[bytes], is_held: Callable[[str], bool]
+) -> tuple[list[Block], int]:
+    """Remove the rows of the blocks before these ends that nothing refers to; returns them, and how many others there
+    are."""
+    going, shared, now = [], set[str](), time.time()
+    for end in ends:
+        for block in cache_index.chain_back(connection, end):
+            if block.n_users or is_held(block.address):
+                shared.add(block.address)
+                cache_index.note_unused(connection, block.address, now=now)
+            else:
+                cache_index.remove_block(connection, block.address, now=now)
+                going.append(block)
+    return going, len(shared)

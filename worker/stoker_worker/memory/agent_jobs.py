@@ -10,14 +10,11 @@ from typing import Final
 from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable
 from stoker_worker.memory import agent_table, deliveries
-from stoker_worker.memory.agent_changes import Asked, naming
+from stoker_worker.memory.agent_changes import Asked, forget_agent, fork_agent, naming, roll_back
 from stoker_worker.memory.agent_reading import AgentReading
 from stoker_worker.memory.eviction import DiskBudget
-from stoker_worker.memory.forget import forget_agent
-from stoker_worker.memory.fork import fork_agent
-from stoker_worker.memory.in_flight import InFlight
+from stoker_worker.memory.locks import InFlight
 from stoker_worker.memory.ram_cache import RamCache
-from stoker_worker.memory.rollback import roll_back
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.summary import AgentSummary, versions_of
 from stoker_worker.ports import AgentJobsPort, Delivery

@@ -14,7 +14,7 @@ from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table, deliveries, turn_table
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database_file import with_way_on
-from stoker_worker.memory.in_flight import InFlight
+from stoker_worker.memory.locks import InFlight
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.ports import UNKNOWN_VERSION, AgentVersion, Delivery

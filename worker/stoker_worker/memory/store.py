@@ -23,12 +23,11 @@ from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
 from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable
 from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.in_flight import InFlight
+from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
 from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
-from stoker_worker.memory.store_lock import StoreLock
 from stoker_worker.memory.store_parts import open_parts
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
 from stoker_worker.memory.upkeep import Upkeep

@@ -1,7 +1,7 @@
 """The parts of a store by name, and how a store is opened: made, checked, refused. Any thread.
 
 Several processes may have a store open, the worker and the shell's commands; SQLite's locks and atomic renames keep
-them apart. Only one of them is a worker (`store_lock`).
+them apart. Only one of them is a worker (`locks.StoreLock`).
 """
 
 import logging

@@ -21,7 +21,7 @@ from stoker_worker.memory import agent_table
 from stoker_worker.memory.checksum import Damaged, checksum
 from stoker_worker.memory.database import Database
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.in_flight import working_on
+from stoker_worker.memory.locks import working_on
 
 NAME: Final = "agents.unsaved"
 _NOTE_BYTES: Final = 1024

@@ -28,7 +28,7 @@ from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin import backup as backup_module
 from stoker_worker.memory.admin.backup import Backup, back_up
 from stoker_worker.memory.admin.restore import restore
-from stoker_worker.memory.forget import forget_agent
+from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import LoadedModel
 

@@ -15,8 +15,7 @@ from stoker_shared.errors import AgentTranscriptUnreadable, StoreUnusable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.forget import forget_agent
-from stoker_worker.memory.rollback import roll_back
+from stoker_worker.memory.agent_changes import forget_agent, roll_back
 from stoker_worker.memory.store_parts import opened
 
 

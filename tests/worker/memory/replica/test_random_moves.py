@@ -22,7 +22,7 @@ from tests.worker.memory.replica.sharing import Machine, SharedAgent, SharedFold
 
 from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import AgentMemoryError, AgentVersionConflict, SharedStoreAway, VersionTaken
-from stoker_worker.memory import turn_parts
+from stoker_worker.memory import turn_saver
 from stoker_worker.memory.connection import DatabaseFailed
 from stoker_worker.memory.replica import versions
 from stoker_worker.memory.replica.bucket import BucketAway
@@ -280,7 +280,7 @@ def refuse(run: object) -> None:
 def test_each_finished_turn_is_in_the_newest_chain_once_and_in_order(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (versions, turn_parts):
+    for module in (versions, turn_saver):
         monkeypatch.setattr(module, "FULL_EVERY", 3)
     monkeypatch.setattr(versions, "_GRACE_S", -1.0)
     play = Play(tmp_path, SharedFolder(tmp_path), random.Random(seed))

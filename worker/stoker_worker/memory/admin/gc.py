@@ -12,7 +12,7 @@ from typing import Final
 
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.store_lock import is_in_use
+from stoker_worker.memory.locks import is_in_use
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.upkeep import YOUNG_S, cache_folders, orphans_in
 

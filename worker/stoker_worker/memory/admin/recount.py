@@ -11,7 +11,7 @@ from stoker_worker.memory.blocks import BlockChain, BlockFolder, PieceFolder, re
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.files import allocated_bytes
-from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import CachedPrefix, Transcript
 
 

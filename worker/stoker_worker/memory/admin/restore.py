@@ -28,8 +28,8 @@ from stoker_worker.memory.database_file import (
     refused_if_damaged,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.locks import StoreLock
 from stoker_worker.memory.replacement import finish_replacement, replace_database
-from stoker_worker.memory.store_lock import StoreLock
 from stoker_worker.memory.store_parts import make_folders
 from stoker_worker.memory.witness import Witness
 

@@ -14,13 +14,12 @@ from stoker_shared.errors import (
     AgentVersionConflict,
     VersionTaken,
 )
-from stoker_worker.memory.agent_changes import naming
+from stoker_worker.memory.agent_changes import close_number, naming
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.caches import CachesBehind, SharedCaches
 from stoker_worker.memory.replica.shared_replica import SharedReplica
-from stoker_worker.memory.rollback import close_number
 from stoker_worker.memory.shared_note import read_note
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (

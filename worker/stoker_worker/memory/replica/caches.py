@@ -30,8 +30,8 @@ from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway
 from stoker_worker.memory.replica.objects import MARKER, files_in, manifest, manifest_name, pieces_prefix
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_parts import chain_of
 from stoker_worker.memory.turn_record import FULL_EVERY
+from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 

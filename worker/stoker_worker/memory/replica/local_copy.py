@@ -15,7 +15,7 @@ from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
 from stoker_worker.memory.next_version import Ended
 from stoker_worker.memory.replica.objects import SharedVersion
-from stoker_worker.memory.turn_parts import chain_of
+from stoker_worker.memory.turn_saver import chain_of
 
 
 def checksum_of(connection: Connection, row: AgentRow | None, version: int) -> bytes | None:

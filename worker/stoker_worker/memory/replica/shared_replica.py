@@ -22,11 +22,10 @@ from stoker_shared.errors import (
     VersionTaken,
 )
 from stoker_worker.memory import agent_table, deliveries
-from stoker_worker.memory.agent_changes import naming
+from stoker_worker.memory.agent_changes import forget_agent, naming
 from stoker_worker.memory.agent_row import AgentRow
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.forget import forget_agent
 from stoker_worker.memory.next_version import NEVER_MADE, Ended, Forgotten, NextVersion, Replica
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 from stoker_worker.memory.replica.caches import remove_caches

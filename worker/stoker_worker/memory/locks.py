@@ -1,12 +1,18 @@
-"""Keeps two processes from working on one agent: the worker that runs its jobs, and a command of the shell. Any thread.
+"""A store's locks, and the name of its worker. Any thread of any process.
 
-Each agent has a byte in the file ``STORE/in-flight``, and the process that works on the agent has that byte locked. The
-kernel unlocks the bytes of a process that dies. The file stays empty: bytes behind its end can be locked too.
+`StoreLock` is the right to be the store's only worker, and to replace its database. `InFlight` keeps two processes from
+working on one agent: the worker that runs its jobs, and a command of the shell. Each agent has a byte in the file
+``STORE/in-flight``, and the process that works on the agent has that byte locked; the file stays empty, because bytes
+behind its end can be locked too. The kernel takes back the locks of a process that dies.
 """
 
 import fcntl
 import hashlib
+import logging
 import os
+import re
+import secrets
+import socket
 import threading
 import time
 from collections import Counter
@@ -15,12 +21,92 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from stoker_shared.errors import AgentBusy
+from stoker_shared.durable_file import replace_file
+from stoker_shared.errors import AgentBusy, StoreUnusable
+from stoker_worker.memory.database_file import refused_if_unusable
 
-_NAME: Final = "in-flight"
+_log = logging.getLogger(__name__)
+
+_PROBE_S: Final = 0.05
+_IN_FLIGHT: Final = "in-flight"
 _WAIT_S: Final = 10.0
 """How long the worker waits for a command of the shell. Most need milliseconds."""
 _LOOK_S: Final = 0.02
+
+NAME_FILE: Final = "worker-name"
+_WORKER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class StoreLock:
+    """The right to be the store's only worker, until `close`; the kernel takes it back when the process dies.
+
+    Raises:
+        StoreUnusable: another process has it, and the message names that process.
+    """
+
+    def __init__(self, path: Path, *, wait: bool = False) -> None:
+        """`wait`: wait for the other process to end, instead of refusing."""
+        with refused_if_unusable(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file: int | None = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                self._take(path, self._file, wait)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _take(self, path: Path, lock: int, wait: bool) -> None:
+        has_it = _try_lock(lock)
+        if not has_it:
+            time.sleep(_PROBE_S)  # `is_in_use` may have had it for a moment
+            has_it = _try_lock(lock)
+        if not has_it:
+            in_use = f"the store folder {path} is in use by {_named_in(lock)}"
+            if not wait:
+                raise StoreUnusable(in_use) from None
+            _log.info("standing by: %s", in_use)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a process has the store's `StoreLock`. Raises `OSError`."""
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return not _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def holder_of(path: Path) -> str | None:
+    """The process that has the store's `StoreLock`, as ``pid N on HOST``; ``None``: no process. Makes no file. Raises
+    `OSError`."""
+    try:
+        lock = os.open(path / "lock", os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return None if _try_lock(lock) else _named_in(lock)
+    finally:
+        os.close(lock)
+
+
+def _named_in(lock: int) -> str:
+    return os.pread(lock, 300, 0).decode(errors="replace").strip() or "another process"
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class InFlight:
@@ -33,7 +119,7 @@ class InFlight:
     def __init__(self, folder: Path, *, wait_s: float = _WAIT_S) -> None:
         """`wait_s`: how long it waits for another process that works on an agent."""
         self._wait_s = wait_s
-        self._file = _LockedFile.opened(folder / _NAME)
+        self._file = _LockedFile.opened(folder / _IN_FLIGHT)
         self._lock = threading.Lock()
         self._pinned: frozenset[str] = frozenset()
         self._passing: Counter[str] = Counter()
@@ -165,3 +251,24 @@ class _LockedFile:
 
 def _byte_of(agent_id: str) -> int:
     return int.from_bytes(hashlib.sha256(agent_id.encode()).digest()[:8], "big") >> 2
+
+
+def store_name(folder: Path) -> str:
+    """The name of the store's worker, made with the first call. One that cannot be kept is this process's only, with a
+    warning."""
+    path = folder / NAME_FILE
+    try:
+        kept = path.read_text().strip()
+        if _WORKER_NAME.fullmatch(kept):
+            return kept
+        _log.warning("%s is damaged; this store's worker gets a new name", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("cannot read %s: %s", path, error)
+    name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50]}-{secrets.token_hex(3)}"
+    try:
+        replace_file(path, f"{name}\n".encode())
+    except OSError as error:
+        _log.warning("cannot write %s, so this worker has another name next time: %s", path, error)
+    return name
