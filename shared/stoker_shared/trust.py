@@ -10,9 +10,9 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator
 
-MEMORY: Final = 100
-"""A verdict weighs 1, and less with each later one: all weights together come to this at most. So a model that turns
-bad is found out after some dozens of verdicts."""
+KEPT: Final = 0.99
+"""A verdict weighs 1, and with each later one this share of what it weighed. So all of a pair come to 100 at most, and
+a model that turns bad is found out after some dozens of verdicts."""
 
 MOST_PAIRS: Final = 10_000
 """Pairs of a model and a class that are counted; producers read all of them twice a second."""
@@ -37,12 +37,7 @@ class Counts:
             return cls()
         if not math.isfinite(accepted + rejected) or min(accepted, rejected) < 0:
             return cls()
-        return cls._within_memory(accepted, rejected)
-
-    @classmethod
-    def _within_memory(cls, accepted: float, rejected: float) -> Self:
-        share = MEMORY / max(MEMORY, accepted + rejected)
-        return cls(accepted * share, rejected * share)
+        return cls(accepted, rejected)
 
     def __str__(self) -> str:
         return f"{self.accepted:.4f} {self.rejected:.4f}"
@@ -58,14 +53,12 @@ class Counts:
 
     def after(self, *, accepted: bool) -> "Counts":
         """With one more verdict."""
-        keep = 1 - 1 / MEMORY
-        return Counts(self.accepted * keep + accepted, self.rejected * keep + (not accepted))
+        return Counts(self.accepted * KEPT + accepted, self.rejected * KEPT + (not accepted))
 
     def corrected(self, *, accepted: bool) -> "Counts":
         """With one of the verdicts turned round, to `accepted`."""
-        if accepted:
-            return self._within_memory(self.accepted + 1, max(0.0, self.rejected - 1))
-        return self._within_memory(max(0.0, self.accepted - 1), self.rejected + 1)
+        change = 1 if accepted else -1
+        return Counts(max(0.0, self.accepted + change), max(0.0, self.rejected - change))
 
     def lower_bound(self) -> float:
         """Wilson's lower bound of the rate of acceptance; 0 before the first verdict."""

@@ -225,10 +225,8 @@ def test_a_job_about_an_agent_takes_effect_once(scene, connection, action, place
 
 
 ESCALATION = {
-    "before it": (RQ + "escalation:Escalation.carry_out", "before", False),
-    "its transaction is composed": (RQ + "verdicts:Verdicts.count", "after", False),
-    "before its later steps": (RQ + "follow_up:FollowUp.carry_out", "before", True),
-    "after it": (RQ + "escalation:Escalation.carry_out", "after", True),
+    "before it": (RQ + "cascade:Cascade.go_on", "before", False),
+    "after it": (RQ + "cascade:Cascade.go_on", "after", True),
 }
 
 
@@ -238,10 +236,8 @@ def test_an_escalation_that_is_killed_moves_the_job_and_counts_its_verdict_once(
     steps = [{"model": "small", "queue": "generate"}, {"model": "large", "queue": "large"}]
     request = {"v": 4, "context": "full", "check": {"contains": ["yes"]}, "route": steps, "task": "t"}
     scene.enqueue("victim", None, "if large say yes else no", 20, request=request)
-    needles = [] if "Verdicts" in target else ["victim"]
-    first = scene.worker(
-        "first", "--model", "small", hooks={"die": {"target": target, "when": when, "needles": needles}}
-    )
+    hooks = {"die": {"target": target, "when": when, "needles": ["victim"]}}
+    first = scene.worker("first", "--model", "small", hooks=hooks)
     assert first.wait() == -signal.SIGKILL, first.log
     assert connection.lrange("rq:queue:large", 0, -1) == ([b"victim"] if has_moved else [])
     assert places(connection, "victim") == ([] if has_moved else STARTED)

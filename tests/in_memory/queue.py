@@ -16,8 +16,6 @@ from tests.in_memory.queue_entry import Entry, State
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError
 from stoker_shared.request import GenerationRequest, build_request
-from stoker_shared.result import Attempt
-from stoker_shared.route import Step
 from stoker_worker.ports import (
     NOTHING_LOST,
     Busy,
@@ -46,8 +44,6 @@ class InMemoryQueue(QueuePort):
         self.hung_up = False
         self.given_back: list[str] = []
         self.dropped: list[str] = []
-        self.escalated: list[tuple[str, str]] = []
-        self.asked_to_stop: set[str] = set()
         self._numbers = itertools.count()
         self._is_at_hand: Callable[[str], bool] = lambda agent_id: True
         self._passed_over = PassedOver()
@@ -240,7 +236,7 @@ class InMemoryQueue(QueuePort):
             request=entry.request,
             delivery=Delivery(entry.job_id, entry.created_at),
             attempt=entry.lost + 1,
-            tried=entry.tried,
+            model=None if isinstance(entry.request, AgentRequest) else entry.request.model,
             losses_alone=entry.losses_alone,
             last=entry.last,
             was_saving=entry.was_saving,
@@ -278,12 +274,13 @@ class InMemoryJob(ClaimedJob):
         self._check()
         self.entry.was_saving = True
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def finish(self, result: Mapping[str, Any]) -> bool:
         with self.owner.lock:
             self._check()
             self.entry.state, self.entry.result = "finished", result
+            return True
 
-    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
         with self.owner.lock:
             self._check()
             self.entry.error, self.entry.partial_text = error, partial_text
@@ -292,21 +289,12 @@ class InMemoryJob(ClaimedJob):
                 self._requeue()
             else:
                 self.entry.state = "failed"
+            return True
 
     def stop(self) -> None:
         with self.owner.lock:
             if self.is_ours():
                 self.entry.state = "stopped"
-
-    def escalate(self, rejected: Attempt, to: Step) -> bool:
-        with self.owner.lock:
-            if self.job_id in self.owner.asked_to_stop:
-                return False
-            self._check()
-            self.entry.tried = (*self.tried, rejected)
-            self.entry.state, self.entry.run = "queued", None
-            self.owner.escalated.append((self.job_id, to.queue))
-            return True
 
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
         with self.owner.lock:

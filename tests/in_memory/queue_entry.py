@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Attempt
 from stoker_worker.ports import LastVersion, SequenceProgress
 
 State = Literal["queued", "started", "finished", "failed", "stopped", "canceled"]
@@ -30,7 +29,6 @@ class Entry:
     state: State = "queued"
     lost: int = 0
     losses_alone: int = 0
-    tried: tuple[Attempt, ...] = ()
     stop_asked: bool = False
     is_listened_to: bool = False
     text: str = ""

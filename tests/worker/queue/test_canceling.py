@@ -11,7 +11,7 @@ from rq import Repeat, Retry
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker.queue.looking import places
 from tests.worker.queue.members import claim, die, ids, impatient, recovered
-from tests.worker.queue.test_escalation import ACCEPTED, LARGE, REJECTED, ROUTE, result_of
+from tests.worker.queue.test_cascade import ACCEPTED, REJECTED, ROUTE
 
 from stoker.cli import main
 from stoker_shared.errors import EngineFailed, GenerationTimedOut, OwnershipLost
@@ -24,8 +24,8 @@ REQUEST = {"v": 4, "agent_id": "a", "cache": "read", "prompt": "p", "check": {"c
 WAYS_ON = {
     "fails": lambda job: fail(job, EngineFailed("x")),
     "times out": lambda job: fail(job, GenerationTimedOut("x"), "partial"),
-    "finishes": lambda job: finish(job, result_of(ACCEPTED)),
-    "goes on to another model": lambda job: job.escalate(REJECTED, LARGE),
+    "finishes": lambda job: finish(job, ACCEPTED),
+    "goes on to another model": lambda job: finish(job, REJECTED),
     "is given back at a stop": lambda job: give_back([job], counts_as_attempt=False),
     "is given back by a broken engine": lambda job: give_back([job], counts_as_attempt=True, alone=True),
     "is stopped on its worker's side": stop,
@@ -94,7 +94,7 @@ def test_a_repeated_job_is_among_the_canceled_only(connection, producer, plain, 
         repeat = Repeat(times=2, interval=interval)
         plain.enqueue(TASK_PATH, kwargs={"request": {"prompt": "p"}}, job_id=job_id, repeat=repeat)
     for job in claim(queue, 2):
-        finish(job, result_of(ACCEPTED))
+        finish(job, ACCEPTED)
     for job_id in ("now", "later"):
         assert "finished" in places(connection, job_id)
         assert producer.cancel(job_id) is True
@@ -127,7 +127,7 @@ def test_a_cancel_is_refused_once_the_turn_is_being_saved(connection, producer, 
     [job] = claim(queue)
     job.begin_save()
     assert producer.cancel("job") is False
-    finish(job, result_of(ACCEPTED))
+    finish(job, ACCEPTED)
     assert places(connection, "job") == ["finished"]
 
 
@@ -150,7 +150,7 @@ def test_a_cancel_is_refused_after_the_worker_died_in_its_save(connection, produ
     assert producer.cancel("job") is False
     [job] = claim(alive)
     assert producer.cancel("job") is False
-    finish(job, result_of(ACCEPTED))
+    finish(job, ACCEPTED)
     assert places(connection, "job") == ["finished"]
 
 
@@ -185,7 +185,7 @@ def test_a_job_canceled_just_as_the_job_before_it_ends_does_not_run(connection, 
         return found
 
     monkeypatch.setattr(JsonJob, "fetch_many", canceled_meanwhile)
-    finish(before, result_of(ACCEPTED))
+    finish(before, ACCEPTED)
     assert answers == [True]
     assert claim(queue) == []
     assert places(connection, "job") == ["canceled"]
@@ -272,12 +272,12 @@ def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(
     first, second, third = claim(queue, 3)
     batch("cancel", "b")
     give_back([first], counts_as_attempt=False)
-    finish(second, result_of(ACCEPTED))
+    finish(second, ACCEPTED)
     third.begin_save()
     give_back([third], counts_as_attempt=True)
     [again] = claim(queue, 2)
     assert again.job_id == third.job_id  # its turn may have been saved
-    finish(again, result_of(ACCEPTED))
+    finish(again, ACCEPTED)
     for _ in range(20):
         assert claim(queue) == []
     assert places(connection, first.job_id) == ["canceled"]

@@ -29,7 +29,6 @@ from stoker_shared.errors import (
 )
 from stoker_worker.events import Outage, log_answer, log_failure, log_job
 from stoker_worker.pipeline.agent_jobs import carry_out
-from stoker_worker.pipeline.escalating import Escalating
 from stoker_worker.pipeline.job import (
     AgentChange,
     Cancelled,
@@ -82,7 +81,6 @@ class Finisher:
         self._loaded = loaded
         self._metrics = metrics
         self._redis = Patience(outage or Outage("Redis"), retry_s)
-        self._escalating = Escalating(self._redis, metrics)
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
         self._waiting: deque[tuple[Job, Outcome]] = deque()  # for the shared store
@@ -196,8 +194,6 @@ class Finisher:
     def _finish(self, job: Job, completion: CompletedGeneration) -> None:
         model = self._loaded.result()
         answers = read_answers(job, completion, model)
-        if self._escalating.after_answer(job, completion, answers[0], model):
-            return
         if job.claimed.memory_use.access == "write":
             self._begin_save(job)
         try:
@@ -209,7 +205,9 @@ class Finisher:
                 self._run_again(job, error)
             return
         result = with_total_until_now(saved, job)
-        self._redis.wait(partial(job.claimed.finish, result))
+        if not self._redis.wait(partial(job.claimed.finish, result)):
+            self._metrics.escalated(len(job.prompt.ids) - completion.cached_tokens)
+            return
         self._metrics.answered(result, save_s=result["timing"]["total_s"] - saved["timing"]["total_s"])
         if result["cache"]["saved"]:
             self._forget_delivery(job)
@@ -247,12 +245,12 @@ class Finisher:
             self._store.ended(agent_id, claimed.delivery, remember_s=claimed.lives_s)
 
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
-        if self._escalating.after_error(job, error, self._loaded.result()):
-            return
         self._close_number(job)
-        log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
         may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
-        self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry))
+        if not self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry)):
+            self._metrics.escalated(0)
+            return
+        log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
         self._metrics.failed(error)
 
     def _close_number(self, job: Job) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import EngineFailed, GenerationTimedOut
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Attempt
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import AgentVersion, AnswerGuide, CancelToken, ClaimedJob, CompletedGeneration, Restored
 
@@ -29,7 +28,6 @@ class Job:
         has_next: whether the loader had its next job already.
         submitted_at: Unix time at which the engine took it.
         further_choices: ends of its sequences after the first, of a job with several choices; in their order.
-        attempt: its answer here as its check judges it; ``None`` before that, and without a check.
         filled_in: its request with the worker's defaults, once the loader has added them.
         waits_since: `time.monotonic()` at which its turn could not be saved first, because the shared store is away.
     """
@@ -45,7 +43,6 @@ class Job:
     has_next: bool = False
     submitted_at: float = 0.0
     further_choices: tuple[CompletedGeneration, ...] = ()
-    attempt: Attempt | None = None
     filled_in: GenerationRequest | None = field(default=None, repr=False)
     waits_since: float | None = None
 

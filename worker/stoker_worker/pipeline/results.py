@@ -11,7 +11,6 @@ from typing import Any
 
 from stoker_shared.errors import AgentVersionConflict, AgentVersionNotSaved, SharedStoreAway, VersionTaken
 from stoker_shared.result import CacheReport, Choice, GenerationResult, Timing, Usage
-from stoker_shared.task_class import class_of_verdicts
 from stoker_worker.pipeline.answer import Answer, read_answer
 from stoker_worker.pipeline.job import Job
 from stoker_worker.pipeline.prompt import next_transcript, replaced_version
@@ -53,8 +52,6 @@ def build_result(
         attempt=claimed.attempt,
         prompt_logprobs=completion.prompt_logprobs,
         choices=choices if job.request.n > 1 else None,
-        task=class_of_verdicts(job.request),
-        attempts=[*job.claimed.tried, job.attempt] if job.attempt is not None else None,
         metadata=job.request.metadata,
     )
 

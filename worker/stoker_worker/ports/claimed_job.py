@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Attempt
-from stoker_shared.route import Step
 from stoker_worker.ports.agents import Delivery, LastVersion, MemoryUse
 from stoker_worker.ports.cancel_token import CancelToken
 
@@ -16,7 +14,7 @@ from stoker_worker.ports.cancel_token import CancelToken
 class ClaimedJob(Protocol):
     """A job that is this worker's to run, until it is released. Two of them are equal only if they are the same object.
 
-    Each job is ended by one of `finish`, `fail`, `stop`, `escalate`, `give_back` and `drop`, and then released. They
+    Each job is ended by one of `finish`, `fail`, `stop`, `give_back` and `drop`, and then released. They
     run on a finisher thread, or on the fetcher thread for a job that is not passed on. They may be repeated after
     `RedisUnavailable`, and each raises it.
 
@@ -28,7 +26,7 @@ class ClaimedJob(Protocol):
             this order.
         lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
         deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
-        tried: the attempts of other models whose answers were rejected.
+        model: the model that this run of the job is for; ``None``: any.
         last: what Redis knows of its agent's newest version; ``None``: nothing.
         was_saving: an earlier run of this delivery had begun to save its turn, which may still arrive.
         cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
@@ -44,7 +42,7 @@ class ClaimedJob(Protocol):
     claimed_at: float
     claim_number: int
     deadline: float | None
-    tried: tuple[Attempt, ...] = ()
+    model: str | None = None
     last: LastVersion | None = None
     was_saving: bool = False
     cancel: CancelToken = field(default_factory=CancelToken, repr=False)
@@ -61,14 +59,6 @@ class ClaimedJob(Protocol):
         """The worker that made its agent's newest version, if that is another one."""
         return None if self.last is None or self.last.is_here else self.last.member
 
-    @property
-    def model(self) -> str | None:
-        """The model that this run of the job is for; ``None``: any."""
-        if isinstance(self.request, AgentRequest):
-            return None
-        route = self.request.route
-        return route[min(len(self.tried), len(route) - 1)].model if route else self.request.model
-
     def is_ours(self) -> bool:
         """Whether this run of the job is still this worker's to end."""
         ...
@@ -82,16 +72,23 @@ class ClaimedJob(Protocol):
         """
         ...
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Post the result (JSON values).
+    def finish(self, result: Mapping[str, Any]) -> bool:
+        """Post the result (JSON values), or ask the next model of the job's route if its check rejects the answer.
+
+        Returns:
+            whether the job has ended; ``False``: it is in the next model's queue.
 
         Raises:
             OwnershipLost: the run is not ours any more; nothing was written.
         """
         ...
 
-    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
-        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself.
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
+        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself. If
+        the job is too long for this model, the next one of its route is asked.
+
+        Returns:
+            as `finish`.
 
         Raises:
             OwnershipLost: the run is not ours any more; nothing was written.
@@ -100,18 +97,6 @@ class ClaimedJob(Protocol):
 
     def stop(self) -> None:
         """End a job that was withdrawn."""
-        ...
-
-    def escalate(self, rejected: Attempt, to: Step) -> bool:
-        """Put the job at the front of the next model's queue, with this attempt beside those before; and count the
-        verdict.
-
-        Returns:
-            ``False`` if a stop was asked for meanwhile; nothing was written, and the job is to be stopped.
-
-        Raises:
-            OwnershipLost: the run is not ours any more; nothing was written.
-        """
         ...
 
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:

@@ -8,17 +8,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from stoker_shared.errors import OwnershipLost
-from stoker_shared.request import GenerationRequest
-from stoker_shared.result import Attempt
-from stoker_shared.route import Step
-from stoker_shared.task_class import task_of
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
+from stoker_worker.events import log_job
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.callbacks import Callbacks
-from stoker_worker.queue.escalation import Escalation, Onward
+from stoker_worker.queue.cascade import Cascade, Verdict, verdict_after, verdict_on
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
@@ -39,7 +37,7 @@ class QueueParts:
 
     ownership: Ownership
     job_finish: JobFinish
-    escalation: Escalation
+    cascade: Cascade
     requeue: Requeue
     streams: JobStreams
     progress: ProgressMeta
@@ -85,22 +83,32 @@ class RqClaimedJob(ClaimedJob):
                 raise OwnershipLost(f"job {self.job_id} is no longer this worker's")
 
     @as_redis_unavailable()
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def finish(self, result: Mapping[str, Any]) -> bool:
         self.ending.set()
+        also = None
+        if (verdict := verdict_on(self.run.job, self.request, result)) is not None:
+            if self._goes_on(verdict):
+                return False
+            result, also = {**result, **verdict.as_fields()}, partial(self.parts.cascade.count, verdict=verdict)
         with self._lost_is_told():
-            self.parts.job_finish.finish(self.run, result)
+            self.parts.job_finish.finish(self.run, result, also)
         if self.memory_use.access == "write":
             self.parts.ownership.lease.has_agents = True
         self.parts.streams.close(self.claim_number, ended=True)
         self.parts.callbacks.succeeded(self.run.job, result)
+        return True
 
     @as_redis_unavailable()
-    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> None:
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
         self.ending.set()
+        verdict = verdict_after(self.run.job, self.request, error)
+        if verdict is not None and self._goes_on(verdict):
+            return False
         with self._lost_is_told():
             self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
         self.parts.streams.close(self.claim_number, ended=True)
         self.parts.callbacks.failed(self.run.job, error)
+        return True
 
     @as_redis_unavailable()
     def stop(self) -> None:
@@ -112,19 +120,6 @@ class RqClaimedJob(ClaimedJob):
         self.parts.streams.close(self.claim_number, ended=True)
         if was_stopped:
             self.parts.callbacks.stopped(self.run.job)
-
-    @as_redis_unavailable()
-    def escalate(self, rejected: Attempt, to: Step) -> bool:
-        if self.parts.stop_requests.is_asked(self.job_id):
-            return False
-        self.ending.set()
-        assert isinstance(self.request, GenerationRequest)
-        onward = Onward((*self.tried, rejected), task_of(self.request), to)
-        try:
-            self.parts.escalation.carry_out(self.run, onward)
-            return True
-        finally:
-            self.parts.streams.close(self.claim_number, ended=False)
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
@@ -155,6 +150,20 @@ class RqClaimedJob(ClaimedJob):
         self.parts.stop_requests.forget(self.job_id)
         self.parts.in_flight.remove(self)
         self.parts.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
+
+    def _goes_on(self, verdict: Verdict) -> bool:
+        """Send the job on to the next model, unless there is none, or its stop was asked for."""
+        if verdict.next is None or self.parts.stop_requests.is_asked(self.job_id):
+            return False
+        self._clear_progress()
+        try:
+            with self._lost_is_told():
+                self.parts.cascade.go_on(self.run, verdict, verdict.next)
+        finally:
+            self.parts.streams.close(self.claim_number, ended=False)
+        condition = (verdict.attempts[-1].reason or "").partition(":")[0]  # the rest may quote the request
+        log_job("escalated", self.job_id, agent=self.request.agent_id, reason=condition, to=verdict.next.model)
+        return True
 
     @contextmanager
     def _lost_is_told(self) -> Iterator[None]:

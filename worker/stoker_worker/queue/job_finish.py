@@ -10,7 +10,7 @@ and that calls `JsonJob.at_end`, which writes the note.
 import logging
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from redis import Redis
@@ -31,7 +31,6 @@ from stoker_worker.queue.ownership import End, EndedNote, Ownership
 from stoker_worker.queue.progress_meta import read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.transient_errors import may_pass
-from stoker_worker.queue.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +82,7 @@ class Ending:
         self._partial_text = partial_text
         self._changes_meta = False
         self._n_checks = 0
-        rate_limit = None if end == "escalated" else run.job.rate_limit_key  # it keeps its place
-        self.note = EndedNote(end, rate_limit=rate_limit or "", member=ownership.member)
+        self.note = EndedNote(end, rate_limit=run.job.rate_limit_key or "", member=ownership.member)
 
     def written(self) -> EndedNote | None:
         """The note, if this end was written already.
@@ -117,8 +115,7 @@ class Ending:
     def open(self, pipeline: Pipeline) -> None:
         """Begin a transaction that is not a success: RQ watches no keys in that of a failure."""
         self.check(pipeline)
-        if self.note.end != "escalated":
-            self.note.dependents = self._run.job.dependent_ids
+        self.note.dependents = self._run.job.dependent_ids
         pipeline.multi()
         self._write_meta(pipeline)
 
@@ -196,16 +193,18 @@ class JobFinish:
         self._ownership = ownership
         self._placement = placement
         self._follow_up = follow_up
-        self._verdicts = Verdicts(connection)
 
-    def finish(self, run: JobRun, result: Mapping[str, Any]) -> None:
+    def finish(self, run: JobRun, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None = None) -> None:
         """
+        Args:
+            also: adds to the transaction.
+
         Raises:
             OwnershipLost: the run is not ours (any more), or it is finished already.
         """
         ending = Ending(self._ownership, run, "finished")
         try:
-            self._write_success(run, ending, result)
+            self._write_success(run, ending, result, also)
         except AlreadyWritten as written:
             ending.note = written.note
         except Exception as error:
@@ -259,7 +258,9 @@ class JobFinish:
         queue.ending = ending
         return queue
 
-    def _write_success(self, run: JobRun, ending: Ending, result: Mapping[str, Any]) -> None:
+    def _write_success(
+        self, run: JobRun, ending: Ending, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None
+    ) -> None:
         rq_job = run.job
         rq_job.ended_at = rq_job.last_heartbeat = now()  # written with the rest
         rq_job._result = dict(result)
@@ -270,7 +271,8 @@ class JobFinish:
             if run.writes is not None:
                 self._placement.wrote(pipeline, run.writes, result)
             ending.finish_with_note(pipeline)
-            self._verdicts.count_last(pipeline, result)
+            if also is not None:
+                also(pipeline)
 
         rq_job.at_end = at_end
         repeat = rq_job.repeats_left, rq_job.repeat_intervals

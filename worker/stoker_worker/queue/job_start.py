@@ -44,6 +44,7 @@ from stoker_shared.wire import (
 from stoker_worker.events import log_failure
 from stoker_worker.placement.placement import Writes
 from stoker_worker.ports import Delivery
+from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.claimer import Granted
 from stoker_worker.queue.foreign_ids import raw
@@ -205,7 +206,7 @@ class JobStart:
             claimed_at=now,
             claim_number=next(self._claim_numbers),
             deadline=time.monotonic() + timeout_s if timeout_s > 0 else None,
-            tried=rq_job.tried,
+            model=model_of(rq_job, request),
             last=last,
             was_saving=rq_job.was_saving,
             run=replace(run, writes=Writes.of(request, last.number if last else 0)),

@@ -19,7 +19,6 @@ from stoker_shared.agents import AgentRequest, build_agent_request
 from stoker_shared.errors import PayloadRefused, RequestTooLarge
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.request import GenerationRequest, build_request, request_digest
-from stoker_shared.result import Attempt
 from stoker_shared.wire import (
     AGENT_TASK_PATH,
     FIELD_ATTEMPTS,
@@ -36,7 +35,6 @@ from stoker_shared.wire import (
     TASK_PATH,
 )
 from stoker_worker.placement.placement import Writes
-from stoker_worker.queue.tried import tried_in
 
 _UNREADABLE = "<unreadable>"
 _OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -100,7 +98,8 @@ class JsonJob(Job):
     raw_repeats_left: bytes = b""
     packs_result: bool = False
     """Whether its producer wants a compressed result."""
-    tried: tuple[Attempt, ...] = ()  # what the models before made of it
+    tried: str = ""
+    """Its `FIELD_TRIED`."""
     batch: str = ""
     """The batch with which it may be canceled; empty for none."""
     was_saving: bool = False
@@ -139,7 +138,7 @@ class JsonJob(Job):
         self.was_saving = saving == (self.raw_created_at or "-")
         if not self.was_saving:
             self.batch = raw_data.get(FIELD_BATCH.encode(), b"").decode(errors="replace")
-        self.tried = tried_in(raw_data.get(FIELD_TRIED.encode()), self.raw_created_at)
+        self.tried = raw_data.get(FIELD_TRIED.encode(), b"").decode(errors="replace")
 
     def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
         """The fields RQ writes back, without the payload, which may have megabytes and is never changed."""

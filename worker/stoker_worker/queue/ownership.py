@@ -26,7 +26,7 @@ from stoker_worker.queue.json_job import DELIVERY, OF_THE_RUN, JobRun, JsonJob, 
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 
-End = Literal["finished", "failed", "stopped", "escalated"]
+End = Literal["finished", "failed", "stopped"]
 
 
 @dataclass
@@ -37,8 +37,7 @@ class EndedNote:
     left to do.
 
     Attributes:
-        end: how this run of the job ended: a failure that is retried is ``failed`` too, and a job that went on to the
-            queue of another model is ``escalated``.
+        end: how this run of the job ended: a failure that is retried is ``failed`` too.
         dependents: ids of jobs that may wait for this end.
         rate_limit: key of the rate limit under which the job held a place, or empty.
         member: in whose name the job ran.

@@ -16,10 +16,10 @@ from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.callbacks import Callbacks
+from stoker_worker.queue.cascade import Cascade
 from stoker_worker.queue.claim_order import ClaimOrder
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
 from stoker_worker.queue.claimer import Claimer
-from stoker_worker.queue.escalation import Escalation
 from stoker_worker.queue.follow_up import FollowUp
 from stoker_worker.queue.hang_up import hang_up, shorten
 from stoker_worker.queue.housekeeping import Housekeeping
@@ -74,9 +74,8 @@ class RqQueue(QueuePort):
         self._streams = JobStreams(connection)
         job_finish, stops = self._job_finish, registration.stop_requests
         own, streams, progress = self._ownership, self._streams, self._progress
-        onward = Escalation(connection, registration, own, follow_up)
         self._parts = parts = QueueParts(
-            own, job_finish, onward, self._requeue, streams, progress, callbacks, stops, in_flight
+            own, job_finish, Cascade(connection, own), self._requeue, streams, progress, callbacks, stops, in_flight
         )
         self._job_start = JobStart(connection, registration, lease, parts)
         to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
