@@ -1,4 +1,4 @@
-"""Does a small model learn a teacher's answers from `stoker batch export-training`, and serve them? Prints JSON.
+"""Does a small model learn a teacher's answers from a batch's training set, and serve them? Prints JSON.
 
 Customers' messages are sorted: which team has to answer, and is it urgent? The teacher is a program with rules, because
 no second model is at hand: the form and the choice of its answers are what is to be learned, and whether an answer is
@@ -30,6 +30,7 @@ from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "training_set.py"
 ASKED = 'As JSON: "team" (billing, delivery, repairs or returns) and "urgent" (true or false).'
 TROUBLES = {
     "billing": ("I paid twice for the {thing}", "the invoice for the {thing} has the wrong address",
@@ -138,8 +139,7 @@ def main() -> None:
         folder = Path(name)
         write_batch(folder, messages(options.messages))
         files = [str(folder / each) for each in ("in.jsonl", "out.jsonl")]
-        export = ("batch", "export-training", *files, "--to", str(folder / "training"), "--held-out", "0.2")
-        ran(COMMAND.format(module="stoker.cli"), *export)
+        ran(EXAMPLE.read_text(), *files, str(folder / "training"), "--held-out", "0.2")
         [data] = (folder / "training").iterdir()  # all messages are of one class
         parts = {path.stem: [json.loads(raw)["messages"] for raw in path.open()] for path in data.iterdir()}
         note(f"training on {len(parts['train'])} messages")

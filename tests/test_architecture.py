@@ -31,7 +31,6 @@ COMMANDS = (
         "stoker.batch.state_commands.",
         "stoker.batch.planning.",
         "stoker.batch.progress.",
-        "stoker.batch.training_command.",
         "stoker_shared.help_layout.",
     ),
     *("stoker.serve.command.", "stoker_worker.cli."),

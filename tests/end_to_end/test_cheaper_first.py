@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from tests.producer.batch.taught_lines import training_set
 from tests.worker_process import fork_server
 
 from stoker import InvalidRequest, NobodyServes, Producer, first_accepted, routing
@@ -234,22 +235,7 @@ def test_the_answers_of_the_large_model_become_a_training_set(workers, redis_url
         return {**line(number, ""), "url": "/v1/chat/completions", "body": body}
 
     run_batch(redis_url, tmp_path, [chat(n) for n in range(6)], "--min-trust", "0")
-    files = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
-    with pytest.raises(SystemExit) as left:
-        main(
-            [
-                "batch",
-                "export-training",
-                *files,
-                "--to",
-                str(tmp_path / "training"),
-                "--model",
-                "large",
-                "--held-out",
-                "0",
-            ]
-        )
-    assert left.value.code == 0
+    assert training_set(tmp_path, "--teacher", "large", "--held-out", "0")[0] == 0
     rows = {path.parent.name: path.read_text().splitlines() for path in (tmp_path / "training").glob("*/train.jsonl")}
     assert {task: len(found) for task, found in rows.items()} == {"short+latin": 1, "t": 2}
     assert all("if large" in row and '"yes"' in row for found in rows.values() for row in found)

@@ -1,4 +1,4 @@
-"""From a batch to an adapter that serves: what `export-training` writes, mlx-lm's trainer takes, on SmolLM2. And the
+"""From a batch to an adapter that serves: mlx-lm's trainer takes the training set of the example, on SmolLM2. And the
 model without the adapter beside the one with it, as two models that a job may ask."""
 
 import json
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.forked_worker import wait_for
-from tests.producer.batch.taught_lines import answered, asked, user, write
+from tests.producer.batch.taught_lines import answered, asked, training_set, user, write
 from tests.worker_process import running_worker
 
 from stoker import Producer
@@ -36,11 +36,10 @@ def training(tmp_path_factory):
     pairs = [(thing, city) for thing in THINGS for city in CITIES]
     lines = [asked(n, question(*pair)) for n, pair in enumerate(pairs, 1)]
     ends = [answered(n, ANSWER) for n, _ in enumerate(pairs, 1)]
-    files = [str(write(folder / "in.jsonl", lines)), str(write(folder / "out.jsonl", ends))]
-    with pytest.raises(SystemExit) as left:
-        main(["batch", "export-training", *files, "--to", str(folder / "training"), "--held-out", "0.3"])
-    assert left.value.code == 0
-    return folder / "training" / "short+latin"
+    write(folder / "in.jsonl", lines)
+    write(folder / "out.jsonl", ends)
+    assert training_set(folder, "--held-out", "0.3")[0] == 0
+    return folder / "training" / "all"
 
 
 @pytest.fixture(scope="module")

@@ -2,5 +2,4 @@
 
 The path of a line: input_file.py -> lines.py and fields.py (its request) -> sent_lines.py (into Redis, once) -> a
 worker -> collecting.py and ends.py (its end) -> answers.py -> output_file.py -> sent_lines.py (out of Redis).
-From the two files of a batch, training_export.py makes a training set.
 """

@@ -23,7 +23,6 @@ from stoker.batch.progress import Progress
 from stoker.batch.record import BatchGone, BatchRecord, find_record, forget, read_record, register
 from stoker.batch.sent_lines import n_bad
 from stoker.batch.state_commands import cancel, ls, status
-from stoker.batch.training_command import export_training
 from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import open_connection
@@ -49,7 +48,6 @@ _in_order = _files("--in-order", is_flag=True, help="Write answers in the order 
     sections={
         "Wait for the answers": ("run",),
         "Fetch them later": ("submit", "status", "fetch", "cancel", "ls"),
-        "Learn from them": ("export-training",),
     },
     context_settings=SETTINGS,
     epilog=examples(
@@ -62,7 +60,7 @@ def batch() -> None:
     """Run files of OpenAI Batch lines."""
 
 
-for _command in (status, cancel, ls, export_training):
+for _command in (status, cancel, ls):
     batch.add_command(_command)
 
 

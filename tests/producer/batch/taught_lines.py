@@ -1,17 +1,21 @@
-"""Input and output lines of a batch of chats, as `stoker batch` writes them."""
+"""Input and output lines of a batch of chats as `stoker batch` writes them, and the example that makes a training set
+of both."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 from tests.producer.played_worker import result_fields
 
 from stoker.batch import answers
-from stoker.batch.lines import BadLine, Line, read_line
+from stoker.batch.lines import BadLine
 from stoker.batch.naming import answer_id_for, job_id_for
 from stoker.openai.fields import CHAT_URL
-from stoker.openai.rule import BodyOptions
 from stoker_shared.result import GenerationResult
 
 BATCH = "night-0123456789abcdef"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "training_set.py"
 
 
 def user(text):
@@ -22,10 +26,6 @@ def asked(number, *messages, url=CHAT_URL, **body):
     """The input line of this number; a message may be its text."""
     given = {"model": "m", "messages": [user(x) if isinstance(x, str) else x for x in messages], **body}
     return {"custom_id": f"c{number}", "method": "POST", "url": url, "body": given}
-
-
-def read(line, number=1) -> Line:
-    return read_line(number, json.dumps(line).encode(), BodyOptions())
 
 
 def answered(number, text="Yes.", *, model="large", task=None, accepted=None, url=CHAT_URL, **fields):
@@ -48,3 +48,10 @@ def failed(number):
 def write(path, lines):
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
+
+
+def training_set(folder, *options, to="training"):
+    """Runs the example on the folder's `in.jsonl` and `out.jsonl`; returns its exit code, stdout and stderr."""
+    command = [sys.executable, "-I", str(EXAMPLE), "in.jsonl", "out.jsonl", to, *options]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
