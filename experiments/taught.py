@@ -24,8 +24,8 @@ from smollm2 import smollm2
 from worker_process import WorkerProcess
 
 from stoker import Producer
-from stoker.batch import answers
-from stoker.batch.naming import answer_id_for, job_id_for
+from stoker.batch.input_file import answer_id_for, job_id_for
+from stoker.batch.output_file import line_bytes, success_line
 from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
 from stoker_worker.embedded_redis.server import EmbeddedServer
@@ -77,7 +77,7 @@ def write_batch(folder: Path, pairs: list[tuple[str, str]]) -> None:
                 "usage": {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0},
                 "timing": dict.fromkeys(("queued_s", "prefill_s", "first_token_s", "decode_s", "total_s"), 0.0),
             })  # fmt: skip
-            ends.write(answers.to_bytes(answers.success(answer_id_for(job_id), name, CHAT_URL, 0, result)))
+            ends.write(line_bytes(success_line(answer_id_for(job_id), name, CHAT_URL, 0, result)))
 
 
 def ran(program: str, *options: str) -> str:

@@ -28,7 +28,6 @@ COMMANDS = (
     *(
         "stoker.dashboard.command.",
         "stoker.batch.cli.",
-        "stoker.batch.state_commands.",
         "stoker.batch.planning.",
         "stoker.batch.progress.",
         "stoker_shared.help_layout.",

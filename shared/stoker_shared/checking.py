@@ -1,10 +1,19 @@
-"""Whether an answer passes its job's check. Pure; the worker's loader and finisher threads, and producers."""
+"""Evaluates a job's check of its answer. Pure; the worker's loader and finisher threads, and producers.
 
-from typing import Final
+A JSON Schema is somebody else's program. Reading it and applying it to one answer take a bounded time, patterns take
+time in proportion to the text, and a `$ref` finds only what is in the schema or in jsonschema's own package. So no part
+of a schema may choose its dialect, as `$schema` does: jsonschema's classes have no such bounds.
+"""
 
-from stoker_shared import answer_schema
-from stoker_shared.check import Check
-from stoker_shared.pattern import is_found
+import json
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any, Final, NamedTuple
+
+from stoker_shared.check import Check, NoPattern, is_found, require_pattern
+from stoker_shared.errors import InvalidRequest
 from stoker_shared.result import Choice
 
 _MOST_CHARACTERS: Final = 200
@@ -20,10 +29,11 @@ def rejection(check: Check, answer: Choice) -> str | None:
 def make_ready(check: Check) -> None:
     """
     Raises:
-        InvalidRequest: its schema cannot be used.
+        InvalidRequest: its schema is none, has a pattern or a reference that cannot be used, or takes too long to read;
+            or the package that reads schemas is missing.
     """
     if check.json_schema is not None:
-        answer_schema.make_ready(check.json_schema)
+        _validator(_as_text(check.json_schema))
 
 
 def _first_fault(check: Check, answer: Choice) -> str | None:
@@ -41,5 +51,160 @@ def _first_fault(check: Check, answer: Choice) -> str | None:
         mean = sum(token.logprob for token in tokens) / len(tokens) if tokens else float("-inf")
         if mean < check.min_mean_logprob:
             return f"min_mean_logprob: {mean:.3f}"
-    fault = answer_schema.schema_fault(check.json_schema, text) if check.json_schema is not None else None
+    fault = _schema_fault(check.json_schema, text) if check.json_schema is not None else None
     return None if fault is None else f"json_schema: {fault}"
+
+
+_MOST_S: Final = 3.0
+"""Seconds of processor time, for reading a schema and for applying it to one answer."""
+
+_time = threading.local()
+
+
+class _TooMuch(Exception):
+    """The work on a schema is over its bound."""
+
+
+def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
+    """What is wrong with an answer, with the keyword and the place; ``None`` if it is valid.
+
+    Raises:
+        InvalidRequest: as `make_ready`.
+    """
+    validator = _validator(_as_text(schema))
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return "the answer is not JSON"
+    try:
+        error = _first_error(validator, value)
+    except Exception as raised:  # whatever a schema does, it does to one answer
+        return f"the schema cannot be applied ({type(raised).__name__.lstrip('_')})"
+    return None if error is None else f"{error.validator!r} at {error.json_path}"
+
+
+class _Dialect(NamedTuple):
+    """`of_answers`: a class of validators. `of_schemas`: the validator that says what is a schema."""
+
+    of_answers: Any
+    of_schemas: Any
+
+
+@cache
+def _dialect() -> _Dialect:
+    try:
+        from jsonschema import Draft202012Validator, FormatChecker
+        from jsonschema.validators import extend
+    except ImportError:
+        raise InvalidRequest("check.json_schema: the package jsonschema is not installed here") from None
+    ours = extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+    descend = ours.descend
+
+    def descend_in_time(self: Any, *args: Any, **options: Any) -> Any:
+        _look_at_the_clock()
+        return descend(self, *args, **options)
+
+    def evolve(self: Any, **changes: Any) -> Any:
+        _look_at_the_clock()
+        return ours(
+            changes.get("schema", self.schema),
+            format_checker=self.format_checker,
+            registry=self._registry,
+            _resolver=changes.get("_resolver", self._resolver),
+        )
+
+    ours.descend, ours.evolve = descend_in_time, evolve
+    formats = FormatChecker(formats=())
+    formats.checks("regex", raises=NoPattern)(_is_pattern)
+    return _Dialect(ours, ours(Draft202012Validator.META_SCHEMA, format_checker=formats))
+
+
+def _look_at_the_clock() -> None:
+    if time.thread_time() > _time.until:
+        raise _TooMuch
+
+
+def _first_error(validator: Any, value: Any) -> Any:
+    _time.until = time.thread_time() + _MOST_S
+    return next(validator.iter_errors(value), None)
+
+
+@lru_cache(maxsize=8)  # each may take 30 MB
+def _validator(schema_text: str) -> Any:
+    dialect, schema = _dialect(), json.loads(schema_text)
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        _require_supported(schema)
+        if (error := _first_error(dialect.of_schemas, schema)) is not None:
+            raise InvalidRequest(f"check.json_schema: at {error.json_path}: {error.message[:_MOST_CHARACTERS]}")
+        validator = dialect.of_answers(schema, registry=Registry())
+        _require_references(DRAFT202012.create_resource(schema), validator._resolver)
+    except RecursionError:
+        raise InvalidRequest("check.json_schema: it is nested too deeply") from None
+    except _TooMuch:
+        raise InvalidRequest("check.json_schema: it is too large") from None
+    return validator
+
+
+def _require_supported(schema: Any) -> None:
+    """
+    Raises:
+        InvalidRequest: it has `patternProperties`, which jsonschema looks up with Python's `re` in several places.
+    """
+    if isinstance(schema, dict) and isinstance(schema.get("patternProperties"), dict):
+        raise InvalidRequest("check.json_schema: 'patternProperties' is not supported; see 'propertyNames'")
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _require_supported(part)
+
+
+def _require_references(schema: Any, resolver: Any) -> None:
+    from referencing.exceptions import Unresolvable
+
+    _look_at_the_clock()
+    if isinstance(schema.contents, dict) and (ref := schema.contents.get("$ref")) is not None:
+        try:
+            resolver.lookup(ref)
+        except Unresolvable:
+            raise InvalidRequest(f"check.json_schema: the schema does not have what $ref {ref!r} names") from None
+    for part in schema.subresources():
+        _require_references(part, resolver.in_subresource(part))
+
+
+def _pattern(validator: Any, regex: str, instance: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError as Fault
+
+    if validator.is_type(instance, "string") and not is_found(regex, instance):
+        yield Fault("pattern")
+
+
+def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
+    """jsonschema compares each item with each other one."""
+    from jsonschema import ValidationError as Fault
+
+    if wanted and validator.is_type(instance, "array") and len(set(map(_key, instance))) < len(instance):
+        yield Fault("uniqueItems")
+
+
+def _key(value: Any) -> Any:
+    """The same for JSON values that are equal, and only for these."""
+    if isinstance(value, list):
+        return "array", tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(item)) for name, item in value.items())
+    return isinstance(value, bool), value  # for Python, 1 and true are equal
+
+
+def _is_pattern(regex: object) -> bool:
+    if isinstance(regex, str):
+        require_pattern(regex)
+    return True
+
+
+def _as_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, sort_keys=True)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -9,8 +9,7 @@ from tests.producer.batch.taught_lines import training_set
 from tests.worker_process import fork_server
 
 from stoker import InvalidRequest, NobodyServes, Producer, first_accepted, routing
-from stoker.batch.feeding import Feeder
-from stoker.batch.model_choice import ModelChoice
+from stoker.batch.feeding import Feeder, ModelChoice
 from stoker.cli import main
 from stoker_shared.trust import Counts
 from stoker_shared.wire import TRUST_KEY

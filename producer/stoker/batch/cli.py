@@ -1,6 +1,6 @@
-"""`stoker batch run`, `submit` and `fetch`: from an input file to an output file. Only command-line texts.
+"""The commands of `stoker batch`. Owns only their texts, options and exit codes.
 
-Exit codes of `run` and `fetch`: 0 every line succeeded, 3 all are answered and some failed, 4 (`fetch`) some are not
+`run` and `fetch` exit with 0 every line succeeded, 3 all are answered and some failed, 4 (`fetch`) some are not
 answered yet, 1 the command could not go on (run it again later), 2 the command is wrong, 130 interrupted.
 docs/batches.md explains each line and field.
 """
@@ -8,6 +8,7 @@ docs/batches.md explains each line and field.
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +21,24 @@ from stoker.batch.input_file import InputChanged, InputFile
 from stoker.batch.output_file import OutputFile
 from stoker.batch.planning import plan, plan_options
 from stoker.batch.progress import Progress
-from stoker.batch.record import BatchGone, BatchRecord, find_record, forget, read_record, register
-from stoker.batch.sent_lines import n_bad
-from stoker.batch.state_commands import cancel, ls, status
+from stoker.batch.record import (
+    BatchGone,
+    BatchRecord,
+    BatchStatus,
+    BatchUnreadable,
+    all_batches,
+    cancel_batch,
+    find_record,
+    forget,
+    is_held,
+    n_bad,
+    read_record,
+    register,
+    status_of,
+)
 from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
-from stoker.connection import open_connection
+from stoker.connection import WrongKeyType, open_connection
 from stoker.operations import run as carry_out
 from stoker.presence import first_unattended
 from stoker_shared.errors import StokerError
@@ -58,10 +71,6 @@ _in_order = _files("--in-order", is_flag=True, help="Write answers in the order 
 )
 def batch() -> None:
     """Run files of OpenAI Batch lines."""
-
-
-for _command in (status, cancel, ls):
-    batch.add_command(_command)
 
 
 @batch.command(
@@ -208,3 +217,76 @@ def _finish(context: click.Context, as_json: bool, record: BatchRecord, output: 
             click.echo(printable(output.attempts.text(), lines=True), err=True)
         click.echo(printable(text), err=True)
     context.exit(NOT_ALL if left else SOME_FAILED if n_failed else 0)
+
+
+@batch.command(epilog=examples("stoker batch status BATCH", "stoker batch status BATCH --json | jq .state"))
+@click.argument("name", metavar="BATCH")
+@json_option
+@redis_option
+@click.pass_obj
+def status(url: str, name: str, as_json: bool) -> None:
+    """Count the lines of a batch: waiting, running, done, failed."""
+    with or_usage_error(lambda: open_connection(url)) as connection:
+        record = or_usage_error(lambda: carry_out(connection, find_record(name)))
+        now = carry_out(connection, status_of(record))
+        warning = carry_out(connection, first_unattended(record.queues)) if now.waiting else None
+    line = _as_line(record, now) + (f"; {warning}" if warning else "")
+    show(as_json, {**_as_object(record, now), "warning": warning}, line)
+
+
+@batch.command(epilog=examples("stoker batch cancel BATCH", "stoker batch cancel BATCH --forget"))
+@click.argument("name", metavar="BATCH")
+@_job("--forget", "and_forget", is_flag=True, help="Also remove the batch and its answers from Redis.")
+@json_option
+@redis_option
+@click.pass_obj
+def cancel(url: str, name: str, and_forget: bool, as_json: bool) -> None:
+    """Cancel the lines that have not ended; `fetch` still gets the others."""
+    with or_usage_error(lambda: open_connection(url)) as connection:
+        record = or_usage_error(lambda: carry_out(connection, find_record(name)))
+        if and_forget and carry_out(connection, is_held(record.batch)):
+            raise StokerError(f"a process is fetching the answers of {record.batch}; end it first, or omit --forget")
+        try:
+            n_canceled = carry_out(connection, cancel_batch(record, remove=and_forget))
+        except KeyboardInterrupt:
+            raise StokerError(
+                f"interrupted, but {record.batch} is canceled: its waiting lines will not run; repeat the command to "
+                "stop those that run"
+            ) from None
+    line = f"{n_canceled:,} {'line' if n_canceled == 1 else 'lines'} canceled"
+    line += f", and {record.batch} forgotten" if and_forget else ""
+    show(as_json, {"batch": record.batch, "canceled": n_canceled}, line)
+
+
+@batch.command(epilog=examples("stoker batch ls"))
+@json_option
+@redis_option
+@click.pass_obj
+def ls(url: str, as_json: bool) -> None:
+    """List the batches that are in Redis."""
+    with or_usage_error(lambda: open_connection(url)) as connection:
+        found = []
+        for name in carry_out(connection, all_batches()):
+            try:
+                if (record := carry_out(connection, read_record(name))) is not None:
+                    found.append((record, carry_out(connection, status_of(record))))
+            except (BatchUnreadable, WrongKeyType):
+                click.echo(printable(str(BatchUnreadable(name))), err=True)
+    lines = "\n".join(printable(f"{record.batch}  {_as_line(record, now)}") for record, now in found)
+    show(as_json, {"batches": [_as_object(record, now) for record, now in found]}, lines or "no batches")
+
+
+def _as_object(record: BatchRecord, now: BatchStatus) -> dict[str, Any]:
+    known = {"batch": record.batch, "source": record.source, "queue": record.queue, "lines": record.n_requests}
+    return {**known, "state": _state_of(record, now), **asdict(now)}
+
+
+def _as_line(record: BatchRecord, now: BatchStatus) -> str:
+    counts = ((now.not_sent, "not sent"), (now.waiting, "waiting"), (now.running, "running"))
+    parts = [f"{count:,} {name}" for count, name in counts if count]
+    parts += [f"{now.done:,} done", f"{now.failed:,} failed"]
+    return f"{_state_of(record, now)}: {', '.join(parts)} ({record.source}, {record.n_requests:,} lines)"
+
+
+def _state_of(record: BatchRecord, now: BatchStatus) -> str:
+    return "canceled" if record.canceled else now.state

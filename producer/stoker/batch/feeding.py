@@ -1,23 +1,62 @@
-"""Sends the lines of an input file, in order and once. Owns how many are sent at a time, and when none may be sent."""
+"""Sends the lines of an input file, in order and once. Owns how many are sent at a time, when none may be sent, and the
+models that a line may ask."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from redis import Redis
 
-from stoker.batch import answers
-from stoker.batch.input_file import InputFile
-from stoker.batch.lines import BadLine, Line, refused_request
-from stoker.batch.model_choice import ModelChoice
-from stoker.batch.naming import answer_id_for, job_id_for
-from stoker.batch.record import BatchRecord
-from stoker.batch.sent_lines import send
+from stoker.batch.input_file import BadLine, InputFile, Line, answer_id_for, job_id_for, refused_request
+from stoker.batch.output_file import not_run_line
+from stoker.batch.record import BatchRecord, send
 from stoker.new_job import JobOptions, NewJob
-from stoker.openai.rule import BodyOptions
+from stoker.openai.fields import BodyOptions
 from stoker.operations import Operation, ask, run
+from stoker.presence import live_workers
+from stoker.routing import Models, Routing
 from stoker.submitting import queue_of
 from stoker_shared.errors import RequestError
+from stoker_shared.request import GenerationRequest, build_request
+
+_LEAST_WINDOW: Final = 100
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """`models`, `min_trust`: as for `Routing.routed`."""
+
+    routing: Routing
+    models: Models
+    check: Mapping[str, Any]
+    min_trust: float | None
+
+    def routed(self, request: GenerationRequest) -> Operation[GenerationRequest]:
+        """A line's request with the check and its route.
+
+        Raises:
+            NobodyServes: no live worker serves one of the models.
+            InvalidRequest: this line cannot have the check or a route.
+        """
+        checked = build_request({**request.as_payload(), "check": self.check})
+        return (yield from self.routing.routed(checked, self.models, self.min_trust))
+
+    def window(self, queues: Sequence[str]) -> Operation[int]:
+        """Lines to have in Redis at a time. No more than keep the workers busy: a line begins with the model that was
+        trusted when it was sent."""
+        workers = yield from live_workers()
+        places = sum(worker.max_batch or 0 for worker in workers if not set(queues).isdisjoint(worker.queues))
+        return max(_LEAST_WINDOW, 2 * places)
+
+    def queues(self) -> Operation[list[str]]:
+        """The queues in which the lines may be, the cheapest model's first.
+
+        Raises:
+            NobodyServes: no live worker serves one of the models.
+        """
+        steps = yield from self.routing.steps(self.models)
+        return list(dict.fromkeys(step.queue for step in steps))
+
 
 CHUNK_LINES: Final = 250
 _WINDOW: Final = 1000
@@ -69,7 +108,7 @@ class Feeder:
                         n_bytes += job.size_bytes
                     except BadLine as error:
                         job_id = job_id_for(record.batch, number, error.custom_id)
-                        bad[number] = answers.not_run(answer_id_for(job_id), error)
+                        bad[number] = not_run_line(answer_id_for(job_id), error)
             number += 1
         if number == record.next_line:
             return False

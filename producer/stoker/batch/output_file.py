@@ -3,6 +3,10 @@
 Answers are appended in groups, each followed by one `fsync`; only then may they leave Redis. A crash can leave an
 incomplete last line, which the next start cuts off. The file is locked while a process writes to it. A file with any
 other content is not changed.
+
+The lines are in OpenAI's form. As there, `error` describes a line that has no HTTP response: it could not be run, was
+canceled, or has expired. A job that its worker failed has a `response`, with the status that an API would return and an
+error object as its body.
 """
 
 import fcntl
@@ -11,15 +15,58 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from stoker.batch.answers import is_success, to_bytes
-from stoker.batch.attempts import Attempts
-from stoker.batch.input_file import LineSet
-from stoker.batch.naming import answer_id_for, line_of_answer
+from stoker.batch.input_file import BadLine, LineSet, answer_id_for, line_of_answer
+from stoker.openai.answers import answer_body, of_worker
+from stoker.tables import Table
 from stoker_shared.durable_file import sync
 from stoker_shared.errors import StokerError
+from stoker_shared.result import Attempt, GenerationResult
+
+
+def success_line(line_id: str, custom_id: str, url: str, created_s: int, result: GenerationResult) -> dict[str, Any]:
+    """The line of a job that finished.
+
+    Args:
+        line_id: the line's `id`, as `answer_id_for`.
+        created_s: when the answer was made, in Unix seconds.
+    """
+    response = {"status_code": 200, "request_id": result.job_id, "body": answer_body(url, created_s, result)}
+    return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def failure_line(line_id: str, custom_id: str, job_id: str, reason: str, partial_text: str | None) -> dict[str, Any]:
+    """The line of a job that its worker failed.
+
+    Args:
+        reason: the worker's one line, ``ErrorName: message``.
+        partial_text: the text that a job generated before it timed out, else ``None``.
+    """
+    failed = of_worker(reason, partial_text)
+    response = {"status_code": failed.status, "request_id": job_id, "body": failed.body}
+    return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def not_run_line(line_id: str, bad: BadLine) -> dict[str, Any]:
+    """The line of an input line that could not be run."""
+    error = {"code": bad.code, "line": bad.number, "message": str(bad), "param": bad.param}
+    return {"id": line_id, "custom_id": bad.custom_id, "response": None, "error": error}
+
+
+def line_bytes(answer: Mapping[str, Any]) -> bytes:
+    """The answer as one line, with its line end."""
+    return (
+        json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+        + b"\n"
+    )
+
+
+def is_success(answer: Mapping[str, Any]) -> bool:
+    return answer["response"] is not None and answer["response"]["status_code"] == 200
+
 
 _MAX_KINDS: Final = 50
 _HINTS: Final[Mapping[str, str]] = {"model_not_found": "--any-model, or --model-alias THEIRS=OURS, runs such lines"}
@@ -123,7 +170,7 @@ class OutputFile:
             OSError: the disk is full or failed. The next start cuts off an incomplete line.
         """
         new = [(number, answer) for number, answer in answers if number not in self.written]
-        data = memoryview(b"".join(to_bytes(answer) for _, answer in new))
+        data = memoryview(b"".join(line_bytes(answer) for _, answer in new))
         if not new:
             return
         while data:
@@ -198,3 +245,80 @@ class OutputFile:
         written = last[: len(begin)].rstrip(b"\0")  # a power failure leaves zeros where blocks were not written
         if not begin.startswith(written):
             raise OutputRefused(f"{self._path} has content other than answers; it was not changed")
+
+
+@dataclass
+class ModelPart:
+    """Sums over one model's attempts. `seconds`: prefill and decode."""
+
+    asked: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, attempt: Attempt) -> None:
+        self.asked += 1
+        self.accepted += attempt.accepted
+        self.tokens += attempt.prompt_tokens + attempt.completion_tokens
+        self.seconds += attempt.seconds
+
+
+@dataclass
+class Attempts:
+    """
+    Attributes:
+        models: by name; empty for a batch without checks.
+        n_lines: lines that were checked.
+        n_accepted: those whose answer passed.
+    """
+
+    models: dict[str, ModelPart] = field(default_factory=dict)
+    n_lines: int = 0
+    n_accepted: int = 0
+
+    def note(self, answer: Mapping[str, Any]) -> None:
+        """Add one line of the output file."""
+        found = ((answer["response"] or {}).get("body") or {}).get("attempts")
+        if not found:
+            return
+        attempts = [Attempt.model_validate(attempt) for attempt in found]
+        self.n_lines += 1
+        self.n_accepted += attempts[-1].accepted
+        for attempt in attempts:
+            self.models.setdefault(attempt.model, ModelPart()).add(attempt)
+
+    @property
+    def largest(self) -> str | None:
+        """The model whose tokens take the longest."""
+        known = {name: part.seconds / part.tokens for name, part in self.models.items() if part.tokens}
+        return max(known, key=lambda name: known[name]) if known else None
+
+    def alone(self, model: str) -> tuple[float, float]:
+        """Tokens and seconds that this model alone would have needed, by its mean attempt here."""
+        part = self.models[model]
+        return part.tokens / part.asked * self.n_lines, part.seconds / part.asked * self.n_lines
+
+    def as_json(self) -> dict[str, Any]:
+        alone: dict[str, Any] | None = None
+        if (largest := self.largest) is not None:
+            tokens, seconds = self.alone(largest)
+            alone = {"model": largest, "tokens": round(tokens), "seconds": round(seconds, 3)}
+        return {
+            "models": {name: asdict(part) for name, part in self.models.items()},
+            "checked": self.n_lines,
+            "accepted": self.n_accepted,
+            "largest_alone": alone,
+        }
+
+    def text(self) -> str:
+        rows = [
+            [name, f"{part.asked:,}", f"{part.accepted:,}", f"{part.tokens:,}", f"{part.seconds:,.1f}"]
+            for name, part in self.models.items()
+        ]
+        lines = [Table(["model", "asked", "accepted", "tokens", "seconds"], rows, range(1, 5)).text()]
+        lines.append(f"{self.n_accepted:,} of {self.n_lines:,} answers passed the check")
+        tokens, seconds = (sum(getattr(part, name) for part in self.models.values()) for name in ("tokens", "seconds"))
+        if (largest := self.largest) is not None and all(alone := self.alone(largest)):
+            share = f"{100 * seconds / alone[1]:.0f} % of the seconds and {100 * tokens / alone[0]:.0f} % of the tokens"
+            lines.append(f"{share} that {largest} alone would have needed, by its mean attempt here")
+        return "\n".join(lines)

@@ -10,14 +10,12 @@ import click
 from click.decorators import FC
 from redis import Redis
 
-from stoker.batch.feeding import Feeder
-from stoker.batch.input_file import InputFile
-from stoker.batch.model_choice import ModelChoice
-from stoker.batch.naming import MAX_NAME_CHARACTERS, batch_for, fingerprint_of, is_batch_name
+from stoker.batch.feeding import Feeder, ModelChoice
+from stoker.batch.input_file import MAX_NAME_CHARACTERS, InputFile, batch_for, fingerprint_of, is_batch_name
 from stoker.batch.record import BatchRecord, read_record
 from stoker.command_parts import or_usage_error
 from stoker.new_job import JobOptions, checked_queue_name
-from stoker.openai.rule import BodyOptions
+from stoker.openai.fields import BodyOptions
 from stoker.operations import run
 from stoker.routing import Routing
 from stoker.submit_command import read_check

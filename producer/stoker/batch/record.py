@@ -1,24 +1,38 @@
-"""A batch's record in Redis, and the hold on it. Operations only; no files, and none of the batch's lines.
+"""A batch in Redis: its record, the hold on it, and its lines. Operations only; no files.
 
 ``stoker:batch:BATCH`` (hash) is the record. Its `next_line` is the first line that was not sent yet; the transaction
-that enqueues lines moves it on (sent_lines.py), so that no line is sent twice, even by several processes and with lost
+that enqueues lines moves it on, so that no line is sent twice, even by several processes and with lost
 replies. ``stoker:batch::all`` (sorted set) names the batches. All keys of a batch expire: a job waits for at most
 `keep_s`, its result is kept for `keep_s`, and the record outlives both.
 
 ``stoker:batch:BATCH:holder`` names the output file: only one process at a time takes answers out, else two files would
 get half of them each. It expires. A process that is started again after a crash writes to the same file, whose lock it
 has, so it need not wait.
+
+``stoker:batch:BATCH:lines`` (sorted set, by line number) has every line that was sent and not taken out again. Such a
+line is either a job or a bad line, whose answer is ready (``stoker:batch:BATCH:bad``, hash).
 """
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from redis.exceptions import OutOfMemoryError
+from rq.job import Job, JobStatus
+from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
+from rq.results import Result
 
+from stoker.batch.input_file import Line, job_id_for
+from stoker.canceling import cancel_job
+from stoker.job_record import ENDED, registry_key
+from stoker.new_job import NewJob, make_queue_known, push
+from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker.operations import Command, Commands, Operation, Watched, ask, undisturbed
-from stoker_shared.errors import StokerError
-from stoker_shared.wire import BATCH_KEY
+from stoker_shared.errors import JobNotFound, StokerError
+from stoker_shared.wire import BATCH_KEY, FIELD_BATCH, FIELD_PACKED, PACKED_WITH_ZLIB
 
 INDEX_KEY: Final = "stoker:batch::all"
 _OUTLIVES_S: Final = 86_400
@@ -231,3 +245,254 @@ def is_held(batch: str) -> Operation[bool]:
 
 def _holder_key(batch: str) -> str:
     return f"stoker:batch:{batch}:holder"
+
+
+_MARKS: Final = {CHAT_URL: "chat", TEXT_URL: "text"}
+_URLS: Final = {mark: url for url, mark in _MARKS.items()}
+_BAD: Final = "bad"
+_REGISTRIES: Final = (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry)
+
+
+@dataclass(frozen=True)
+class SentLine:
+    """A line that is in Redis.
+
+    Attributes:
+        custom_id: ``None`` for a bad line.
+    """
+
+    number: int
+    member: str
+    url: str
+    custom_id: str | None
+
+    def job_id(self, batch: str) -> str:
+        return job_id_for(batch, self.number, self.custom_id)
+
+
+def n_in_redis(batch: str) -> Operation[int]:
+    return int((yield from ask("ZCARD", lines_key(batch))))
+
+
+def n_bad(batch: str) -> Operation[int]:
+    """Lines that cannot be run and whose answers are in Redis."""
+    return int((yield from ask("HLEN", bad_key(batch))))
+
+
+def send(
+    record: BatchRecord, jobs: Sequence[tuple[Line, NewJob]], bad: Mapping[int, Mapping[str, Any]], *, upto: int, n: int
+) -> Operation[bool]:
+    """Enqueue the lines from `next_line` to before `upto`, all or none.
+
+    Args:
+        bad: the answers to lines that cannot be run, by line number.
+        n: how many requests are among these lines.
+
+    Returns:
+        ``False`` if another process has sent them meanwhile, or has canceled the batch.
+    """
+    batch, key = record.batch, record_key(record.batch)
+
+    def write(replies: list[Any]) -> list[Command] | None:
+        next_line, canceled = replies[0]
+        if canceled is not None or next_line is None or int(next_line) != record.next_line:
+            return None
+        commands: list[Command] = [("HSET", key, "next_line", upto), ("HINCRBY", key, "n_sent", n)]
+        members: list[Any] = []
+        for queue in dict.fromkeys(job.queue for _, job in jobs):
+            commands.append(make_queue_known(queue))
+            commands += push(queue, [job for _, job in jobs if job.queue == queue], at_front=False)
+        for line, job in jobs:
+            fields = (FIELD_PACKED, PACKED_WITH_ZLIB, FIELD_BATCH, batch)
+            commands += [*job.commands(deferred=False), ("HSET", job.key, *fields)]
+            members += [line.number, f"{_MARKS[line.url]}:{line.custom_id}"]
+        for number, answer in bad.items():
+            commands.append(("HSET", bad_key(batch), number, json.dumps(answer)))
+            members += [number, f"{_BAD}:{number}"]
+        if members:
+            commands.append(("ZADD", lines_key(batch), *members))
+        return [*commands, *kept(record)]
+
+    replies = yield from undisturbed(Watched([key], [("HMGET", key, "next_line", "canceled")], write))
+    return replies is not None
+
+
+def sent_lines(batch: str, after: int, count: int) -> Operation[list[SentLine]]:
+    """The next `count` lines in Redis after the line number `after`, sorted by number."""
+    found = yield from ask("ZRANGEBYSCORE", lines_key(batch), f"({after}", "(+inf", "WITHSCORES", "LIMIT", 0, count)
+    pairs = [(entry[0], entry[1]) for entry in found] if found and isinstance(found[0], list | tuple) else _pairs(found)
+    return [_sent_line(int(float(number)), member.decode(errors="replace")) for member, number in pairs]
+
+
+def bad_answers(batch: str, numbers: Sequence[int]) -> Operation[dict[int, dict[str, Any]]]:
+    if not numbers:
+        return {}
+    found = yield from ask("HMGET", bad_key(batch), *numbers)
+    return {number: json.loads(text) for number, text in zip(numbers, found, strict=True) if text is not None}
+
+
+def take_out(record: BatchRecord, lines: Mapping[SentLine, bool], output: str) -> Operation[bool]:
+    """Remove answered lines from Redis, with their jobs and results, and count them: all or nothing, each line once.
+
+    A server that is full refuses to count, and Redis 7.0 then refuses every transaction. So what takes up the room is
+    removed first, without a transaction. The lines stay until they are counted: an answer is never lost from the count.
+
+    Args:
+        lines: the lines, and whether each succeeded. Their answers are in the output file already.
+
+    Returns:
+        ``False`` if the server is full even so: the lines are still there, and have to be taken out again.
+    """
+    taken, keys = list(lines), [lines_key(record.batch), record_key(record.batch)]
+    answers = _answer_removals(record, taken)
+
+    def write(replies: list[Any]) -> list[Command]:
+        scores, is_there = replies
+        there = [line for line, score in zip(taken, scores, strict=True) if score is not None]
+        counts = _counts(record, output, len(there), sum(not lines[line] for line in there)) if is_there else []
+        return [*answers, *_entry_removals(record, taken), *counts]
+
+    reads = [("ZMSCORE", keys[0], *(line.member for line in taken)), ("EXISTS", keys[1])]
+    whole = Watched(keys, reads, write)
+    with suppress(OutOfMemoryError):
+        yield from undisturbed(whole)
+        return True
+    yield Commands(answers)
+    with suppress(OutOfMemoryError):
+        yield from undisturbed(whole)
+        return True
+    return False
+
+
+def _answer_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
+    """Each may be repeated, and needs no memory."""
+    commands: list[Command] = []
+    if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
+        commands.append(("DEL", *(key for job_id in jobs for key in (Job.key_for(job_id), Result.get_key(job_id)))))
+    if bad := [line.number for line in lines if line.custom_id is None]:
+        commands.append(("HDEL", bad_key(record.batch), *bad))
+    return commands
+
+
+def _entry_removals(record: BatchRecord, lines: Sequence[SentLine]) -> list[Command]:
+    commands: list[Command] = [("ZREM", lines_key(record.batch), *(line.member for line in lines))]
+    if jobs := [line.job_id(record.batch) for line in lines if line.custom_id is not None]:
+        for queue in record.queues:
+            commands += [("ZREM", registry_key(registry, queue), *jobs) for registry in _REGISTRIES]
+    return commands
+
+
+def _counts(record: BatchRecord, output: str, n_taken: int, n_failed: int) -> list[Command]:
+    key = record_key(record.batch)
+    added = (("n_taken", n_taken), ("n_failed", n_failed))
+    return [("HSET", key, "output", output), *(("HINCRBY", key, name, n) for name, n in added), *kept(record)]
+
+
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _sent_line(number: int, member: str) -> SentLine:
+    mark, _, custom_id = member.partition(":")
+    return SentLine(number, member, _URLS.get(mark, ""), custom_id if mark in _URLS else None)
+
+
+_PAGE: Final = 500
+
+
+def cancel_batch(record: BatchRecord, *, remove: bool) -> Operation[int]:
+    """Cancel the batch; returns how many jobs were canceled here. One write does it, because workers start no line of a
+    batch that is canceled. The rest stops the lines that run, and takes those that wait out of the queue at once.
+
+    Args:
+        remove: also remove the answers and the batch from Redis.
+    """
+    yield from mark_canceled(record)
+    after, n_canceled = 0, 0
+    while lines := (yield from sent_lines(record.batch, after, _PAGE)):
+        n_canceled += yield from _cancel(record.batch, lines)
+        if remove:
+            yield from take_out(record, dict.fromkeys(lines, False), "")
+        after = lines[-1].number
+    if remove:
+        yield from forget(record.batch)
+    return n_canceled
+
+
+def _cancel(batch: str, lines: list[SentLine]) -> Operation[int]:
+    jobs = [line.job_id(batch) for line in lines if line.custom_id is not None]
+    if not jobs:
+        return 0
+    states = yield Commands([("HGET", Job.key_for(job_id), "status") for job_id in jobs])
+    n_canceled = 0
+    for job_id, state in zip(jobs, states, strict=True):
+        if state is not None and state.decode(errors="replace") not in ENDED:
+            try:
+                n_canceled += yield from cancel_job(job_id)
+            except JobNotFound:  # it has just expired, or was deleted
+                continue
+    return n_canceled
+
+
+_FAILED: Final = frozenset({JobStatus.FAILED.value, JobStatus.STOPPED.value, JobStatus.CANCELED.value})
+
+
+@dataclass(frozen=True)
+class BatchStatus:
+    """The requests of a batch by state, each counted once.
+
+    Attributes:
+        not_sent: only in the input file so far.
+        waiting, running: in Redis, not ended.
+        done, failed: ended, whether they were taken out or not.
+        to_fetch: ended and still in Redis.
+    """
+
+    not_sent: int
+    waiting: int
+    running: int
+    done: int
+    failed: int
+    to_fetch: int
+
+    @property
+    def state(self) -> str:
+        if self.not_sent + self.waiting + self.running:
+            return "running" if self.running or self.done or self.failed else "waiting"
+        return "ended" if self.to_fetch else "fetched"
+
+
+def status_of(record: BatchRecord) -> Operation[BatchStatus]:
+    """Count the requests, with one command for each job in Redis."""
+    counts: Counter[str] = Counter()
+    after, n_there = 0, 0
+    while lines := (yield from sent_lines(record.batch, after, _PAGE)):
+        counts.update((yield from _states(record.batch, lines)))
+        after, n_there = lines[-1].number, n_there + len(lines)
+    failed, ended = counts["failed"], counts["failed"] + counts["done"]
+    n_gone = max(0, record.n_sent - n_there)  # lines that an earlier start found in its output file count as done
+    return BatchStatus(
+        not_sent=max(0, record.n_requests - record.n_sent),
+        waiting=counts["waiting"],
+        running=counts["running"],
+        done=max(0, n_gone - record.n_failed) + counts["done"],
+        failed=record.n_failed + failed,
+        to_fetch=ended,
+    )
+
+
+def _states(batch: str, lines: Sequence[SentLine]) -> Operation[list[str]]:
+    jobs = [line for line in lines if line.custom_id is not None]
+    found = []
+    if jobs:
+        found = yield Commands([("HGET", Job.key_for(line.job_id(batch)), "status") for line in jobs])
+    return ["failed"] * (len(lines) - len(jobs)) + [_state(status) for status in found]
+
+
+def _state(status: bytes | None) -> str:
+    text = (status or b"").decode(errors="replace")
+    if text == JobStatus.FINISHED.value:
+        return "done"
+    if text == JobStatus.STARTED.value:
+        return "running"
+    return "failed" if status is None or text in _FAILED else "waiting"

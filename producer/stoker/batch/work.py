@@ -11,14 +11,23 @@ from typing import Final
 
 from redis import Redis
 
-from stoker.batch.collecting import Collector
-from stoker.batch.ends import canceled
+from stoker.batch.collecting import Collector, canceled
 from stoker.batch.feeding import CHUNK_LINES, Feeder
-from stoker.batch.naming import job_id_for
+from stoker.batch.input_file import job_id_for
 from stoker.batch.output_file import OutputFile, OutputRefused
 from stoker.batch.progress import Progress
-from stoker.batch.record import HOLD_S, RENEW_S, BatchGone, BatchHeld, BatchRecord, hold, read_record, register, release
-from stoker.batch.sent_lines import n_in_redis
+from stoker.batch.record import (
+    HOLD_S,
+    RENEW_S,
+    BatchGone,
+    BatchHeld,
+    BatchRecord,
+    hold,
+    n_in_redis,
+    read_record,
+    register,
+    release,
+)
 from stoker.offers import NobodyServes
 from stoker.operations import run
 from stoker.presence import first_unattended

@@ -1,13 +1,30 @@
-"""Results as OpenAI's response bodies. Pure.
+"""Results and errors as OpenAI's response bodies, with their HTTP statuses. Pure.
 
 What OpenAI has no name for has vLLM's: `reasoning_content` in a message, `prompt_logprobs` in the body. `task` and
-`attempts` are stoker's own.
+`attempts` are stoker's own. The statuses make the `openai` package raise its own classes: 400 `BadRequestError`, 401
+`AuthenticationError`, 404 `NotFoundError`, 409 `ConflictError`, 429 `RateLimitError`, from 500 on
+`InternalServerError`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from stoker.openai.fields import TEXT_URL
+from stoker.openai.fields import TEXT_URL, FieldRefused
+from stoker_shared.errors import (
+    AgentTranscriptUnreadable,
+    DuplicateJob,
+    JobCanceled,
+    JobFailed,
+    RedisUnavailable,
+    RequestError,
+    RequestTooLarge,
+    ResultTimeout,
+    StokerError,
+    class_named,
+)
+from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Choice, GenerationResult, Logprobs, TokenLogprob
 
 ID_PREFIX: Final = {True: "cmpl", False: "chatcmpl"}
@@ -99,3 +116,104 @@ def _chat_choice(index: int, choice: Choice) -> dict[str, Any]:
 def _text_choice(index: int, choice: Choice) -> dict[str, Any]:
     logprobs = text_logprobs(choice.logprobs)
     return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+_SERVER_ERROR: Final = (500, "server_error", None)
+_FAILURES: Final[Mapping[str, tuple[int, str, str | None]]] = {
+    "ModelMismatch": (404, "invalid_request_error", "model_not_found"),
+    "ContextLimitExceeded": (400, "invalid_request_error", "context_length_exceeded"),
+    "AgentNotFound": (404, "invalid_request_error", "agent_not_found"),
+    "AgentVersionConflict": (409, "conflict_error", "agent_version_conflict"),
+    "GenerationTimedOut": (504, "timeout_error", "generation_timed_out"),
+}
+"""Status, type and code, by the name of the worker's error."""
+
+_REQUEST_ERRORS: Final = (RequestError, AgentTranscriptUnreadable)
+
+
+class Failure(Exception):
+    """An error as an HTTP response.
+
+    Attributes:
+        status: the HTTP status.
+        retryable: whether the same request may well succeed later.
+        retry_after_s: when to try again, if that is known.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retryable: bool = False,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+        self.error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+
+    def __reduce__(self) -> tuple[Callable[[], "Failure"], tuple[()], dict[str, Any]]:
+        """`stoker serve` reads large bodies in another process, whose failures come back."""
+        return partial(Failure, self.status, str(self)), (), vars(self)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": self.error}
+
+
+def of_worker(reason: str, partial_text: str | None) -> Failure:
+    """The failure of a job that its worker failed.
+
+    Args:
+        reason: the worker's one line, ``ErrorName: message``.
+        partial_text: the text that a job generated before it timed out, else ``None``.
+    """
+    name = reason.partition(":")[0]
+    error = class_named(name) or StokerError
+    default = (400, "invalid_request_error", "invalid_value") if issubclass(error, _REQUEST_ERRORS) else _SERVER_ERROR
+    status, kind, code = _FAILURES.get(name, default)
+    failure = Failure(status, reason, kind=kind, code=code, retryable=error.retryable)
+    if partial_text is not None:
+        failure.error["partial_text"] = partial_text
+    return failure
+
+
+def of_request(error: RequestError) -> Failure:
+    """The failure of a request that is invalid or too large, or whose id is taken."""
+    if isinstance(error, DuplicateJob):
+        return Failure(409, str(error), kind="conflict_error", code="duplicate_job")
+    if isinstance(error, RequestTooLarge):
+        return Failure(413, str(error), code="request_too_large")
+    return Failure(400, str(error), code="invalid_value", param=field_of(error))
+
+
+def field_of(error: RequestError) -> str | None:
+    """The field that the error's message begins with, if it begins with one."""
+    found = re.match("'?([a-z_]+)", str(error))
+    return found[1] if found and found[1] in GenerationRequest.model_fields else None
+
+
+def of_exception(error: Exception) -> Failure:
+    """The failure that describes an error of this package to an HTTP client; any other is an error of the server."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, FieldRefused):
+        return Failure(400, str(error), code=error.code, param=error.param)
+    if isinstance(error, RequestError):
+        return of_request(error)
+    if isinstance(error, JobFailed):
+        return of_worker(error.reason, error.partial_text)
+    if isinstance(error, JobCanceled):
+        return Failure(409, str(error), kind="conflict_error", code="job_canceled")
+    if isinstance(error, ResultTimeout):
+        return Failure(504, str(error), kind="timeout_error", code="generation_timed_out")
+    if isinstance(error, RedisUnavailable):
+        return Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True, retry_after_s=5)
+    if isinstance(error, StokerError):
+        return Failure(500, str(error), kind="server_error", retryable=error.retryable)
+    return Failure(500, "internal error; the log has it", kind="server_error")

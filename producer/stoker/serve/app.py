@@ -12,9 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stoker.connection import open_connection
-from stoker.openai.failures import Failure
-from stoker.openai.fields import RULES
-from stoker.openai.rule import FieldRefused
+from stoker.openai.answers import Failure
+from stoker.openai.fields import RULES, FieldRefused
 from stoker.serve import batches, files, models
 from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from stoker.connection import open_async_connection
 from stoker.new_job import NewJob
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.operations import Commands, Operation, T, ask
 from stoker.producer import AsyncProducer
 from stoker.serve.intake import Intake

@@ -12,17 +12,15 @@ from typing import BinaryIO, Final
 
 from redis import Redis
 
-from stoker.batch.answers import is_success
-from stoker.batch.canceling import cancel_batch
 from stoker.batch.collecting import Collector
 from stoker.batch.feeding import Feeder
 from stoker.batch.input_file import InputFile
-from stoker.batch.output_file import OutputFile
+from stoker.batch.output_file import OutputFile, is_success
 from stoker.batch.progress import Progress
-from stoker.batch.record import BatchRecord, find_record, forget
+from stoker.batch.record import BatchRecord, cancel_batch, find_record, forget
 from stoker.batch.work import BatchWork
 from stoker.new_job import JobOptions
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.operations import run
 from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
 from stoker.serve.file_store import FileStore

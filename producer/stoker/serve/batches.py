@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.batch.record import read_record
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.openai.fields import RULES
 from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
 from stoker.serve.paging import page_of

@@ -8,7 +8,7 @@ import click
 from stoker.batch.planning import aliases_of
 from stoker.command_parts import or_usage_error, redis_option
 from stoker.new_job import checked_queue_name
-from stoker.openai.rule import BodyOptions
+from stoker.openai.fields import BodyOptions
 from stoker.serve.settings import ServeSettings
 from stoker.serve.tokens import Tokens
 from stoker_shared.help_layout import SETTINGS, LaidOutCommand, examples, options_under

@@ -6,8 +6,7 @@ result, must continue it.
 
 from typing import Any, TypeAlias
 
-from stoker.openai.answers import message_of
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure, message_of
 from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker_shared.answer_parts import Cutter
 from stoker_shared.result import Choice

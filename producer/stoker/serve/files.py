@@ -8,7 +8,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.serve.batch_store import BatchStore
 from stoker.serve.file_store import FileStore, StoredFile
 from stoker.serve.paging import page_of

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.openai.fields import RULES
 from stoker.serve.responses import failed
 from stoker.serve.tokens import ANYBODY, Tokens

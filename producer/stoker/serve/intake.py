@@ -18,9 +18,8 @@ from typing import IO, Any, Final, Self
 from starlette.datastructures import Headers
 
 from stoker.new_job import JobOptions, NewJob, require_job_id
-from stoker.openai.failures import Failure, of_exception
-from stoker.openai.fields import request_fields
-from stoker.openai.rule import BodyOptions, FieldRefused
+from stoker.openai.answers import Failure, of_exception
+from stoker.openai.fields import BodyOptions, FieldRefused, request_fields
 from stoker.serve.responses import json_object
 from stoker.serve.settings import ServeSettings
 from stoker_shared.errors import RequestError

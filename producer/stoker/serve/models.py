@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker.serve.backend import Backend
 from stoker.serve.responses import Json, failed
 from stoker_shared.errors import RedisUnavailable

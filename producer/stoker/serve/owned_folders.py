@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 from stoker_shared.durable_file import draft_of, replace_file
 
 

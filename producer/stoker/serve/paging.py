@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.openai.failures import Failure
+from stoker.openai.answers import Failure
 
 
 def page_of(objects: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, most: int) -> dict[str, Any]:

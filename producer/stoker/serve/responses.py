@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive
 
-from stoker.openai.failures import Failure, of_exception
+from stoker.openai.answers import Failure, of_exception
 from stoker_shared.errors import RequestTooLarge, StokerError
 from stoker_shared.job_data import read_json
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stoker.openai.rule import BodyOptions
+from stoker.openai.fields import BodyOptions
 from stoker.serve.tokens import Tokens
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
 

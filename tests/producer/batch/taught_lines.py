@@ -8,9 +8,8 @@ from pathlib import Path
 
 from tests.producer.played_worker import result_fields
 
-from stoker.batch import answers
-from stoker.batch.lines import BadLine
-from stoker.batch.naming import answer_id_for, job_id_for
+from stoker.batch.input_file import BadLine, answer_id_for, job_id_for
+from stoker.batch.output_file import not_run_line, success_line
 from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
 
@@ -38,11 +37,11 @@ def answered(number, text="Yes.", *, model="large", task=None, accepted=None, ur
         rejected = {"model": "small", "accepted": False, "reason": "regex: not found"}
         fields["attempts"] = [rejected, {**rejected, "model": model, "accepted": accepted}]
     result = GenerationResult.model_validate({**result_fields("j", text), "model": model, "task": task, **fields})
-    return answers.success(answer_id_for(job_id_for(BATCH, number, f"c{number}")), f"c{number}", url, 0, result)
+    return success_line(answer_id_for(job_id_for(BATCH, number, f"c{number}")), f"c{number}", url, 0, result)
 
 
 def failed(number):
-    return answers.not_run(answer_id_for(job_id_for(BATCH, number, None)), BadLine(number, None, "code", "why"))
+    return not_run_line(answer_id_for(job_id_for(BATCH, number, None)), BadLine(number, None, "code", "why"))
 
 
 def write(path, lines):

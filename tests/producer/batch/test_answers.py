@@ -9,8 +9,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 from tests.producer.played_worker import result_fields
 
-from stoker.batch import answers
-from stoker.batch.lines import BadLine
+from stoker.batch.input_file import BadLine
+from stoker.batch.output_file import failure_line, is_success, line_bytes, not_run_line, success_line
 from stoker.openai.fields import CHAT_URL, TEXT_URL
 from stoker_shared.result import GenerationResult
 
@@ -28,7 +28,7 @@ def result(**changes):
 
 def written(answer):
     """The answer as it is read back from the file."""
-    line = answers.to_bytes(answer)
+    line = line_bytes(answer)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     found = json.loads(line)
@@ -38,7 +38,7 @@ def written(answer):
 
 @pytest.mark.parametrize("logprobs", [None, LOGPROBS])
 def test_a_chat_answer_is_a_chat_completion(logprobs):
-    answer = written(answers.success("batch_req_j", "one", CHAT_URL, 1_700_000_000, result(logprobs=logprobs)))
+    answer = written(success_line("batch_req_j", "one", CHAT_URL, 1_700_000_000, result(logprobs=logprobs)))
     assert (answer["id"], answer["custom_id"], answer["error"]) == ("batch_req_j", "one", None)
     assert (answer["response"]["status_code"], answer["response"]["request_id"]) == (200, "j")
     body = ChatCompletion.model_validate(answer["response"]["body"], strict=True)
@@ -54,7 +54,7 @@ def test_a_chat_answer_is_a_chat_completion(logprobs):
 @pytest.mark.parametrize("logprobs", [None, LOGPROBS])
 def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
     fields = {"finish_reason": "length", "logprobs": logprobs}
-    answer = written(answers.success("batch_req_j", "one", TEXT_URL, 1, result(**fields)))
+    answer = written(success_line("batch_req_j", "one", TEXT_URL, 1, result(**fields)))
     body = Completion.model_validate(answer["response"]["body"], strict=True)
     [choice] = body.choices
     assert (body.object, choice.text, choice.finish_reason) == ("text_completion", "hello", "length")
@@ -79,22 +79,22 @@ def test_a_text_answer_is_a_text_completion_with_logprobs_by_column(logprobs):
     ],
 )
 def test_a_failed_job_has_the_status_and_the_body_of_an_api(reason, status, code):
-    answer = written(answers.failure("batch_req_j", "one", "j", reason, None))
+    answer = written(failure_line("batch_req_j", "one", "j", reason, None))
     assert answer["error"] is None
     assert answer["response"]["status_code"] == status
     error = ErrorObject.model_validate(answer["response"]["body"]["error"], strict=True)
     assert (error.message, error.code) == (reason, code)
-    assert not answers.is_success(answer)
+    assert not is_success(answer)
 
 
 def test_a_job_that_timed_out_has_its_text_so_far():
-    answer = answers.failure("batch_req_j", "one", "j", "GenerationTimedOut: 1 s", "so far")
+    answer = failure_line("batch_req_j", "one", "j", "GenerationTimedOut: 1 s", "so far")
     assert answer["response"]["body"]["error"]["partial_text"] == "so far"
 
 
 def test_a_line_that_never_ran_is_an_error_with_its_number():
     bad = BadLine(7, None, "unknown_parameter", "no such field", "\ud800")
-    answer = written(answers.not_run("batch_req_j", bad))
+    answer = written(not_run_line("batch_req_j", bad))
     assert (answer["custom_id"], answer["response"]) == (None, None)
     error = BatchError.model_validate(answer["error"], strict=True)
     assert (error.line, error.code, error.message) == (7, "unknown_parameter", "line 7: no such field")

@@ -247,8 +247,7 @@ def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, conne
     thread.start()
     wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text())
     [name] = [key.decode() for key in connection.zrange("stoker:batch::all", 0, -1)]
-    from stoker.batch.canceling import cancel_batch
-    from stoker.batch.record import read_record
+    from stoker.batch.record import cancel_batch, read_record
     from stoker.operations import run
 
     record = run(connection, read_record(name))

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from stoker.batch import answers
-from stoker.batch.input_file import InputChanged, InputFile
-from stoker.batch.lines import MAX_LINE_BYTES, BadLine
-from stoker.batch.naming import answer_id_for, batch_for, fingerprint_of, job_id_for
-from stoker.batch.output_file import OutputFile, OutputRefused
-from stoker.openai.rule import BodyOptions
+from stoker.batch.input_file import (
+    MAX_LINE_BYTES,
+    BadLine,
+    InputChanged,
+    InputFile,
+    answer_id_for,
+    batch_for,
+    fingerprint_of,
+    job_id_for,
+)
+from stoker.batch.output_file import OutputFile, OutputRefused, line_bytes, not_run_line
+from stoker.openai.fields import BodyOptions
 
 BATCH = batch_for("nightly", fingerprint_of("digest", []))
 
@@ -30,7 +36,7 @@ def opened(tmp_path, text):
 
 def answer(number, custom_id="one", batch=BATCH):
     bad = BadLine(number, custom_id, "code", "why")
-    return answers.not_run(answer_id_for(job_id_for(batch, number, custom_id)), bad)
+    return not_run_line(answer_id_for(job_id_for(batch, number, custom_id)), bad)
 
 
 @pytest.fixture
@@ -122,7 +128,7 @@ def test_half_a_last_line_is_cut_off(out, kept):
 
 
 def test_a_file_with_half_a_first_line_is_begun_again(out):
-    out.write_bytes(answers.to_bytes(answer(1))[:40])
+    out.write_bytes(line_bytes(answer(1))[:40])
     with OutputFile(out, BATCH) as output:
         assert len(output.written) == 0
     assert out.read_bytes() == b""
@@ -137,7 +143,7 @@ def test_a_whole_last_line_without_its_line_end_is_kept(out):
     with OutputFile(out, BATCH) as output:
         assert (len(output.written), output.n_failed) == (2, 2)
         output.append([(3, answer(3))])
-    assert out.read_bytes() == whole + answers.to_bytes(answer(3))
+    assert out.read_bytes() == whole + line_bytes(answer(3))
 
 
 def test_zeros_left_by_a_power_failure_are_cut_off(out):

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from stoker.batch.lines import BadLine, read_line
-from stoker.openai.fields import CHAT_URL, TEXT_URL
-from stoker.openai.rule import BodyOptions
+from stoker.batch.input_file import BadLine, read_line
+from stoker.openai.fields import CHAT_URL, TEXT_URL, BodyOptions
 
 GOOD: dict[str, Any] = {
     "custom_id": "one",

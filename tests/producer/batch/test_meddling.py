@@ -5,9 +5,7 @@ from redis.exceptions import WatchError
 from tests.producer.batch.test_commands import batch, somebody, texts, write
 
 from stoker.batch import record as batch_record
-from stoker.batch.canceling import cancel_batch
-from stoker.batch.record import hold, read_record
-from stoker.batch.sent_lines import take_out
+from stoker.batch.record import cancel_batch, hold, read_record, take_out
 from stoker.operations import run
 
 pytestmark = pytest.mark.server

@@ -9,8 +9,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import TypeAdapter
 
-from stoker.openai.fields import CHAT_URL, RULES, TEXT_URL, markdown_table, request_fields
-from stoker.openai.rule import BodyOptions, FieldRefused
+from stoker.openai.fields import CHAT_URL, RULES, TEXT_URL, BodyOptions, FieldRefused, markdown_table, request_fields
 from stoker_shared.request import build_request
 
 Cases = dict[str, tuple[list[tuple[Any, dict[str, Any]]], list[Any]]]

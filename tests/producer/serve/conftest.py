@@ -16,7 +16,7 @@ from rq.exceptions import NoSuchJobError
 from tests.producer.played_worker import PlayedWorker, result_fields
 from tests.server_fixture import require_server_program
 
-from stoker.openai.rule import BodyOptions
+from stoker.openai.fields import BodyOptions
 from stoker.serve.app import build_app
 from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings

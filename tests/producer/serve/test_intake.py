@@ -8,9 +8,8 @@ from tempfile import SpooledTemporaryFile
 
 from starlette.datastructures import Headers
 
-from stoker.openai.failures import Failure
-from stoker.openai.fields import CHAT_URL
-from stoker.openai.rule import BodyOptions
+from stoker.openai.answers import Failure
+from stoker.openai.fields import CHAT_URL, BodyOptions
 from stoker.serve import intake
 from stoker.serve.intake import CallHead, Intake
 from stoker.serve.settings import ServeSettings

@@ -253,7 +253,7 @@ def interrupted(job_id):
 def test_no_line_of_a_canceled_batch_is_run_though_the_client_was_interrupted(
     connection, queue, batch, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    monkeypatch.setattr("stoker.batch.record.cancel_job", interrupted)
     code, printed = batch("cancel", "b")
     assert code != 0
     assert "is canceled" in printed
@@ -268,7 +268,7 @@ def test_no_line_of_a_canceled_batch_is_run_though_the_client_was_interrupted(
 
 
 def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(connection, queue, batch, monkeypatch):
-    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    monkeypatch.setattr("stoker.batch.record.cancel_job", interrupted)
     first, second, third = claim(queue, 3)
     batch("cancel", "b")
     give_back([first], counts_as_attempt=False)
@@ -285,7 +285,7 @@ def test_a_line_that_runs_when_its_batch_is_canceled_is_not_retried_or_put_back(
 
 
 def test_a_mark_of_an_earlier_save_keeps_no_line_in_a_canceled_batch(connection, queue, batch, monkeypatch):
-    monkeypatch.setattr("stoker.batch.canceling.cancel_job", interrupted)
+    monkeypatch.setattr("stoker.batch.record.cancel_job", interrupted)
     for key in connection.scan_iter("rq:job:b-*"):
         connection.hset(key, FIELD_SAVING, "2020-01-01T00:00:00Z")  # of an earlier job of this id
     batch("cancel", "b")
