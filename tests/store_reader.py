@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker_worker.memory import agent_row, agent_table, deliveries, turn_table
+from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import has_database, open_database
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
@@ -88,10 +88,10 @@ def is_made(folder: Path) -> bool:
     return has_database(folder)
 
 
-def _history(connection: Connection, row: agent_row.AgentRow) -> Iterator[Kept]:
-    for record, can_return in turn_table.read_history(connection, row):
+def _history(connection: Connection, row: agent_table.AgentRow) -> Iterator[Kept]:
+    for record, can_return in agent_table.read_history(connection, row):
         assert can_return, record
-        transcript, cache = turn_table.read_version(connection, row, record.version)
+        transcript, cache = agent_table.read_version(connection, row, record.version)
         result = None
         if record.delivery is not None:
             with suppress(Damaged):

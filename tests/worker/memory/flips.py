@@ -20,7 +20,7 @@ from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_shared.message import Message
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.agent_changes import forget_agent
-from stoker_worker.memory.connection import Connection, connect
+from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.turn_saver import cached_chain
 from stoker_worker.ports import AgentVersion, Delivery, Turn

@@ -17,8 +17,8 @@ from unittest.mock import patch
 from tests.worker.memory.agents import write_at
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
+from stoker_worker.memory.database import Witness
 from stoker_worker.memory.files import Chunk, Disk
-from stoker_worker.memory.witness import Witness
 
 SECTOR: Final = 512
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from stoker_worker.memory import agent_table, deliveries, turn_table
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import make_tables
 from stoker_worker.memory.turn_saver import make_record
 from stoker_worker.ports import Delivery, Transcript
@@ -107,13 +107,13 @@ def test_rows_of_another_agent_are_no_conversation_of_this_one(connection: Conne
 def test_the_newest_version_is_read_from_a_bounded_number_of_rows(connection: Connection) -> None:
     for length in range(1, 60):
         row = say(connection, "a", length, keep_versions=4)
-        assert len(turn_table.read_chain(connection, row, row.version, row.head)) <= 16
+        assert len(agent_table.read_chain(connection, row, row.version, row.head)) <= 16
         assert tokens(connection, "a") == length
     versions = [row[0] for row in connection.execute("SELECT version FROM turns ORDER BY version")]
     assert versions == list(range(versions[0], 60))
     assert versions[0] > 59 - 4 - 2 * 16
     for version in range(60 - 4, 60):  # those that are kept can be returned to
-        assert len(turn_table.read_version(connection, row, version)[0].token_ids) == version
+        assert len(agent_table.read_version(connection, row, version)[0].token_ids) == version
 
 
 def test_an_agents_number_is_never_that_of_another_with_rows(connection: Connection) -> None:

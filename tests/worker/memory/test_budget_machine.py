@@ -29,7 +29,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest
-from stoker_worker.memory import agent_table, cache_index, turn_table
+from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.store import AgentCacheStore
@@ -260,7 +260,7 @@ class Budget(RuleBasedStateMachine):
         with self.store.parts.database.snapshot() as connection:
             row = agent_table.find_agent(connection, name)
             assert row is not None
-            before = turn_table.read_version(connection, row, version)[0].token_ids
+            before = agent_table.read_version(connection, row, version)[0].token_ids
         assert version < newest or before == self.transcripts[name]
         self.job("rollback", name, version=version)
         self.transcripts[name], self.boundaries[name] = before, []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import make_tables
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 

@@ -12,7 +12,7 @@ from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_tu
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.agent_table import read_agent
-from stoker_worker.memory.connection import Connection, connect
+from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.turn_record import FULL_EVERY

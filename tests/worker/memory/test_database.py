@@ -15,8 +15,7 @@ import pytest
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
-from stoker_worker.memory.database import Database
+from stoker_worker.memory.database import Connection, Database, DatabaseFailed, connect
 from stoker_worker.memory.database_file import create_database, open_database
 from stoker_worker.memory.files import Disk
 

@@ -17,12 +17,9 @@ import pytest
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import schema
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Cursor, connect
-from stoker_worker.memory.database import Database
+from stoker_worker.memory.database import Cursor, Database, SharedNote, Witness, connect, read_note
 from stoker_worker.memory.database_file import create_database, open_database, seal_tables
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.shared_note import SharedNote, read_note
-from stoker_worker.memory.witness import Witness
 
 
 def add(database: Database, name: str) -> None:

@@ -17,7 +17,7 @@ from tests.worker.memory.recorded_disk import Op, RecordedDisk, Replay, Survivor
 
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Turn
 

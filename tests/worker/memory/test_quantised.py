@@ -24,7 +24,7 @@ from tests.worker.memory.agents import (
 )
 from tests.worker.memory.test_damage import DAMAGES
 
-from stoker_worker.memory.quantised import BITS, dequantise, packed_shapes, quantise
+from stoker_worker.memory.blocks import BITS, dequantise, packed_shapes, quantise
 from stoker_worker.ports import Array, CacheSlice
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec, group_size
 

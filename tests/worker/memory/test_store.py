@@ -25,7 +25,7 @@ from tests.worker.memory.agents import (
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import CacheSlice, CacheStorePort, Transcript

@@ -15,8 +15,7 @@ from tests.worker.memory.agents import Agent, ids, open_store
 from tests.worker.memory.faulty_files import unreadable
 
 from stoker_shared.errors import AgentTranscriptUnreadable
-from stoker_worker.memory.connection import DatabaseFailed
-from stoker_worker.memory.database import Database
+from stoker_worker.memory.database import Database, DatabaseFailed
 
 LONG = ids(700)
 NEXT = (*LONG, 1, 2, 3)

@@ -16,7 +16,7 @@ from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import agent_checksum, row_checksum
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store_parts import StoreParts, open_parts
 from stoker_worker.memory.turn_record import COLUMNS
 

@@ -16,8 +16,8 @@ from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_tu
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_shared.message import Message
-from stoker_worker.memory import agent_table, turn_table
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory import agent_table
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.turn_record import FULL_EVERY
 from stoker_worker.ports import Delivery, Transcript
@@ -77,9 +77,9 @@ class Conversation:
         with store.parts.database.snapshot() as connection:
             row = agent_table.find_agent(connection, self.agent.name)
             assert row is not None
-            kept = [record.version for record, can_return in turn_table.read_history(connection, row) if can_return]
+            kept = [record.version for record, can_return in agent_table.read_history(connection, row) if can_return]
             for number in kept:
-                assert turn_table.read_version(connection, row, number)[0] == self.said[number - 1]
+                assert agent_table.read_version(connection, row, number)[0] == self.said[number - 1]
         oldest = max(1, len(self.said) - keep_versions + 1)
         assert set(range(oldest, len(self.said) + 1)) <= set(kept)
         assert len(kept) <= keep_versions + 2 * FULL_EVERY

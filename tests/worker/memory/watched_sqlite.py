@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import apsw
 
-from stoker_worker.memory.connection import Connection, configure
+from stoker_worker.memory.database import Connection, configure
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,7 +83,6 @@ def run(**options: Any) -> None:
 def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.memory.usage import store_use
     from stoker_worker.metrics.server import Watch
     from stoker_worker.pipeline.worker import Worker
     from stoker_worker.queue.connect import open_queue
@@ -102,7 +100,7 @@ def _run(settings: "WorkerSettings") -> None:
             redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
         agents = cleanup.enter_context(closing(_agents(settings)))
-        watch.looking.store = partial(store_use, agents)
+        watch.looking.store = agents.use
         if not isinstance(agents, AgentCacheStore):
             watch.looking.shared_store = agents.glance
         agents.start_upkeep()
@@ -155,7 +153,7 @@ def _agents(settings: "WorkerSettings") -> "AgentCacheStore | ReplicatedStore":
 def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> "AgentCacheStore | ReplicatedStore":
     """The store, as a copy of the shared one if there is one. Waits for a shared store that has never answered: until
     it is known which one it is, nobody knows who may serve the queue. Raises `StoreUnusable`."""
-    from stoker_worker.memory.shared_note import read_note
+    from stoker_worker.memory.database import read_note
 
     if settings.shared_store is None:
         with store.parts.database.snapshot() as connection:
@@ -182,8 +180,8 @@ def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
 
 def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | ReplicatedStore") -> "OwnStore":
     """As the queue knows it. Raises `OSError`, `Damaged`."""
+    from stoker_worker.memory.agent_table import has_agents
     from stoker_worker.memory.locks import store_name
-    from stoker_worker.memory.shared_note import has_agents
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.queue.own_store import OwnStore
 

@@ -29,15 +29,13 @@ from stoker_shared.errors import (
     StokerError,
 )
 from stoker_shared.request import AgentId
-from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
-from stoker_worker.memory.agent_row import AgentRow
-from stoker_worker.memory.agent_table import AgentState
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.agent_table import AgentRow, AgentState
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.cache_index import Block
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import NextVersion
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.database import Connection
+from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.turn_record import MadeBy, TurnRecord
 from stoker_worker.memory.turn_saver import cached_prefix, chain_of, make_record
 from stoker_worker.ports import AgentVersion, Delivery
@@ -305,7 +303,7 @@ def _prepare(connection: Connection, agent_id: str, version: int | None, asked: 
         raise AgentNotFound(f"there is no agent {agent_id!r}")
     to = _goal(connection, row, version)
     try:
-        transcript, cache = turn_table.read_version(connection, row, to)
+        transcript, cache = agent_table.read_version(connection, row, to)
     except Damaged as damage:
         raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
     chain = None

@@ -1,30 +1,152 @@
-"""The agents of a store in its database: their newest versions, and the commit of a version. Any thread.
+"""The agents of a store in its database, and their versions. Any thread.
 
 An agent is found by its id and, over another index, by the hash of its id: a damaged page can hide a row from one of
 them, and an agent that one index knows is never taken for a new one. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the table `agents`; `turn_table` owns the versions.
+`Database.commit`; owns the tables `agents` and `turns`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from stoker_worker.memory import turn_table
-from stoker_worker.memory.agent_row import COLUMNS, AgentRow, row_of
 from stoker_worker.memory.checksum import Damaged, agent_checksum, key_of
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.turn_record import TurnRecord, replay
-from stoker_worker.ports import AgentVersion
+from stoker_worker.memory.database import Connection
+from stoker_worker.memory.turn_record import COLUMNS, TurnRecord, replay
+from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
 
+_COLUMNS: Final = "number, agent_id, key, version, head, unsaved, checksum, last_block, piece_bytes, evicted"
+"""In the order of `row_of`."""
 _FIND: Final = (
-    f"SELECT 1, {COLUMNS} FROM agents WHERE agent_id = ?"
-    f" UNION ALL SELECT 2, number{', NULL' * COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
+    f"SELECT 1, {_COLUMNS} FROM agents WHERE agent_id = ?"
+    f" UNION ALL SELECT 2, number{', NULL' * _COLUMNS.count(',')} FROM agents INDEXED BY agents_by_key WHERE key = ?"
 )
 _CLOCK: Final = "(SELECT clock_s FROM store)"
 _LAST_USED: Final = "last_used = max(CAST(last_used AS REAL), ?)"
 _NOTE_CLOCK: Final = f"UPDATE agents SET used_clock_s = {_CLOCK}"
 """Only if it is another one: else its index stays as it is."""
+
+_TEXTS_AND_BLOBS: Final = ("parent", "delivery", "about", "new_tokens", "new_messages", "new_text", "checksum")
+_SIZES: Final = " + ".join(f"coalesce(length(CAST({name} AS BLOB)), 0)" for name in _TEXTS_AND_BLOBS)
+VERSION_BYTES: Final = f"SELECT coalesce(sum({_SIZES}), 0) FROM turns"
+"""Selects the bytes of versions."""
+_RECORD: Final = f"SELECT {COLUMNS} FROM turns WHERE agent = ? AND version = ?"
+
+
+@dataclass(frozen=True)
+class AgentRow:
+    """An agent's row in `agents`.
+
+    Attributes:
+        number: of its rows in the other tables.
+        head: checksum of its newest version's row; empty at version 0.
+        unsaved: whether its last turn that finished is not in its transcript.
+        last_block: address of the last block of its cache that is on disk.
+        piece_bytes: allocated bytes of its tail and snapshots.
+        evicted: whether cache of its newest version was evicted.
+        problem: why the row cannot be trusted. `version` is then one that no version of the agent is above.
+    """
+
+    number: int
+    agent_id: str
+    version: int
+    head: bytes
+    unsaved: bool
+    last_block: bytes | None
+    piece_bytes: int
+    evicted: bool
+    problem: str | None = None
+
+
+def row_of(columns: Sequence[Any]) -> AgentRow:
+    """Raises `Damaged` unless the columns are as they were written."""
+    number, agent_id, key, version, head, unsaved, checksum, last_block, piece_bytes, evicted = columns
+    if not isinstance(agent_id, str) or key != key_of(agent_id):
+        raise Damaged("its row is not the agent's")
+    if checksum != agent_checksum(number, agent_id, version, head, unsaved):
+        raise Damaged("the checksum of its row does not match")
+    # No checksum covers the rest: it only decides what is evicted, and no damage there may stop all of it.
+    last_block = last_block if isinstance(last_block, bytes) else None
+    piece_bytes = piece_bytes if isinstance(piece_bytes, int) else 0
+    return AgentRow(number, agent_id, version, head, bool(unsaved), last_block, piece_bytes, bool(evicted))
+
+
+def read_chain(connection: Connection, row: AgentRow, version: int, head: bytes | None) -> list[TurnRecord]:
+    """The records to replay for `version`, oldest first: from the last one that keeps nothing.
+
+    Args:
+        head: the checksum that the version's row must have; ``None``: any.
+
+    Raises:
+        Damaged: one of them is missing, damaged, or not the one that was written.
+    """
+    chain: list[TurnRecord] = []
+    expected = head
+    while not (chain and chain[-1].keeps_nothing):
+        found = connection.execute(_RECORD, (row.number, version)).fetchone()
+        if found is None:
+            raise Damaged(f"version {version} is missing")
+        if expected is not None and found[-1] != expected:
+            raise Damaged(f"version {version} is not the one that was written")
+        try:
+            chain.append(TurnRecord.of_row(row.agent_id, version, found))
+        except Damaged as damage:
+            raise Damaged(f"version {version} is unusable: {damage}") from None
+        version, expected = version - 1, chain[-1].parent
+    return chain[::-1]
+
+
+def read_version(connection: Connection, row: AgentRow, version: int) -> tuple[Transcript, CachedPrefix | None]:
+    """The transcript at `version`, and how much of it was cached then. Raises `Damaged` as `read_chain`."""
+    chain = read_chain(connection, row, version, row.head if version == row.version else None)
+    return replay(chain), chain[-1].about.cache
+
+
+def is_newest(connection: Connection, row: AgentRow, delivery: bytes) -> bool:
+    """Whether the delivery of this key made the newest version."""
+    sql = "SELECT 1 FROM turns WHERE agent = ? AND version = ? AND delivery = ?"
+    return connection.execute(sql, (row.number, row.version, delivery)).fetchone() is not None
+
+
+def read_history(connection: Connection, row: AgentRow) -> Iterator[tuple[TurnRecord, bool]]:
+    """Every version that is kept and whole, oldest first, and whether `read_version` can return it."""
+    before: tuple[int, bytes] | None = None
+    for columns in connection.execute(f"SELECT {COLUMNS} FROM turns WHERE agent = ? ORDER BY version", (row.number,)):
+        try:
+            record = TurnRecord.of_row(row.agent_id, columns[0], columns)
+        except Damaged:
+            before = None
+            continue
+        can_return = record.keeps_nothing or before == (record.version - 1, record.parent)
+        before = (record.version, columns[-1]) if can_return else None
+        yield record, can_return
+
+
+def add_version(connection: Connection, row: AgentRow, record: TurnRecord, *, keep_versions: int) -> tuple[bytes, int]:
+    """Insert a version, and prune those beyond `keep_versions`.
+
+    Returns:
+        the checksum of its row, and by how many bytes the agent's versions have grown.
+    """
+    columns = record.to_row()
+    texts_and_blobs = (value.encode() if isinstance(value, str) else value for value in columns)
+    size = sum(len(value) for value in texts_and_blobs if isinstance(value, bytes))
+    connection.execute(f"INSERT INTO turns (agent, {COLUMNS}) VALUES (?{', ?' * len(columns)})", (row.number, *columns))
+    return columns[-1], size - _prune(connection, row, record.version, keep_versions)
+
+
+def _prune(connection: Connection, row: AgentRow, newest: int, keep_versions: int) -> int:
+    """Delete the versions that are neither kept nor needed to read one that is; returns their bytes."""
+    found = connection.execute(
+        "SELECT version FROM turns WHERE agent = ? AND version <= ? AND parent IS NULL ORDER BY version DESC LIMIT 1",
+        (row.number, newest - keep_versions + 1),
+    ).fetchone()
+    if found is None:
+        return 0
+    where, before = "WHERE agent = ? AND version < ?", (row.number, *found)
+    n_bytes = connection.execute(f"{VERSION_BYTES} {where}", before).fetchone()[0]
+    connection.execute(f"DELETE FROM turns {where}", before)
+    return int(n_bytes)
 
 
 @dataclass(frozen=True)
@@ -59,7 +181,7 @@ def read_agent(connection: Connection, agent_id: str) -> AgentState:
     if not row.version:
         return AgentState(base, row, problem)
     try:
-        records = turn_table.read_chain(connection, row, row.version, row.head)
+        records = read_chain(connection, row, row.version, row.head)
         transcript = replay(records)
     except Damaged as damage:
         return AgentState(base, row, str(damage))
@@ -92,6 +214,11 @@ def find_agent(connection: Connection, agent_id: str) -> AgentRow | None:
         return row
     except Damaged as damage:
         return AgentRow(by_id[0], agent_id, newest, b"", False, None, 0, False, problem=str(damage))
+
+
+def has_agents(connection: Connection) -> bool:
+    """Whether one has a version: without, there is nothing to share."""
+    return connection.execute("SELECT 1 FROM agents WHERE version > 0 LIMIT 1").fetchone() is not None
 
 
 def advance_clock(connection: Connection, seconds: float) -> None:
@@ -139,7 +266,7 @@ def write_version(connection: Connection, row: AgentRow | None, record: TurnReco
     """
     if row is None:
         row = insert_agent(connection, record.agent_id, last_used=record.about.saved_at)
-    head, n_bytes = turn_table.add_version(connection, row, record, keep_versions=keep_versions)
+    head, n_bytes = add_version(connection, row, record, keep_versions=keep_versions)
     cache = record.about.cache
     ((is_of_now,),) = connection.execute(
         "UPDATE agents SET version = ?, head = ?, unsaved = 0, checksum = ?, turns = turns + ?, tokens = ?,"
@@ -221,6 +348,6 @@ def delete_agent(connection: Connection, row: AgentRow) -> None:
 
 def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ()) -> Iterator[AgentRow]:
     """The rows that ``SELECT … FROM agents`` + `sql` finds, one by one, without the damaged ones."""
-    for columns in connection.execute(f"SELECT {COLUMNS} FROM agents {sql}", tuple(parameters)):
+    for columns in connection.execute(f"SELECT {_COLUMNS} FROM agents {sql}", tuple(parameters)):
         with suppress(Damaged):
             yield row_of(columns)

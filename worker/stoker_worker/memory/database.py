@@ -6,23 +6,196 @@ means than SQLite would drop them, so nothing else in a process that has it open
 `store`. `database_file` makes, checks and opens databases.
 """
 
+import errno
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
+from weakref import WeakSet
 
 from stoker_worker.events import Outage
-from stoker_worker.memory.change import Change
-from stoker_worker.memory.connection import BUSY_S, Connection, DatabaseFailed, Reading, connect, translated
-from stoker_worker.memory.witness import Witness
+from stoker_worker.memory.checksum import Damaged, checksum
 
 T = TypeVar("T")
 
 NAME: Final = "agents.db"
+_WITNESS_NAME: Final = "agents.commits"
 _COUNT: Final = "UPDATE store SET commits = commits + 1 RETURNING commits"
 _LONG_LOG_BYTES: Final = 1 << 20
+BUSY_S: Final = 30.0
+_TRANSIENT: Final = {
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_TOOBIG,
+}  # fmt: skip
+
+
+class Cursor(Protocol):
+    """What `Connection.execute` returns."""
+
+    def fetchone(self) -> Any: ...
+    def fetchall(self) -> list[Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def close(self) -> None: ...
+
+
+class Connection(Protocol):
+    """As much of `sqlite3.Connection` as this package uses. Rows are tuples; every statement commits by itself, unless
+    a transaction was begun."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor: ...
+    def close(self) -> None: ...
+
+
+class Reading:
+    """A connection that reads one state. Its cursors end with it: one with rows left would keep the connection, and so
+    its next reader, in that state.
+
+    Attributes:
+        connection: without this care.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._cursors = WeakSet[Cursor]()
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Cursor:
+        cursor = self.connection.execute(sql, parameters)
+        self._cursors.add(cursor)
+        return cursor
+
+    def close(self) -> None:
+        for cursor in self._cursors:
+            cursor.close()
+
+
+class DatabaseFailed(OSError):
+    """The disk, its space or a lock failed; the database itself is as it was."""
+
+
+def connect(path: Path, mode: Literal["rw", "ro"] = "rw") -> Connection:
+    """A connection to a file that exists, with the settings that every connection of a store needs. Raises
+    `sqlite3.Error`."""
+    uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    # Text that is no UTF-8 is a damaged row, which its checksum tells, and not an error of the whole statement.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    configure(connection)
+    return connection
+
+
+def configure(connection: Connection) -> None:
+    for pragma in (
+        "synchronous=FULL",
+        "fullfsync=ON",  # macOS: to the platter
+        "checkpoint_fullfsync=ON",
+        "wal_autocheckpoint=4000",  # pages; `Upkeep` is faster
+        "journal_size_limit=16777216",  # bytes, of a log that a long read kept from being emptied
+        "temp_store=MEMORY",  # a savepoint needs no file
+        "mmap_size=0",  # an I/O error in a mapped page would kill the worker
+        "cell_size_check=ON",
+        "trusted_schema=OFF",
+        "secure_delete=ON",  # a forgotten conversation is overwritten, not only unlinked
+        "foreign_keys=OFF",
+    ):
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """SQLite's errors as ours.
+
+    Raises:
+        DatabaseFailed: it may pass.
+        Damaged: the database is not as it was written.
+    """
+    try:
+        yield
+    except sqlite3.ProgrammingError:
+        raise
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is not None and code & 0xFF in _TRANSIENT:  # the disk, its space or a lock
+            failed = DatabaseFailed(f"the database of the store: {error}")
+            failed.errno = errno.ENOSPC if code == sqlite3.SQLITE_FULL else None
+            raise failed from error
+        raise Damaged(f"the database of the store is damaged: {error}") from error
+
+
+class Witness:
+    """How many transactions a store's database had when it was last written: a number and its checksum, in a file
+    beside it.
+
+    A damaged byte in SQLite's write-ahead log ends the log early, and SQLite takes what came after it for unfinished. A
+    database with fewer transactions than its witness has lost some. The file is not synced: it may be older than the
+    database, and is never newer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _WITNESS_NAME
+
+    def write(self, commits: int) -> None:
+        """Only after the transaction of that number is durable. Never raises."""
+        with suppress(OSError):
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(file, _content(commits), 0)
+            finally:
+                os.close(file)
+
+    def read(self) -> int | None:
+        """``None``: there is no witness, or it is damaged itself."""
+        try:
+            written = self.path.read_bytes()
+            commits = int(written.split()[0])
+        except (OSError, ValueError, IndexError):
+            return None
+        return commits if written == _content(commits) else None
+
+
+def _content(commits: int) -> bytes:
+    number = f"{commits:020d}"
+    return f"{number} {checksum(number.encode()).hex()}\n".encode()
+
+
+@dataclass
+class Change(Generic[T]):
+    """A change that may share its transaction with others, before or after it."""
+
+    run: Callable[[Connection], T]
+    is_done: bool = False
+    result: T | None = None
+    error: BaseException | None = None
+
+    def outcome(self) -> T:
+        """After it: what it returned. Raises what it raised, or why the transaction failed: nothing has changed."""
+        if self.error is not None:
+            raise self.error
+        result: Any = self.result
+        return result  # type: ignore[no-any-return]
+
+    def try_alone(self, connection: Connection) -> None:
+        """Raises what the change raises: the transaction is to be undone."""
+        self.error = None
+        self.result = self.run(connection)
+
+    def try_in(self, connection: Connection) -> None:
+        """Undo what a change that fails has done, and nothing else. Raises `sqlite3.Error`: the transaction is over."""
+        self.error = None
+        connection.execute("SAVEPOINT change")
+        try:
+            self.result = self.run(connection)
+        except sqlite3.Error:  # SQLite may have rolled back the whole transaction
+            raise
+        except BaseException as error:  # of another thread, perhaps
+            self.error = error
+            connection.execute("ROLLBACK TO change")
+        connection.execute("RELEASE change")
 
 
 class Database:
@@ -213,3 +386,24 @@ def _end(connection: Connection) -> int:
 def _roll_back(connection: Connection) -> None:
     with suppress(sqlite3.Error):  # SQLite has done so by itself
         connection.execute("ROLLBACK")
+
+
+class SharedNote(NamedTuple):
+    """Which shared store has all of a store's agents: the column `store.shared`. `id`: which it is, wherever it is
+    mounted."""
+
+    url: str
+    id: str
+
+
+def read_note(connection: Connection) -> SharedNote | None:
+    """``None``: not all of the store's agents are in a shared store."""
+    found = connection.execute("SELECT shared FROM store").fetchone()[0]
+    if found is None:
+        return None
+    url, _, id_ = str(found).rpartition(" ")
+    return SharedNote(url, id_)
+
+
+def write_note(connection: Connection, note: SharedNote | None) -> None:
+    connection.execute("UPDATE store SET shared = ?", (None if note is None else f"{note.url} {note.id}",))

@@ -14,11 +14,9 @@ from typing import Any, Final
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import schema
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection, connect, translated
-from stoker_worker.memory.database import NAME, Database
+from stoker_worker.memory.database import NAME, Connection, Database, Witness, connect, translated
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.replacement import finish_replacement, locked
-from stoker_worker.memory.witness import Witness
 
 HOW_TO_GO_ON: Final = (
     "with the worker stopped, put a backup back with 'stoker-worker memory restore BACKUP', or take over every agent "

@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from stoker_worker.memory.checksum import Damaged, row_checksum
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import Ended
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.turn_record import answer_until
 from stoker_worker.ports import Delivery
 
@@ -30,6 +29,13 @@ KEEP_ENDED_S: Final = 2 * 86_400.0
 
 _MOST_FORGOTTEN: Final = 256
 """In one transaction, so that no turn waits long for it."""
+
+
+class Ended(NamedTuple):
+    """The end of a delivery: the version that it made, and until when (Unix time) the delivery may come again."""
+
+    version: int
+    until: float
 
 
 def delivery_key(agent_id: str, delivery: Delivery) -> bytes:

@@ -34,9 +34,8 @@ from stoker_worker.memory.blocks import (
     empty_layers,
     empty_states,
 )
-from stoker_worker.memory.eviction import DiskBudget
+from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.files import is_there
-from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.ports import AgentVersion, LayerKV, LayerState, LoadedModel, PrefixRoom, Restored, RestoredPrefix

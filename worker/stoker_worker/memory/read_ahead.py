@@ -17,7 +17,7 @@ from typing import Final, Self
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts

@@ -4,35 +4,41 @@ Owns the order of a save. `open_agent`, `answer` and `restore` run on the loader
 finisher threads, at the same time, for different agents. Nothing here grows with the number of agents.
 """
 
+import json
 import logging
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from stoker_shared.errors import AgentVersionConflict
-from stoker_worker.memory import cache_index, deliveries
-from stoker_worker.memory.agent_jobs import AgentJobs
-from stoker_worker.memory.agent_reading import AgentReading, log_way_on
+from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
+from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.agent_changes import Asked, forget_agent, fork_agent, naming, roll_back
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection, DatabaseFailed, connect
-from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable
-from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget
+from stoker_worker.memory.database import Connection, DatabaseFailed, connect
+from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable, with_way_on
+from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.locks import InFlight, StoreLock
 from stoker_worker.memory.lookup import Lookup, PrefixLookup, n_readers
-from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.read_ahead import ReadAhead
 from stoker_worker.memory.store_parts import open_parts
+from stoker_worker.memory.summary import AgentSummary, versions_of
 from stoker_worker.memory.turn_saver import LOG_BYTES, TurnSaver
+from stoker_worker.memory.unsaved import UnsavedTurns
 from stoker_worker.memory.upkeep import Upkeep
 from stoker_worker.ports import (
     UNKNOWN_VERSION,
+    AgentJobsPort,
     AgentVersion,
     CacheSlice,
     CacheStorePort,
@@ -41,12 +47,15 @@ from stoker_worker.ports import (
     LoadedModel,
     PlaceOf,
     Restored,
+    StoreUse,
     Turn,
 )
 
 _log = logging.getLogger(__name__)
 
 KEEP_VERSIONS: Final = 16
+_MOST_VERSIONS: Final = 100
+"""In the answer to a job that asks about an agent."""
 
 
 class AgentCacheStore(CacheStorePort):
@@ -56,6 +65,8 @@ class AgentCacheStore(CacheStorePort):
         budget: the bytes on disk, and their limit.
         ram_cache: the caches in RAM, and their limit.
         agent_jobs: carries out jobs about an agent's memory.
+        in_flight: the agents that this worker works on.
+        unsaved: the turns that are lost, and that the database has not heard of.
 
     Raises:
         StoreUnusable: the folder is locked, damaged, of an unknown format, or cannot be written.
@@ -89,18 +100,15 @@ class AgentCacheStore(CacheStorePort):
             self.budget = DiskBudget(
                 parts, self._notes, max_bytes=max_bytes, keep_unused_s=keep_unused_s, on_evicted=self.ram_cache.drop
             )
-            self._in_flight = opened.enter_context(closing(InFlight(folder)))
-            self._agents = AgentReading(parts, self._in_flight)
+            self.in_flight = opened.enter_context(closing(InFlight(folder)))
+            self.unsaved = UnsavedTurns(parts.path, parts.database, parts.files)
+            self.unsaved.reserve()
             self._close_files = opened.pop_all().close
         self._turns = TurnSaver(parts, self.budget, keep_versions=keep_versions)
         self._prefixes = PrefixLookup(parts, self.budget, self.ram_cache, self._notes)
-        self._upkeep = Upkeep(
-            parts, self._notes, self._agents.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s
-        )
+        self._upkeep = Upkeep(parts, self._notes, self.unsaved, self.budget, self.ram_cache, agent_ttl_s=agent_ttl_s)
         self._read_ahead = ReadAhead(parts, self.ram_cache)
-        self.agent_jobs = AgentJobs(
-            parts, self._in_flight, self.budget, self.ram_cache, self._agents, keep_versions=keep_versions
-        )
+        self.agent_jobs = AgentJobs(self, keep_versions=keep_versions)
 
     @property
     def misses(self) -> Counter[str]:
@@ -111,10 +119,40 @@ class AgentCacheStore(CacheStorePort):
         return True  # there is no other worker
 
     def open_agent(self, agent_id: str) -> AgentVersion:
-        return self._agents.open(agent_id)
+        self.in_flight.wait_for(agent_id)
+        try:
+            with self._database.snapshot() as connection:
+                state = agent_table.read_agent(connection, agent_id)
+        except (Damaged, OSError) as error:
+            _log_way_on(agent_id, error)
+            unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
+            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {error}", usable=unknown) from error
+        version = state.version
+        if not version.number and (after := self.parts.replica.forgotten(agent_id).number):
+            version = replace(version, number=after, begins_again=True)
+        problem = "its last turn was not saved" if agent_id in self.unsaved else state.problem
+        if problem is not None:
+            raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {problem}", usable=version)
+        return version
 
     def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
-        return self._agents.answer(agent_id, delivery)
+        self.in_flight.wait_for(agent_id)
+        key = deliveries.delivery_key(agent_id, delivery)
+        try:
+            with self._database.snapshot() as connection:
+                row = agent_table.find_agent(connection, agent_id)
+                known = None if row is None else deliveries.read_answer(connection, row.number, key)
+                is_whole = row is not None and known is not None and agent_table.is_newest(connection, row, key)
+            if row is None and (ended := self.parts.replica.forgotten(agent_id).ended.get(key)):
+                known = deliveries.AnswerIn(ended.version)
+            if isinstance(known, deliveries.AnswerIn):
+                return self._answer_there(agent_id, known.version, key)
+        except (Damaged, OSError) as error:
+            _log_way_on(agent_id, error)
+            raise AgentTranscriptUnreadable(f"the answers of agent {agent_id!r}: {error}") from error
+        if row is not None and is_whole and (row.unsaved or agent_id in self.unsaved):
+            self._is_saved(agent_id)  # the disk failed after its version was written
+        return known
 
     def restore(
         self,
@@ -144,12 +182,12 @@ class AgentCacheStore(CacheStorePort):
             self.budget.saved(turn.agent_id, 0)
             raise
         except Damaged as error:
-            log_way_on(turn.agent_id, error)
+            _log_way_on(turn.agent_id, error)
             raise DatabaseFailed(str(error)) from error
         except OSError as error:
             self._database.outage.met(f"the store: {error}")
             raise
-        self._agents.unsaved.discard(turn.agent_id)
+        self.unsaved.discard(turn.agent_id)
         self.ram_cache.saved(turn)
         self.budget.saved(turn.agent_id, n_bytes)
         return saved.result
@@ -176,13 +214,13 @@ class AgentCacheStore(CacheStorePort):
     def mark_unsaved(self, agent_id: str) -> None:
         self.ram_cache.drop(agent_id)
         try:
-            self._agents.unsaved.add(agent_id)
+            self.unsaved.add(agent_id)
         except OSError:  # a note is worth more than cache
             self.budget.free(LOG_BYTES)
-            self._agents.unsaved.add(agent_id)
+            self.unsaved.add(agent_id)
 
     def pin(self, running: frozenset[str], waiting: frozenset[str], *, is_all: bool = True) -> None:
-        self._in_flight.pin(running)
+        self.in_flight.pin(running)
         self.budget.holds.pin(running, waiting, is_all=is_all)
         self.ram_cache.pin(running, waiting)
 
@@ -195,7 +233,7 @@ class AgentCacheStore(CacheStorePort):
     def brought_in(self, agent_id: str) -> None:
         """The agent's newest version has come from another worker."""
         self.ram_cache.drop(agent_id)
-        self._agents.unsaved.discard(agent_id)
+        self.unsaved.discard(agent_id)
 
     def is_at_hand(self, agent_id: str) -> bool:
         return self._read_ahead.is_at_hand(agent_id)
@@ -205,6 +243,29 @@ class AgentCacheStore(CacheStorePort):
 
     def read_ahead(self, agents: Sequence[str]) -> None:
         self._read_ahead.next(agents)
+
+    def use(self) -> StoreUse:
+        """The room that the store takes, for metrics and health checks. Any thread.
+
+        Raises:
+            OSError: the store cannot be read or written.
+        """
+        folder = self.parts.path
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} is not writable")
+        disk = shutil.disk_usage(folder)
+        try:
+            disk_bytes = self.budget.total_bytes
+        except Damaged as error:
+            raise OSError(str(error)) from error
+        return StoreUse(
+            disk_bytes=disk_bytes,
+            disk_max_bytes=self.budget.max_bytes,
+            disk_free_bytes=disk.free,
+            disk_size_bytes=disk.total,
+            ram_bytes=self.ram_cache.n_bytes,
+            ram_max_bytes=self.ram_cache.max_bytes,
+        )
 
     def start_upkeep(self) -> None:
         """Start the thread that keeps the store small and its books right."""
@@ -217,5 +278,127 @@ class AgentCacheStore(CacheStorePort):
             _log.info("cache misses since the store was opened: %s", misses)
         self._upkeep.close()
         self._notes.write()  # never raises, and nor does this:
-        self._agents.unsaved.move_all()
+        self.unsaved.move_all()
         self._close_files()
+
+    def _answer_there(self, agent_id: str, version: int, key: bytes) -> Mapping[str, Any]:
+        """Raises `SharedStoreAway`, `Damaged`; `AgentVersionConflict`: the agent was forgotten since, or the version is
+        too old. The job would bring back what is gone."""
+        text = self.parts.replica.result_in(agent_id, version, key)
+        if text is None:
+            raise AgentVersionConflict(
+                f"this delivery has made version {version} of agent {agent_id!r}, and its answer is not kept any more"
+            )
+        answer: Mapping[str, Any] = json.loads(text)
+        return answer
+
+    def _is_saved(self, agent_id: str) -> None:
+        self.unsaved.discard(agent_id)
+        try:
+            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=False, now=time.time())
+            self._database.commit(change)
+        except (OSError, Damaged) as error:
+            _log.error("agent %r: could not note that its last turn is saved: %s", agent_id, error)
+
+
+class AgentJobs(AgentJobsPort):
+    """Carries out jobs about an agent's memory: info, forget, fork, rollback. Finisher threads, beside saves and
+    restores of other agents.
+
+    The commands of the shell make the same changes; here the worker's own state (budget, RAM) follows them.
+    """
+
+    def __init__(self, store: AgentCacheStore, *, keep_versions: int) -> None:
+        self._store = store
+        self._parts = store.parts
+        self._budget = store.budget
+        self._ram_cache = store.ram_cache
+        self._unsaved = store.unsaved
+        self._keep_versions = keep_versions
+
+    def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
+        """See `AgentJobsPort.answer`.
+
+        Raises:
+            AgentTranscriptUnreadable, OSError: that cannot be known.
+        """
+        agent_id = request.changed_agent
+        if request.action == "info":
+            return None
+        known = None
+        if request.action == "forget":  # no agent is left that could have the answer
+            key = deliveries.delivery_key(agent_id, delivery)
+            with naming(agent_id), self._parts.database.snapshot() as connection:
+                found = deliveries.read_answer(connection, deliveries.FORGETTER, key)
+            known = None if isinstance(found, deliveries.AnswerIn) else found
+        if known is None:
+            known = self._store.answer(agent_id, delivery)
+        return None if known is None else read_agent_result(known)
+
+    def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
+        """See `AgentJobsPort.run`: once for each delivery, if `answer` was called first.
+
+        Raises:
+            AgentNotFound, AgentExists, AgentVersionConflict, AgentTranscriptUnreadable, AgentBusy: it cannot be done,
+                and nothing has changed.
+            OSError: nothing has changed, or it is done and `answer` returns its result.
+        """
+        agent_id, asked = request.agent_id, Asked(delivery, request.expect_version, self._keep_versions)
+        if request.action == "info":
+            return self._info(agent_id, delivery)
+        with self._store.in_flight.working_on(request.changed_agent), self._budget.holds.using(agent_id, ()):
+            if request.action == "forget":
+                return self._forget(agent_id, asked)
+            if request.action == "fork":
+                assert request.target is not None  # the request is valid
+                result: AgentResult = self._fork(agent_id, request.target, asked)
+            else:
+                result = self._roll_back(agent_id, request.version, asked)
+        self._budget.make_room()
+        return result
+
+    def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
+        with naming(agent_id), self._parts.database.snapshot() as connection:
+            state = agent_table.read_agent(connection, agent_id)
+            if state.row is None:
+                return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
+            seen, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)
+        if agent_id in self._unsaved:
+            seen = replace(seen, state="unsaved", problem="its last turn was not saved")
+        kept = [asdict(version) for version in versions if version.can_return][-_MOST_VERSIONS:]
+        fields = {"job_id": delivery.job_id, "exists": True, "own_bytes": seen.own_bytes, "versions": kept}
+        return AgentInfo.model_validate(asdict(seen) | fields)  # it takes those that it has
+
+    def _forget(self, agent_id: str, asked: Asked) -> AgentForgotten:
+        def is_held(address: str) -> bool:
+            return self._budget.holds.is_held(address, but_by=agent_id)
+
+        try:
+            return forget_agent(self._parts, agent_id, asked, is_held=is_held)
+        finally:  # also if it is forgotten, and a file could not be removed
+            self._ram_cache.drop(agent_id)
+            self._unsaved.discard(agent_id)
+            self._budget.saved(agent_id)
+
+    def _fork(self, source: str, target: str, asked: Asked) -> AgentResult:
+        if source in self._unsaved:
+            raise AgentTranscriptUnreadable(f"the transcript of agent {source!r}: its last turn was not saved")
+        if target in self._unsaved:
+            raise AgentExists(f"there is an agent {target!r} already")
+        with self._budget.holds.using(target, ()):
+            forked = fork_agent(self._parts, source, target, asked)
+        self._budget.saved(target)
+        return forked
+
+    def _roll_back(self, agent_id: str, version: int | None, asked: Asked) -> AgentResult:
+        back = roll_back(self._parts, agent_id, version, asked)
+        self._unsaved.discard(agent_id)
+        self._ram_cache.renumber(agent_id, back.from_version, back.version)
+        self._budget.saved(agent_id)
+        return back
+
+
+def _log_way_on(agent_id: str, error: Exception) -> None:
+    """Damage is the operator's to mend: the producer is told of it, without the commands of this machine."""
+    if isinstance(error, Damaged):
+        _log.error("agent %r: %s", agent_id, with_way_on(error))

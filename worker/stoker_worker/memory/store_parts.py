@@ -5,16 +5,15 @@ them apart. Only one of them is a worker (`locks.StoreLock`).
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
-from stoker_worker.memory.connection import Connection, connect
-from stoker_worker.memory.database import Database
+from stoker_worker.memory.database import Connection, Database, connect
 from stoker_worker.memory.database_file import (
     HOW_TO_GO_ON,
     create_database,
@@ -23,13 +22,110 @@ from stoker_worker.memory.database_file import (
     refused_if_damaged,
     refused_if_unusable,
 )
+from stoker_worker.memory.deliveries import Ended
 from stoker_worker.memory.files import Disk, DurableWriter
-from stoker_worker.memory.next_version import Alone, NextVersion, Replica
+from stoker_worker.memory.turn_record import TurnRecord
 from stoker_worker.memory.unsaved import UnsavedTurns
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NextVersion:
+    """An agent's next version on its way: into the shared store first, if there is one, and then into the database.
+
+    Attributes:
+        record: ``None``: an empty version, because the agent is forgotten.
+        delivery: key of the delivery that makes it; ``None``: a command does.
+        result: the answer to that delivery, as JSON.
+        layout: of the caches of the model that made its cache.
+    """
+
+    agent_id: str
+    number: int
+    record: TurnRecord | None = None
+    delivery: bytes | None = None
+    result: str | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """An agent whose newest version is an empty one. Its numbers go on.
+
+    Attributes:
+        ended: the ends of its deliveries, by their keys.
+    """
+
+    number: int = 0
+    ended: Mapping[bytes, Ended] = field(default_factory=dict)
+
+
+NEVER_MADE = Forgotten()
+
+
+class Replica(Protocol):
+    """The shared store behind a store's database, which is a copy of it.
+
+    Attributes:
+        is_shared: whether there is a shared store.
+    """
+
+    is_shared: bool
+
+    def publish(self, version: NextVersion) -> None:
+        """Make this the agent's newest version in the shared store.
+
+        Raises:
+            VersionTaken: there is another one of this number, or a newer one.
+            SharedStoreAway: it may be there or not.
+        """
+        ...
+
+    def committed(self, connection: Connection, version: NextVersion) -> None:
+        """In the transaction that makes it the newest version here."""
+        ...
+
+    def forgotten(self, agent_id: str) -> Forgotten:
+        """The agent, which is unknown here, as the last look found it in the shared store."""
+        ...
+
+    def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
+        """The answer to the delivery of this key, from the version in the shared store; ``None``: it is not there any
+        more.
+
+        Raises:
+            SharedStoreAway, Damaged: that cannot be known.
+        """
+        ...
+
+    def expire(self, agent_id: str, unused_s: float) -> bool:
+        """Returns whether the agent may be removed here, where it was unused for so long. It is forgotten everywhere if
+        its newest version is as old."""
+        ...
+
+
+class Alone(Replica):
+    """There is no shared store."""
+
+    is_shared = False
+
+    def publish(self, version: NextVersion) -> None:
+        pass
+
+    def committed(self, connection: Connection, version: NextVersion) -> None:
+        pass
+
+    def forgotten(self, agent_id: str) -> Forgotten:
+        return NEVER_MADE
+
+    def result_in(self, agent_id: str, version: int, key: bytes) -> str | None:
+        return None
+
+    def expire(self, agent_id: str, unused_s: float) -> bool:
+        return True
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Final
 
 from stoker_shared.errors import AgentVersionConflict
 from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.blocks import (
     MOST_SNAPSHOTS,
     BlockChain,
@@ -28,12 +28,11 @@ from stoker_worker.memory.blocks import (
     fits,
     state_fits,
 )
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.deliveries import UNTIL_ENDED_S, delivery_key
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import Chunk, allocated_bytes
-from stoker_worker.memory.next_version import NextVersion
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.turn_record import FULL_EVERY, About, MadeBy, TurnRecord, delta
 from stoker_worker.ports import AgentVersion, CachedPrefix, CacheSlice, Delivery, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS

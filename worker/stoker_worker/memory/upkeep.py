@@ -21,10 +21,9 @@ from stoker_shared.errors import AgentBusy, StokerError
 from stoker_worker.memory import agent_table, cache_index, deliveries
 from stoker_worker.memory.agent_changes import forget_unused
 from stoker_worker.memory.checksum import Damaged, key_of
-from stoker_worker.memory.connection import Connection, DatabaseFailed
-from stoker_worker.memory.eviction import DiskBudget
+from stoker_worker.memory.database import Connection, DatabaseFailed
+from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
-from stoker_worker.memory.notes import Notes
 from stoker_worker.memory.ram_cache import RamCache
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.unsaved import UnsavedTurns

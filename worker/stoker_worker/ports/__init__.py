@@ -5,7 +5,6 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 (`ModelCacheSpec.dtype` tells which it is).
 """
 
-from stoker_worker.ports.agent_jobs import AgentJobsPort
 from stoker_worker.ports.agents import UNUSED, Busy, Delivery, LastVersion, MemoryUse, PlaceOf
 from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
 from stoker_worker.ports.cancel_token import CancelReason, CancelToken
@@ -33,6 +32,7 @@ from stoker_worker.ports.guide import AnswerGuide, GuideMaker, TokenMask
 from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.memory import (
     UNKNOWN_VERSION,
+    AgentJobsPort,
     AgentVersion,
     CachedPrefix,
     CacheStorePort,

@@ -4,11 +4,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
 
+from stoker_shared.agents import AgentRequest, AgentResult
 from stoker_shared.message import Message
-from stoker_worker.ports.agent_jobs import AgentJobsPort
 from stoker_worker.ports.agents import Delivery, LastVersion, PlaceOf
 from stoker_worker.ports.engine import CacheSlice, EndedBy, RestoredPrefix
 from stoker_worker.ports.model import LoadedModel
+
+
+class AgentJobsPort(Protocol):
+    """Jobs about an agent's memory. Finisher threads; never two jobs of one agent at once."""
+
+    def answer(self, request: AgentRequest, delivery: Delivery) -> AgentResult | None:
+        """The answer of this delivery, if it has taken effect.
+
+        Raises:
+            AgentTranscriptUnreadable, AgentBusy, SharedStoreAway, OSError: that cannot be known.
+        """
+        ...
+
+    def run(self, request: AgentRequest, delivery: Delivery) -> AgentResult:
+        """Carry the job out, durably, in one step that remembers the delivery.
+
+        Raises:
+            AgentMemoryError: it cannot be done, and nothing has changed.
+            VersionTaken: the same, because another worker has changed the agent at the same time.
+            SharedStoreAway: it may have been done or not; `answer` tells later.
+            OSError: nothing has changed, or it is done and `answer` returns its result.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tests.worker.memory.replica.sharing import Machine, SharedAgent, SharedFold
 from stoker_shared.agents import build_agent_request
 from stoker_shared.errors import AgentMemoryError, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import turn_saver
-from stoker_worker.memory.connection import DatabaseFailed
+from stoker_worker.memory.database import DatabaseFailed
 from stoker_worker.memory.replica import versions
 from stoker_worker.memory.replica.bucket import BucketAway
 from stoker_worker.ports import Delivery, LastVersion, Turn

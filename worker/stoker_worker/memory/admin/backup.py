@@ -12,7 +12,7 @@ from urllib.parse import quote
 from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory.admin.verify import damaged_agents, damaged_answers
-from stoker_worker.memory.connection import Connection, translated
+from stoker_worker.memory.database import Connection, translated
 from stoker_worker.memory.database_file import HOW_TO_GO_ON
 from stoker_worker.memory.store_parts import StoreParts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_worker.memory import cache_index
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.locks import is_in_use
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.upkeep import YOUNG_S, cache_folders, orphans_in

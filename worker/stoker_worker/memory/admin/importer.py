@@ -20,11 +20,10 @@ from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
 from stoker_worker.memory.agent_changes import check_vacant, naming, version_of
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.locks import working_on
-from stoker_worker.memory.next_version import NextVersion
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.turn_record import TurnRecord, delta, replay
 from stoker_worker.memory.turn_saver import are_snapshots, chain_of
 from stoker_worker.ports import AgentVersion

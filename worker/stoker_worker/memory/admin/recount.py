@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from stoker_worker.memory import agent_table, cache_index, turn_table
+from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.admin.cache_check import check_belongs, read_intact
 from stoker_worker.memory.blocks import BlockChain, BlockFolder, PieceFolder, read_metadata
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import CachedPrefix, Transcript
@@ -33,7 +33,7 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
         sql = "SELECT coalesce(max(version), 0) FROM turns WHERE agent = ?"
         (version,) = connection.execute(sql, (row.number,)).fetchone()  # the newest of an agent that has lost some
         with suppress(Damaged):
-            transcript, cache = turn_table.read_version(connection, row, version)
+            transcript, cache = agent_table.read_version(connection, row, version)
             if version == row.version:
                 _remove_others(pieces, own, transcript, cache)
             if cache is not None:

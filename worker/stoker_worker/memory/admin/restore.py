@@ -18,8 +18,7 @@ from stoker_worker.memory.admin.backup import connect_to_copy, copy_database
 from stoker_worker.memory.admin.recount import recount
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection, translated
-from stoker_worker.memory.database import NAME
+from stoker_worker.memory.database import NAME, Connection, Witness, translated
 from stoker_worker.memory.database_file import (
     check_header,
     check_tables,
@@ -31,7 +30,6 @@ from stoker_worker.memory.files import Disk, DurableWriter
 from stoker_worker.memory.locks import StoreLock
 from stoker_worker.memory.replacement import finish_replacement, replace_database
 from stoker_worker.memory.store_parts import make_folders
-from stoker_worker.memory.witness import Witness
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import agent_row, agent_table, turn_table
+from stoker_worker.memory import agent_table
 from stoker_worker.memory.admin.damaged_file import DamagedFile
 from stoker_worker.memory.admin.restore import Exchanged, exchange
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.checksum import Damaged, agent_checksum, row_checksum
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.database import NAME
+from stoker_worker.memory.database import NAME, Connection, Witness
 from stoker_worker.memory.database_file import (
     create_database,
     has_database,
@@ -30,7 +29,6 @@ from stoker_worker.memory.deliveries import FORGETTER
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.replacement import finish_replacement
 from stoker_worker.memory.turn_record import TurnRecord
-from stoker_worker.memory.witness import Witness
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 """A frame that names a wrong checksum makes the next one look wrong too."""
@@ -126,7 +124,7 @@ class _Salvage:
         connection.execute("DELETE FROM turns WHERE agent NOT IN (SELECT number FROM agents)")
         while connection.execute(f"DELETE FROM turns WHERE {_WITHOUT_PARENT} RETURNING 1").fetchall():
             pass
-        connection.execute(f"UPDATE agents SET transcript_bytes = ({turn_table.VERSION_BYTES} WHERE agent = number)")
+        connection.execute(f"UPDATE agents SET transcript_bytes = ({agent_table.VERSION_BYTES} WHERE agent = number)")
         for number, agent_id in connection.execute("SELECT number, agent_id FROM agents ORDER BY agent_id").fetchall():
             self._judge(agent_id, doubt, has_row=number in known)
         if not self.whole and not self.refused and not self.lost:
@@ -134,7 +132,7 @@ class _Salvage:
 
     def _take_agent(self, *row: Any) -> None:
         with suppress(Damaged):
-            agent_row.row_of((*row[:7], None, 0, False))
+            agent_table.row_of((*row[:7], None, 0, False))
             # No checksum covers the others, which count and order.
             counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:])
             places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS + 1))

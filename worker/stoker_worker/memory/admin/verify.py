@@ -17,7 +17,7 @@ from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.admin.cache_check import check_block, check_piece, read_intact
 from stoker_worker.memory.cache_index import COUNTED_BYTES
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_record import COLUMNS, TurnRecord, replay
 

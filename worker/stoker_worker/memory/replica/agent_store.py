@@ -6,6 +6,7 @@ makes each version in the shared store before its own. A worker without a shared
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from stoker_shared.agents import AgentRequest, AgentResult
@@ -17,10 +18,10 @@ from stoker_shared.errors import (
 from stoker_worker.memory.agent_changes import close_number, naming
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.database import read_note
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.caches import CachesBehind, SharedCaches
 from stoker_worker.memory.replica.shared_replica import SharedReplica
-from stoker_worker.memory.shared_note import read_note
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import (
     UNKNOWN_VERSION,
@@ -34,6 +35,7 @@ from stoker_worker.ports import (
     PlaceOf,
     Restored,
     SharedUse,
+    StoreUse,
     Turn,
 )
 
@@ -175,6 +177,10 @@ class ReplicatedStore(CacheStorePort):
         """Start the threads that look after the store, and that write caches behind the turns."""
         self.local.start_upkeep()
         self._behind.start()
+
+    def use(self) -> StoreUse:
+        """As `AgentCacheStore.use`."""
+        return replace(self.local.use(), shared=self.glance())
 
     def glance(self) -> SharedUse:
         """The use of the shared store. No I/O; any thread."""

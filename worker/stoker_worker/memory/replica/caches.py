@@ -23,7 +23,7 @@ from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
 from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.checksum import Damaged, key_of
-from stoker_worker.memory.connection import Connection
+from stoker_worker.memory.database import Connection
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway

@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 
 from stoker_shared.errors import AgentVersionConflict
-from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import Ended
+from stoker_worker.memory.database import Connection
+from stoker_worker.memory.deliveries import Ended
 from stoker_worker.memory.replica.objects import SharedVersion
 from stoker_worker.memory.turn_saver import chain_of
 
@@ -56,12 +56,12 @@ def adopt(
         if version.record.about.cache is not None and version.next.layout is not None:
             cache_index.note_model(connection, version.record.about.cache.model, version.next.layout)
     assert row is not None  # there is a version
-    transcript, cache = turn_table.read_version(connection, row, row.version)
+    transcript, cache = agent_table.read_version(connection, row, row.version)
     if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
         raise Damaged("its cache is not that of its tokens")
     cache_index.use_chain(connection, row.number, chain_of(cache, transcript.token_ids) if cache else None, now=now)
     cache_index.set_piece_bytes(connection, row.number, 0)
-    n_bytes = f"{turn_table.VERSION_BYTES} WHERE agent = ?2"
+    n_bytes = f"{agent_table.VERSION_BYTES} WHERE agent = ?2"
     sql = f"UPDATE agents SET last_used = ?1, transcript_bytes = ({n_bytes}) WHERE number = ?2"
     connection.execute(sql, (now, row.number))
 

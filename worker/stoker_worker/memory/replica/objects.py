@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from stoker_worker.memory.checksum import Damaged, checksum, key_of
-from stoker_worker.memory.next_version import Ended, NextVersion
+from stoker_worker.memory.deliveries import Ended
+from stoker_worker.memory.store_parts import NextVersion
 from stoker_worker.memory.turn_record import COLUMNS, TurnRecord
 
 MARKER: Final = "stoker.json"

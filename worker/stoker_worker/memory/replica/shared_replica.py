@@ -23,17 +23,16 @@ from stoker_shared.errors import (
 )
 from stoker_worker.memory import agent_table, deliveries
 from stoker_worker.memory.agent_changes import forget_agent, naming
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import NEVER_MADE, Ended, Forgotten, NextVersion, Replica
+from stoker_worker.memory.database import Connection, read_note
+from stoker_worker.memory.deliveries import Ended
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 from stoker_worker.memory.replica.caches import remove_caches
 from stoker_worker.memory.replica.local_copy import adopt, checksum_of, lose
 from stoker_worker.memory.replica.objects import Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
-from stoker_worker.memory.shared_note import read_note
-from stoker_worker.memory.store_parts import StoreParts, opened
+from stoker_worker.memory.store_parts import NEVER_MADE, Forgotten, NextVersion, Replica, StoreParts, opened
 from stoker_worker.ports import AgentVersion, LastVersion
 
 _log = logging.getLogger(__name__)

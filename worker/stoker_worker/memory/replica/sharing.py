@@ -13,17 +13,15 @@ from functools import partial
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
-from stoker_worker.memory import agent_table, cache_index, deliveries, turn_table
-from stoker_worker.memory.agent_row import AgentRow
+from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.connection import Connection
-from stoker_worker.memory.next_version import NextVersion
+from stoker_worker.memory.database import Connection, write_note
 from stoker_worker.memory.replica.bucket import Bucket, identify
 from stoker_worker.memory.replica.local_copy import checksum_of
 from stoker_worker.memory.replica.objects import MARKER, Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
-from stoker_worker.memory.shared_note import write_note
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.turn_record import TurnRecord
 
 _PAGE: Final = 64
@@ -125,7 +123,7 @@ def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
     """The newest version and those that it needs, oldest first. Raises `Damaged`."""
     if row.problem is not None:
         raise Damaged(row.problem)
-    records = turn_table.read_chain(connection, row, row.version, row.head)
+    records = agent_table.read_chain(connection, row, row.version, row.head)
     ended = deliveries.ended_for(connection, row.number)
     return [
         SharedVersion(_next_version(connection, row, record), ended if record is records[0] else {})
