@@ -1,101 +1,25 @@
-"""EXP-026: a fleet of 1 to 1,000 workers and a million agents: the product's routing in virtual time, and what it costs
-a real Redis server. Scripted engines; no model and no MLX."""
+"""EXP-026: what a fleet of 1 to 1,000 workers and a million agents costs Redis, by the calls that simulated fleets made
+(kept in the results) and the cost of each call on a real server. No model and no MLX.
+
+The simulation itself is gone: it drove classes inside the queue with a played Redis, and each change there broke it.
+"""
 
 import json
 import logging
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from command import main
-from common import HERE, Json, note, percentiles, server_machine
-from exp_026_report import render
-from fleet_load import Setup
+from common import HERE, Json, note, server_machine
 from redis import Redis
-from redis_costs import costs
-from server_load import computed, end_of_one_server, server_load
+from redis_costs import IN_FLIGHT, costs
+from report import Report, columns, criteria, figure
+from server_load import MOST_SHARE, computed, end_of_one_server, server_load
 
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
-MILLION = 1_000_000
-FLEETS = {
-    "1 worker, 1,000 agents": Setup(1, 1000, 60),
-    "1 worker": Setup(1, MILLION, 60),
-    "10 workers": Setup(10, MILLION, 10),
-    "10 workers, a death a minute": Setup(10, MILLION, 10, deaths_per_min=1),
-    "100 workers": Setup(100, MILLION, 1.5),
-    "100 workers, a death a minute": Setup(100, MILLION, 1.5, deaths_per_min=1),
-    "1,000 workers in groups of 25": Setup(1000, MILLION, 1, groups=40, simulated=8),
-    "the same, 10 deaths a minute": Setup(1000, MILLION, 1, groups=40, simulated=8, deaths_per_min=10),
-}
-TEN = {"": {}, ", nearly full": {"load": 0.95}, ", a death a minute": {"deaths_per_min": 1.0}}
-PATIENCES = {
-    f"{patience_s} s{about}": Setup(10, MILLION, 10, patience_s=patience_s, **options)
-    for about, options in TEN.items()
-    for patience_s in (0, 2, 10, 60)
-}
-QUICK = {
-    "1 worker": Setup(1, 10_000, 0.5),
-    "4 workers": Setup(4, 10_000, 0.5),
-    "4 workers in groups of 2, deaths": Setup(4, 10_000, 0.5, groups=2, simulated=2, deaths_per_min=4),
-}
-QUICK_PATIENCES = {"0 s": Setup(4, 10_000, 0.5, patience_s=0)}
-TWICE = Setup(4, 1000, 0.5, deaths_per_min=4)
-GROUPS_AT_ONCE = 4
+RESULTS = HERE / "results" / "exp_026_results.json"
 ONE_QUEUE = (1, 10, 25, 50, 100, 200, 500, 1000)
-
-
-def simulated(fleets: dict[str, Setup]) -> list[Json]:
-    """Each fleet in processes of its own, two at a time, the last one first."""
-    with ThreadPoolExecutor(2) as threads:
-        parts = {
-            name: [threads.submit(_process, name, setup, groups) for groups in _shares(setup)]
-            for name, setup in reversed(fleets.items())
-        }
-        return [_together(name, setup, [part.result() for part in parts[name]]) for name, setup in fleets.items()]
-
-
-def _shares(setup: Setup) -> list[list[int]]:
-    groups = list(range(setup.simulated))
-    return [groups[start : start + GROUPS_AT_ONCE] for start in range(0, len(groups), GROUPS_AT_ONCE)]
-
-
-def _process(name: str, setup: Setup, groups: list[int]) -> Json:
-    note(f"{name}: groups {groups[0]} to {groups[-1]}")
-    command = [sys.executable, str(HERE / "fleet.py"), json.dumps({"setup": asdict(setup), "groups": groups})]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    answer: Json = json.loads(done.stdout)
-    return answer
-
-
-def _together(name: str, setup: Setup, parts: Sequence[Json]) -> Json:
-    counts, sent = Counter[str](), Counter[str]()
-    for part in parts:
-        counts.update(part["counts"])
-        sent.update(part["sent"])
-    waits = [wait for part in parts for wait in part["waits"]]
-    jobs, prompt = counts["jobs"], counts["prompt"]
-    rate = jobs / (60 * setup.minutes) * setup.groups / setup.simulated
-    moves = {whose: counts[f"moves from the {whose}"] for whose in ("living", "dead")}
-    return {
-        "name": name, **asdict(setup), "jobs": jobs, "jobs_per_s": round(rate, 2),
-        "asked_per_s": round(parts[0]["asked_per_s"], 2), "room_for": round(parts[0]["stores_hits"], 3),
-        "hit_share": round((counts["local"] + counts["fetched"]) / prompt, 4),
-        "fetched_share": round(counts["fetched"] / prompt, 4), "best_hit_share": round(counts["context"] / prompt, 4),
-        "moves_per_1000_jobs": {whose: round(1000 * n / jobs, 2) for whose, n in moves.items()},
-        "wait_s": percentiles(waits), "over_10_s": round(sum(wait > 10 for wait in waits) / len(waits), 4),
-        "first_token_s": percentiles([wait for part in parts for wait in part["firsts"]]),
-        "deaths": counts["deaths"], "lost_with_a_worker": counts["lost with a worker"],
-        "run_again": counts["run again"],
-        "waiting_at_end": counts["waiting at the end"], "quarantined_at_end": counts["quarantined at the end"],
-        "sent_a_job": {kind: round(n / jobs, 3) for kind, n in sorted(sent.items())},
-    }  # fmt: skip
 
 
 def with_load(fleet: Json, cost: Json) -> Json:
@@ -132,17 +56,138 @@ def run(folder: Path, *, quick: bool) -> Json:
     note("one server")
     with EmbeddedServer(folder / "server", has_password=False) as server, Redis.from_url(server.url) as connection:
         machine, cost = server_machine(connection), costs(server.url, members, times=times)
-    asked = (QUICK, QUICK_PATIENCES) if quick else (FLEETS, PATIENCES)
-    fleets, patient = ([with_load(fleet, cost) for fleet in simulated(setups)] for setups in asked)
-    first, second = (_process("twice the same", TWICE, [0]) for _ in range(2))
+    simulated = json.loads(RESULTS.read_text(encoding="utf-8"))
+    fleets, patient = ([with_load(fleet, cost) for fleet in simulated[kind]] for kind in ("fleets", "patience"))
+    is_same = simulated["verdict"]["the_same_seed_gives_the_same_run"]
     together = [fleet for fleet in fleets if fleet["groups"] == 1 and fleet["workers"] > 1]
     like = [fleet for fleet in together if not fleet["deaths_per_min"]][-1]
     one_queue = [computed(like, cost, n) for n in ONE_QUEUE]
     return {
-        "machine": machine, "verdict": verdict(fleets, is_same=first == second), "fleets": fleets, "patience": patient,
+        "machine": machine, "verdict": verdict(fleets, is_same=is_same), "fleets": fleets, "patience": patient,
         "one_server": {"cost": cost, "computed_like": like["name"], "one_queue": one_queue,
                        "ends_at_workers": end_of_one_server(like, cost, most=10_000)},
     }  # fmt: skip
+
+
+# --- the report, from the results alone ---
+
+
+def render(content: Json, results: Path) -> Report:
+    plot(content, results)
+    fleets, server = content["fleets"], content["one_server"]
+    last, cost = fleets[-1], server["cost"]
+    summary = (
+        f"{last['workers']:,} workers and {last['agents']:,} agents, with {last['deaths_per_min']:g} deaths a minute: "
+        f"{last['hit_share']:.1%} of the prompt tokens come from a cache (at best {last['best_hit_share']:.1%}), the "
+        f"median wait is {last['wait_s']['p50']:.2f} s, {last['over_10_s']:.1%} of the jobs wait for more than 10 s. A "
+        f"job costs this machine's Redis {cost['job']['server_us']:.0f} µs alone. By computation, one queue on it ends "
+        f"at {server['ends_at_workers']} workers."
+    )
+    number = (
+        f"hit share {last['hit_share']:.1%} with {last['workers']:,} workers; one Redis ends at "
+        f"{server['ends_at_workers']} workers of one queue"
+    )
+    return Report("scale out", number, {
+        "summary": summary, "checks": criteria(content), "fleets": _fleets(fleets),
+        "waits": _waits(fleets), "patience": _patience(content["patience"]), "sent": _sent(fleets),
+        "cost": _cost(cost), "one queue": _one_queue(server),
+    })  # fmt: skip
+
+
+def _fleets(fleets: list[Json]) -> str:
+    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
+        "": "{name}", "agents": "{agents:,}", "groups simulated": "{simulated} of {groups}", "minutes": "{minutes:g}",
+        "jobs": "{jobs:,}",
+        "jobs/s": "{jobs_per_s:.4g}", "asked for": "{asked_per_s:.4g}",
+        "hit share": "{hit_share:.1%}", "at best": "{best_hit_share:.1%}",
+        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.1f}",
+        "of these from the living": "{moves_per_1000_jobs[living]:.1f}",
+    })  # fmt: skip
+
+
+def _waits(fleets: list[Json]) -> str:
+    return columns(fleets, {
+        "": "{name}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.2f}", "p99": "{wait_s[p99]:.1f}",
+        "longest": "{wait_s[max]:.0f}", "over 10 s": "{over_10_s:.1%}",
+        "first token, median": "{first_token_s[p50]:.1f}", "its p99": "{first_token_s[p99]:.0f}",
+        "deaths": "{deaths}", "jobs lost with them": "{lost_with_a_worker}",
+        "waiting at the end": "{waiting_at_end}", "of these lost before": "{quarantined_at_end}",
+    })  # fmt: skip
+
+
+def _patience(fleets: list[Json]) -> str:
+    return columns([{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in fleets], {
+        "`--patience-s` of 10 workers": "{name}", "jobs/s": "{jobs_per_s:.3g}", "hit share": "{hit_share:.1%}",
+        "from the shared store": "{fetched_share:.1%}", "moves per 1,000 jobs": "{moves:.0f}",
+        "wait: mean": "{wait_s[mean]:.2f}", "median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.1f}",
+        "p99": "{wait_s[p99]:.0f}", "first token, median": "{first_token_s[p50]:.1f}",
+        "its p95": "{first_token_s[p95]:.0f}", "its p99": "{first_token_s[p99]:.0f}",
+    })  # fmt: skip
+
+
+def _sent(fleets: list[Json]) -> str:
+    kinds = ("look", "read", "jobs read", "claim", "jobs passed", "jobs held", "members")
+    rows = [{**fleet, "kinds": {kind: fleet["sent_a_job"].get(kind, 0.0) for kind in kinds}} for fleet in fleets]
+    shown = {kind: "{kinds[" + kind + "]:.3g}" for kind in kinds}
+    ends = {"commands a job, in all": "{one_server[commands_a_job]:.4g}", "µs of the server a job":
+            "{one_server[server_us_a_job]}", "share of its core": "{one_server[share]:.1%}"}  # fmt: skip
+    return columns(rows, {"a job": "{name}", **shown, **ends})
+
+
+def _cost(cost: Json) -> str:
+    names = {
+        "job": "a job: submitted, claimed, started, finished", "submit": "of that, its submission",
+        "look": "a look that finds nothing", "read": "a waiting job read", "pass": "a job left to another worker",
+        "beat": f"a heartbeat with {IN_FLIGHT} jobs (1 a second)",
+        "watch": f"a look at {IN_FLIGHT} running jobs, with progress (2 a second)",
+    }  # fmt: skip
+    rows = [{"name": name, **cost[key]} for key, name in names.items()]
+    rows += [{"name": f"a look at {n} members (1 a second)", **found} for n, found in cost["members look"].items()]
+    return columns(rows, {"": "{name}", "commands": "{commands:g}", "µs of the server": "{server_us:g}"})
+
+
+def _one_queue(server: Json) -> str:
+    table = columns(server["one_queue"], {
+        "workers of one queue": "{workers}", "jobs/s": "{jobs_per_s:g}", "commands a job": "{commands_a_job:.4g}",
+        "share of this machine's core": "{share:.1%}",
+    })  # fmt: skip
+    return (
+        f"{table}\n\nThe share reaches {MOST_SHARE:.0%} at {server['ends_at_workers']} workers here (computed from "
+        f"“{server['computed_like']}”), so a core that is twice as fast is as busy with each line at half the share."
+    )
+
+
+def plan(content: Json) -> str:
+    """The table of `docs/scale-out.md`."""
+    fleets = [{**fleet, "moves": sum(fleet["moves_per_1000_jobs"].values())} for fleet in content["fleets"]]
+    return columns(fleets, {
+        "a million agents": "{name}", "jobs/s": "{jobs_per_s:.3g}", "hit share": "{hit_share:.0%}",
+        "moves per 1,000 jobs": "{moves:.0f}", "wait: median, s": "{wait_s[p50]:.2f}", "p95": "{wait_s[p95]:.1f}",
+        "p99": "{wait_s[p99]:.0f}", "share of a core of each Redis": "{one_server[share]:.1%}",
+    })  # fmt: skip
+
+
+def plot(content: Json, results: Path) -> None:
+    fleets, queue = content["fleets"], content["one_server"]["one_queue"]
+    title = "hit share and waits of fleets; one server for one queue"
+    with figure(content, results, "scale_out", (15, 4.2), panels=(1, 3), title=title) as (hits, waits, share):
+        places = range(len(fleets))
+        names = [fleet["name"] for fleet in fleets]
+        _bars(hits, places, {"from caches": [fleet["hit_share"] for fleet in fleets],
+                             "at best": [fleet["best_hit_share"] for fleet in fleets]})  # fmt: skip
+        _bars(waits, places, {part: [max(fleet["wait_s"][part], 0.001) for fleet in fleets] for part in ("p50", "p99")})
+        hits.set(yticks=places, yticklabels=names, xlabel="share of prompt tokens")
+        waits.set(yticks=places, yticklabels=[], xscale="log", xlabel="wait, s")
+        share.plot([one["workers"] for one in queue], [one["share"] for one in queue], marker="o")
+        share.axhline(MOST_SHARE, ls="--", lw=0.8)
+        share.set(xscale="log", yscale="log", xlabel="workers of one queue", ylabel="cores of the server (computed)")
+
+
+def _bars(axes: Any, places: range, found: dict[str, list[float]]) -> None:
+    for number, (name, values) in enumerate(found.items()):
+        axes.barh([place + 0.38 * number for place in places], values, height=0.36, label=name)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from pathlib import Path
 from answer_differences import Said, cause, rendered, transcript
 from bench import Bench
 from common import Json, note
-from exp_009_report import KEPT, KILLED, STOPPED, STREAMED
 from peer_clients import STOKER, Answer, Message, Server, user
 from peer_servers import Servers, rotated, store
 from prompts import SIX_KINDS, text_of
 
 from stoker_worker.memory.store import AgentCacheStore
 
+FIRST, KEPT, STREAMED = "first", "kept running", "kept running, streamed"
+STOPPED, KILLED = "after SIGTERM", "after SIGKILL"
 _SIGNALS = {STOPPED: signal.SIGTERM, KILLED: signal.SIGKILL}
 
 

@@ -1,6 +1,6 @@
 """`make bench`: short forms of the experiments that compare, in under ten minutes, as one table of ratios.
 
-Each script of `FORMS` has a function ``short(bench, folder)``, which returns the table's rows: what is compared
+Each script of `FORMS` has a function ``short_form(bench, folder)``, which returns the table's rows: what is compared
 (``what``), the `spread` of the ratios (``ratio``), what was asked for (``asked``) and whether the answers of both sides
 were the same (``equal``; left out where there are none). Run: ``python experiments/short_bench.py``. It prints the
 table, and writes it into the README of the checkout and its numbers into ``results/bench_results.json``.
@@ -33,14 +33,14 @@ def run(bench: Bench, forms: tuple[str, ...]) -> Json:
         note(f"EXP-{number}")
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            found = import_module(script_of_form(number).stem).short(bench, Path(folder))
+            found = import_module(script_of_form(number).stem).short_form(bench, Path(folder))
         rows += [{"experiment": f"EXP-{number}", "report": report.name, **row} for row in found]
         seconds[f"EXP-{number}"] = round(time.perf_counter() - begin)
     return {"machine": machine(bench.facts), "rows": rows, "seconds": seconds}
 
 
 def script_of_form(number: str) -> Path:
-    (script,) = (path for path in HERE.glob(f"exp_{number}_*.py") if not path.stem.endswith(("_report", "_plot")))
+    (script,) = (path for path in HERE.glob(f"exp_{number}_*.py"))
     return script
 
 
