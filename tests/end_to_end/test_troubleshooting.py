@@ -40,7 +40,7 @@ from tests.worker.memory.agents import ids, using
 from tests.worker.memory.replica.sharing import Machine, SharedFolder
 from tests.worker_process import fork_server, running_worker
 
-from stoker.serve.tokens import Tokens
+from stoker.serve.settings import Tokens
 from stoker_shared.errors import StokerError
 from stoker_shared.task import generate
 from stoker_worker.cli.main import main

@@ -1,8 +1,12 @@
-"""The application: which path is which endpoint, and what lives as long as the process. Owns start and stop."""
+"""The application: the endpoint of each path, and what lives as long as the process. Owns start and stop.
+
+It answers /v1/models (the models of the live workers) and /healthz (whether Redis answers) itself.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,17 +18,16 @@ from starlette.routing import Route
 from stoker.connection import open_connection
 from stoker.openai.answers import Failure
 from stoker.openai.fields import RULES, FieldRefused
-from stoker.serve import batches, files, models
+from stoker.serve import batches, files
 from stoker.serve.backend import Backend
 from stoker.serve.batch_runner import BatchRunner
-from stoker.serve.batch_store import BatchStore
 from stoker.serve.connections import LoopErrors
-from stoker.serve.file_store import FileStore
 from stoker.serve.generation import generate
 from stoker.serve.guard import FILES_PATH, HEALTH_PATH, Guard
-from stoker.serve.responses import CLIENT_IS_GONE, failed, on_error
+from stoker.serve.responses import CLIENT_IS_GONE, Json, failed, on_error
 from stoker.serve.settings import ServeSettings
-from stoker_shared.errors import StokerError
+from stoker.serve.store import BatchStore, FileStore
+from stoker_shared.errors import RedisUnavailable, StokerError
 
 _BATCHES_PATH = "/v1/batches"
 
@@ -37,9 +40,9 @@ def build_app(redis_url: str, settings: ServeSettings) -> Starlette:
     """
     routes = [Route(url, generate, methods=["POST"]) for url in RULES]
     routes += [
-        Route("/v1/models", models.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", models.model, methods=["GET"]),
-        Route(HEALTH_PATH, models.healthz, methods=["GET"]),
+        Route("/v1/models", _list_models, methods=["GET"]),
+        Route("/v1/models/{name:path}", _model, methods=["GET"]),
+        Route(HEALTH_PATH, _healthz, methods=["GET"]),
     ]
     if settings.batch_store is not None:
         routes += _store_routes()
@@ -103,3 +106,44 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     return failed(Failure(status, what.get(status, str(getattr(error, "detail", error))), code=code))
+
+
+async def _list_models(request: Request) -> Response:
+    """Every loaded model, and every alias of one."""
+    return Json({"object": "list", "data": list((await _served(request.app.state.backend)).values())})
+
+
+async def _model(request: Request) -> Response:
+    """
+    Raises:
+        Failure: no live worker serves it.
+    """
+    name = request.path_params["name"]
+    found = (await _served(request.app.state.backend)).get(name)
+    if found is None:
+        raise Failure(404, f"no live worker serves the model {name!r}", code="model_not_found", param="model")
+    return Json(found)
+
+
+async def _healthz(request: Request) -> Response:
+    """200 while Redis answers, else 503; workers do not matter."""
+    try:
+        await request.app.state.backend.producer.ping()
+    except RedisUnavailable as error:
+        return failed(Failure(503, str(error), kind="server_error", code="queue_unavailable", retryable=True))
+    return Json({"status": "ok"})
+
+
+async def _served(backend: Backend) -> dict[str, dict[str, Any]]:
+    settings, found = backend.settings, dict[str, dict[str, Any]]()
+    for worker in await backend.producer.workers():
+        if worker.model is not None and settings.queue in worker.queues:
+            found[worker.model] = {
+                "id": worker.model,
+                "object": "model",
+                "created": int(worker.started_at),
+                "owned_by": "stoker",
+                "max_model_len": worker.context_tokens,
+            }
+    aliases = settings.body_options.model_aliases
+    return found | {theirs: {**found[ours], "id": theirs} for theirs, ours in aliases.items() if ours in found}

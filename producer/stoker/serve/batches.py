@@ -10,9 +10,8 @@ from starlette.responses import Response
 from stoker.batch.record import read_record
 from stoker.openai.answers import Failure
 from stoker.openai.fields import RULES
-from stoker.serve.batch_store import BatchState, BatchStore, StoredBatch
-from stoker.serve.paging import page_of
-from stoker.serve.responses import Json, json_object, received
+from stoker.serve.responses import Json, json_object, page_of, received
+from stoker.serve.store import BatchState, BatchStore, StoredBatch
 from stoker_shared.text import seconds_of
 
 _TIMES: Final = (

@@ -9,10 +9,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from stoker.openai.answers import Failure
-from stoker.serve.batch_store import BatchStore
-from stoker.serve.file_store import FileStore, StoredFile
-from stoker.serve.paging import page_of
-from stoker.serve.responses import Json
+from stoker.serve.responses import Json, page_of
+from stoker.serve.store import BatchStore, FileStore, StoredFile
 
 PURPOSE: Final = "batch"
 _FIELD_BYTES: Final = 4096

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stoker.openai.answers import Failure
 from stoker.openai.fields import RULES
 from stoker.serve.responses import failed
-from stoker.serve.tokens import ANYBODY, Tokens
+from stoker.serve.settings import ANYBODY, Tokens
 from stoker_shared.http_guard import is_own_site
 
 HEALTH_PATH: Final = "/healthz"

@@ -1,11 +1,78 @@
-"""What one `stoker serve` was told to do. Plain data."""
+"""The settings of one `stoker serve`, and the bearer tokens that may call. Imports no web framework.
 
+A line of a token file is a name, white space and a token. Limits and files belong to the name; several tokens may have
+one.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final, Self
 
 from stoker.openai.fields import BodyOptions
-from stoker.serve.tokens import Tokens
 from stoker_shared.wire import DEFAULT_QUEUE, MAX_REQUEST_BYTES
+
+MIN_TOKEN_CHARACTERS: Final = 16
+ANYBODY: Final = "anybody"
+"""The name of all callers where no tokens are required."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class Tokens:
+    """Compares a token with all tokens, in a time that does not depend on which of them it resembles."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """
+        Args:
+            pairs: name and token.
+        """
+        self._digests = [(name, _digest(token)) for name, token in pairs]
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """
+        Raises:
+            OSError: it cannot be read.
+            ValueError: a line is not a name and a token, or its token is an earlier line's; the message has the line's
+                number, not the token.
+        """
+        pairs, known = [], set[str]()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:  # its message has bytes of the file
+            raise ValueError(f"{path} is not UTF-8") from None
+        for number, line in enumerate(lines, start=1):
+            parts = line.split()
+            if not parts or parts[0].startswith("#"):
+                continue
+            if len(parts) != 2 or not _NAME.fullmatch(parts[0]) or len(parts[1]) < MIN_TOKEN_CHARACTERS:
+                raise ValueError(
+                    f"{path}, line {number}: expected a name (letters, digits, - _ .) and a token of at least "
+                    f"{MIN_TOKEN_CHARACTERS} characters"
+                )
+            if parts[1] in known:
+                raise ValueError(f"{path}, line {number}: an earlier line has the same token")
+            known.add(parts[1])
+            pairs.append((parts[0], parts[1]))
+        if not pairs:
+            raise ValueError(f"{path} has no token")
+        return cls(pairs)
+
+    def name_of(self, token: str) -> str | None:
+        """The name of this token; ``None`` if it is not one of them."""
+        given, found = _digest(token), None
+        for name, digest in self._digests:
+            if hmac.compare_digest(given, digest):
+                found = name
+        return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import openai
 import pytest
 from tests.producer.serve.conftest import serving_at
 
-from stoker.serve import batch_run
-from stoker.serve.batch_store import BatchStore, StoredBatch
-from stoker.serve.tokens import Tokens
+from stoker.serve import batch_runner
+from stoker.serve.settings import Tokens
+from stoker.serve.store import BatchStore, StoredBatch
 
 pytestmark = pytest.mark.server
 
@@ -139,7 +139,7 @@ def test_a_line_over_the_limit_of_a_call_fails_alone(serve, store):
 
 
 def test_a_file_of_too_many_lines_fails_the_batch(client, monkeypatch):
-    monkeypatch.setattr(batch_run, "MAX_LINES", 2)
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 2)
     batch = until(client, begin(client, lines("say x", "say y", "say z")), "failed")
     assert "over 2 lines" in batch.errors.data[0].message
 

@@ -12,7 +12,7 @@ import pytest
 from rq.job import JobStatus
 from tests.producer.played_worker import result_fields
 
-from stoker.serve.tokens import Tokens
+from stoker.serve.settings import Tokens
 from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server

@@ -7,8 +7,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from tests.producer.played_worker import result_fields
 
-from stoker.serve.chunks import DONE, Chunks
-from stoker.serve.deltas import Deltas
+from stoker.serve.chunks import DONE, Chunks, Deltas
 from stoker_shared.result import GenerationResult
 
 LOGPROBS = {"content": [{"token": "hello", "logprob": -0.5}]}

@@ -4,7 +4,7 @@ import pytest
 from tests.producer.played_worker import result_fields
 
 from stoker.openai.answers import Failure
-from stoker.serve.deltas import Deltas
+from stoker.serve.chunks import Deltas
 from stoker.streaming import Restarted, TextChunk
 from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.result import GenerationResult

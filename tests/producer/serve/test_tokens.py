@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.serve.tokens import Tokens
+from stoker.serve.settings import Tokens
 
 
 def test_a_file_has_names_and_tokens(tmp_path):

@@ -9,7 +9,7 @@ from tests.producer.played_worker import result_fields
 from tests.worker.models.tool_formats import CALLS, TOOL, call_text, format_of, wrapper
 from tests.worker.pipeline.answers import answer_to
 
-from stoker.serve.deltas import Delta, Deltas
+from stoker.serve.chunks import Delta, Deltas
 from stoker.streaming import TextChunk
 from stoker_shared.result import GenerationResult
 from stoker_worker.models.answer_formats import answer_format

@@ -1,0 +1,279 @@
+"""The batch store: files (uploads, and the answers of batches), and batches (what was asked for, and how far it is).
+Blocking; no Redis, no HTTP.
+
+``files/ID/`` has ``content`` and ``file.json``. ``batches/ID/`` has ``batch.json``, ``state.json`` (written by the one
+process that runs the batch), ``cancel`` (made when it is to be canceled) and ``answers.jsonl``, whose lock decides who
+runs it. A folder appears whole or not at all; its content, ``file.json`` and ``batch.json`` never change. A caller sees
+only the folders of its own token's name.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Final, Generic, Literal, Protocol, TypeVar
+from uuid import uuid4
+
+from stoker.openai.answers import Failure
+from stoker_shared.durable_file import draft_of, replace_file
+
+
+class Owned(Protocol):
+    """A dataclass of JSON values. `owner` is the name of the token that made it, `created_at` in Unix seconds."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def owner(self) -> str: ...
+    @property
+    def created_at(self) -> int: ...
+
+
+OwnedT = TypeVar("OwnedT", bound=Owned)
+
+
+class OwnedFolders(Generic[OwnedT]):
+    """Any thread, any number of processes."""
+
+    def __init__(self, folder: Path, kind: Literal["file", "batch"], of_page: type[OwnedT], id_form: re.Pattern[str]):
+        """
+        Args:
+            of_page: made of the page's fields.
+            id_form: nothing else is a folder's name, so no id leads out of `folder`.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.folder = folder
+        self._kind: Literal["file", "batch"] = kind
+        self._of_page = of_page
+        self._id_form = id_form
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @contextmanager
+    def new(self, item_id: str) -> Iterator[Path]:
+        """A folder in which to put everything, `write_page` included. It appears when the block ends well.
+
+        Raises:
+            OSError: it could not be written; there is no such folder then.
+        """
+        with draft_of(self.folder / item_id) as draft:
+            draft.mkdir(mode=0o700)
+            yield draft
+
+    def write_page(self, draft: Path, item: OwnedT) -> None:
+        """Raises `OSError`."""
+        replace_file(draft / self._page, json.dumps(asdict(item)).encode())
+
+    def read(self, item_id: str) -> OwnedT | None:
+        """Whoever it belongs to."""
+        try:
+            return self._of_page(**json.loads((self.folder / item_id / self._page).read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    def get(self, owner: str, item_id: str) -> OwnedT:
+        """
+        Raises:
+            Failure: there is none, or it is another owner's, which looks the same.
+        """
+        found = self.read(item_id) if self._id_form.fullmatch(item_id) else None
+        if found is None or found.owner != owner:
+            kind = self._kind
+            raise Failure(404, f"no {kind} {item_id[:64]!r}", code=f"{kind}_not_found", param=f"{kind}_id")
+        return found
+
+    def ids(self) -> list[str]:
+        return [path.name for path in self.folder.iterdir() if self._id_form.fullmatch(path.name)]
+
+    def all_of(self, owner: str) -> list[OwnedT]:
+        """The newest first."""
+        found = (self.read(item_id) for item_id in self.ids())
+        mine = [item for item in found if item is not None and item.owner == owner]
+        return sorted(mine, key=lambda item: (item.created_at, item.id), reverse=True)
+
+    @property
+    def _page(self) -> str:
+        return f"{self._kind}.json"
+
+
+_FILE_ID: Final = re.compile("file-[0-9a-f]{32}")
+_CONTENT: Final = "content"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """
+    Attributes:
+        owner: the name of the token that made it; others do not see it.
+        created_at: Unix seconds.
+    """
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+
+    def as_object(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        about = {name: value for name, value in asdict(self).items() if name != "owner"}
+        return {**about, "object": "file", "status": "processed"}
+
+
+class FileStore(OwnedFolders[StoredFile]):
+    """Any thread, any number of processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        super().__init__(folder / "files", "file", StoredFile, _FILE_ID)
+
+    def add(
+        self, owner: str, filename: str, purpose: str, write: Callable[[BinaryIO], None], *, key: str | None = None
+    ) -> StoredFile:
+        """Make a file; `write` gives it its content.
+
+        Args:
+            key: makes the id; a file that was made with the same key is returned as it is.
+
+        Raises:
+            OSError: it could not be written; there is no such file then.
+        """
+        file_id = f"file-{hashlib.sha256(key.encode()).hexdigest()[:32] if key else uuid4().hex}"
+        if key and (found := self.read(file_id)):
+            return found
+        with self.new(file_id) as draft:
+            with (draft / _CONTENT).open("xb") as content:
+                write(content)
+            n_bytes = (draft / _CONTENT).stat().st_size
+            stored = StoredFile(file_id, owner, filename, purpose, n_bytes, int(time.time()))
+            self.write_page(draft, stored)
+        return stored
+
+    def content(self, file: StoredFile) -> Path:
+        return self.folder / file.id / _CONTENT
+
+    def remove(self, file: StoredFile) -> None:
+        shutil.rmtree(self.folder / file.id)
+
+
+ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+_BATCH_ID: Final = re.compile("batch_[0-9a-f]{24}")  # with a line's number and digest, RQ takes it as a job's id
+_STATE: Final = "state.json"
+_CANCEL: Final = "cancel"
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """What a client asked for.
+
+    Attributes:
+        owner: the name of the token that made it; others do not see it.
+        window_s: seconds after which lines that are not answered are canceled.
+        created_at: Unix seconds.
+    """
+
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    window_s: int
+    metadata: dict[str, str] | None = None
+    id: str = field(default_factory=lambda: f"batch_{uuid4().hex[:24]}")
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + self.window_s
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """How far a batch is; the names are OpenAI's.
+
+    Attributes:
+        times: Unix seconds by name, as ``in_progress_at``.
+        errors: why the batch failed as a whole.
+    """
+
+    status: str = "validating"
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    times: dict[str, int] = field(default_factory=dict)
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: list[dict[str, Any]] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+class BatchStore(OwnedFolders[StoredBatch]):
+    """Any thread, any number of processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        super().__init__(folder / "batches", "batch", StoredBatch, _BATCH_ID)
+
+    def add(self, batch: StoredBatch) -> None:
+        """
+        Raises:
+            OSError: it could not be written; there is no such batch then.
+        """
+        with self.new(batch.id) as draft:
+            self.write_page(draft, batch)
+
+    def state(self, batch_id: str) -> BatchState:
+        """The last state that was written; ``cancelling`` if the batch is to be canceled and runs on meanwhile."""
+        try:
+            state = BatchState(**json.loads((self.folder / batch_id / _STATE).read_bytes()))
+        except FileNotFoundError:
+            state = BatchState()
+        canceled_at = self.canceled_at(batch_id)
+        if canceled_at is None or state.has_ended:
+            return state
+        return BatchState("cancelling", state.total, times={**state.times, "cancelling_at": canceled_at})
+
+    def set_state(self, batch_id: str, state: BatchState) -> None:
+        """For the process that runs the batch. Raises `OSError`: the state is as it was."""
+        replace_file(self.folder / batch_id / _STATE, json.dumps(asdict(state)).encode())
+
+    def cancel(self, batch_id: str) -> None:
+        """Ask the process that runs the batch to cancel it."""
+        if self.canceled_at(batch_id) is None:
+            replace_file(self.folder / batch_id / _CANCEL, str(int(time.time())).encode())
+
+    def canceled_at(self, batch_id: str) -> int | None:
+        """When the batch was to be canceled, in Unix seconds."""
+        try:
+            return int((self.folder / batch_id / _CANCEL).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def answers(self, batch_id: str) -> Path:
+        """The file of all answers so far, by which a run continues."""
+        return self.folder / batch_id / "answers.jsonl"
+
+    def reads(self, file_id: str) -> bool:
+        """Whether a batch that has not ended reads this file."""
+        batches = [self.read(batch_id) for batch_id in self.ids()]
+        return any(
+            batch is not None and batch.input_file_id == file_id and not self.state(batch.id).has_ended
+            for batch in batches
+        )
