@@ -61,9 +61,8 @@ worker was lost: the turn may have been saved. If it is not the job's own `creat
 FIELD_AGENT: Final = "stoker_agent"
 """Field of the job hash, so that a worker need not read the request to know the job's place: `created_at`, a word for
 how the job uses its agent's memory and, unless that is `none`, the agent id, separated by spaces. The word is the
-request's `access` (``write``, ``read``, ``none``); producers of earlier versions may write ``append`` for ``write`` and
-``ask`` for ``read``. Optional. If its `created_at` is not the job's own, the id was enqueued again since, and the field
-is ignored."""
+request's `access` (``write``, ``read``, ``none``). Optional. If its `created_at` is not the job's own, the id was
+enqueued again since, and the field is ignored."""
 
 FIELD_TRIED: Final = "stoker_tried"
 """Field of the job hash: `created_at`, a space, and the JSON list of the attempts that were rejected (`Attempt` in
@@ -119,8 +118,7 @@ back."""
 SERVED_KEY: Final = "stoker:lease:{queue}"
 """String: who serves the queue: `only`, a space and a member without a shared store, which serves it alone; or `shared`
 and, separated by spaces, the id of the shared store and the model of the members that serve it. Expires with their
-heartbeats. Workers of earlier versions serve a queue alone: they begin with JSON here, and refuse to start while
-anything else is here."""
+heartbeats."""
 
 STORE_KEY: Final = "stoker:store:{queue}"
 """String: which store has the conversations of the queue's agents: `store`, a space and the name of a store; or

@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -158,14 +160,15 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
     ]
     database = store / "agents.db"
     content = database.read_bytes()
+    with closing(sqlite3.connect(tmp_path / "first" / "agents.db")) as connection:
+        connection.execute("PRAGMA user_version=7")
+    provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'first'}"))
     database.write_bytes(b"\0" * 200 + content[200:])
     provoked.append(said(f"{run} --redis {redis_url} --store {store}"))
     database.unlink()
     provoked.append(said(f"{run} --redis {redis_url} --store {store}"))
     Witness(store).path.unlink()
     provoked.append(said(f"{run} --redis {redis_url} --store {store}"))
-    (tmp_path / "new" / "store.json").write_text('{"format": 4}')
-    provoked.append(said(f"{run} --redis {redis_url} --store {tmp_path / 'new'}"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         provoked.append(said(f"{run} --metrics-port {port} --redis {redis_url} --store {tmp_path / 'third'}"))

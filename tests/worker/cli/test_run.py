@@ -7,15 +7,6 @@ from pathlib import Path
 import pytest
 
 
-def test_a_worker_makes_nothing_in_a_store_of_an_earlier_format(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_text('{"format": 4}')
-    command = (sys.executable, "-m", "stoker_worker", "run", "--engine", "scripted", "--redis", "embedded", "--store")
-    run = subprocess.run([*command, tmp_path], capture_output=True, text=True, check=False, timeout=60)
-    assert run.returncode == 1
-    assert "has format 4" in run.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["store.json"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

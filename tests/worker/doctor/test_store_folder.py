@@ -47,7 +47,7 @@ def test_a_store_that_others_can_read_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content", "says"),
-    [("store.json", b'{"format": 4}', "has format 4"), (NAME, bytes(8192), "stoker-worker memory restore")],
+    [(NAME, bytes(8192), "stoker-worker memory restore")],
 )
 def test_a_store_that_the_worker_would_refuse_is_found(tmp_path: Path, file: str, content: bytes, says: str) -> None:
     with closing(AgentCacheStore(tmp_path)):

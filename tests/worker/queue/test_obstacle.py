@@ -196,17 +196,6 @@ def test_a_value_that_is_not_understood_refuses_until_it_expires(connection, wor
     worker("a").acquire()
 
 
-def test_a_worker_of_an_earlier_version_keeps_others_out_while_it_lives(connection, worker):
-    old = {"worker": "stoker-mac-0badcafe", "fence": 7, "host": "elsewhere", "boot": "b", "pid": 1, "started": "s"}
-    connection.set(SERVED_KEY.format(queue="q"), json.dumps(old), px=60_000)
-    message = refused(worker("a", shared="s1"))
-    assert message.startswith(
-        "queue 'q' is held by worker stoker-mac-0badcafe on host elsewhere, pid 1, alone, as earl"
-    )
-    connection.set(SERVED_KEY.format(queue="q"), json.dumps(old | dataclasses.asdict(a_dead_process())), px=60_000)
-    worker("a").acquire()
-
-
 # --- a standby ---
 
 

@@ -81,7 +81,6 @@ def run(**options: Any) -> None:
 
 
 def _run(settings: "WorkerSettings") -> None:
-    from stoker_worker.memory.database_file import refuse_other_formats
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.server import Watch
     from stoker_worker.pipeline.worker import Worker
@@ -95,7 +94,6 @@ def _run(settings: "WorkerSettings") -> None:
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
         redis_url = settings.redis_url
-        refuse_other_formats(settings.store_folder)  # before anything is made in the folder
         if redis_url == EMBEDDED:
             redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.

@@ -13,7 +13,7 @@ from typing import Final
 from stoker_shared.durable_file import sync, write_new
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.doctor.check import Check, Finding, fail, ok, warn
-from stoker_worker.memory.database_file import format_of, has_database, refuse_other_formats, refused_if_damaged
+from stoker_worker.memory.database_file import check_database, has_database, refused_if_damaged
 from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.schema import FORMAT
 
@@ -80,15 +80,13 @@ def sync_time(folder: Path) -> Finding:
 
 def store_format(folder: Path) -> Finding:
     try:
-        refuse_other_formats(folder)
         if not has_database(folder):
             return ok("no store there yet")
         with refused_if_damaged(folder):
-            number = format_of(folder)
+            check_database(folder)
     except StoreUnusable as error:
         return fail(str(error), "look at `stoker-worker memory verify` before the worker is started")
-    later = "" if number == FORMAT else f"; the worker will bring it to format {FORMAT}"
-    return ok(f"format {number}{later}", format=number)
+    return ok(f"format {FORMAT}", format=FORMAT)
 
 
 def lock(folder: Path) -> Finding:

@@ -1,13 +1,11 @@
-"""The file of a store's database: made whole, checked, brought to this version, opened, or refused with the reason. Any
-thread of any process. Loads nothing that a short command would wait for.
+"""The file of a store's database: made whole, checked, opened, or refused with the reason. Any thread of any
+process. Loads nothing that a short command would wait for.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +20,6 @@ HOW_TO_GO_ON: Final = (
     "with the worker stopped, put a backup back with 'stoker-worker memory restore BACKUP', or take over every agent "
     "that is whole with 'stoker-worker memory salvage'"
 )
-OLD_FORMAT: Final = "store.json"
-"""Formats 1 to 4 had this file, and no database."""
-
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
 """What SQLite may put beside a database: the ends of their names."""
 
@@ -74,7 +69,6 @@ def open_database(
             explains how to go on.
         OSError: it cannot be used now.
     """
-    refuse_other_formats(folder)
     finish_replacement(folder)
     if not has_database(folder):
         if Witness(folder).path.exists() or (folder / f"{NAME}-wal").exists():
@@ -83,15 +77,8 @@ def open_database(
             raise StoreUnusable(f"there is no store at {folder}")
         make()
     with refused_if_damaged(folder / NAME):
-        format_ = format_of(folder)
-        database = Database(folder, connector)
-        try:
-            for step in range(format_, schema.FORMAT):
-                database.commit(partial(_migrate, format_=step))
-        except BaseException:
-            database.close()
-            raise
-    return database
+        check_database(folder)
+        return Database(folder, connector)
 
 
 def with_way_on(error: Exception) -> str:
@@ -134,8 +121,8 @@ def seal_tables(connection: Connection) -> None:
     connection.execute("UPDATE store SET tables = ?", (_digest(connection),))
 
 
-def format_of(folder: Path) -> int:
-    """The format of a store's database, if it is whole. Over a connection that cannot write: one that could
+def check_database(folder: Path) -> None:
+    """Check that a store's database is whole and of this format, over a connection that cannot write: one that could
     would move a damaged log into the database when it closes, as far as SQLite can read it, and delete it.
 
     Raises:
@@ -150,15 +137,14 @@ def format_of(folder: Path) -> int:
         n_bytes = _value(found, "PRAGMA page_count") * 4096
         if n_bytes != path.stat().st_size and not (log.exists() and log.stat().st_size):
             raise Damaged(f"it has {path.stat().st_size} bytes, and should have {n_bytes}")
-        format_: int = _value(found, "PRAGMA user_version")
-        if format_ not in (*schema.MIGRATIONS, schema.FORMAT):
-            reads = f"this version of stoker reads format {schema.FORMAT}"
-            otherwise = f"unless a newer version wrote it, it is damaged: {HOW_TO_GO_ON}"
-            raise StoreUnusable(f"{path} has format {format_}; {reads}; {otherwise}")
+        if (format_ := _value(found, "PRAGMA user_version")) != schema.FORMAT:
+            raise StoreUnusable(
+                f"{path} has format {format_}; this version of stoker reads format {schema.FORMAT}; run the version "
+                f"that wrote it, or name another folder with --store; if none did, it is damaged: {HOW_TO_GO_ON}"
+            )
         commits = check_tables(found)
         if testified is not None and commits < testified:
             raise Damaged(f"its newest {testified - commits} transactions are missing")
-    return format_
 
 
 def check_header(connection: Connection, **also: object) -> None:
@@ -184,30 +170,6 @@ def check_tables(connection: Connection) -> int:
     if not isinstance(commits, int):
         raise Damaged("its row in table store is damaged")
     return commits
-
-
-def _migrate(connection: Connection, format_: int) -> None:
-    """One step, with the new number, unless another process has taken it."""
-    if _value(connection, "PRAGMA user_version") != format_:
-        return
-    for statement in _statements(schema.MIGRATIONS[format_]):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version={format_ + 1}")
-    seal_tables(connection)
-
-
-def refuse_other_formats(path: Path) -> None:
-    """Raises `StoreUnusable` for a store of an earlier format."""
-    old = path / OLD_FORMAT
-    if not old.exists():
-        return
-    found = None
-    with suppress(ValueError, AttributeError):
-        found = json.loads(old.read_bytes()).get("format")
-    raise StoreUnusable(
-        f"the store at {path} has format {found!r}, which no release of stoker wrote and this version does not read; "
-        "name another folder with --store, or move this one away: its agents then begin anew"
-    )
 
 
 def _statements(script: str) -> list[str]:

@@ -3,7 +3,7 @@
 An answer is kept while its job can live in Redis, and then forgotten. With a shared store, the answer may be in the
 version there that the delivery made; its row is then without it. Runs inside `Database.snapshot` or a change of
 `Database.commit`; owns the table `deliveries`, whose column `result` is the version's number, a space, and the result
-as JSON. Older versions of stoker wrote no number.
+as JSON.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, 
         result, _, written = row
         with suppress(ValueError, TypeError):
             if row_checksum((agent, key, result)) == written:
-                version, text = _parts(result)
+                version, text = result.split(" ", 1)
                 answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
                 return answer
         raise Damaged("the answer to this delivery is damaged")
@@ -106,7 +106,7 @@ def ended_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
     """The ends of the deliveries to the agent that may come again, by their keys."""
     sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
     rows = ((key, _parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time())))
-    return {key: Ended(int(version or 0), until) for key, version, until in rows}
+    return {key: Ended(version, until) for key, version, until in rows}
 
 
 def read_text(connection: Connection, agent: int, key: bytes) -> str | None:
@@ -116,10 +116,10 @@ def read_text(connection: Connection, agent: int, key: bytes) -> str | None:
     return _parts(found[0])[1] or None if found else None
 
 
-def _parts(result: str) -> tuple[str, str]:
-    """The version, if it is there, and the answer as JSON."""
-    version, is_apart, text = result.partition(" ")
-    return (version, text) if is_apart and version.isdecimal() else ("", result)
+def _parts(result: str) -> tuple[int, str]:
+    """The version, which is 0 in a damaged row, and the answer as JSON."""
+    version, _, text = result.partition(" ")
+    return int(version) if version.isdecimal() else 0, text
 
 
 def keep_until(connection: Connection, agent_id: str, key: bytes, until: float) -> None:

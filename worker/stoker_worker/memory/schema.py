@@ -1,36 +1,17 @@
-"""The tables of a store's database, and the steps that bring an older database to this version. Pure SQL.
+"""The tables of a store's database. Pure SQL.
 
-``docs/storage-format.md`` explains every column. A change of the tables gets a number and a step in `MIGRATIONS`.
+``docs/storage-format.md`` explains every column, and "Formats" there what a change of the tables needs.
 """
 
 from typing import Final
 
 FORMAT: Final = 8
-"""SQLite's `user_version`. Formats 1 to 4 were files without a database, and no release wrote them."""
+"""SQLite's `user_version`. No release wrote a lower one."""
 
 APPLICATION_ID: Final = 0x53544F4B
 """``STOK``: SQLite's `application_id`, by which `file` and we know the database as a store's."""
 
-_UNSHARED: Final = """
-CREATE TABLE unshared (
-    key BLOB PRIMARY KEY,
-    agent_id TEXT NOT NULL,
-    forgotten INTEGER
-) WITHOUT ROWID;
-"""
-
-_BY_CLOCK: Final = "CREATE INDEX agents_by_clock ON agents (used_clock_s);"
-
-MIGRATIONS: Final[dict[int, str]] = {
-    5: f"ALTER TABLE store ADD COLUMN shared TEXT;\n{_UNSHARED}",
-    6: "ALTER TABLE store ADD COLUMN clock_s REAL NOT NULL DEFAULT 0;\n"
-    f"ALTER TABLE agents ADD COLUMN used_clock_s REAL NOT NULL DEFAULT 0;\n{_BY_CLOCK}\n",
-    # A store of which its shared store lacks something has to be shared again.
-    7: "UPDATE store SET shared = NULL WHERE EXISTS (SELECT 1 FROM unshared);\nDROP TABLE unshared;\n",
-}
-"""From a format to the next one: SQL that runs in one transaction."""
-
-TABLES: Final = f"""
+TABLES: Final = """
 CREATE TABLE store (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     commits INTEGER NOT NULL,
@@ -61,7 +42,7 @@ CREATE TABLE agents (
 );
 CREATE UNIQUE INDEX agents_by_key ON agents (key);
 CREATE INDEX agents_by_use ON agents (last_used);
-{_BY_CLOCK}
+CREATE INDEX agents_by_clock ON agents (used_clock_s);
 CREATE INDEX agents_with_cache ON agents (last_used) WHERE piece_bytes > 0 OR last_block IS NOT NULL;
 CREATE INDEX agents_by_block ON agents (last_block) WHERE last_block IS NOT NULL;
 

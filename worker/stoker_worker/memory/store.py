@@ -24,7 +24,7 @@ from stoker_worker.memory.agent_changes import Asked, forget_agent, fork_agent, 
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database import Connection, DatabaseFailed, connect
-from stoker_worker.memory.database_file import refuse_other_formats, refused_if_unusable, with_way_on
+from stoker_worker.memory.database_file import refused_if_unusable, with_way_on
 from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.locks import InFlight, StoreLock
@@ -88,7 +88,6 @@ class AgentCacheStore(CacheStorePort):
         """`max_bytes` and `keep_unused_s` as in `DiskBudget`, `memory_max_bytes` as in `RamCache`, `wait` as in
         `StoreLock`, `agent_ttl_s` as in `Upkeep`; `keep_versions`: how many versions of an agent a rollback can return
         to."""
-        refuse_other_formats(folder)  # before a lock file is made there
         with ExitStack() as opened, refused_if_unusable(folder):
             opened.enter_context(closing(StoreLock(folder, wait=wait)))
             self.parts = parts = open_parts(folder, files, create=True, connector=connector)

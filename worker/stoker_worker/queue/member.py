@@ -31,7 +31,7 @@ class Member:
     Attributes:
         name: it stays when the worker is started again.
         worker: its name as an RQ worker: of this life of its process.
-        queues: those that it serves; none: a worker of an earlier version.
+        queues: those that it serves.
         store: the name of its store.
         shared: the id of the shared store behind that one; empty: none.
         model: the name of the one that it has loaded or loads.

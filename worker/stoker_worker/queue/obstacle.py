@@ -34,7 +34,7 @@ class Obstacle(NamedTuple):
         kind, found, left_ms, index = reply
         found = found.decode(errors="replace")
         obstacle = cls(kind.decode(), found, left_ms / 1000, me.queues[index])
-        if obstacle.kind == "held" or obstacle.is_of_an_earlier_version:
+        if obstacle.kind == "held":
             return obstacle._replace(holders=(Member.of(me.name, found.encode()),))
         if obstacle.kind == "kept":
             return obstacle
@@ -46,11 +46,6 @@ class Obstacle(NamedTuple):
             alike = [(one, has_lease) for one, has_lease in members if one.store == me.store and one.name != me.name]
             holders = [one for one, has_lease in alike if has_lease]
         return obstacle._replace(holders=tuple(holders))
-
-    @property
-    def is_of_an_earlier_version(self) -> bool:
-        """Such a worker serves a queue alone, and has its lease, which is JSON, at the queue."""
-        return self.kind == "served" and self.found.startswith("{")
 
     def is_gone(self, me: Member) -> bool:
         """Returns whether all workers behind it are certainly gone, or are this very one, whose earlier try had no
@@ -69,9 +64,6 @@ class Obstacle(NamedTuple):
                 "file worker-name in the folder of the copy, and it gets another name"
             )
         left = f"if that worker is gone, its lease runs out in {self.left_s:.1f} s"
-        if self.is_of_an_earlier_version:
-            who = f"{_rq_worker(self)}, alone, as earlier versions do"
-            return QueueHeld(f"queue {self.queue!r} is held by {who}; {left}")
         if self.kind == "held":
             return QueueHeld(f"the name {me.name!r} is held by {_rq_worker(self)}; {left}")
         who = _who(next((one for one in self.holders if not one.is_certainly_dead()), None))

@@ -171,5 +171,5 @@ def use_in(data: bytes | None) -> MemoryUse:
 def use_noted(note: bytes) -> MemoryUse:
     """From the end of `FIELD_AGENT`, in one of the forms that `read.lua` lets pass."""
     word, _, agent_id = note.decode(errors="replace").partition(" ")
-    access: Access = "read" if word in ("read", "ask") else "write"
+    access: Access = "read" if word == "read" else "write"
     return MemoryUse(access, agent_id) if agent_id else UNUSED

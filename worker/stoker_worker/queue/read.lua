@@ -8,7 +8,7 @@ for n, job in ipairs(KEYS) do
   local note, stamp = fields[1] or '', (fields[3] or '') .. ' '
   note = #note <= 10000 and string.sub(note, 1, #stamp) == stamp and string.sub(note, #stamp + 1) or ''
   local word = string.match(note, '^(%l+) .')
-  if note ~= 'none' and word ~= 'write' and word ~= 'read' and word ~= 'append' and word ~= 'ask' then
+  if note ~= 'none' and word ~= 'write' and word ~= 'read' then
     local length = redis.pcall('HSTRLEN', job, 'data')
     if type(length) ~= 'number' or length > tonumber(ARGV[4]) then length = 0 end -- refused at its turn
     if length > room and n > 1 then break end

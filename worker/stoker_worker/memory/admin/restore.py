@@ -23,7 +23,6 @@ from stoker_worker.memory.database_file import (
     check_header,
     check_tables,
     open_database,
-    refuse_other_formats,
     refused_if_damaged,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
@@ -83,7 +82,6 @@ def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connect
         OSError: it could not be written; nothing has changed, or the next start finishes it.
         Exception: what `make` and `fill` raise; nothing has changed.
     """
-    refuse_other_formats(folder)
     with closing(StoreLock(folder)):
         finish_replacement(folder)
         writer = DurableWriter(Disk(), folder / "tmp")
@@ -115,15 +113,11 @@ def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connect
 def _whole(backup: Path) -> Iterator[Connection]:
     """A connection to a backup that is whole, within a transaction. Raises `StoreUnusable`, `OSError`."""
     os.close(os.open(backup, os.O_RDONLY))  # SQLite's message for a missing file does not name it
-    expected = {"user_version": (*schema.MIGRATIONS, schema.FORMAT), "integrity_check(1)": ("ok",)}
     with closing(connect_to_copy(backup)) as source:
         try:
             with translated():
                 source.execute("BEGIN")
-                check_header(source)
-                for pragma, values in expected.items():
-                    if (found := source.execute(f"PRAGMA {pragma}").fetchone()[0]) not in values:
-                        raise Damaged(f"its {pragma} is {found!r}")
+                check_header(source, **{"user_version": schema.FORMAT, "integrity_check(1)": "ok"})
                 check_tables(source)
         except Damaged as damage:
             raise StoreUnusable(f"the backup {backup} cannot be used, and nothing has changed: {damage}") from damage

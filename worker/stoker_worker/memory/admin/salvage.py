@@ -22,7 +22,6 @@ from stoker_worker.memory.database import NAME, Connection, Witness
 from stoker_worker.memory.database_file import (
     create_database,
     has_database,
-    refuse_other_formats,
     refused_if_damaged,
 )
 from stoker_worker.memory.deliveries import FORGETTER
@@ -35,8 +34,7 @@ _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 _LOST: Final = "lost id "
 """Before the hash of an agent's id that no page has any more."""
 _LOST_ROW: Final = "its row is damaged: a newer version may be lost"
-_AGENT_COLUMNS, _TURN_COLUMNS = 15, 12
-"""An agent's last column is left out: it is by the clock of the store that was. Rows of before format 7 lack it."""
+_AGENT_COLUMNS, _TURN_COLUMNS = 16, 12
 _WITHOUT_PARENT: Final = (
     "parent IS NOT NULL AND NOT EXISTS (SELECT 1 FROM turns AS before WHERE before.agent = turns.agent"
     " AND before.version = turns.version - 1 AND before.checksum = turns.parent)"
@@ -66,7 +64,6 @@ def salvage(folder: Path) -> Salvaged:
         StoreUnusable: there is nothing to take over, or a worker has the store; nothing has changed.
         OSError: it could not be read or written; nothing has changed, or the next start finishes it.
     """
-    refuse_other_formats(folder)
     finish_replacement(folder)
     if not has_database(folder):
         raise StoreUnusable(f"there is no database at {folder}, so there is nothing to salvage: restore a backup")
@@ -102,9 +99,9 @@ class _Salvage:
         file, doubt = _open(self._folder, root)
         for row in file.rows():
             match row:
-                case int(number), (None, str(agent_id), *rest) if 0 <= len(rest) - (_AGENT_COLUMNS - 2) <= 1:
+                case int(number), (None, str(agent_id), *rest) if len(rest) == _AGENT_COLUMNS - 2:
                     self._names.setdefault(number, set()).add(agent_id)
-                    self._take_agent(number, agent_id, *rest[: _AGENT_COLUMNS - 2])
+                    self._take_agent(number, agent_id, *rest)
                 case None, (str(agent_id), int(number)):  # of the index by id
                     self._names.setdefault(number, set()).add(agent_id)
         known = dict(connection.execute("SELECT number, agent_id FROM agents").fetchall())
@@ -134,10 +131,10 @@ class _Salvage:
         with suppress(Damaged):
             agent_table.row_of((*row[:7], None, 0, False))
             # No checksum covers the others, which count and order.
-            counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:])
-            places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS + 1))
+            counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:-1])
+            places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS))
             # Of two rows of one agent, one lies in a page that lacks its newest change.
-            self._to.execute(
+            self._to.execute(  # the last column is by the clock of the store that was
                 f"INSERT OR REPLACE INTO agents SELECT {places}, 0 WHERE NOT EXISTS (SELECT 1 FROM agents"
                 " WHERE (number = ?1 OR agent_id = ?2) AND (number, version) > (?1, ?4))",
                 (*row[:7], *counts),
