@@ -19,7 +19,6 @@ COMMANDS = (
     *(
         "stoker.cli.",
         "stoker.agent_cli.",
-        "stoker.queue_commands.",
         "stoker.status_command.",
         "stoker.submit_",
         "stoker.trust_cli.",

@@ -2,11 +2,10 @@
 
 from stoker.connection import WrongKeyType
 from stoker.offers import NobodyServes
-from stoker.overview import Overview
+from stoker.overview import Overview, QueueStatus
 from stoker.own_check import first_accepted
 from stoker.presence import LiveWorker
 from stoker.producer import AsyncProducer, Producer
-from stoker.queue_status import QueueStatus
 from stoker.streaming import Restarted, StreamEvent, TextChunk
 from stoker.tickets import AsyncTicket, Ticket, TicketStatus
 from stoker_shared.agents import AgentForgotten, AgentForked, AgentInfo, AgentRolledBack

@@ -26,9 +26,8 @@ from stoker.command_parts import (
     timeout_option,
 )
 from stoker.dashboard.command import dashboard
-from stoker.queue_commands import ls, workers
 from stoker.serve.command import serve
-from stoker.status_command import status
+from stoker.status_command import ls, status, workers
 from stoker.submit_command import submit
 from stoker.trust_cli import trust
 from stoker_shared.environment import (

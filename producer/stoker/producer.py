@@ -15,9 +15,8 @@ from stoker.agents import Agents, AsyncAgents
 from stoker.connection import AnyRedis, address, blocking_slice_s, open_async_connection, open_connection
 from stoker.new_job import checked_queue_name
 from stoker.operations import Operation, Pause, ask, run, run_async
-from stoker.overview import Overview, overview
+from stoker.overview import Overview, QueueStatus, overview, queues_now
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
-from stoker.queue_status import QueueStatus, queues_now
 from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, Submitted, submit, submit_many
 from stoker.tickets import AnyTicket, AsyncTicket, SharedConnection, Ticket, TicketStatus

@@ -1,4 +1,4 @@
-"""`stoker status`: one job, or everything at one moment. Only command-line texts."""
+"""`stoker status`, `ls` and `workers`: one job, everything at one moment, queues, workers. Only command-line texts."""
 
 import sys
 import time
@@ -11,19 +11,79 @@ import click
 
 from stoker.command_parts import json_option, open_producer, redis_option, show, ticket_of
 from stoker.overview import Overview
-from stoker.overview_tables import (
+from stoker.producer import Producer
+from stoker.tables import (
     JOBS_HIDDEN,
+    Table,
+    duration,
     job_table,
     queue_table,
     shared_store_table,
     trouble_text,
     worker_table,
 )
-from stoker.producer import Producer
 from stoker.tickets import TicketStatus
 from stoker_shared.errors import QueueError
 from stoker_shared.help_layout import LaidOutCommand, examples
 from stoker_shared.text import printable
+
+_COUNTS = ("waiting", "running", "finished", "failed", "deferred", "scheduled")
+
+
+@click.command(cls=LaidOutCommand, epilog=examples("stoker ls", "stoker ls --json | jq '.queues[].waiting'"))
+@json_option
+@redis_option
+@click.pass_obj
+def ls(redis_url: str, as_json: bool) -> None:
+    """List the queues: jobs by state, oldest wait, workers.
+
+    Finished and failed jobs are counted until they expire.
+    """
+    with open_producer(redis_url) as producer:
+        queues = producer.queues()
+    rows = [
+        [
+            queue.name,
+            *(str(getattr(queue, count)) for count in _COUNTS),
+            duration(queue.oldest_wait_s),
+            ", ".join(queue.workers) or "none",
+        ]
+        for queue in queues
+    ]
+    text = Table(["queue", *_COUNTS, "oldest", "workers"], rows, range(1, 8)).text()
+    show(as_json, {"queues": [asdict(queue) for queue in queues]}, text if rows else "no queues and no workers")
+
+
+@click.command(cls=LaidOutCommand, epilog=examples("stoker workers", "stoker workers --json | jq '.workers[].model'"))
+@json_option
+@redis_option
+@click.pass_obj
+def workers(redis_url: str, as_json: bool) -> None:
+    """List the live workers: queues, model, context, most jobs in flight.
+
+    A worker that was killed is listed until its lease has run out, for a few seconds.
+    """
+    with open_producer(redis_url) as producer:
+        living = producer.workers()
+    now = time.time()
+    rows = [
+        [
+            worker.name,
+            worker.host,
+            str(worker.pid),
+            duration(max(0.0, now - worker.started_at)),
+            str(worker.context_tokens or "-"),
+            str(worker.max_batch or "-"),
+            ",".join(worker.queues),
+            worker.model or "loading",
+            worker.mode or "-",
+        ]
+        for worker in living
+    ]
+    heading = ["worker", "host", "pid", "up", "context", "jobs", "queues", "model", "mode"]
+    text = Table(heading, rows, range(2, 6)).text() if rows else "no workers"
+    show(as_json, {"workers": [asdict(worker) for worker in living]}, text)
+
 
 EVERY_S: Final = 1.0
 

@@ -8,8 +8,8 @@ from rq.job import Job
 
 from stoker.dashboard.pages import page
 from stoker.operations import Operation, ask, run
-from stoker.overview_tables import DEAD, rate_text
 from stoker.presence import is_ours, live_workers
+from stoker.tables import DEAD, rate_text
 from stoker.tickets import TicketStatus, status_of
 from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
 from stoker_shared.wire import REQUEST_KWARG

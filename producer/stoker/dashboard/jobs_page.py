@@ -7,7 +7,7 @@ from flask import Flask
 from redis import Redis
 
 from stoker.operations import run
-from stoker.queue_status import QueueStatus, queues_now
+from stoker.overview import QueueStatus, queues_now
 from stoker_shared.wire import DEFAULT_QUEUE
 
 _VIEW: Final = "rq_dashboard.jobs_overview"

@@ -8,7 +8,7 @@ from redis import Redis
 from stoker.dashboard.pages import page
 from stoker.operations import run
 from stoker.overview import overview
-from stoker.overview_tables import (
+from stoker.tables import (
     JOBS_HIDDEN,
     job_table,
     queue_table,

@@ -19,8 +19,7 @@ from stoker.dashboard.pages import page
 from stoker.job_record import fields_of, progress_in
 from stoker.operations import Commands, Operation, ask, run
 from stoker.overview import Overview, WorkerOutlook, overview
-from stoker.overview_tables import DEAD, leases_text, rate_text, trouble_text
-from stoker.tables import duration
+from stoker.tables import DEAD, duration, leases_text, rate_text, trouble_text
 
 _SHOWN_JOBS: Final = 4
 _SHOWN_IF_MISSING: Final = {
