@@ -1,4 +1,4 @@
-"""The queues; and everything at one moment: queues with the time that is left, workers, the slowest jobs. Reads only."""
+"""The queues, the workers and the slowest jobs at one moment, with the time that is left. Reads only."""
 
 from collections.abc import Sequence
 from contextlib import suppress
