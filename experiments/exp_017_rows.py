@@ -23,7 +23,7 @@ from rows_parts import PARTS, Parts
 from works import let_decode, work
 
 from stoker_worker.ports import GenerationWork, RestoredPrefix
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, ServingMode
 
 ROUNDS = {"mixed": 1, "mixed_restored": 3, "restored": 5, "short": 5, "steady": 5, **{f"batch_{n}": 5 for n in SIZES}}
 IN_PARTS = ("mixed_restored", "restored", "short")

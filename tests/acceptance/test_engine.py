@@ -10,7 +10,7 @@ from tests.real_model import behind_the_likeliest
 from tests.worker.engine.layouts import Layout, cache_bytes, random_ids, run, work
 
 from stoker_shared.errors import BlockPoolTooSmall
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 GROWING = ("llama", "gemma3_text", "qwen3_next", "mamba2")
 """Full attention, with windows, with recurrent layers, and with nothing else."""

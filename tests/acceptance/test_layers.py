@@ -13,7 +13,7 @@ from tests.zoo import architectures
 from stoker_worker.models.cache_probe import read_cache_spec
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from stoker_shared.errors import StokerError
 from stoker_shared.request import GenerationRequest, build_request
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import GenerationWork
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, ServingMode
 
 
 def raised(call, *arguments, **fields):

@@ -16,7 +16,7 @@ from tests.zoo.common import VOCABULARY
 from tests.zoo.specimen import Specimen, work
 
 from stoker_worker.ports import CompletedGeneration, GenerationWork
-from stoker_worker.ports.serving_mode import ServingMode
+from stoker_worker.ports.model import ServingMode
 
 TOLERANCE: Final = 2e-3
 """The largest difference of a log-probability that still counts as rounding."""

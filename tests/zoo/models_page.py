@@ -10,9 +10,9 @@ from tests.zoo.architectures import ARCHITECTURES, NOT_BUILT, architecture_of
 from tests.zoo.causes import cause_of
 from tests.zoo.survey import ROOT, Surveyed, survey_all
 
-from stoker_worker.ports import serving_mode
+from stoker_worker.ports.model import WIDEST as WIDEST_MODE
 
-WIDEST: Final = str(serving_mode.WIDEST)
+WIDEST: Final = str(WIDEST_MODE)
 PAGE: Final = ROOT / "docs" / "models.md"
 
 _HEAD: Final = """\

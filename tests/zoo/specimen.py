@@ -14,7 +14,7 @@ from tests.zoo.common import VOCABULARY
 from stoker_shared import build_request
 from stoker_worker.models.loading import context_tokens
 from stoker_worker.ports import CompletedGeneration, GenerationWork, LoadedModel, RestoredPrefix
-from stoker_worker.ports.serving_mode import ServingMode
+from stoker_worker.ports.model import ServingMode
 
 N_TOP = 20
 """The number of compared log-probabilities per step: the most that the engine returns."""

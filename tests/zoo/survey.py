@@ -18,7 +18,7 @@ from typing import Any, Final
 from tests.zoo.histories import faults
 from tests.zoo.specimen import Specimen
 
-from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
+from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
 
 ROOT: Final = Path(__file__).parents[2]
 PADDED: Final = (Batching.ROWS, Batching.BATCHED)

@@ -24,7 +24,7 @@ MOST_APART = 1e-3
 def test_right_and_wrong_drafts_leave_the_answers_of_each_sequence_alone(name, monkeypatch):
     from stoker_worker.engine.rows.ngram_lookup import NgramLookup
     from stoker_worker.engine.rows.rows_generator import why_not_in_rows
-    from stoker_worker.ports.serving_mode import Batching, ServingMode
+    from stoker_worker.ports.model import Batching, ServingMode
 
     specimen = Specimen(name)
     if not specimen.spec.has_only_full_layers or why_not_in_rows(specimen.model, specimen.spec) is not None:

@@ -13,7 +13,7 @@ from stoker_shared.environment import ENV_PREFIX, read_settings_file, require_kn
 from stoker_shared.text import mask_url, seconds_of
 from stoker_shared.wire import DEFAULT_QUEUE
 from stoker_worker.ports.cache_spec import StoreDtype
-from stoker_worker.ports.request_defaults import RequestDefaults
+from stoker_worker.ports.model import RequestDefaults
 
 EMBEDDED = "embedded"
 """The `redis_url` of a server of the worker's own."""

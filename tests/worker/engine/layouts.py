@@ -7,7 +7,7 @@ from tests.worker.engine.tiny_models import VOCABULARY, WIDE_HEADS, make_model
 
 from stoker_shared import build_request
 from stoker_worker.ports import GenerationWork, LoadedModel, RestoredPrefix
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, ServingMode
 
 EOS = VOCABULARY - 1
 

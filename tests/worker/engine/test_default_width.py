@@ -8,7 +8,7 @@ from tests.worker.engine.test_provider_contract import mlx_provider
 
 from stoker_worker.engine.default_width import default_max_batch
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.ports.max_batch import MaxBatch
+from stoker_worker.ports.model import MaxBatch
 
 QWEN3_4B = ModelCacheSpec((LayerSpec(LayerKind.FULL, n_kv_heads=8, key_dim=128, value_dim=128),) * 36, "bfloat16")
 TOKEN_BYTES = 147_456

@@ -11,7 +11,7 @@ import pytest
 from tests.worker.engine.layouts import EOS, Layout, cache_bytes, prefix_of, random_ids, work
 from tests.worker.engine.tiny_models import CONFIGS, WIDE_HEADS
 
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from tests.worker.engine.layouts import EOS, Layout, random_ids, run, work
 from tests.worker.engine.tiny_models import VOCABULARY
 
 from stoker_shared.errors import EngineFailed, GuideRefused
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
 

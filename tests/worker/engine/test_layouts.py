@@ -10,7 +10,7 @@ from tests.worker.engine.tiny_models import CONFIGS, make_model
 
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import LayerKind
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from tests.worker.engine.tiny_models import VOCABULARY
 
 from stoker_shared import build_request
 from stoker_worker.engine.logits import make_processors
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
 

@@ -12,7 +12,7 @@ from tests.worker.engine.layouts import Layout, random_ids, run, work
 
 from stoker_worker.ports import RestoredPrefix
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = [pytest.mark.mlx]
 

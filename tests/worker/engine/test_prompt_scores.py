@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.worker.engine.layouts import Layout, prefix_of, random_ids, run, work
 
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx
 

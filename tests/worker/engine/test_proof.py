@@ -9,8 +9,7 @@ import pytest
 from tests.worker.engine.layouts import Layout
 from tests.worker.engine.tiny_models import CONFIGS
 
-from stoker_worker.ports.max_batch import MaxBatch
-from stoker_worker.ports.serving_mode import WIDEST, Batching, ServingMode
+from stoker_worker.ports.model import WIDEST, Batching, MaxBatch, ServingMode
 
 pytestmark = pytest.mark.mlx
 

@@ -11,7 +11,7 @@ from stoker_shared.errors import ModelNotLoadable
 from stoker_worker.engine.provider import MlxProvider
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.ports import GenerationWork
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 from stoker_worker.settings import read_settings
 
 

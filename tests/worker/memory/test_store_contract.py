@@ -44,7 +44,7 @@ from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, CacheStorePort, Delivery, Turn
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.ports.serving_mode import ServingMode
+from stoker_worker.ports.model import ServingMode
 
 
 def shared_store(folder: Path) -> CacheStorePort:

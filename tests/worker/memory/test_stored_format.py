@@ -33,7 +33,7 @@ from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript
-from stoker_worker.ports.own_message import OwnMessage
+from stoker_worker.ports.memory import OwnMessage
 
 SAMPLE: Final = Path(__file__).parent / "stored" / "format-8.tar.xz"
 

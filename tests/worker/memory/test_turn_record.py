@@ -15,7 +15,7 @@ from stoker_shared.message import Message
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord, delta, replay
 from stoker_worker.ports import CachedPrefix, Transcript
-from stoker_worker.ports.own_message import OwnMessage
+from stoker_worker.ports.memory import OwnMessage
 
 any_text = st.text(st.sampled_from("a\x00\ud800\udfff\U0001f600\n'\""), max_size=4)
 """With NUL and lone surrogates, which JSON can carry into a tool call."""

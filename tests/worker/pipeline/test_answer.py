@@ -11,7 +11,7 @@ from stoker_shared.result import Choice
 from stoker_worker.pipeline.answer import parsed_answer
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import PLAIN_TEXT, CompletedGeneration
-from stoker_worker.ports.own_message import OwnMessage, continues
+from stoker_worker.ports.memory import OwnMessage, continues
 
 FORM = SCRIPTED.answer_format
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -19,7 +19,7 @@ from stoker_shared.errors import (
 from stoker_worker.pipeline.job import NOTHING_RESTORED, Cancelled, Failed, GivenBack, Job, Replayed, RunsAgain
 from stoker_worker.pipeline.loader import Loader
 from stoker_worker.ports import Busy, LastVersion, Restored, Transcript, Turn
-from stoker_worker.ports.request_defaults import RequestDefaults
+from stoker_worker.ports.model import RequestDefaults
 
 
 class Scene:

@@ -4,7 +4,7 @@ import pytest
 
 from stoker_shared.errors import InvalidRequest
 from stoker_shared.request import build_request
-from stoker_worker.ports.request_defaults import RequestDefaults
+from stoker_worker.ports.model import RequestDefaults
 from stoker_worker.settings import read_settings
 
 DEFAULTS = RequestDefaults.parsed("temperature=0.7, max_tokens=40,top_k=5")

@@ -11,7 +11,7 @@ from stoker_worker.doctor.check import Check, Finding, fail, ok, warn
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.models.loading import local_folder
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 _USUAL_TOKENS: Final = 1024
 _PREFILL_TOKENS: Final = 1024

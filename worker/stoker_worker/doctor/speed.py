@@ -8,7 +8,7 @@ from stoker_shared.errors import EngineFailed
 from stoker_worker.doctor.check import Check, Finding, ok
 from stoker_worker.doctor.sequences import Texts, work_of
 from stoker_worker.ports import GenerationEnginePort, LoadedModel
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 WIDTHS: Final = (1, 8, 16, 32)
 _PROMPT: Final = 64

@@ -14,7 +14,7 @@ from stoker_worker.engine.prefill_budget import PrefillBudget
 from stoker_worker.engine.rows.rows_generator import RowsGenerator
 from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS, SingleGenerator
 from stoker_worker.ports import LoadedModel
-from stoker_worker.ports.serving_mode import Batching
+from stoker_worker.ports.model import Batching
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.max_batch import USUAL_JOBS, MaxBatch
+from stoker_worker.ports.model import USUAL_JOBS, MaxBatch
 
 _USUAL_TOKENS: Final = 1024
 """As many sequences of this length must fit into the KV memory at once: jobs that wait for it hold memory beside it."""

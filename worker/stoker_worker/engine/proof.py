@@ -31,7 +31,7 @@ from stoker_worker.engine.trial_sequences import (
 from stoker_worker.engine.verdicts import Verdict
 from stoker_worker.models.cache_probe import can_be_batched
 from stoker_worker.ports import LoadedModel, TokenizerPort
-from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
+from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
 
 LEAST_BUDGET_S: Final = 5.0
 LOAD_SHARE: Final = 0.03

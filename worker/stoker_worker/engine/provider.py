@@ -16,8 +16,7 @@ from stoker_worker.models.extras import ModelExtras
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.max_batch import MaxBatch
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, MaxBatch, ServingMode
 from stoker_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)

@@ -44,8 +44,7 @@ from stoker_worker.ports import (
     Stage,
 )
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
-from stoker_worker.ports.max_batch import MaxBatch
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, MaxBatch, ServingMode
 
 END: Final = 256
 """The end-of-sequence token; tokens below it are bytes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stoker_worker.models.memo_file import read_memo, write_memo
-from stoker_worker.ports.serving_mode import WIDEST_FIRST, Batching, ServingMode
+from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
 
 _VERSIONS: Final = ("mlx", "mlx-lm", "stoker")
 

@@ -18,7 +18,7 @@ from stoker_shared.message import Message
 from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.checksum import Damaged, row_checksum
 from stoker_worker.ports import CachedPrefix, EndedBy, Transcript
-from stoker_worker.ports.own_message import StoredMessage, is_stored_alike
+from stoker_worker.ports.memory import StoredMessage, is_stored_alike
 
 FULL_EVERY: Final = 16
 

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from stoker_shared.answer_parts import Edge
 from stoker_worker.models.tool_parsers import with_time_limit
-from stoker_worker.ports.answer_format import AnswerFormat
+from stoker_worker.ports.model import AnswerFormat
 
 _JSON_PARSERS: Final = frozenset({"json_tools"})
 """Parsers of mlx-lm for models that write a call as the object ``{"name": ..., "arguments": {...}}``."""

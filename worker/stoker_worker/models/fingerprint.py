@@ -17,7 +17,7 @@ import xxhash
 
 from stoker_worker.models.extras import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_EXTRAS, ModelExtras
 from stoker_worker.models.memo_file import read_memo, write_memo
-from stoker_worker.ports.serving_mode import ServingMode
+from stoker_worker.ports.model import ServingMode
 
 _CHUNK_BYTES: Final = 1 << 22
 

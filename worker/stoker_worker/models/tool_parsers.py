@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import regex
 
-from stoker_worker.ports.answer_format import ToolParser
+from stoker_worker.ports.model import ToolParser
 
 _MOST_S: Final = 5.0
 """CPU time of the whole process, as `regex` counts it, for one search. A call of 100 kB takes some milliseconds."""

@@ -17,8 +17,8 @@ from stoker_shared.result import CalledFunction, FinishReason, ToolCall
 from stoker_shared.text import one_line
 from stoker_worker.pipeline.prompt import Prompt
 from stoker_worker.ports import CompletedGeneration, LoadedModel
-from stoker_worker.ports.answer_format import AnswerFormat
-from stoker_worker.ports.own_message import OwnMessage
+from stoker_worker.ports.memory import OwnMessage
+from stoker_worker.ports.model import AnswerFormat
 
 
 @dataclass(frozen=True)

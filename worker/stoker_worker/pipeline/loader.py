@@ -37,7 +37,7 @@ from stoker_worker.ports import (
     TokenizerPort,
 )
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
-from stoker_worker.ports.request_defaults import NO_DEFAULTS, RequestDefaults
+from stoker_worker.ports.model import NO_DEFAULTS, RequestDefaults
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from stoker_shared.errors import (
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
 from stoker_worker.ports import AgentVersion, CompletedGeneration, LoadedModel, TokenizerPort, Transcript
-from stoker_worker.ports.own_message import OwnMessage, continues
+from stoker_worker.ports.memory import OwnMessage, continues
 
 
 class Rendering:

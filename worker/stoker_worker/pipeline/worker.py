@@ -31,7 +31,7 @@ from stoker_worker.ports import (
     Serving,
     WorkerState,
 )
-from stoker_worker.ports.max_batch import USUAL_JOBS
+from stoker_worker.ports.model import USUAL_JOBS
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -5,11 +5,8 @@ NumPy arrays that nothing writes to any more, or inside a `PrefixRoom`; bfloat16
 (`ModelCacheSpec.dtype` tells which it is).
 """
 
-from stoker_worker.ports.agents import UNUSED, Busy, Delivery, LastVersion, MemoryUse, PlaceOf
-from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
-from stoker_worker.ports.cancel_token import CancelReason, CancelToken
-from stoker_worker.ports.claimed_job import ClaimedJob
 from stoker_worker.ports.engine import (
+    AnswerGuide,
     Array,
     CacheSlice,
     CompletedGeneration,
@@ -17,6 +14,7 @@ from stoker_worker.ports.engine import (
     GenerationEnginePort,
     GenerationTiming,
     GenerationWork,
+    GuideMaker,
     KVMemory,
     LayerKV,
     LayerState,
@@ -26,10 +24,9 @@ from stoker_worker.ports.engine import (
     SequenceProgress,
     Snapshot,
     Stage,
+    TokenMask,
     as_uint16_if_bfloat16,
 )
-from stoker_worker.ports.guide import AnswerGuide, GuideMaker, TokenMask
-from stoker_worker.ports.max_batch import MaxBatch
 from stoker_worker.ports.memory import (
     UNKNOWN_VERSION,
     AgentJobsPort,
@@ -41,5 +38,20 @@ from stoker_worker.ports.memory import (
     Turn,
 )
 from stoker_worker.ports.metrics import NOT_COUNTED, MetricsPort, QueueDepth, RedisUse, SharedUse, StoreUse, WorkerState
-from stoker_worker.ports.model import LoadedModel, ModelProviderPort, TokenizerPort
-from stoker_worker.ports.queue import NOTHING_LOST, DataLoss, QueuePort, Serving, TextSoFar
+from stoker_worker.ports.model import PLAIN_TEXT, AnswerFormat, LoadedModel, MaxBatch, ModelProviderPort, TokenizerPort
+from stoker_worker.ports.queue import (
+    NOTHING_LOST,
+    UNUSED,
+    Busy,
+    CancelReason,
+    CancelToken,
+    ClaimedJob,
+    DataLoss,
+    Delivery,
+    LastVersion,
+    MemoryUse,
+    PlaceOf,
+    QueuePort,
+    Serving,
+    TextSoFar,
+)

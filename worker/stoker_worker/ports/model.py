@@ -1,16 +1,221 @@
-"""The model's interface: its tokenizer, its identity, and the provider that loads it. No I/O, no MLX."""
+"""The model's interface: its tokenizer, its identity, how it is served, and the provider that loads it. No I/O, no MLX.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+mlx-lm's batches are not right for every architecture. The proof (`engine/proof.py`) finds the widest mode that is.
+"""
 
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Protocol, runtime_checkable
+
+from stoker_shared.answer_parts import Edge, Markers, State
+from stoker_shared.errors import InvalidRequest
 from stoker_shared.message import Message
-from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
+from stoker_shared.request import WORKERS_DEFAULTS, GenerationRequest, build_request
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.engine import GenerationEnginePort, RoomMaker
-from stoker_worker.ports.guide import GuideMaker
-from stoker_worker.ports.max_batch import ONE_JOB, MaxBatch
-from stoker_worker.ports.serving_mode import WIDEST, ServingMode
+from stoker_worker.ports.engine import GenerationEnginePort, GuideMaker, RoomMaker
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """The worker's defaults for sampling fields that a request does not set.
+
+    Attributes:
+        fields: a value for each field that has a default; valid in a request.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parsed(cls, text: str) -> "RequestDefaults":
+        """The defaults in ``KEY=VALUE,KEY=VALUE``; none in an empty text.
+
+        Raises:
+            ValueError: a part is not of this form, or its key is unknown, occurs twice, or does not take its value.
+        """
+        fields: dict[str, Any] = {}
+        for pair in filter(None, map(str.strip, text.split(","))):
+            name, equals, value = (part.strip() for part in pair.partition("="))
+            if not equals or name in fields:
+                raise ValueError(f"expected KEY=VALUE, each key once, not {pair!r}")
+            if name not in WORKERS_DEFAULTS:
+                raise ValueError(f"{name!r} has no default here, only {', '.join(sorted(WORKERS_DEFAULTS))}")
+            fields[name] = _number(name, value)
+        try:
+            build_request({"prompt": "any", **fields})
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from None
+        return cls(fields)
+
+    def filled_in(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with these values in the fields that it does not set; ``null`` counts as not set.
+
+        Raises:
+            InvalidRequest: the request's `min_tokens` is above the default of `max_tokens`.
+        """
+        unset = {
+            name: value
+            for name, value in self.fields.items()
+            if name not in request.model_fields_set or getattr(request, name) is None
+        }
+        if request.min_tokens > unset.get("max_tokens", request.max_tokens):
+            raise InvalidRequest(
+                f"'min_tokens' is above this worker's default of 'max_tokens', {unset['max_tokens']}: set both"
+            )
+        return request.model_copy(update=unset) if unset else request
+
+
+NO_DEFAULTS: Final = RequestDefaults()
+
+
+def _number(name: str, text: str) -> Any:
+    """A JSON number; strict validation tells whole numbers from others."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} needs a number, not {text!r}")
+    return value
+
+
+class Batching(StrEnum):
+    """How sequences run, the widest first."""
+
+    ROWS = "in rows"
+    """Sequences decode together, and the full attention of each has a cache of its own: nothing is padded."""
+
+    BATCHED = "batched"
+    """Sequences of unequal length are prefilled together and decode together, as one rectangle of mlx-lm's."""
+
+    SINGLE_PREFILL = "batched, prefilled one by one"
+    """Sequences decode together; each is prefilled alone, for recurrent layers that cannot tell padding from text."""
+
+    ONE_AT_A_TIME = "one at a time"
+    """One sequence runs at a time, and its prompt is prefilled in the same chunks as in a batch."""
+
+    AS_MLX_LM = "one at a time, as mlx-lm does it"
+    """One sequence runs at a time, and its prompt is cut exactly where `mlx_lm.generate` cuts it: for models whose
+    answer depends on the cuts."""
+
+
+@dataclass(frozen=True)
+class ServingMode:
+    """
+    Attributes:
+        memory: whether caches are kept and restored.
+        proved: whether the mode was tried on this model; ``False`` after `--skip-proof`.
+    """
+
+    batching: Batching = Batching.ROWS
+    memory: bool = True
+    proved: bool = True
+
+    def __str__(self) -> str:
+        text = str(self.batching) if self.memory else f"{self.batching}, without memory"
+        return text if self.proved else f"{text}, not proved"
+
+
+WIDEST: Final = ServingMode()
+WIDEST_FIRST: Final = (
+    *(ServingMode(batching) for batching in Batching if batching != Batching.AS_MLX_LM),
+    *(ServingMode(batching, memory=False) for batching in Batching),
+)
+"""Modes with memory come first: a restored history saves an agent more than a wide batch does. The last mode is
+mlx-lm's own way."""
+
+
+USUAL_JOBS: Final = 32
+"""Most jobs at once when the operator names no number, if the KV memory holds as many. Metal computes quantised
+products in tiles of 32 rows: fewer cost nearly as much, one more costs twice as much. On a CPU each row costs less than
+the one before, as far as this number at least."""
+
+
+@dataclass(frozen=True)
+class MaxBatch:
+    """The width of the batch.
+
+    Attributes:
+        jobs: most jobs in flight at once.
+        why: what decided the number; ``given`` for the operator's own.
+    """
+
+    jobs: int
+    why: str = "given"
+
+
+ONE_JOB = MaxBatch(1)
+
+
+ToolParser = Callable[[str, Sequence[Mapping[str, Any]] | None], Any]
+"""From the text between a call's markers, and the request's tools, to a dict with `name` and `arguments`, or a list of
+them. It may raise anything, and return anything. Any thread."""
+
+_MOST_AFTER_THINK_START: Final = 4
+"""Most tokens that a template writes after the marker: a line break, perhaps a word. A turn has more."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """The form of a model's answers.
+
+    Attributes:
+        think_start, think_end: the markers around thinking; ``None`` for a model without any.
+        think_start_ids, think_end_ids: their token ids; empty for a model without any.
+        tool_start: the marker before a call; ``None`` for a model without a tool parser.
+        tool_end: the marker after it; ``""``: calls last to the end of the answer.
+        tool_start_ids: the token ids of `tool_start`.
+        tool_parser: the name of mlx-lm's parser, such as ``qwen3_coder``.
+        parse_call: that parser.
+        is_json_call: whether the text between the markers is the JSON object ``{"name": ..., "arguments": {...}}``.
+        edges: how markers lead from state to state, as in mlx-lm's state machine.
+        first_state: of an answer whose prompt does not open the thinking.
+    """
+
+    think_start: str | None = None
+    think_end: str | None = None
+    think_start_ids: tuple[int, ...] = ()
+    think_end_ids: tuple[int, ...] = ()
+    tool_start: str | None = None
+    tool_end: str | None = None
+    tool_start_ids: tuple[int, ...] = ()
+    tool_parser: str | None = None
+    parse_call: ToolParser | None = None
+    is_json_call: bool = False
+    edges: tuple[Edge, ...] = ()
+    first_state: State = "normal"
+
+    def markers(self, first: State, *, with_calls: bool) -> Markers:
+        """Those of an answer that begins in the state `first`. `with_calls`: tools are offered."""
+        takes_calls = with_calls and self.parse_call is not None
+        edges = (edge for edge in self.edges if edge.state != "tool" and (takes_calls or edge.to != "tool"))
+        return Markers(first=first, edges=tuple(edges))
+
+    def opening(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The end of the prompt, from the marker on with which the template opens the thinking; empty if it does not.
+
+        Thinking that an earlier answer left open, cut off by `max_tokens`, does not count.
+        """
+        if not self.think_start_ids:
+            return ()
+        tail = tuple(prompt_ids[-len(self.think_start_ids) - _MOST_AFTER_THINK_START :])
+        opened, closed = last_place(tail, self.think_start_ids), last_place(tail, self.think_end_ids)
+        return tail[opened:] if opened > closed else ()
+
+    def state_after(self, prompt_ids: Sequence[int]) -> State:
+        """The state in which the answer to a prompt begins."""
+        return "reasoning" if self.opening(prompt_ids) else self.first_state
+
+
+PLAIN_TEXT: Final = AnswerFormat()
+"""Of a model without thinking and without a tool parser."""
+
+
+def last_place(ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """The last index at which `ids` has `wanted`; -1 if it has not."""
+    places = range(len(ids) - len(wanted), -1, -1)
+    return next((at for at in places if tuple(ids[at : at + len(wanted)]) == tuple(wanted)), -1)
 
 
 @runtime_checkable

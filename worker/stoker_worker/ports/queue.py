@@ -1,13 +1,229 @@
-"""The interface of the queue. No I/O, no rq, no Redis."""
+"""The interfaces of the queue and of a claimed job, and the use of agents by jobs. No I/O, no rq, no Redis."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from stoker_shared.agents import AgentRequest
 from stoker_shared.answer_parts import Markers
-from stoker_worker.ports.agents import Busy
-from stoker_worker.ports.claimed_job import ClaimedJob
+from stoker_shared.request import Access, GenerationRequest
 from stoker_worker.ports.engine import SequenceProgress
+
+PlaceOf = Callable[[str], tuple[int, int]]
+"""As `QueuePort.place_of`."""
+
+
+class LastVersion(NamedTuple):
+    """What Redis knows of an agent's newest version: a hint and a lower bound, which may be lost without harm.
+
+    Attributes:
+        number: the version's.
+        member: the worker that made it.
+        is_here: whether this very process did.
+    """
+
+    number: int
+    member: str
+    is_here: bool
+
+
+class MemoryUse(NamedTuple):
+    """How a job uses an agent's memory. `agent_id` is ``None`` if and only if `access` is ``none``."""
+
+    access: Access
+    agent_id: str | None
+
+    @classmethod
+    def of(cls, access: Access, agent_id: str | None) -> "MemoryUse":
+        """From a request's fields. A job that does not use its agent's memory counts as a job without an agent."""
+        return UNUSED if access == "none" or agent_id is None else cls(access, agent_id)
+
+
+UNUSED = MemoryUse("none", None)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Agents and jobs that are in use, so that certain jobs may not start.
+
+    Attributes:
+        writing: agents whose memory is being written: none of their jobs may start.
+        reading: agents whose memory is being read: none of their jobs that write may start.
+        job_ids: jobs that may not start, even if their agents are free.
+        memory_is_away: no job that uses an agent's memory may start: the shared store does not answer.
+    """
+
+    writing: frozenset[str] = frozenset()
+    reading: frozenset[str] = frozenset()
+    job_ids: frozenset[str] = frozenset()
+    memory_is_away: bool = False
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """The agents whose memory is in use."""
+        return self.writing | self.reading
+
+    def bars(self, use: MemoryUse) -> bool:
+        """Whether a job that uses memory like this has to wait."""
+        if self.memory_is_away and use.agent_id is not None:
+            return True
+        return use.agent_id in self.writing or (use.access == "write" and use.agent_id in self.reading)
+
+    def beside(self, uses: Iterable[MemoryUse]) -> "Busy":
+        """The same, with jobs in flight that use memory like this."""
+        all_uses = list(uses)
+        return Busy(
+            self.writing.union(use.agent_id for use in all_uses if use.agent_id and use.access == "write"),
+            self.reading.union(use.agent_id for use in all_uses if use.agent_id and use.access == "read"),
+            self.job_ids,
+            self.memory_is_away,
+        )
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One enqueue of one job. Recovery and requeueing keep it; RQ's Repeat and a reused id make a new one.
+
+    Attributes:
+        created_at: from the job's hash; empty when its enqueuer wrote none.
+        request: digest of the request.
+    """
+
+    job_id: str
+    created_at: str
+    repeats_left: int | None = None
+    request: str = ""
+
+
+CancelReason = Literal["withdrawn", "timed out", "stopping"]
+"""The job was canceled, stopped or deleted; its own timeout passed; the worker stops and gives it back."""
+
+
+class CancelToken:
+    """Tells a job in flight that it must not go on. Set by any thread, read by any thread; the first reason stays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reason: CancelReason | None = None
+
+    @property
+    def reason(self) -> CancelReason | None:
+        return self._reason
+
+    def set(self, reason: CancelReason) -> None:
+        with self._lock:
+            self._reason = self._reason or reason
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClaimedJob(Protocol):
+    """A job that is this worker's to run, until it is released. Two of them are equal only if they are the same object.
+
+    Each job is ended by one of `finish`, `fail`, `stop`, `give_back` and `drop`, and then released. They
+    run on a finisher thread, or on the fetcher thread for a job that is not passed on. They may be repeated after
+    `RedisUnavailable`, and each raises it.
+
+    Attributes:
+        attempt: 1, or more after a worker died with this job in flight.
+        losses_alone: how many of these workers ran nothing else.
+        enqueued_at, claimed_at: Unix time in seconds.
+        claim_number: grows with each job that this process claims, whatever the clock does: jobs are given back in
+            this order.
+        lives_s: how long Redis may keep the job once its result is posted, with a margin for whoever still has it.
+        deadline: `time.monotonic()` at which the job's own timeout passes; ``None`` for no timeout.
+        model: the model that this run of the job is for; ``None``: any.
+        last: what Redis knows of its agent's newest version; ``None``: nothing.
+        was_saving: an earlier run of this delivery had begun to save its turn, which may still arrive.
+        cancel: set when the job must not go on; the loader, the engine thread and the finisher look at it.
+    """
+
+    job_id: str
+    queue: str
+    request: GenerationRequest | AgentRequest = field(repr=False)
+    delivery: Delivery
+    attempt: int
+    losses_alone: int = 0
+    enqueued_at: float
+    claimed_at: float
+    claim_number: int
+    deadline: float | None
+    model: str | None = None
+    last: LastVersion | None = None
+    was_saving: bool = False
+    cancel: CancelToken = field(default_factory=CancelToken, repr=False)
+
+    @property
+    def lives_s(self) -> float: ...
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse.of(self.request.access, self.request.agent_id)
+
+    @property
+    def moved_from(self) -> str | None:
+        """The worker that made its agent's newest version, if that is another one."""
+        return None if self.last is None or self.last.is_here else self.last.member
+
+    def is_ours(self) -> bool:
+        """Whether this run of the job is still this worker's to end."""
+        ...
+
+    def begin_save(self) -> None:
+        """Refuse a cancel from here on: the turn of the job's agent is about to be saved.
+
+        Raises:
+            OwnershipLost: this run of the job is no longer this worker's. This and the ends below raise `JobLost` if
+                that is because Redis has lost the job.
+        """
+        ...
+
+    def finish(self, result: Mapping[str, Any]) -> bool:
+        """Post the result (JSON values), or ask the next model of the job's route if its check rejects the answer.
+
+        Returns:
+            whether the job has ended; ``False``: it is in the next model's queue.
+
+        Raises:
+            OwnershipLost: the run is not ours any more; nothing was written.
+        """
+        ...
+
+    def fail(self, error: Exception, partial_text: str | None = None, *, may_retry: bool = True) -> bool:
+        """Fail the job with one readable line. RQ retries it if it has retries left and `error` may pass by itself. If
+        the job is too long for this model, the next one of its route is asked.
+
+        Returns:
+            as `finish`.
+
+        Raises:
+            OwnershipLost: the run is not ours any more; nothing was written.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End a job that was withdrawn."""
+        ...
+
+    def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:
+        """Put the job back at the very front of its queue.
+
+        Args:
+            counts_as_attempt: count it as lost with its worker.
+            alone: nothing ran beside it when it was lost.
+
+        Returns:
+            ``False`` when it has ended meanwhile, a stop was asked for, or its queue is not ours any more.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Remove our run of a job that is not ours any more; the job's own state is left as it is."""
+        ...
+
+    def release(self) -> None:
+        """Free the job's place and its agent: this worker has nothing more to do with it."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from tests.worker.models.guides.small_tokenizers import byte_level
 
 from stoker_shared import build_request
 from stoker_worker.models.guides.maker import GrammarGuides
-from stoker_worker.ports.answer_format import AnswerFormat
+from stoker_worker.ports.model import AnswerFormat
 
 
 @pytest.fixture(scope="module")

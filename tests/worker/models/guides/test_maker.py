@@ -13,7 +13,7 @@ from tests.worker.models.guides.small_tokenizers import byte_fallback, byte_leve
 from stoker_shared import build_request
 from stoker_shared.errors import GuideRefused
 from stoker_worker.models.guides.maker import MOST_GRAMMAR_BYTES, GrammarGuides
-from stoker_worker.ports.answer_format import PLAIN_TEXT, AnswerFormat
+from stoker_worker.ports.model import PLAIN_TEXT, AnswerFormat
 
 SCHEMA = {
     "type": "object",

@@ -10,7 +10,7 @@ from tests.worker.engine.layouts import run
 
 from stoker_shared import build_request
 from stoker_worker.ports import GenerationWork
-from stoker_worker.ports.serving_mode import Batching, ServingMode
+from stoker_worker.ports.model import Batching, ServingMode
 
 pytestmark = pytest.mark.model
 

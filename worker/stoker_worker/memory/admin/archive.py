@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord
-from stoker_worker.ports.own_message import StoredMessage
+from stoker_worker.ports.memory import StoredMessage
 
 M = TypeVar("M", bound=BaseModel)
 

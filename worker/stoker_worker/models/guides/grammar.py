@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker_worker.ports.guide import TokenMask
+from stoker_worker.ports.engine import TokenMask
 
 
 class Grammar:

@@ -12,7 +12,7 @@ import numpy as np
 from stoker_shared.errors import GuideRefused, StokerError
 from stoker_worker.models.guides.grammar import Grammar, allow, allows, forbid
 from stoker_worker.models.guides.thinking import Thinking
-from stoker_worker.ports.guide import TokenMask
+from stoker_worker.ports.engine import TokenMask
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from stoker_worker.models.guides.grammar import Grammar
 from stoker_worker.models.guides.grammar_text import CallMarkers, grammar_text
 from stoker_worker.models.guides.guide import Guide, Vocabulary
 from stoker_worker.models.guides.thinking import Thinking
-from stoker_worker.ports.answer_format import AnswerFormat
+from stoker_worker.ports.model import AnswerFormat
 
 MOST_GRAMMAR_BYTES: Final = 256 * 1024
 _MOST_KEPT: Final = 64
