@@ -2,9 +2,8 @@
 
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,26 +151,3 @@ def test_the_index_agrees_with_a_plain_model_after_any_operations(steps: list[tu
                     model.remove(address)
             model.settle(now, aged)
             check(connection, model)
-
-
-def test_only_blocks_unused_for_long_are_asked_for() -> None:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        make_tables(connection)
-        for now, letters in ((1, "a"), (2, "b"), (3, "c")):
-            cache_index.add_blocks(connection, chain_of(letters), {0: 10}, now=now)
-        for before, expected in ((0.5, ""), (2, "ab"), (9, "abc")):
-            found = cache_index.unused_blocks(connection, limit=9, before=before)
-            assert [block.address for block in found] == [chain_of(letter).addresses[0] for letter in expected]
-        assert len(cache_index.unused_blocks(connection, limit=2)) == 2
-
-
-@pytest.mark.parametrize(("version", "is_evicted"), [(0, True), (1, False)])
-def test_an_eviction_is_noted_for_its_version_only(version: int, is_evicted: bool) -> None:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        make_tables(connection)
-        inserted = agent_table.insert_agent(connection, "a", last_used=0)
-        cache_index.set_piece_bytes(connection, inserted.number, 50)
-        cache_index.note_evicted(connection, replace(inserted, version=version), now=1)
-        row = agent_table.find_agent(connection, "a")
-        assert (row.evicted, row.piece_bytes) == (is_evicted, 0 if is_evicted else 50)
-        assert cache_index.cache_bytes(connection) == row.piece_bytes

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, problems_of, reopen
+from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
 from stoker_worker.memory.agent_table import read_agent
 from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.turn_record import FULL_EVERY
 from stoker_worker.ports import Transcript
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
@@ -116,18 +115,6 @@ def test_an_agent_of_a_thousand_turns_is_read_like_one_of_ten(tmp_path: Path) ->
     ten = steps_to_open(agent)
     turns_of(agent, 992, start=10)  # as far behind a whole transcript as turn 10
     assert steps_to_open(agent) <= ten + 2
-
-
-def test_versions_beyond_those_kept_are_pruned_and_the_transcript_never_is(tmp_path: Path) -> None:
-    store = AgentCacheStore(tmp_path, files=FastDisk(), keep_versions=3)
-    agent = Agent(store)
-    turns_of(agent, 70)
-    with store.parts.database.snapshot() as connection:
-        versions = [row[0] for row in connection.execute("SELECT version FROM turns ORDER BY version").fetchall()]
-    assert versions[-3:] == [68, 69, 70]
-    assert len(versions) <= 3 + 2 * FULL_EVERY
-    assert len(agent.tokens()) == 70 * 20
-    assert problems_of(store) == []
 
 
 def test_a_new_agents_turn_takes_few_statements(tmp_path: Path) -> None:

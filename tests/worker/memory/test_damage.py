@@ -357,15 +357,6 @@ def test_after_an_unsaved_turn_append_is_refused_and_full_continues(agent: Agent
     expect_full_goes_on(agent, tmp_path, usable)
 
 
-def test_a_new_agents_unsaved_turn_is_remembered_across_a_restart(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path), "new")
-    agent.store.mark_unsaved("new")
-    message, usable = unreadable(agent, tmp_path)
-    assert "not saved" in message
-    assert (usable.number, usable.transcript) == (0, None)
-    expect_full_goes_on(agent, tmp_path, usable)
-
-
 def test_full_continues_after_an_unsaved_turn_on_a_damaged_agent(agent: Agent, tmp_path: Path) -> None:
     change(tmp_path, "UPDATE turns SET new_tokens = x'' WHERE agent = :agent AND version = 3")
     agent.store.mark_unsaved("agent")
@@ -373,11 +364,6 @@ def test_full_continues_after_an_unsaved_turn_on_a_damaged_agent(agent: Agent, t
     _, usable = unreadable(agent, tmp_path)
     assert (usable.number, usable.transcript) == (3, None)
     expect_full_goes_on(agent, tmp_path, usable)
-
-
-def test_the_mark_does_not_touch_other_agents(agent: Agent) -> None:
-    agent.store.mark_unsaved("agent")
-    assert agent.store.open_agent("neighbour").number == 3
 
 
 def test_no_message_quotes_the_conversation(agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

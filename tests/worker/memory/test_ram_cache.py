@@ -1,6 +1,5 @@
 """Caches in RAM: the same as from disk, within a limit, and never a wrong one."""
 
-import dataclasses
 import tracemalloc
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.worker.memory.agents import (
     ids,
     make_model,
     make_transcript,
-    make_turn,
     problems_of,
     with_rooms,
 )
@@ -102,40 +100,6 @@ def test_ram_and_disk_give_the_same_cache(tmp_path: Path, shared: int, new: int)
     assert given[0] == given[1]
 
 
-def test_the_disk_is_asked_when_another_agents_blocks_reach_further(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "short").say(LONG[:300])
-    Agent(store, "long").say(LONG[:1300])
-    assert source_of(Agent(store, "short"), LONG[:1200]) == ("disk", 1024)
-    assert source_of(Agent(store, "long"), LONG[:1200]) == ("memory", 1199)
-
-
-def test_another_model_or_salt_is_never_served_from_memory(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    prompt = (*LONG[:300], 1)
-    for change in ({"model": make_model("b")}, {"salt": "salt"}):
-        other = dataclasses.replace(agent, **change)
-        assert source_of(other, prompt) == ("none", 0)
-    ram_cache = agent.store.ram_cache
-    for name, salt, number, fingerprint, is_given in (
-        ("agent", None, 1, MODEL.fingerprint, True),
-        ("agent", None, 1, make_model("b").fingerprint, False),
-        ("agent", "salt", 1, MODEL.fingerprint, False),
-        ("agent", None, 2, MODEL.fingerprint, False),
-        ("other", None, 1, MODEL.fingerprint, False),
-    ):
-        chain, version = BlockChain(fingerprint, salt, prompt), AgentVersion(name, number, None)
-        assert (ram_cache.restore(chain, agent=version, spec=SPEC, disk_tokens=0) is not None) is is_given
-
-
-def test_a_turn_saved_without_cache_leaves_none_in_memory(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    agent.store.save(make_turn(agent, agent.open(), make_transcript(LONG[:700]), None))
-    assert source_of(agent, LONG[:800]) == ("disk", 512)
-
-
 def test_memory_stays_within_its_limit_and_the_agent_used_last_stays(tmp_path: Path) -> None:
     store = open_store(tmp_path, 1000 * TOKEN_BYTES)
     agents = [Agent(store, name) for name in "abc"]
@@ -159,14 +123,6 @@ def test_an_agent_with_work_stays_in_ram(tmp_path: Path) -> None:
     store.pin(frozenset(), frozenset("b"))
     assert source_of(Agent(store, "c"), ids(400, seed=ord("c"))) == ("disk", 399)
     assert [name in store.ram_cache for name in "abc"] == [False, True, True]
-
-
-def test_a_limit_of_zero_keeps_nothing(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path, 0))
-    agent.say(LONG[:300])
-    assert source_of(agent, LONG[:400]) == ("disk", 300)
-    assert source_of(agent, LONG[:400]) == ("disk", 300)
-    assert agent.store.ram_cache.n_bytes == 0
 
 
 def test_every_byte_kept_alive_is_counted() -> None:
@@ -283,28 +239,6 @@ def take(
     agent = AgentVersion("agent", version, None)
     chain = BlockChain(model.fingerprint, None, prompt)
     return ram_cache.restore(chain, agent=agent, spec=model.spec, disk_tokens=disk)
-
-
-@pytest.mark.parametrize("model", [HYBRID, ONLY_STATES], ids=["hybrid", "recurrent"])
-def test_a_snapshot_in_ram_is_used_exactly_where_it_was_taken(model: LoadedModel) -> None:
-    ram_cache = RamCache(PLENTY)
-    ram_cache.saved(turn_of(model, 0, 0, 300, (280, 300)))
-    ram_cache.saved(turn_of(model, 1, 256, 700, (650, 700)))
-    for prompt, wanted in (
-        (LONG[:900], 700),
-        (LONG[:700], 650),  # the last token of a prompt has to be seen
-        ((*LONG[:690], 1, 2), 650),
-        (LONG[:651], 650),
-        (LONG[:650], 0),
-        ((*LONG[:300], 1, 2), 0),
-    ):
-        prefix = take(ram_cache, model, 2, prompt, disk=min(len(prompt) - 1, 700))
-        assert (prefix.n_tokens if prefix else 0) == wanted
-        if prefix is not None:
-            assert np.array_equal(prefix.states[0][0], state_after(LONG[:wanted])[0][0])
-            expected = cache_of(LONG[:wanted], FULL_ONLY) if model.spec.full_layers else ()
-            for ours, theirs in zip(expected, prefix.layers, strict=True):
-                assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_snapshot_from_disk_gives_way_where_the_disk_may_have_a_later_one() -> None:

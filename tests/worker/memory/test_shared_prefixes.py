@@ -66,14 +66,6 @@ def test_prompts_without_a_common_beginning_leave_no_blocks(tmp_path: Path) -> N
     assert files_below(tmp_path / "blocks") == files_below(tmp_path / "pieces") == []
 
 
-def test_jobs_of_different_salts_share_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    for _ in range(3):
-        ask(store, question(), salt="one")
-    assert cached(ask(store, question(), salt="another")) == 0
-    assert cached(ask(store, question(), salt="one")) == 512
-
-
 def test_a_job_without_an_agent_uses_an_agents_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store).say(COMMON)

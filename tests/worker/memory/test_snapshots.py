@@ -65,33 +65,6 @@ def snapshot_files(folder: Path) -> list[str]:
     return sorted(path.name.partition("-")[2] for path in folder.rglob("*-snapshot-*"))
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "answer_tokens"), [(1, 0), (63, 1), (255, 1), (256, 0), (257, 60), (512, 256), (700, 60)]
-)
-def test_the_next_turn_prefills_only_what_is_new(agent: Agent, prompt_tokens: int, answer_tokens: int) -> None:
-    agent.say(LONG[:prompt_tokens], ids(answer_tokens, seed=1))
-    history = agent.tokens()
-    restored = agent.restore((*history, 1, 2))
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.source, restored.miss_reason) == (len(history), "disk", None)
-    assert restored.saved_blocks == (len(history) // 256 if agent.model.spec.full_layers else 0)
-
-
-def test_a_repeated_or_newly_rendered_prompt_resumes_before_its_last_token(agent: Agent) -> None:
-    agent.say(LONG[:700], ANSWER)
-    assert agent.cached(LONG[:700]) == 699
-    assert agent.cached((*LONG[:700], *ids(20, seed=2))) == 699
-    assert agent.cached((*LONG[:700], *ANSWER[:30], 9)) == 699
-    assert agent.restore((*LONG[:700], 9)).miss_reason is None
-
-
-def test_between_snapshots_and_below_them_nothing_is_reused(agent: Agent) -> None:
-    agent.say(LONG[:700], ANSWER)
-    for prompt in (LONG[:699], LONG[:600], (*LONG[:698], 1, 2), LONG[:1]):
-        restored = agent.restore(prompt)
-        assert (restored.prefix, restored.miss_reason) == (None, None)
-
-
 def test_another_agents_blocks_are_of_no_use_without_a_snapshot(hybrid: Agent) -> None:
     other = Agent(hybrid.store, "other", model=hybrid.model)
     assert other.restore(HISTORY).prefix is None
@@ -204,24 +177,6 @@ def test_snapshots_that_are_not_the_transcripts_are_refused_before_anything_is_w
         full.store.save(make_turn(full, full.open(), make_transcript(LONG[:300]), cache))
 
 
-def test_an_unknown_layout_is_served_without_memory_and_without_a_miss(tmp_path: Path) -> None:
-    spec = dataclasses.replace(SPEC, layers=(*SPEC.layers, LayerSpec(LayerKind.UNKNOWN)))
-    agent = Agent(open_store(tmp_path), model=make_model(spec=spec))
-    for length in (300, 310):
-        agent.say(LONG[:length])
-        restored = agent.restore((*LONG[:length], 1))
-        assert (restored.prefix, restored.source, restored.saved_blocks, restored.miss_reason) == (
-            None,
-            "none",
-            0,
-            None,
-        )
-    assert agent.tokens() == LONG[:310]
-    assert agent.open().cache is None
-    assert list(tmp_path.rglob("*.safetensors")) == []
-    assert agent.store.misses == {}
-
-
 def test_an_agent_that_moves_to_an_unknown_layout_has_no_miss(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     Agent(store).say(LONG[:300])
@@ -282,16 +237,6 @@ def test_a_damaged_snapshot_is_a_named_miss_and_the_one_before_it_serves(
     assert problems_of(hybrid.store) == []
 
 
-def test_a_changed_byte_anywhere_in_a_snapshot_is_noticed(hybrid: Agent, tmp_path: Path) -> None:
-    path = only(tmp_path, "*-1-snapshot-1.*")
-    whole = path.read_bytes()
-    for position in range(0, len(whole), 41):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
-        assert hybrid.restore((*HISTORY, 1)).miss_reason == "snapshot_corrupt", position
-    path.write_bytes(whole)
-    assert hybrid.cached((*HISTORY, 1)) == 760
-
-
 def test_a_snapshot_in_the_place_of_the_other_is_foreign(hybrid: Agent, tmp_path: Path) -> None:
     shutil.copy(only(tmp_path, "*-1-snapshot-0.*"), only(tmp_path, "*-1-snapshot-1.*"))
     assert hybrid.restore((*HISTORY, 1)).miss_reason == "snapshot_foreign"
@@ -316,9 +261,3 @@ def test_a_snapshot_needs_all_the_kv_before_it(tmp_path: Path, version: int, lef
 
 def block_of(path: Path, index: int) -> bool:
     return ",".join(map(str, LONG[256 * index : 256 * (index + 1)])).encode() in path.read_bytes()
-
-
-def test_verify_lists_a_damaged_snapshot(hybrid: Agent, tmp_path: Path) -> None:
-    path = only(tmp_path, "*-1-snapshot-0.*")
-    DAMAGES["last byte"](path)
-    assert problems_of(hybrid.store) == [f"{path}: it is damaged"]

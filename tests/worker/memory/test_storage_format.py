@@ -30,7 +30,6 @@ from tests.worker.memory.agents import (
 from xxhash import xxh3_128_hexdigest
 
 from stoker_shared.message import Message
-from stoker_worker.memory import agent_table
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import Delivery, Transcript
 from stoker_worker.ports.cache_spec import StoreDtype
@@ -254,20 +253,3 @@ def test_the_page_explains_every_column(talked: AgentCacheStore) -> None:
         explained = re.split(r"\n\n`\w+`:? |\n## ", section)[0]
         for column in rows(talked.parts.path, f"PRAGMA table_info({table})"):
             assert column[1] == "id" or f"`{column[1]}`" in explained, f"{table}.{column[1]}"
-
-
-def test_nothing_of_a_removed_agent_is_left_in_the_database(tmp_path: Path) -> None:
-    """`docs/security.md` promises it; SQLite by itself only unlinks deleted rows, in most of its builds."""
-    store = open_store(tmp_path)
-    long = "a secret told at length, over many pages; " * 500
-    for agent, text in ((Agent(store, name="kept"), "harmless"), (Agent(store, name="gone"), long)):
-        save(agent, raw(text))
-    with store.parts.database.snapshot() as connection:
-        row = agent_table.find_agent(connection, "gone")
-    assert row is not None
-    store.parts.database.commit(lambda connection: agent_table.delete_agent(connection, row))
-    store.close()
-    left = (tmp_path / "agents.db").read_bytes()
-    assert b"harmless" in left
-    assert b"a secret" not in left
-    assert b"over many pages" not in left

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.worker.memory.agents import (
+    MODEL,
     SPEC,
     Agent,
     cache_of,
@@ -26,15 +29,11 @@ from tests.worker.memory.agents import (
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
 from stoker_worker.memory import agent_table
 from stoker_worker.memory.database import Connection
-from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.store_parts import opened
-from stoker_worker.ports import CacheSlice, CacheStorePort, Transcript
+from stoker_worker.ports import CacheSlice
 
 LONG = ids(1000)
-
-
-def cache_store_port(store: AgentCacheStore) -> CacheStorePort:
-    return store  # mypy says whether it is one
 
 
 def test_a_conversation_and_its_results_survive_a_restart(tmp_path: Path) -> None:
@@ -89,33 +88,6 @@ def test_any_run_of_turns_keeps_the_transcript_and_its_cache(
     agent.store.close()
 
 
-def test_agents_share_the_blocks_of_a_common_prompt(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    Agent(store, "first").say(LONG[:600])
-    second = Agent(store, "second")
-    assert second.cached((*LONG[:560], 9)) == 512
-    second.say((*LONG[:560], 9))
-    assert len(files_below(tmp_path / "blocks")) == 2
-
-
-def test_another_model_tokenizer_or_salt_is_a_named_miss_and_never_a_wrong_cache(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    agent = Agent(store)
-    agent.say(LONG[:300])
-    for change, reason in (
-        ({"model": make_model("b")}, "other_model"),
-        ({"model": make_model("a", tokenizer="new")}, "other_tokenizer"),
-        ({"salt": "salt"}, "other_salt"),
-    ):
-        other = dataclasses.replace(agent, **change)
-        restored = other.restore((*LONG[:300], 1))
-        assert restored.miss_reason == reason
-        if reason != "other_tokenizer":  # there the fingerprint of this test's model did not change
-            assert restored.prefix is None
-    assert store.misses == {"other_model": 1, "other_tokenizer": 1, "other_salt": 1}
-    assert agent.cached((*LONG[:300], 1)) == 300
-
-
 def test_a_store_that_is_closed_logs_how_many_misses_of_each_reason_there_were(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,31 +120,6 @@ def test_bfloat16_caches_travel_as_uint16(tmp_path: Path) -> None:
     restored = agent.restore(LONG[:600])
     assert restored.prefix is not None
     assert {array.dtype for pair in restored.prefix.layers for array in pair} == {np.dtype(np.uint16)}
-
-
-def test_a_turn_without_cache_keeps_the_transcript_and_its_common_blocks(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:600])
-    transcript = make_transcript(LONG[:700])
-    agent.store.save(make_turn(agent, agent.open(), transcript, None))
-    agent.store = reopen(agent.store, tmp_path)
-    assert agent.open().transcript == transcript
-    restored = agent.restore(LONG[:800])
-    assert restored.prefix is not None
-    assert (restored.prefix.n_tokens, restored.miss_reason) == (512, None)
-    assert not list(tmp_path.rglob("*-tail.*"))
-    for path in files_below(tmp_path / "blocks"):
-        path.unlink()
-    assert agent.restore(LONG[:800]).miss_reason == "block_missing"
-
-
-def test_text_conversations_are_kept_too(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    for number, text in enumerate(["Once", "Once upon", "Twice \U0001f600"]):
-        transcript = Transcript((1, number), "tok", None, text, "stop", carry_text="\n")
-        agent.store.save(make_turn(agent, agent.open(), transcript, None))
-        agent.store = reopen(agent.store, tmp_path)
-        assert agent.open().transcript == transcript
 
 
 def test_a_turn_that_comes_too_late_changes_no_file(tmp_path: Path) -> None:
@@ -226,35 +173,6 @@ def test_a_lost_turn_is_noted_in_the_store_and_not_in_the_worker(tmp_path: Path)
     assert agent.say(LONG[:5]) == 1
 
 
-def test_a_lost_turn_is_remembered_by_the_worker_as_long_as_the_database_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent = Agent(open_store(tmp_path))
-    agent.say(LONG[:300])
-    with monkeypatch.context() as patch:
-        patch.setattr(agent.store.parts.database, "commit", raise_no_space)
-        agent.store.mark_unsaved("agent")
-    with pytest.raises(AgentTranscriptUnreadable, match="its last turn was not saved") as refused:
-        agent.open()
-    agent.say(LONG[:310], agent=refused.value.usable)
-    assert agent.tokens() == LONG[:310]
-
-
-def raise_no_space(change: object) -> None:
-    raise OSError("no space")
-
-
-def test_a_cache_that_is_not_the_transcripts_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    layers = cache_of(LONG[:300])
-    for start, stop, arrays in ((0, 301, layers), (10, 300, layers), (0, 299, layers), (0, 300, layers[:1])):
-        turn = make_turn(agent, agent.open(), make_transcript(LONG[:300]), CacheSlice(start, stop, arrays))
-        with pytest.raises(ValueError, match="cache"):
-            agent.store.save(turn)
-    assert agent.open().number == 0
-    assert files_below(tmp_path / "blocks") == []
-
-
 def test_a_cache_may_begin_at_the_first_block_that_is_not_on_disk(tmp_path: Path) -> None:
     agent = Agent(open_store(tmp_path))
     agent.say(LONG[:600])
@@ -283,11 +201,18 @@ def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_ino for path in files_below(tmp_path / "blocks")} == before
 
 
-def test_the_saved_cache_is_a_copy(tmp_path: Path) -> None:
-    agent = Agent(open_store(tmp_path))
-    turn = agent.turn(LONG[:300])
-    agent.store.save(turn)
-    assert turn.cache is not None
-    for keys, values in turn.cache.layers:
-        keys[:], values[:] = 0, 0
-    assert agent.cached(LONG[:300]) == 299
+@pytest.mark.parametrize(("cores", "alone", "beside_others"), [(None, 1, 1), (2, 2, 1), (4, 4, 2), (16, 4, 4)])
+def test_a_restore_beside_running_sequences_uses_half_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, alone: int, beside_others: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert (n_readers(beside_others=False), n_readers(beside_others=True)) == (alone, beside_others)
+    with closing(open_store(tmp_path)) as store:
+        agent = Agent(store)
+        agent.say(ids(1100))
+        at_once = agent.restore((*ids(1100), 7))
+        beside = store.restore((*ids(1100), 7), agent=agent.open(), model=MODEL, salt=None, beside_others=True)
+        assert at_once.prefix is not None
+        assert beside.prefix is not None
+        for ours, theirs in zip(at_once.prefix.layers, beside.prefix.layers, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -207,17 +207,5 @@ def test_a_job_that_is_enqueued_again_after_its_end_lives_longer(store: AgentCac
     assert 3500 < kept_for(store) < 3700
 
 
-def test_the_ends_of_the_last_jobs_are_written_when_the_store_is_closed(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "store")
-    agent = Agent(store, model=WITHOUT_MEMORY)
-    turn = make_turn(agent, agent.open(), Transcript((1,), "tok", None, "x", "eos"), None)
-    store.save(turn)
-    store.ended("agent", turn.delivery, remember_s=100)
-    store.close()
-    store = make_store(tmp_path / "store")
-    assert 0 < kept_for(store) < 200
-    store.close()
-
-
 def _run(connection: Connection, sql: str) -> None:
     connection.execute(sql)
