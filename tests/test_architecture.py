@@ -21,7 +21,7 @@ COMMANDS = (
         "stoker.agent_cli.",
         "stoker.status_command.",
         "stoker.submit_",
-        "stoker.trust_cli.",
+        "stoker.cascade.cli.",
         "stoker.command_parts.",
     ),
     *(

@@ -1,9 +1,9 @@
 """The library with which services enqueue generation jobs and read their results. Light: no MLX, no NumPy."""
 
+from stoker.cascade.own_check import first_accepted
+from stoker.cascade.routing import NobodyServes
 from stoker.connection import WrongKeyType
-from stoker.offers import NobodyServes
 from stoker.overview import Overview, QueueStatus
-from stoker.own_check import first_accepted
 from stoker.presence import LiveWorker
 from stoker.producer import AsyncProducer, Producer
 from stoker.streaming import Restarted, StreamEvent, TextChunk

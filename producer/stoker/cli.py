@@ -15,6 +15,7 @@ import click
 
 from stoker.agent_cli import agent
 from stoker.batch.cli import batch
+from stoker.cascade.cli import trust
 from stoker.command_parts import (
     json_option,
     open_producer,
@@ -29,7 +30,6 @@ from stoker.dashboard.command import dashboard
 from stoker.serve.command import serve
 from stoker.status_command import ls, status, workers
 from stoker.submit_command import submit
-from stoker.trust_cli import trust
 from stoker_shared.environment import (
     DEFAULT_REDIS_URL,
     REDIS_URL_VARIABLE,

@@ -12,12 +12,12 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from stoker.agents import Agents, AsyncAgents
+from stoker.cascade.routing import Routing
 from stoker.connection import AnyRedis, address, blocking_slice_s, open_async_connection, open_connection
 from stoker.new_job import checked_queue_name
 from stoker.operations import Operation, Pause, ask, run, run_async
 from stoker.overview import Overview, QueueStatus, overview, queues_now
 from stoker.presence import Attendance, LiveWorker, live_workers, unattended
-from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, Submitted, submit, submit_many
 from stoker.tickets import AnyTicket, AsyncTicket, SharedConnection, Ticket, TicketStatus
 from stoker.waiting import Patience, Waiter
@@ -115,12 +115,12 @@ def outcomes_of(
 class AnyProducer:
     """The part that both producers share."""
 
-    def __init__(self, redis: object, connection: AnyRedis, queue: str, seed: int | None) -> None:
+    def __init__(self, redis: object, connection: AnyRedis, queue: str) -> None:
         self._queue = checked_queue_name(queue)
         self._connection = connection
         self._url = redis if isinstance(redis, str) else None
         self._attendance = Attendance()
-        self._routing = Routing(self._queue, seed)
+        self._routing = Routing(self._queue)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(redis at {address(self._connection)}, queue={self._queue!r})"
@@ -162,20 +162,19 @@ class Producer(AnyProducer):
 
     _connection: Redis
 
-    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
+    def __init__(self, redis: str | Redis, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
             redis: a URL (``redis://``, ``rediss://``, ``unix://``), or a connection, which is used as it is and never
                 closed.
             queue: RQ queue of jobs that name none.
-            seed: of the choice between `models`.
 
         Raises:
             InvalidRequest: no worker could listen to a queue of this name.
             ValueError: not a Redis URL, or a connection that decodes responses.
             TypeError: neither a string nor a connection.
         """
-        super().__init__(redis, open_connection(redis), queue, seed)
+        super().__init__(redis, open_connection(redis), queue)
         self.agents = Agents(self._connection, self._queue)
 
     def __enter__(self) -> Self:
@@ -361,17 +360,16 @@ class AsyncProducer(AnyProducer):
 
     _connection: AsyncRedis
 
-    def __init__(self, redis: str | AsyncRedis, *, queue: str = DEFAULT_QUEUE, seed: int | None = None) -> None:
+    def __init__(self, redis: str | AsyncRedis, *, queue: str = DEFAULT_QUEUE) -> None:
         """
         Args:
             redis: a URL, or a connection of redis.asyncio, which is used as it is and never closed.
             queue: RQ queue of jobs that name none.
-            seed: as for `Producer`.
 
         Raises:
             InvalidRequest, ValueError: as `Producer`.
         """
-        super().__init__(redis, open_async_connection(redis), queue, seed)
+        super().__init__(redis, open_async_connection(redis), queue)
         self._shared = SharedConnection(self._connection)
         self.agents = AsyncAgents(self._shared.connection, self._queue)
 

@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict
 from redis.exceptions import RedisError, WatchError
 from rq.job import Job, JobStatus, Retry
 
+from stoker.cascade.routing import Models, Routing
 from stoker.connection import LOST, REFUSED
 from stoker.new_job import DependsOn, JobOptions, NewJob, checked_queue_name, make_queue_known, push, require_job_id
 from stoker.operations import Command, Commands, Operation, Pause, Watched
-from stoker.routing import Models, Routing
 from stoker_shared.agents import build_agent_request
 from stoker_shared.check import Check
 from stoker_shared.errors import DuplicateJob, InvalidRequest, JobNotFound, RequestError, StokerError

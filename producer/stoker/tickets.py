@@ -15,12 +15,12 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from stoker.canceling import cancel_job
+from stoker.cascade.trust import give_feedback
 from stoker.connection import blocking_slice_s
 from stoker.job_record import Ended, JobRecord, queue_key
 from stoker.operations import Operation, T, ask, run, run_async
 from stoker.presence import unattended
 from stoker.streaming import StreamEvent, StreamReader
-from stoker.trust_counts import give_feedback
 from stoker.waiting import Patience, Waiter, wait_for_end
 from stoker_shared.errors import JobNotFound, RedisUnavailable
 from stoker_shared.result import GenerationResult

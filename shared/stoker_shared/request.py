@@ -6,6 +6,7 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -17,7 +18,6 @@ from stoker_shared.job_data import MAX_DATA_BYTES, require_bounds
 from stoker_shared.message import Message, as_tuple
 from stoker_shared.route import ModelName, Step
 from stoker_shared.text import printable
-from stoker_shared.trust import TaskLabel
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -202,6 +202,14 @@ other readers, after the writes enqueued before it and before those enqueued aft
 agent, or does not touch the memory."""
 
 AgentId = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_is_printable)]
+
+
+def _is_label(value: str) -> str:
+    if not re.fullmatch(r"[!-~]{1,64}", value):
+        raise ValueError("must be 1 to 64 ASCII characters without spaces")
+    return value
+
+
 """1 to 200 printable characters, also ``../``, emoji and spaces; never used as a path as it is."""
 
 
@@ -269,7 +277,7 @@ class GenerationRequest(BaseModel):
     check: Check | None = None
     route: Annotated[tuple[Step, ...], Field(max_length=8, fail_fast=True), BeforeValidator(as_tuple)] = ()
     max_cost_s: Annotated[float, Field(gt=0.0)] | None = None
-    task: TaskLabel | None = None
+    task: Annotated[str, AfterValidator(_is_label)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
 
     @model_validator(mode="after")

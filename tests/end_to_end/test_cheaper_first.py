@@ -8,7 +8,7 @@ import pytest
 from tests.producer.batch.taught_lines import training_set
 from tests.worker_process import fork_server
 
-from stoker import InvalidRequest, NobodyServes, Producer, first_accepted, routing
+from stoker import InvalidRequest, NobodyServes, Producer, first_accepted
 from stoker.batch.feeding import Feeder, ModelChoice
 from stoker.cli import main
 from stoker_shared.trust import Counts
@@ -69,7 +69,8 @@ def test_jobs_begin_with_the_cheaper_model_and_end_with_one_that_passes(workers,
     assert connection.llen("rq:queue:q-small") == connection.llen("rq:queue:q-large") == 0
 
     # Now small is known to be no good at the hard ones, and trusted with the easy ones.
-    with Producer(redis_url, seed=1) as later:  # it has not read the counts yet
+    connection.hset(TRUST_KEY, "h small", "0.0000 90.0000")
+    with Producer(redis_url) as later:  # it has not read the counts yet
         tickets = later.submit_many(requests, models=BOTH, min_trust=0.8)
         begun = [attempts(result)[0][0] for result in later.results(tickets, timeout_s=60)]
     assert begun[::2] == ["small"] * 20
@@ -158,7 +159,7 @@ def test_a_batch_reports_the_part_of_each_model_and_what_was_saved(workers, redi
 
 def test_a_batch_learns_from_its_first_lines(workers, redis_url, tmp_path, monkeypatch, capsys):
     """It sends few at a time: the model that a line begins with is chosen when it is sent."""
-    monkeypatch.setattr(routing, "_LOOK_S", 0.0)
+    monkeypatch.setattr("stoker.cascade.routing._LOOK_S", 0.0)
     run_batch(redis_url, tmp_path, [line(n, HARD) for n in range(300)], "--min-trust", "0.6", "--json")
     report = json.loads(capsys.readouterr().out)
     assert report["accepted"] == 300

@@ -12,9 +12,9 @@ from rq.serializers import JSONSerializer
 import stoker.connection
 import stoker.submitting
 from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
+from stoker.cascade.routing import Routing
 from stoker.new_job import JobOptions
 from stoker.operations import Watched
-from stoker.routing import Routing
 from stoker.submitting import ManyFields, SubmitFields, submit_many
 from stoker_shared.wire import MAX_REQUEST_BYTES
 

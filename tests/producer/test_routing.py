@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stoker.offers import NobodyServes
+from stoker.cascade.routing import NobodyServes
 from stoker_shared.errors import InvalidRequest
 
 pytestmark = pytest.mark.server

@@ -28,7 +28,7 @@ from stoker.batch.record import (
     register,
     release,
 )
-from stoker.offers import NobodyServes
+from stoker.cascade.routing import NobodyServes
 from stoker.operations import run
 from stoker.presence import first_unattended
 from stoker_shared.errors import RedisUnavailable

@@ -25,8 +25,7 @@ from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt, Choice
 from stoker_shared.route import Step, next_step
-from stoker_shared.task_class import class_of_verdicts, task_of
-from stoker_shared.trust import KEPT, MOST_PAIRS, field_of
+from stoker_shared.trust import KEPT, MOST_PAIRS, class_of_verdicts, field_of, task_of
 from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
 from stoker_worker.queue.lease_scripts import HOLDS

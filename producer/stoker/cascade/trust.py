@@ -3,7 +3,6 @@
 Workers add the verdicts of checks (`TRUST_KEY`).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +83,3 @@ def give_feedback(result: GenerationResult, *, accepted: bool) -> Operation[bool
     yield from undisturbed(Watched([key, TRUST_KEY], reads, write))
     created_at, found = yield from ask(*given)
     return bool(found == (created_at or b"") + word)
-
-
-def as_lines(known: Sequence[Trusted]) -> str:
-    """One JSON object a line."""
-    return "\n".join(json.dumps(trusted.as_json()) for trusted in known)

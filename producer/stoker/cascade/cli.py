@@ -1,15 +1,16 @@
 """`stoker trust`: how far the models are trusted with each class of tasks. Only command-line texts."""
 
+import json
 from collections.abc import Sequence
 
 import click
 from redis import Redis
 
+from stoker.cascade.trust import Trusted, forget_trust, read_trust
 from stoker.command_parts import agrees, json_option, open_producer, or_usage_error, redis_option, show, ticket_of
 from stoker.connection import open_connection
 from stoker.operations import run
 from stoker.tables import Table
-from stoker.trust_counts import Trusted, as_lines, forget_trust, read_trust
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 
 _which = options_under("Which")
@@ -55,8 +56,8 @@ def show_one(redis_url: str, model: str, as_json: bool) -> None:
 @click.pass_obj
 def export(redis_url: str) -> None:
     """Print all counts, one JSON object a line."""
-    if known := _known(redis_url):
-        click.echo(as_lines(known))
+    for trusted in _known(redis_url):
+        click.echo(json.dumps(trusted.as_json()))
 
 
 @trust.command(epilog=examples("stoker trust accept JOB_ID"))
