@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Final
 
 from pydantic_core import from_json
-from redis.exceptions import NoPermissionError
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import (
@@ -152,33 +151,29 @@ class JobInFlight:
 class Overview:
     """
     Attributes:
-        slowest: the jobs that have run the longest, at most ten; ``None`` if this user may not read them.
+        slowest: the jobs that have run the longest, at most ten.
         trouble: why the server may refuse to write; a living worker may then be shown as dead.
     """
 
     queues: list[QueueOutlook]
     workers: list[WorkerOutlook]
-    slowest: list[JobInFlight] | None
+    slowest: list[JobInFlight]
     trouble: str | None = None
 
 
 def overview() -> Operation[Overview]:
-    """One look; jobs in flight and leases that this user may not read are left out."""
     known = yield from known_workers()
     queues = yield from queues_now()
-    try:
-        jobs = yield from _in_flight([queue.name for queue in queues])
-    except NoPermissionError:  # ACLs made for earlier releases do not allow these reads
-        jobs = None
+    jobs = yield from _in_flight([queue.name for queue in queues])
     leases = yield from _leases()
     # RQ's own tools remove a dead worker from its set when they look; then only its jobs name it.
-    names = {name for name in known if is_ours(name)} | {job.worker for job in jobs or () if job.worker} - known.keys()
+    names = {name for name in known if is_ours(name)} | {job.worker for job in jobs if job.worker} - known.keys()
     workers = [
         WorkerOutlook(name, live is not None, live, leases.get(name, {}))
         for name, live in ((name, known.get(name)) for name in sorted(names))
     ]
     living = [worker for worker in known.values() if worker is not None]
-    slowest = None if jobs is None else sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
+    slowest = sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
     trouble = yield from _trouble()
     outlooks = [_outlook(queue, queues, living) for queue in queues]
     return Overview(outlooks, workers, slowest, trouble)
@@ -217,12 +212,9 @@ def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:
 def _leases() -> Operation[dict[str, dict[str, int]]]:
     """By worker and queue."""
     found: dict[str, dict[str, int]] = {}
-    try:
-        members = yield from ask("HGETALL", MEMBERS_KEY)
-        names = [name.decode(errors="replace") for name in members]
-        values = (yield from ask("MGET", *(LEASE_KEY.format(member=name) for name in names))) if names else []
-    except NoPermissionError:  # an operator's ACL made for earlier releases
-        return found
+    members = yield from ask("HGETALL", MEMBERS_KEY)
+    names = [name.decode(errors="replace") for name in members]
+    values = (yield from ask("MGET", *(LEASE_KEY.format(member=name) for name in names))) if names else []
     for value in values:
         with suppress(ValueError, TypeError, KeyError, OverflowError):  # there is none, or it is not stoker's
             lease = from_json(value or b"null")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError
 from rq.worker_registration import REDIS_WORKER_KEYS
 
 from stoker.operations import Operation, ask
@@ -95,10 +95,9 @@ class LiveWorker:
         started_at: Unix time, in seconds.
         max_batch: most jobs in flight at once.
         max_batch_why: what decided that number.
-        member: its name that stays when it is started again. Workers of earlier releases publish none of this and the
-            two before.
+        member: its name that stays when it is started again.
         leaving: it drains, and its agents go to other workers.
-        now: ``None`` in its first moments. Workers of earlier releases publish none.
+        now: ``None`` in its first moments.
     """
 
     name: str
@@ -138,13 +137,10 @@ def is_ours(name: str) -> bool:
 
 
 def unattended(queue: str) -> Operation[str | None]:
-    """A warning that no worker listens to `queue`; ``None`` if one does, or if this user may not look."""
-    try:
-        if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
-            return None
-        workers = yield from live_workers()
-    except NoPermissionError:  # ACLs made for earlier releases do not allow these reads
+    """A warning that no worker listens to `queue`; ``None`` if one does."""
+    if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
         return None
+    workers = yield from live_workers()
     queues = {name: None for worker in workers for name in worker.queues}
     return None if queue in queues else _warning(queue, queues)
 

@@ -13,7 +13,6 @@ from stoker.command_parts import json_option, open_producer, redis_option, show,
 from stoker.overview import Overview
 from stoker.producer import Producer
 from stoker.tables import (
-    JOBS_HIDDEN,
     Table,
     duration,
     job_table,
@@ -154,9 +153,7 @@ def overview_text(now: Overview) -> str:
     parts += [queues.text() if queues.rows else "no queues", workers.text() if workers.rows else "no workers"]
     if (shared := shared_store_table(now.workers)).rows:
         parts.append(shared.text())
-    if now.slowest is None:
-        parts.append(JOBS_HIDDEN)
-    elif now.slowest:
+    if now.slowest:
         parts.append(f"running the longest:\n{job_table(now.slowest).text()}")
     return printable("\n\n".join(parts), lines=True)
 

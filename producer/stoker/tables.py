@@ -43,7 +43,6 @@ def duration(seconds: float | None) -> str:
 
 DEAD: Final = "DEAD"
 """The state of a worker without a heartbeat."""
-JOBS_HIDDEN: Final = "this user may not read the jobs in flight (ZRANGE of rq:wip:*)"
 
 
 def queue_table(queues: Sequence[QueueOutlook]) -> Table:

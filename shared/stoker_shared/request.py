@@ -1,4 +1,4 @@
-"""A generation request. Owns validation and the version rule; does no I/O.
+"""A generation request. Owns validation; does no I/O.
 
 Both sides use this model: the producer refuses a bad request before it is enqueued; the worker refuses, with the same
 message, a bad request from any other client (plain RQ, redis-cli, another language).
@@ -7,7 +7,7 @@ message, a bad request from any other client (plain RQ, redis-cli, another langu
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -222,7 +222,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    v: Annotated[int, Field(ge=1)] = 1
+    v: Annotated[int, Field(ge=1)] = REQUEST_VERSION
     agent_id: AgentId | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: (
@@ -361,7 +361,7 @@ class GenerationRequest(BaseModel):
 
     def as_payload(self) -> dict[str, Any]:
         """The JSON object that goes on the wire: the fields that differ from their defaults, those of
-        `WORKERS_DEFAULTS` that were set, and the lowest `v` that has all of them.
+        `WORKERS_DEFAULTS` that were set.
 
         Raises:
             RequestTooLarge: as UTF-8 JSON it is over ``MAX_REQUEST_BYTES``, or has more than a worker reads.
@@ -374,29 +374,13 @@ class GenerationRequest(BaseModel):
         for name in WORKERS_DEFAULTS & self.model_fields_set:
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
-        payload = {"v": self._lowest_version(fields), **fields}
+        payload = {"v": REQUEST_VERSION, **fields}
         text = json.dumps(payload, ensure_ascii=False).encode()
         if len(text) > MAX_REQUEST_BYTES:
             raise RequestTooLarge(f"the request is {len(text)} bytes of JSON, the limit is {MAX_REQUEST_BYTES}")
         require_bounds(_IN_RQS_FRAME % text, MAX_DATA_BYTES)
         return payload
 
-    def _lowest_version(self, fields: Collection[str]) -> int:
-        if any(name in fields for name in _SINCE_V4):
-            return 4
-        has_thinking = any(message.reasoning_content is not None for message in self.messages or ())
-        if self.max_tokens == 0 or has_thinking or any(name in fields for name in _SINCE_V3):
-            return 3
-        is_of_v2 = self.agent_id is None or self.expect_version is not None or self.must_exist
-        has_silent_message = any(message.content is None for message in self.messages or ())
-        return 2 if is_of_v2 or has_silent_message else 1
-
-
-_SINCE_V3 = (
-    *("min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
-    *("prompt_logprobs", "prompt_logprobs_start", "tool_choice", "response_format", "guide", "max_reasoning_tokens"),
-)
-_SINCE_V4 = ("check", "route", "max_cost_s", "task")
 
 WORKERS_DEFAULTS: Final = frozenset(
     {

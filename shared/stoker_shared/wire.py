@@ -15,7 +15,7 @@ REQUEST_KWARG: Final = "request"
 """The one keyword argument of both tasks."""
 
 REQUEST_VERSION: Final = 4
-"""Newest `v` of :class:`~stoker_shared.request.GenerationRequest` that this code reads."""
+"""The `v` of a :class:`~stoker_shared.request.GenerationRequest` that this code sends, and the newest that it reads."""
 
 AGENT_REQUEST_VERSION: Final = 1
 """Newest `v` of :class:`~stoker_shared.agents.AgentRequest` that this code reads."""

@@ -25,14 +25,6 @@ def test_a_list_without_calls_is_no_list():
         kept({"role": "assistant", "content": None, "tool_calls": []})
 
 
-@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "a"}]])
-def test_a_worker_of_v_1_can_read_requests_without_newer_fields(content):
-    message = {"role": "assistant", "content": content, "tool_calls": [CALL]}
-    payload = build_request({"agent_id": "a", "messages": [message]}).as_payload()
-    assert payload["v"] == (2 if content is None else 1)
-    assert build_request(payload).as_payload() == payload
-
-
 def test_parts_of_text_are_one_text():
     parts = [{"type": "text", "text": "Look at "}, {"type": "text", "text": "this."}]
     assert kept({"role": "user", "content": parts}) == [{"role": "user", "content": "Look at this."}]

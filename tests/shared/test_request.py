@@ -106,29 +106,9 @@ def test_a_newer_version_is_refused_with_both_numbers_before_its_unknown_fields(
         build_request({**WITH_PROMPT, "v": 5, "field_of_v5": True})
 
 
-APPEND = {**WITH_PROMPT, "context": "append"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "version"),
-    [
-        ({**WITH_PROMPT, "cache": "off", "n": 2}, 3),
-        ({**WITH_PROMPT, "n": 1, "ignore_eos": False}, 1),
-        ({**WITH_PROMPT, "cache": "off", "max_tokens": 0, "prompt_logprobs": 0}, 3),
-        ({**WITH_PROMPT, "guide": {"choice": ["yes", "no"]}}, 3),
-        ({**WITH_MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}}, 3),
-        (WITH_PROMPT, 1),
-        ({**WITH_PROMPT, "v": 2}, 1),
-        ({**APPEND, "must_exist": False}, 1),
-        ({"prompt": "x"}, 2),
-        ({**APPEND, "must_exist": True}, 2),
-        ({**APPEND, "expect_version": 0}, 2),
-        ({"agent_id": "a", "messages": [{"role": "assistant", "content": "", "reasoning": "Hm."}]}, 3),
-        ({"agent_id": "a", "messages": [{"role": "assistant", "content": "", "reasoning": None}]}, 1),
-    ],
-)
-def test_the_wire_has_the_lowest_version_that_has_all_fields(fields, version):
-    assert build_request(fields).as_payload()["v"] == version
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_every_version_so_far_has_the_same_fields(v):
+    assert build_request({"prompt": "x", "task": "t", "v": v}).as_payload() == {"v": 4, "prompt": "x", "task": "t"}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +186,8 @@ def test_a_value_nested_too_deeply_to_write_is_an_invalid_request():
 def test_the_wire_has_fields_that_differ_from_their_defaults_and_sampling_that_was_set():
     """A worker may have defaults of its own for sampling, which must not replace what a caller asked for."""
     request = build_request({**WITH_PROMPT, "max_tokens": 256, "stop": "END", "n": 1, "temperature": 0, "top_p": None})
-    assert request.as_payload() == {"v": 1, **WITH_PROMPT, "max_tokens": 256, "stop": ["END"], "temperature": 0.0}
-    assert build_request({**WITH_PROMPT, "presence_penalty": 0.0}).as_payload()["v"] == 3
+    assert request.as_payload() == {"v": 4, **WITH_PROMPT, "max_tokens": 256, "stop": ["END"], "temperature": 0.0}
+    assert "presence_penalty" in build_request({**WITH_PROMPT, "presence_penalty": 0.0}).as_payload()
 
 
 def test_a_payload_builds_the_same_request_again():

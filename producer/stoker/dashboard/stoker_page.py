@@ -9,7 +9,6 @@ from stoker.dashboard.pages import page
 from stoker.operations import run
 from stoker.overview import overview
 from stoker.tables import (
-    JOBS_HIDDEN,
     job_table,
     queue_table,
     shared_store_table,
@@ -27,7 +26,7 @@ def add_stoker_page(app: Flask, connection: Redis) -> None:
             ("Queues", queue_table(now.queues), "no queues"),
             ("Workers", worker_table(now.workers), "no workers"),
             ("Shared store", shared_store_table(now.workers), "none"),
-            ("Running the longest", job_table(now.slowest or ()), JOBS_HIDDEN if now.slowest is None else "no jobs"),
+            ("Running the longest", job_table(now.slowest), "no jobs"),
         ]
         dead = {worker.name for worker in now.workers if not worker.is_alive}
         at = time.strftime("%H:%M:%S")

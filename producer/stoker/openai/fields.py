@@ -59,16 +59,6 @@ def copied(name: str, note: str) -> dict[str, Rule]:
     return {name: Rule("served", note, apply)}
 
 
-def copied_unless(name: str, default: Any, note: str) -> dict[str, Rule]:
-    """As `copied`, but a value that changes nothing is left out, so that workers of earlier releases take the job."""
-
-    def apply(fields: dict[str, Any], value: Any, options: BodyOptions) -> None:
-        if value != default or isinstance(value, bool) != isinstance(default, bool):
-            fields[name] = value
-
-    return {name: Rule("served", note, apply)}
-
-
 def omitted(name: str, note: str) -> dict[str, Rule]:
     """Does not change the answer."""
     return {name: Rule("served", note, lambda fields, value, options: None)}
@@ -182,10 +172,10 @@ _COMMON: Final[dict[str, Rule]] = {
     **copied("stop", "a string or a list of strings; up to 16"),
     **mapped("max_tokens", "by default `--max-tokens`, else 1024 for chat, 16 for text", _limit("max_tokens")),
     **mapped("user", "the agent, unless `metadata.agent_id` names one", _user),
-    **copied_unless("n", 1, "1 to 16; above 1, an agent's job needs `cache` `read` or `off`"),
+    **copied("n", "1 to 16; above 1, an agent's job needs `cache` `read` or `off`"),
     **copied("frequency_penalty", "-2 to 2"),
     **copied("presence_penalty", "-2 to 2"),
-    **copied_unless("logit_bias", {}, "from token ids to -100 to 100"),
+    **copied("logit_bias", "from token ids to -100 to 100"),
     **only("stream", False, note="only false in a file, which has no stream; `stoker serve` streams"),
     **only("stream_options", note="always in a file; `stoker serve` takes `include_usage`"),
 }  # fmt: skip
@@ -216,8 +206,8 @@ _CHAT: Final[dict[str, Rule]] = {
     **mapped("metadata", "`agent_id` names the agent; other keys are omitted", _metadata),
     **copied("logprobs", ""),
     **copied("top_logprobs", "0 to 20; needs `logprobs`"),
-    **copied_unless("tools", [], "calls are in the message's `tool_calls`"),
-    **copied_unless("tool_choice", "auto", "`auto`, `none`, `required`, or one tool by name"),
+    **copied("tools", "calls are in the message's `tool_calls`"),
+    **copied("tool_choice", "`auto`, `none`, `required`, or one tool by name"),
     **only("parallel_tool_calls", True, note="only true"),
     **mapped("response_format", "`text` changes nothing; `json_object`; `json_schema`", _response_format),
     **only("modalities", ["text"], note="only `[\"text\"]`"),
