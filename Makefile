@@ -35,11 +35,11 @@ all: lint types test
 demo: .venv/worker fast-blas
 	$(BIN)/stoker-worker demo
 
-# After every edit: four processes, because many of its tests wait for a server. No model weights, no worker processes,
-# no chaos, no browser. With SERVER, only the tests that use a server.
+# After every edit: four processes, because many of its tests wait for a server. No MLX, no worker processes, no chaos, no
+# browser, nothing slow. With SERVER, only the tests that use a server.
 quick: PROCESSES = 4
 quick: .venv/dev $(SERVER:valkey=.cache/valkey)
-	$(BESIDE) -m "$(if $(SERVER),server and )not model and not slow and not scheduled" tests/test_*.py tests/shared tests/producer tests/worker
+	$(BESIDE) -m "$(if $(SERVER),server and )not mlx and not model and not slow and not scheduled" tests/test_*.py tests/shared tests/producer tests/worker
 
 test: .venv/dev fast-blas $(SERVER:valkey=.cache/valkey)
 	$(BESIDE) $(LANE) $(ALONE:%=--ignore=%)

@@ -3,10 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from stoker_worker.engine import provider
 from stoker_worker.engine.kv_cost import KVCost
 from stoker_worker.memory import ram_cache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
+
+pytestmark = pytest.mark.scheduled
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "operations.md").read_text()
 GIB = 2**30

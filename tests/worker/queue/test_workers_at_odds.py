@@ -1,15 +1,13 @@
 """Several workers that see different queues, look late, stop early or lose replies: no job is stuck, no turn lost."""
 
-import json
-
 import pytest
 from redis.exceptions import ConnectionError as NoConnection
 from tests.worker.queue.ends import give_back
 from tests.worker.queue.looking import places
 from tests.worker.queue.members import claim, claim_within, die, ids, impatient, recovered, run
 
-from stoker_shared.errors import QueueHeld, RedisUnavailable
-from stoker_shared.wire import CLAIMED_KEY, MEMBERS_KEY, SERVED_KEY, TASK_PATH
+from stoker_shared.errors import RedisUnavailable
+from stoker_shared.wire import CLAIMED_KEY, TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -140,30 +138,7 @@ def test_a_name_that_could_be_taken_for_something_else_is_refused(join, name):
         join(name)
 
 
-# --- a worker of the version before, which holds queues, not a name ---
-
-
-OLD = {"worker": "stoker-mac-0badcafe", "fence": 7, "host": "elsewhere", "boot": "b", "pid": 1, "started": "s"}
-
-
-def test_a_worker_of_the_version_before_keeps_others_out_until_it_has_stopped(connection, join):
-    connection.set("stoker:lease:generate", json.dumps(OLD), px=60_000)
-    with pytest.raises(QueueHeld, match="held by worker stoker-mac-0badcafe on host elsewhere"):
-        join("a")
-    assert connection.hlen(MEMBERS_KEY) == 0
-    connection.delete("stoker:lease:generate")
-    join("a")
-
-
-def test_a_worker_of_the_version_before_finds_the_queue_held(connection, join):
-    """It would take every job of other workers for lost. It takes a queue whose lease is not there, or is JSON that
-    names a process of this host which is gone."""
-    join("generate")
-    assert connection.get("stoker:lease:generate") == b"shared b1 "
-    assert SERVED_KEY.format(queue="generate") == "stoker:lease:generate"
-
-
-def test_what_a_worker_of_the_version_before_left_goes_back(connection, plain, join, submit):
+def test_a_job_that_rqs_own_worker_left_between_its_lists_goes_back(connection, plain, join, submit):
     first, second = submit("x", "y")
     connection.lmove("rq:queue:generate", "rq:queue:generate:intermediate")
     a = join("a")
