@@ -36,7 +36,7 @@ COMMANDS = (
 
 ALLOWED_IMPORTERS = {
     "rq": ("stoker.", "stoker_worker.queue."),
-    "mlx": ("stoker_worker.engine.", "stoker_worker.models.", "stoker_worker.doctor.device."),
+    "mlx": ("stoker_worker.engine.", "stoker_worker.models.", "stoker_worker.doctor."),
     "mlx_lm": ("stoker_worker.engine.", "stoker_worker.models."),
     "transformers": ("stoker_worker.models.",),
     "tokenizers": ("stoker_worker.models.",),
@@ -45,7 +45,7 @@ ALLOWED_IMPORTERS = {
     "redis": (
         *("stoker.", "stoker_worker.queue.", "stoker_worker.placement.", "stoker_worker.pipeline."),
         "stoker_worker.cli.",
-        *("stoker_worker.embedded_redis.", "stoker_worker.doctor.redis_server."),
+        *("stoker_worker.embedded_redis.", "stoker_worker.doctor."),
     ),
     "stoker": ("stoker.", "stoker_worker.cli.demo."),
     "stoker_worker": ("stoker_worker.",),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from stoker_worker import doctor as checks
 from stoker_worker.cli.main import main
-from stoker_worker.doctor import examination
-from stoker_worker.doctor.check import Finding, ok
+from stoker_worker.doctor import Finding, ok
 from stoker_worker.settings import WorkerSettings
 
 AWAY = "redis://user:geheim@127.0.0.1:1"
@@ -24,7 +24,7 @@ def doctor(*options: str) -> tuple[int, str]:
 
 
 @pytest.mark.mlx
-def test_what_fails_is_said_with_advice_and_by_the_exit_code(tmp_path: Path, redis_url: str) -> None:
+def test_what_fails_is_reported_with_advice_and_by_the_exit_code(tmp_path: Path, redis_url: str) -> None:
     code, text = doctor("--redis", AWAY, "--store", str(tmp_path / "store"))
     assert code == 1
     (n_line,) = (n for n, line in enumerate(text.splitlines()) if line.startswith("fail"))
@@ -45,7 +45,7 @@ def test_the_file_has_what_is_printed_and_no_password(tmp_path: Path) -> None:
     assert written["checks"] == printed["checks"]
     by_name = {check["name"]: check["status"] for check in written["checks"]}
     assert (by_name["redis"], by_name["model"], by_name["python"]) == ("fail", "fail", "ok")
-    assert "model loads" not in by_name
+    assert "model memory" not in by_name
     assert "geheim" not in file.read_text()
 
 
@@ -59,7 +59,7 @@ def test_a_doctor_that_is_terminated_leaves_nothing_but_its_file(
             yield "second", ok("never seen")
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(examination, "examine", terminated)
+    monkeypatch.setattr(checks, "examine", terminated)
     file = tmp_path / "doctor.json"
     assert doctor("--out", str(file))[0] == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == [file]
@@ -67,22 +67,8 @@ def test_a_doctor_that_is_terminated_leaves_nothing_but_its_file(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_at_once(tmp_path: Path) -> None:
     code, text = doctor("--out", str(tmp_path / "nowhere" / "doctor.json"))
     assert code == 1
     assert "No such file" in text
     assert len(text.splitlines()) == 1
-
-
-@pytest.mark.parametrize("options", [(), ("--wired-memory",)])
-def test_the_doctor_wires_memory_only_by_its_own_option(options, monkeypatch, tmp_path):
-    seen = []
-
-    def examine(settings):
-        seen.append(settings.wired_memory)
-        return iter(())
-
-    monkeypatch.setattr(examination, "examine", examine)
-    monkeypatch.setenv("STOKER_WIRED_MEMORY", "true")
-    assert doctor("--store", str(tmp_path), *options)[0] == 0
-    assert seen == [bool(options)]

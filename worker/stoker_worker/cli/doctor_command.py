@@ -1,21 +1,24 @@
-"""`stoker-worker doctor`: looks at everything a worker needs and measures a model. Options and output only."""
+"""`stoker-worker doctor`: options and output."""
 
+import json
 import logging
 import sys
+from collections import Counter
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from stoker_shared.durable_file import replace_file
 from stoker_shared.help_layout import LaidOutCommand, examples, options_under
 from stoker_shared.text import printable
 from stoker_worker.cli.ending import cleaned_up_when_terminated, errors_in_one_line
 from stoker_worker.cli.run_settings import settings_of
 
 if TYPE_CHECKING:
-    from stoker_worker.doctor.check import Finding
-    from stoker_worker.doctor.report import Report
-    from stoker_worker.settings import WorkerSettings
+    from stoker_worker.doctor import Finding
 
 _FILE: Final = Path("stoker-doctor.json")
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -31,14 +34,9 @@ _output = options_under("Output")
         "stoker-worker doctor --model mlx-community/Qwen3-4B-4bit --redis embedded",
     ),
 )
-@_looking("--model", help="Load it and measure it as well: a minute or two more.")
+@_looking("--model", help="Load it and prove its batching as well: a minute or two more.")
 @_looking("--redis", "redis_url", metavar="URL", help="As for `run`.  [redis://127.0.0.1:6379]")
 @_looking("--store", type=click.Path(path_type=Path), help="As for `run`.  [~/.stoker]")
-@_looking(
-    "--wired-memory",
-    is_flag=True,
-    help="Measure with wired memory, as `run` has it. Only this option turns it on: Macs have crashed with it.",
-)
 @_output("--json", "as_json", is_flag=True, help="Print the file's content instead of lines.")
 @_output("--out", type=click.Path(path_type=Path, dir_okay=False), help=f"Write a file.  [with --model: {_FILE}]")
 def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
@@ -47,30 +45,41 @@ def doctor(as_json: bool, out: Path | None, **options: Any) -> None:
     The worker's other settings are read from its variables (STOKER_MAX_BATCH, ...) and its file, as `run` does.
     """
     with errors_in_one_line(), cleaned_up_when_terminated():
-        logging.basicConfig(level=logging.CRITICAL)  # what the checks find is what the reader should see
+        from stoker_worker import doctor as checks
+
+        logging.basicConfig(level=logging.CRITICAL)  # the findings are the output
         settings = settings_of(options).settings
         file = out or (_FILE if settings.model is not None else None)
-        report = _examined(settings, file, as_json=as_json)
-    if as_json:
-        click.echo(report.text(), nl=False)
-    else:
-        _print_end(report, file)
-    sys.exit(1 if report.failed else 0)
-
-
-def _examined(settings: "WorkerSettings", file: Path | None, *, as_json: bool) -> "Report":
-    from stoker_worker.doctor.examination import examine
-    from stoker_worker.doctor.report import Report
-
-    try:
-        report = Report(file)
-        for name, finding in examine(settings):
-            report.add(name, finding)
+        found: list[tuple[str, Finding]] = []
+        _write(file, found)
+        for name, finding in checks.examine(settings):
+            found.append((name, finding))
+            _write(file, found)
             if not as_json:
                 _print(name, finding)
+    if as_json:
+        click.echo(_report(found), nl=False)
+    else:
+        counts = Counter(str(finding.status) for _, finding in found)
+        click.echo(f"\n{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+        if file is not None:
+            click.echo(f"{file} has it all, without prompts and passwords")
+    sys.exit(1 if any(finding.status == "fail" for _, finding in found) else 0)
+
+
+def _report(found: "list[tuple[str, Finding]]") -> str:
+    """All findings as JSON."""
+    checks = [{"name": name, **asdict(finding)} for name, finding in found]
+    return json.dumps({"stoker": version("stoker"), "checks": checks}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _write(file: Path | None, found: "list[tuple[str, Finding]]") -> None:
+    """The file is whole after each check, so it is there even if MLX ends the process."""
+    try:
+        if file is not None:
+            replace_file(file, _report(found).encode())
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror or error}") from error
-    return report
 
 
 def _print(name: str, finding: "Finding") -> None:
@@ -78,12 +87,3 @@ def _print(name: str, finding: "Finding") -> None:
     click.echo(f"{status}  {name:<{_NAME_WIDTH}} {printable(finding.line, lines=True)}")
     if finding.advice:
         click.echo(f"{'':<{_NAME_WIDTH + 6}} -> {printable(finding.advice, lines=True)}")
-
-
-def _print_end(report: "Report", file: Path | None) -> None:
-    from stoker_worker.doctor.check import Status
-
-    n_ok, n_warn, n_fail = (report.count(status) for status in Status)
-    click.echo(f"\n{n_ok} ok, {n_warn} to look at, {n_fail} failed")
-    if file is not None:
-        click.echo(f"{file} has it all, without prompts and passwords")
