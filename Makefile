@@ -72,7 +72,7 @@ chaos: .venv/dev
 	CHAOS=long MIXED_SEEDS="1 2 3 4" $(BIN)/pytest -s tests/chaos tests/end_to_end/test_batches.py \
 		tests/end_to_end/test_mixed_agent_jobs.py tests/end_to_end/test_four_workers_share.py
 
-# Short forms of the experiments that compare, in under ten minutes: one table of ratios, for the README too.
+# Short forms of the experiments that compare, in under ten minutes: one table of ratios.
 bench: .venv/dev fast-blas
 	$(BIN)/python experiments/short_bench.py
 

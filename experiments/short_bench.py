@@ -3,7 +3,7 @@
 Each script of `FORMS` has a function ``short_form(bench, folder)``, which returns the table's rows: what is compared
 (``what``), the `spread` of the ratios (``ratio``), what was asked for (``asked``) and whether the answers of both sides
 were the same (``equal``; left out where there are none). Run: ``python experiments/short_bench.py``. It prints the
-table, and writes it into the README of the checkout and its numbers into ``results/bench_results.json``.
+table, and writes it into the index of the experiments and its numbers into ``results/bench_results.json``.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from common import HERE, Json, machine, note
 from report import columns, filled, machine_line
 
 FORMS = ("006", "008", "009", "010", "013", "017")
-README = HERE.parent / "README.md"
+INDEX = HERE / "README.md"
 COLUMNS = {
-    "experiment": "[{experiment}](experiments/{report})", "compared": "{what}", "ratio (least to most)": "{ratio:.3g}",
+    "experiment": "[{experiment}]({report})", "compared": "{what}", "ratio (least to most)": "{ratio:.3g}",
     "rounds": "{ratio[n]}", "asked": "{asked}", "same answers": "{equal}",
 }  # fmt: skip
 
@@ -51,9 +51,9 @@ def shown(content: Json) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for results/; elsewhere, the README gets a copy")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for results/; elsewhere, the index is copied")
     parser.add_argument("--only", nargs="+", choices=FORMS, default=FORMS, help="the numbers of some experiments")
-    parser.add_argument("--render", action="store_true", help="only rewrite the README from the results that exist")
+    parser.add_argument("--render", action="store_true", help="only rewrite the index from the results that exist")
     add_model(parser)
     args = parser.parse_args()
     results = args.out / "results" / "bench_results.json"
@@ -62,8 +62,7 @@ def main() -> None:
         content = measured(lambda: run(Bench.load(args.model, args.dtype), tuple(args.only)), quick=True)
         results.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     table = shown(json.loads(results.read_text(encoding="utf-8")))
-    readme = README if args.out == HERE else args.out / "README.md"
-    readme.write_text(filled(README.read_text(encoding="utf-8"), {"bench": table}), encoding="utf-8")
+    (args.out / INDEX.name).write_text(filled(INDEX.read_text(encoding="utf-8"), {"bench": table}), encoding="utf-8")
     print(table)
 
 
