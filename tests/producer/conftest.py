@@ -26,6 +26,13 @@ def connection(request: pytest.FixtureRequest) -> Iterator[Redis]:
 
 
 @pytest.fixture
+def server(redis_url: str) -> Iterator[Redis]:
+    """The connection of the test itself, beside the producer's own."""
+    with Redis.from_url(redis_url) as server:
+        yield server
+
+
+@pytest.fixture
 def producer(request: pytest.FixtureRequest, connection: Redis) -> Iterator[Producer]:
     is_real = request.node.get_closest_marker("server")
     with Producer(request.getfixturevalue("redis_url") if is_real else connection) as producer:

@@ -99,21 +99,6 @@ def test_a_time_limit_of_nothing_looks_at_every_job_once(producer, worker):
     assert set(seen) == set(tickets[::50])
 
 
-def test_a_try_that_failed_is_not_the_end_of_a_job_that_is_tried_again(producer, worker):
-    ticket = producer.ticket(producer.submit(**REQUEST).job_id)
-    for _ in range(3):
-        worker.start(ticket.job_id)
-        worker.retry(ticket.job_id)
-        with pytest.raises(ResultTimeout):
-            producer.results([ticket], timeout_s=0)
-    worker.fail(ticket.job_id, "EngineFailed: x")
-    worker.job(ticket.job_id).requeue()
-    with pytest.raises(ResultTimeout):
-        producer.results([ticket], timeout_s=0)
-    worker.finish(ticket.job_id, text="at last")
-    assert producer.results([ticket])[0].text == "at last"
-
-
 def test_a_job_that_is_repeated_has_not_ended_while_it_is_to_run_again(producer, worker, connection):
     ticket = producer.ticket(producer.submit(**REQUEST).job_id)
     connection.hset(f"rq:job:{ticket.job_id}", "repeats_left", 1)
@@ -123,15 +108,6 @@ def test_a_job_that_is_repeated_has_not_ended_while_it_is_to_run_again(producer,
         producer.results([ticket], timeout_s=0)
     worker.finish(ticket.job_id, text="second")
     assert producer.results([ticket])[0].text == "second"
-
-
-def test_a_finished_job_whose_result_is_gone_is_not_waited_for(producer, worker, connection):
-    ticket = producer.ticket(producer.submit(**REQUEST).job_id)
-    worker.finish(ticket.job_id)
-    connection.delete(f"rq:results:{ticket.job_id}")
-    [error] = producer.results([ticket], timeout_s=20, return_errors=True)
-    assert isinstance(error, JobNotFound)
-    assert "expired" in str(error)
 
 
 @pytest.mark.parametrize("count", [3, 40], ids=["few", "many"])
@@ -182,12 +158,6 @@ def test_of_more_jobs_than_are_blocked_on_those_that_end_out_of_order_are_found(
 
 
 # --- on a real server ---
-
-
-@pytest.fixture
-def server(redis_url):
-    with Redis.from_url(redis_url) as server:
-        yield server
 
 
 def commands_but(server, *ours):

@@ -197,12 +197,6 @@ def test_a_connection_of_the_other_kind_is_refused():
 # --- on a real server ---
 
 
-@pytest.fixture
-def server(redis_url):
-    with Redis.from_url(redis_url) as server:
-        yield server
-
-
 @pytest.mark.slow
 @pytest.mark.server
 def test_two_thousand_tasks_that_submit_and_wait_open_few_connections(redis_url, server):

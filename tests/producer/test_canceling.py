@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from redis import Redis
 from rq import RateLimit
 from rq.job import Job
 from rq.queue import Queue
@@ -13,12 +12,6 @@ from stoker import Producer
 from stoker_shared.wire import TASK_PATH
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def server(redis_url):
-    with Redis.from_url(redis_url) as server:
-        yield server
 
 
 @pytest.fixture

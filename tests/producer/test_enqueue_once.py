@@ -25,12 +25,6 @@ REQUEST: dict[str, Any] = {"agent_id": "a", "prompt": "x", "max_tokens": 4}
 
 
 @pytest.fixture
-def server(redis_url):
-    with Redis.from_url(redis_url) as server:
-        yield server
-
-
-@pytest.fixture
 def proxy(redis_url, server):
     with LossyProxy(urlsplit(redis_url).port) as proxy:
         yield proxy

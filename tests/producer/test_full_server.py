@@ -1,11 +1,11 @@
 """A server that has reached its `maxmemory`: a batch's answers must leave it, for nothing else makes room."""
 
 import threading
-import time
 
 import pytest
 from redis.client import Pipeline
 from redis.exceptions import OutOfMemoryError
+from tests.forked_worker import wait_for
 from tests.private_server import private_server
 from tests.producer.batch.test_commands import texts, write
 from tests.producer.played_worker import PlayedWorker
@@ -38,7 +38,7 @@ def test_a_server_that_stays_full_loses_all_answers_that_are_ready_and_counts_th
     admin = full_server(n_lines=130, n_bad=3)
     admin.config_set("maxmemory", 1)
     fetch = fetching(tmp_path)
-    wait_until(lambda: not keys_of_jobs(admin) and not list(admin.scan_iter("stoker:batch:*:bad")))
+    wait_for(lambda: not keys_of_jobs(admin) and not list(admin.scan_iter("stoker:batch:*:bad")), 20)
     assert len(texts(tmp_path)) == 133
     assert n_taken(admin) == 0
     admin.config_set("maxmemory", 0)
@@ -133,13 +133,6 @@ def in_time(fetch):
     thread, done = fetch
     thread.join(20)
     return done
-
-
-def wait_until(is_so):
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def record_of(admin):

@@ -19,6 +19,14 @@ def ticket(producer):
     return producer.submit(agent_id="a", prompt="hi")
 
 
+@pytest.fixture(params=["alone", "with others"])
+def end_of(request, producer):
+    """Waits for a job as a program does that has one ticket, or as one does that has many."""
+    if request.param == "alone":
+        return lambda ticket, timeout_s=None: ticket.result(timeout_s)
+    return lambda ticket, timeout_s=None: producer.results([producer.ticket(ticket.job_id)], timeout_s)[0]
+
+
 def test_a_finished_job_gives_its_result(ticket, worker):
     worker.finish(ticket.job_id, text=" ok")
     result = ticket.result(timeout_s=1)
@@ -31,45 +39,28 @@ def test_a_result_can_be_read_by_another_process_and_more_than_once(ticket, work
     assert other.result(ticket.job_id, 1) == other.ticket(ticket.job_id).result(1) == ticket.result()
 
 
-def test_a_failed_job_raises_the_workers_own_line(ticket, worker):
-    worker.fail(ticket.job_id, "ContextLimitExceeded: 9000 + 256 tokens > 8192")
-    with pytest.raises(JobFailed) as caught:
-        ticket.result()
-    assert caught.value.reason == "ContextLimitExceeded: 9000 + 256 tokens > 8192"
-    assert caught.value.partial_text is None
-
-
 @pytest.mark.parametrize(
-    ("reason", "kind", "retryable"),
+    ("written", "reason", "kind", "retryable"),
     [
-        ("ContextLimitExceeded: 9000 + 256 tokens > 8192", "ContextLimitExceeded", False),
-        ("EngineFailed: MemoryError: no more", "EngineFailed", True),
-        ("AgentVersionNotSaved: disk full", "AgentVersionNotSaved", True),
-        ("GenerationTimedOut: after 3600 s", "GenerationTimedOut", False),
-        ("ZeroDivisionError: division by zero", "Other", False),
-        ("Any: a name of the module that is no error", "Other", False),
-        ("no name at all", "Other", False),
+        ("ContextLimitExceeded: 9000 + 256 tokens > 8192", None, "ContextLimitExceeded", False),
+        ("EngineFailed: MemoryError: no more", None, "EngineFailed", True),
+        ("AgentVersionNotSaved: disk full", None, "AgentVersionNotSaved", True),
+        ("GenerationTimedOut: after 3600 s", None, "GenerationTimedOut", False),
+        ("ZeroDivisionError: division by zero", None, "Other", False),
+        ("Any: a name of the module that is no error", None, "Other", False),
+        ("no name at all", None, "Other", False),
+        ("Traceback (most recent call last):\n  File\nWrongWorker: no\n\n", "WrongWorker: no", "WrongWorker", False),
+        ("", "the worker gave no reason", "Other", False),
     ],
 )
-def test_a_failure_has_a_kind_and_tells_whether_another_try_may_help(ticket, worker, reason, kind, retryable):
-    worker.fail(ticket.job_id, reason)
+@pytest.mark.parametrize("partial", [None, "so far"])
+def test_a_failed_job_raises_the_workers_own_line(end_of, ticket, worker, written, reason, kind, retryable, partial):
+    worker.fail(ticket.job_id, written, partial)
     with pytest.raises(JobFailed) as caught:
-        ticket.result()
-    assert (caught.value.kind, caught.value.retryable) == (kind, retryable)
-
-
-def test_a_traceback_of_a_stock_worker_gives_its_last_line(ticket, worker):
-    worker.fail(ticket.job_id, 'Traceback (most recent call last):\n  File "x", line 1\nWrongWorker: no model\n\n')
-    with pytest.raises(JobFailed) as caught:
-        ticket.result()
-    assert caught.value.reason == "WrongWorker: no model"
-
-
-def test_a_job_that_timed_out_gives_the_text_so_far(ticket, worker):
-    worker.fail(ticket.job_id, "GenerationTimedOut: after 3600 s", partial="so far")
-    with pytest.raises(JobFailed) as caught:
-        ticket.result()
-    assert caught.value.partial_text == "so far"
+        end_of(ticket)
+    error = caught.value
+    assert (error.reason, error.kind, error.retryable) == (reason or written, kind, retryable)
+    assert error.partial_text == partial
 
 
 @pytest.mark.parametrize("meta", [b"\x80\x04\x95", b"[]", b'{"partial": 3}', b"nonsense"])
@@ -81,22 +72,16 @@ def test_meta_written_by_other_clients_does_no_harm(ticket, worker, connection, 
     assert caught.value.partial_text is None
 
 
-def test_a_failure_without_any_words_still_has_a_reason(ticket, worker):
-    worker.fail(ticket.job_id, "")
-    with pytest.raises(JobFailed, match="gave no reason"):
-        ticket.result()
-
-
-def test_a_result_of_another_kind_of_job_is_a_failure_and_not_a_crash(ticket, worker):
+def test_a_result_of_another_kind_of_job_is_a_failure_and_not_a_crash(end_of, ticket, worker):
     worker.finish(ticket.job_id, value={"something": "else"})
     with pytest.raises(JobFailed, match="UnreadableResult"):
-        ticket.result()
+        end_of(ticket)
 
 
-def test_a_stopped_job_is_canceled_though_rq_writes_a_failure_for_it(ticket, worker):
+def test_a_stopped_job_is_canceled_though_rq_writes_a_failure_for_it(end_of, ticket, worker):
     worker.stop(ticket.job_id)
     with pytest.raises(JobCanceled, match="stopped"):
-        ticket.result()
+        end_of(ticket)
 
 
 def test_no_such_job_is_not_found(producer):
@@ -105,11 +90,11 @@ def test_no_such_job_is_not_found(producer):
             call("nope")
 
 
-def test_a_finished_job_whose_result_is_gone_is_not_found(ticket, worker, connection):
+def test_a_finished_job_whose_result_is_gone_is_not_found(end_of, ticket, worker, connection):
     worker.finish(ticket.job_id)
     connection.delete(f"rq:results:{ticket.job_id}")
     with pytest.raises(JobNotFound, match="expired"):
-        ticket.result()
+        end_of(ticket)
 
 
 def test_a_wait_of_zero_seconds_checks_once_and_its_error_has_the_state(ticket):
@@ -117,22 +102,22 @@ def test_a_wait_of_zero_seconds_checks_once_and_its_error_has_the_state(ticket):
         ticket.result(timeout_s=0)
 
 
-def test_an_entry_of_a_retry_is_not_the_end(ticket, worker):
+def test_an_entry_of_a_retry_is_not_the_end(end_of, ticket, worker):
     worker.start(ticket.job_id)
     worker.retry(ticket.job_id)
     with pytest.raises(ResultTimeout):
-        ticket.result(timeout_s=0)
+        end_of(ticket, timeout_s=0)
     worker.finish(ticket.job_id, text="second try")
-    assert ticket.result().text == "second try"
+    assert end_of(ticket).text == "second try"
 
 
-def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(ticket, worker):
+def test_a_job_that_was_requeued_after_a_failure_is_waited_for_again(end_of, ticket, worker):
     worker.fail(ticket.job_id, "EngineFailed: x")
     worker.job(ticket.job_id).requeue()
     with pytest.raises(ResultTimeout):
-        ticket.result(timeout_s=0)
+        end_of(ticket, timeout_s=0)
     worker.finish(ticket.job_id, text="now")
-    assert ticket.result().text == "now"
+    assert end_of(ticket).text == "now"
 
 
 def test_a_job_written_and_ended_in_another_language_is_read_like_our_own(producer, connection, worker):

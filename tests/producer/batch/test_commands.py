@@ -8,6 +8,7 @@ import time
 
 import pytest
 from rq.exceptions import NoSuchJobError
+from tests.forked_worker import wait_for
 from tests.producer.played_worker import PlayedWorker
 
 from stoker.batch import record as batch_record
@@ -178,7 +179,7 @@ def test_a_batch_is_submitted_counted_and_fetched_by_others(batch, connection, s
     code, counts, _ = batch("status", "nightly", "--json")
     assert (counts["state"], counts["waiting"], counts["to_fetch"]) == ("waiting", 3, 0)
     somebody.begin()
-    wait_for(lambda: len(somebody.ends) == 2 and connection.llen("rq:queue:generate") == 1)
+    wait_for(lambda: len(somebody.ends) == 2 and connection.llen("rq:queue:generate") == 1, 20)
     assert batch("fetch", "nightly", "--out", "out.jsonl")[0] == 4
     assert len(texts(tmp_path)) == 2
     [(_, counts, _)] = [batch("status", name, "--json")]
@@ -222,7 +223,7 @@ def test_answers_that_left_redis_are_not_looked_for_in_another_file(batch, someb
     write(tmp_path, ["one", "later"])
     _, name, _ = batch("submit", "in.jsonl")
     somebody.begin()
-    wait_for(lambda: somebody.ends)
+    wait_for(lambda: somebody.ends, 20)
     assert batch("fetch", name, "--out", "out.jsonl")[0] == 4
     code, _, err = batch("fetch", name, "--out", "other.jsonl")
     assert (code, "out.jsonl" in err) == (2, True)
@@ -245,7 +246,7 @@ def test_a_canceled_batch_answers_every_line_and_sends_nothing_more(batch, conne
     command = ("run", "in.jsonl", "--out", "out.jsonl", "--window", "3")
     thread = threading.Thread(target=lambda: done.append(batch(*command)))
     thread.start()
-    wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text())
+    wait_for(lambda: (tmp_path / "out.jsonl").exists() and '"one"' in (tmp_path / "out.jsonl").read_text(), 20)
     [name] = [key.decode() for key in connection.zrange("stoker:batch::all", 0, -1)]
     from stoker.batch.record import cancel_batch, read_record
     from stoker.operations import run
@@ -298,7 +299,7 @@ def test_a_batch_is_held_back_while_redis_holds_too_much(batch, connection, some
     thread.join()
     code, _, err = done[0]
     assert (code, "held back" in err, "line 1 of 3" in err) == (0, True, True)
-    wait_for(lambda: len(somebody.ends) == 3)
+    wait_for(lambda: len(somebody.ends) == 3, 20)
 
 
 def test_run_sends_line_by_line_while_other_clients_fill_redis(batch, somebody, tmp_path):
@@ -374,13 +375,6 @@ def test_a_file_whose_name_is_not_text_is_a_batch_too(batch, tmp_path):
 def test_an_unknown_batch_is_named(batch):
     code, out, _ = batch("status", "nobody", "--json")
     assert (code, out["error"]["type"]) == (1, "BatchGone")
-
-
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "gave up waiting"
-        time.sleep(0.01)
 
 
 def test_the_first_failure_of_each_kind_is_shown_and_all_are_counted(batch, somebody, tmp_path):

@@ -4,7 +4,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import uvicorn
+from tests.forked_worker import wait_for
 from uvicorn.server import ServerState
 
 from stoker.serve import connections, responses
@@ -147,11 +147,11 @@ def test_many_idle_clients_keep_nobody_out_and_fill_no_log(server_url, tmp_path,
         stderr = open_now.enter_context(log.open("wb"))
         served = open_now.enter_context(subprocess.Popen(command, stderr=stderr))
         open_now.callback(served.terminate)
-        wait_until(lambda: b"http://" in log.read_bytes())
+        wait_for(lambda: b"http://" in log.read_bytes(), 30)
         port = int(log.read_text().partition("http://127.0.0.1:")[2].partition("/")[0])
         for _ in range(n_idle):
             open_now.enter_context(socket.create_connection(("127.0.0.1", port)))
-        wait_until(lambda: is_healthy(port))
+        wait_for(lambda: is_healthy(port), 30)
         assert log.stat().st_size < 1000
 
 
@@ -160,13 +160,6 @@ def is_healthy(port):
         return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_the_number_of_connections_follows_the_limit_of_open_files(monkeypatch):
