@@ -10,8 +10,8 @@ import pytest
 from stoker_worker.memory import agent_table, cache_index
 from stoker_worker.memory.agent_table import insert_agent
 from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database_file import TABLES
 from stoker_worker.memory.eviction import Plan, idle_rows, plan_agents, plan_unused
-from stoker_worker.memory.schema import TABLES
 
 BLOCK = 100
 

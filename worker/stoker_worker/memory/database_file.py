@@ -1,20 +1,24 @@
-"""The file of a store's database: made whole, checked, opened, or refused with the reason. Any thread of any
-process. Loads nothing that a short command would wait for.
+"""The file of a store's database: its tables; how it is made, checked, opened or refused, and replaced. Any thread of
+any process. Loads nothing that a short command would wait for.
+
+A replacement is decided by one rename; what a crash leaves undone after it is done when the store is next opened. The
+old log moves with its database: SQLite would apply it to whatever has that name.
 """
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from stoker_shared.durable_file import sync
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import schema
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database import NAME, Connection, Database, Witness, connect, translated
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.replacement import finish_replacement, locked
 
 HOW_TO_GO_ON: Final = (
     "with the worker stopped, put a backup back with 'stoker-worker memory restore BACKUP', or take over every agent "
@@ -22,6 +26,93 @@ HOW_TO_GO_ON: Final = (
 )
 COMPANIONS: Final = ("-journal", "-wal", "-shm")
 """What SQLite may put beside a database: the ends of their names."""
+_DECIDED: Final = f"{NAME}.new-"
+_KEPT: Final = f"{NAME}.replaced-"
+
+FORMAT: Final = 8
+"""SQLite's `user_version`. No release wrote a lower one. ``docs/storage-format.md`` explains every column, and
+"Formats" there what a change of the tables needs."""
+
+APPLICATION_ID: Final = 0x53544F4B
+"""``STOK``: SQLite's `application_id`, by which `file` and we know the database as a store's."""
+
+TABLES: Final = """
+CREATE TABLE store (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    commits INTEGER NOT NULL,
+    cache_bytes INTEGER NOT NULL,
+    tables BLOB NOT NULL,
+    shared TEXT,
+    clock_s REAL NOT NULL DEFAULT 0
+);
+INSERT INTO store VALUES (1, 0, 0, x'', NULL, 0);
+
+CREATE TABLE agents (
+    number INTEGER PRIMARY KEY,
+    agent_id TEXT NOT NULL UNIQUE,
+    key BLOB NOT NULL,
+    version INTEGER NOT NULL,
+    head BLOB NOT NULL,
+    unsaved INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
+    turns INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    transcript_bytes INTEGER NOT NULL,
+    piece_bytes INTEGER NOT NULL,
+    last_block BLOB,
+    evicted INTEGER NOT NULL,
+    last_used REAL NOT NULL,
+    used_clock_s REAL NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX agents_by_key ON agents (key);
+CREATE INDEX agents_by_use ON agents (last_used);
+CREATE INDEX agents_by_clock ON agents (used_clock_s);
+CREATE INDEX agents_with_cache ON agents (last_used) WHERE piece_bytes > 0 OR last_block IS NOT NULL;
+CREATE INDEX agents_by_block ON agents (last_block) WHERE last_block IS NOT NULL;
+
+CREATE TABLE turns (
+    agent INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    parent BLOB,
+    delivery BLOB,
+    about TEXT NOT NULL,
+    keep_tokens INTEGER NOT NULL,
+    keep_messages INTEGER NOT NULL,
+    keep_text INTEGER NOT NULL,
+    new_tokens BLOB NOT NULL,
+    new_messages TEXT,
+    new_text TEXT,
+    checksum BLOB NOT NULL,
+    PRIMARY KEY (agent, version)
+);
+
+CREATE TABLE deliveries (
+    agent INTEGER NOT NULL,
+    key BLOB NOT NULL,
+    result TEXT NOT NULL,
+    expires REAL NOT NULL,
+    checksum BLOB NOT NULL,
+    PRIMARY KEY (agent, key)
+) WITHOUT ROWID;
+CREATE INDEX deliveries_by_expiry ON deliveries (expires);
+
+CREATE TABLE blocks (
+    address BLOB PRIMARY KEY,
+    parent BLOB NOT NULL,
+    model TEXT NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    chain_bytes INTEGER NOT NULL,
+    unused_since REAL
+) WITHOUT ROWID;
+CREATE INDEX blocks_by_parent ON blocks (parent);
+CREATE INDEX blocks_unused ON blocks (unused_since) WHERE unused_since IS NOT NULL;
+
+CREATE TABLE models (
+    fingerprint TEXT PRIMARY KEY,
+    cache TEXT NOT NULL
+) WITHOUT ROWID;
+"""
 
 
 def has_database(folder: Path) -> bool:
@@ -35,7 +126,7 @@ def create_database(folder: Path, files: Disk, connector: Callable[[Path], Conne
     Raises:
         OSError, Damaged: it could not be made.
     """
-    with locked(folder):
+    with _locked(folder):
         if has_database(folder):
             return
         draft = folder / f"{NAME}.draft"
@@ -107,10 +198,10 @@ def refused_if_damaged(path: Path) -> Iterator[None]:
 def make_tables(connection: Connection) -> None:
     """Fill an empty database. Raises `sqlite3.Error`."""
     connection.execute("PRAGMA page_size=4096")
-    for statement in ["BEGIN IMMEDIATE", *_statements(schema.TABLES)]:
+    for statement in ["BEGIN IMMEDIATE", *_statements(TABLES)]:
         connection.execute(statement)
-    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version={schema.FORMAT}")
+    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={FORMAT}")
     seal_tables(connection)
     connection.execute("COMMIT")
 
@@ -137,9 +228,9 @@ def check_database(folder: Path) -> None:
         n_bytes = _value(found, "PRAGMA page_count") * 4096
         if n_bytes != path.stat().st_size and not (log.exists() and log.stat().st_size):
             raise Damaged(f"it has {path.stat().st_size} bytes, and should have {n_bytes}")
-        if (format_ := _value(found, "PRAGMA user_version")) != schema.FORMAT:
+        if (format_ := _value(found, "PRAGMA user_version")) != FORMAT:
             raise StoreUnusable(
-                f"{path} has format {format_}; this version of stoker reads format {schema.FORMAT}; run the version "
+                f"{path} has format {format_}; this version of stoker reads format {FORMAT}; run the version "
                 f"that wrote it, or name another folder with --store; if none did, it is damaged: {HOW_TO_GO_ON}"
             )
         commits = check_tables(found)
@@ -156,7 +247,7 @@ def check_header(connection: Connection, **also: object) -> None:
     Raises:
         Damaged: it is not the header of a store's database.
     """
-    expected = {"application_id": schema.APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
+    expected = {"application_id": APPLICATION_ID, "auto_vacuum": 0, "encoding": "UTF-8", "page_size": 4096}
     for pragma, value in {**expected, **also}.items():
         if (found := _value(connection, f"PRAGMA {pragma}")) != value:
             raise Damaged(f"its {pragma} is {found!r}")
@@ -187,3 +278,52 @@ def _digest(connection: Connection) -> bytes:
     """Of the tables and indexes, their SQL and the pages at which they begin."""
     rows = connection.execute("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_schema ORDER BY name").fetchall()
     return hashlib.sha256(repr([tuple(row) for row in rows]).encode()).digest()
+
+
+def replace_database(folder: Path, whole: Path) -> Path:
+    """Make `whole`, a closed database in the same file system, the store's, and keep the old one beside it. The caller
+    holds `StoreLock`.
+
+    Returns:
+        the name under which the old one is kept.
+
+    Raises:
+        OSError: nothing has changed, or the next start finishes it.
+    """
+    when = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
+    sync(whole)
+    with _locked(folder):
+        whole.rename(folder / f"{_DECIDED}{when}")
+        sync(folder, to_platter=True)
+        _finish(folder)
+    return folder / f"{_KEPT}{when}"
+
+
+def finish_replacement(folder: Path) -> None:
+    """Do what a crash left undone, if anything. Raises `OSError`."""
+    if any(folder.glob(f"{_DECIDED}*")):
+        with _locked(folder):
+            _finish(folder)
+
+
+def _finish(folder: Path) -> None:
+    for new in folder.glob(f"{_DECIDED}*"):
+        kept = folder / new.name.replace(_DECIDED, _KEPT)
+        for end in ("", "-wal"):
+            with suppress(FileNotFoundError):
+                (folder / f"{NAME}{end}").rename(kept.with_name(f"{kept.name}{end}"))
+        (folder / f"{NAME}-shm").unlink(missing_ok=True)
+        sync(folder, to_platter=True)  # never the new database beside the old log
+        new.rename(folder / NAME)
+        sync(folder, to_platter=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time makes or replaces the database. Raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

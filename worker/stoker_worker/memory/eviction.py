@@ -143,9 +143,8 @@ class Holds:
         lock: never held while a transaction is waited for.
     """
 
-    def __init__(self, on_used: Callable[[str], None]) -> None:
-        """`on_used`: called with the id of each agent whose work begins to use cache."""
-        self._on_used = on_used
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
         self.lock = threading.Lock()
         self._running: frozenset[str] = frozenset()
         self._waiting: frozenset[str] = frozenset()
@@ -176,7 +175,7 @@ class Holds:
         with self.lock:
             self._in_use[agent_id] += 1
             self._held.setdefault(agent_id, set()).update(named)
-        self._on_used(agent_id)
+        self._notes.used(agent_id)
         try:
             yield
         finally:
@@ -347,7 +346,7 @@ class DiskBudget:
         self._keep_unused_s = keep_unused_s
         self._on_evicted = on_evicted
         self._settling = threading.Lock()
-        self.holds = Holds(notes.used)
+        self.holds = Holds(notes)
         self.place_of: PlaceOf = lambda agent_id: (0, 0)
         self._waiting: list[str] | None = None  # in one settling: the agents whose cache is left, the next to go last
         self._room_bytes = 0

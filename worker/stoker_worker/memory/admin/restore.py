@@ -13,21 +13,23 @@ from pathlib import Path
 
 from stoker_shared.durable_file import write_new
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import schema, unsaved
+from stoker_worker.memory import unsaved
 from stoker_worker.memory.admin.backup import connect_to_copy, copy_database
 from stoker_worker.memory.admin.recount import recount
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
 from stoker_worker.memory.checksum import Damaged
 from stoker_worker.memory.database import NAME, Connection, Witness, translated
 from stoker_worker.memory.database_file import (
+    FORMAT,
     check_header,
     check_tables,
+    finish_replacement,
     open_database,
     refused_if_damaged,
+    replace_database,
 )
 from stoker_worker.memory.files import Disk, DurableWriter
 from stoker_worker.memory.locks import StoreLock
-from stoker_worker.memory.replacement import finish_replacement, replace_database
 from stoker_worker.memory.store_parts import make_folders
 
 
@@ -117,7 +119,7 @@ def _whole(backup: Path) -> Iterator[Connection]:
         try:
             with translated():
                 source.execute("BEGIN")
-                check_header(source, **{"user_version": schema.FORMAT, "integrity_check(1)": "ok"})
+                check_header(source, **{"user_version": FORMAT, "integrity_check(1)": "ok"})
                 check_tables(source)
         except Damaged as damage:
             raise StoreUnusable(f"the backup {backup} cannot be used, and nothing has changed: {damage}") from damage

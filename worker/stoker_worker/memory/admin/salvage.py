@@ -21,12 +21,12 @@ from stoker_worker.memory.checksum import Damaged, agent_checksum, row_checksum
 from stoker_worker.memory.database import NAME, Connection, Witness
 from stoker_worker.memory.database_file import (
     create_database,
+    finish_replacement,
     has_database,
     refused_if_damaged,
 )
 from stoker_worker.memory.deliveries import FORGETTER
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.replacement import finish_replacement
 from stoker_worker.memory.turn_record import TurnRecord
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
