@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.database_file import has_database, open_database
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
@@ -46,14 +45,14 @@ class StoreReader:
 
     def newest(self, agent_id: str) -> AgentVersion:
         with self._snapshot() as connection:
-            state = agent_table.read_agent(connection, agent_id)
+            state = transcripts.read_agent(connection, agent_id)
         assert state.problem is None, state.problem
         return state.version
 
     def history(self, agent_id: str) -> list[Kept]:
         """The versions that are kept, oldest first. Each is whole."""
         with self._snapshot() as connection:
-            row = agent_table.find_agent(connection, agent_id)
+            row = transcripts.find_agent(connection, agent_id)
             if row is None:
                 return []
             assert row.problem is None, row.problem
@@ -66,7 +65,7 @@ class StoreReader:
     def heads(self) -> dict[str, bytes]:
         """The newest version of each agent, by a checksum of it."""
         with self._snapshot() as connection:
-            return {row.agent_id: row.head for row in agent_table.agent_rows(connection, "")}
+            return {row.agent_id: row.head for row in transcripts.agent_rows(connection, "")}
 
     def problems(self) -> list[str]:
         """What `verify` finds in the store itself."""
@@ -88,13 +87,13 @@ def is_made(folder: Path) -> bool:
     return has_database(folder)
 
 
-def _history(connection: Connection, row: agent_table.AgentRow) -> Iterator[Kept]:
-    for record, can_return in agent_table.read_history(connection, row):
+def _history(connection: Connection, row: transcripts.AgentRow) -> Iterator[Kept]:
+    for record, can_return in transcripts.read_history(connection, row):
         assert can_return, record
-        transcript, cache = agent_table.read_version(connection, row, record.version)
+        transcript, cache = transcripts.read_version(connection, row, record.version)
         result = None
         if record.delivery is not None:
             with suppress(Damaged):
-                known = deliveries.read_answer(connection, row.number, record.delivery)
+                known = transcripts.read_answer(connection, row.number, record.delivery)
                 result = known if isinstance(known, Mapping) else None
         yield Kept(record.version, record.about.job_id, record.delivery, transcript, cache, result)

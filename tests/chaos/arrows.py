@@ -73,7 +73,7 @@ ARROWS = {
     "save: before its cache file": Arrow(STORE + "files:Disk.rename", "before", STARTED, 2, 2, needles=FILE_OF_VICTIM),
     "save: after its cache file": Arrow(STORE + "files:Disk.rename", "after", STARTED, 2, 2, needles=FILE_OF_VICTIM),
     "save: before the commit": Arrow(STORE + "database:Database.commit", "before", STARTED, 2, 2),
-    "save: in the transaction": Arrow(STORE + "agent_table:write_version", "after", STARTED, 2, 2),
+    "save: in the transaction": Arrow(STORE + "transcripts:write_version", "after", STARTED, 2, 2),
     "save: after the commit": Arrow(STORE + "database:Database.commit", "after", STARTED, turn_saved=True),
     "finish: before": Arrow(FINISH + "finish", "before", STARTED, turn_saved=True),
     "finish: RQ's transaction is composed": Arrow(RQ + "ownership:Ownership.watch", "after", STARTED, turn_saved=True),

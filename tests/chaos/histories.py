@@ -11,7 +11,7 @@ from tests.chaos.plan import QUEUES
 from tests.store_reader import Kept, StoreReader
 
 from stoker_shared.request import request_digest
-from stoker_worker.memory.deliveries import delivery_key
+from stoker_worker.memory.transcripts import delivery_key
 from stoker_worker.ports import Delivery as PortDelivery
 
 

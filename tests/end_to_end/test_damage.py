@@ -12,7 +12,7 @@ from tests.worker_process import running_worker
 
 from stoker import Producer
 from stoker_shared.errors import JobFailed
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.store_parts import opened
 
 pytestmark = pytest.mark.server
@@ -46,7 +46,7 @@ AGENTS = [
 
 def file_of(store, agent_id, what):
     with opened(store) as parts, parts.database.snapshot() as connection:
-        version = agent_table.read_agent(connection, agent_id).version
+        version = transcripts.read_agent(connection, agent_id).version
         if what == "block":
             return parts.blocks.path_of(version.cache.model, version.cache.last_block)
         return parts.pieces.tail_path(agent_id, version.number)

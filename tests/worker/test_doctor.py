@@ -19,7 +19,7 @@ from stoker_worker import doctor
 from stoker_worker.doctor import Check, Finding, Status
 from stoker_worker.engine.scripted import ScriptedProvider
 from stoker_worker.memory.database import NAME
-from stoker_worker.memory.schema import FORMAT
+from stoker_worker.memory.database_file import FORMAT
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
 from stoker_worker.ports.model import Batching

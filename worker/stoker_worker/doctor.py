@@ -28,10 +28,9 @@ from stoker_shared.durable_file import sync, write_new
 from stoker_shared.errors import ModelNotLoadable, RedisUnavailable, StoreUnusable
 from stoker_shared.text import mask_url, one_line
 from stoker_worker.engine.kv_cost import KVCost
-from stoker_worker.memory.database_file import check_database, has_database, refused_if_damaged
+from stoker_worker.memory.database_file import FORMAT, check_database, has_database, refused_if_damaged
 from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once
-from stoker_worker.memory.schema import FORMAT
 from stoker_worker.models.blas import advice_without_blas, preload_blas
 from stoker_worker.models.loading import local_folder
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort

@@ -29,7 +29,7 @@ from tests.worker.memory.agents import (
 from tests.worker.memory.faulty_files import FullFiles
 
 from stoker_shared.agents import AgentRequest
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_agent, fork_agent
 from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.store import AgentCacheStore
@@ -102,7 +102,7 @@ class Budget(RuleBasedStateMachine):
         parts, found = self.store.parts, set[Path]()
         with parts.database.snapshot() as connection:
             for name in names:
-                row = agent_table.find_agent(connection, name)
+                row = transcripts.find_agent(connection, name)
                 blocks = cache_index.chain_back(connection, row.last_block) if row else ()
                 found.update(parts.blocks.path_of(block.model, block.address) for block in blocks)
                 found.update(parts.pieces.paths(name, row.version) if row else ())
@@ -258,9 +258,9 @@ class Budget(RuleBasedStateMachine):
         newest = self.agent(name).open().number
         version = max(1, newest - back)
         with self.store.parts.database.snapshot() as connection:
-            row = agent_table.find_agent(connection, name)
+            row = transcripts.find_agent(connection, name)
             assert row is not None
-            before = agent_table.read_version(connection, row, version)[0].token_ids
+            before = transcripts.read_version(connection, row, version)[0].token_ids
         assert version < newest or before == self.transcripts[name]
         self.job("rollback", name, version=version)
         self.transcripts[name], self.boundaries[name] = before, []

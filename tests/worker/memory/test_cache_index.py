@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import make_tables
@@ -105,7 +105,7 @@ def test_the_index_agrees_with_a_plain_model_after_any_operations(steps: list[tu
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         make_tables(connection)
         for number in range(AGENTS):
-            agent_table.insert_agent(connection, f"agent {number}", last_used=0)
+            transcripts.insert_agent(connection, f"agent {number}", last_used=0)
         model = Model()
         for now, (kind, *step) in enumerate(steps, start=1):
             aged: dict[str, float] = {}
@@ -124,7 +124,7 @@ def test_the_index_agrees_with_a_plain_model_after_any_operations(steps: list[tu
                 cache_index.use_chain(connection, agent, kept, now=now)
                 model.use(agent, kept)
             elif kind == "release":
-                row = agent_table.find_agent(connection, f"agent {step[0] - 1}")
+                row = transcripts.find_agent(connection, f"agent {step[0] - 1}")
                 assert row is not None
                 cache_index.note_evicted(connection, row, released=True, now=now)
                 model.ends[step[0]], model.pieces[step[0]] = None, 0

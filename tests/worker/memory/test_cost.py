@@ -11,10 +11,10 @@ import pytest
 from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_turn, open_store, reopen
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
-from stoker_worker.memory.agent_table import read_agent
 from stoker_worker.memory.database import Connection, connect
 from stoker_worker.memory.files import Chunk
 from stoker_worker.memory.store import AgentCacheStore
+from stoker_worker.memory.transcripts import read_agent
 from stoker_worker.ports import Transcript
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from tests.worker.memory.watched_sqlite import Step, WatchedSqlite
 
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection, Database, DatabaseFailed, connect
+from stoker_worker.memory.database import Connection, Damaged, Database, DatabaseFailed, connect
 from stoker_worker.memory.database_file import create_database, open_database
 from stoker_worker.memory.files import Disk
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from stoker_worker.memory import agent_table, cache_index
-from stoker_worker.memory.agent_table import insert_agent
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.database_file import TABLES
 from stoker_worker.memory.eviction import Plan, idle_rows, plan_agents, plan_unused
+from stoker_worker.memory.transcripts import insert_agent
 
 BLOCK = 100
 
@@ -112,7 +112,7 @@ def test_the_least_recently_used_agent_goes_first_and_its_chain_from_the_end(ind
     index.add("one", "abc", used_at=1)
     index.add("two", "xyz", used_at=2)
     assert index.agents(210) == ("cb", "one")
-    agent_table.note_use(index.connection, "one", 3.0)
+    transcripts.note_use(index.connection, "one", 3.0)
     assert index.agents(210) == ("zy", "two")
     assert index.agents(10**9) == ("zyxcba", "two one")
 

@@ -12,7 +12,7 @@ from tests.worker.memory.agents import Agent, ids, open_store
 from tests.worker.memory.saving_process import AGENTS, THREADS
 
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.agent_table import find_agent, read_history
+from stoker_worker.memory.transcripts import find_agent, read_history
 
 KILLS = 60 if os.environ.get("DEEP") else 6
 

@@ -15,10 +15,10 @@ import pytest
 from tests.worker.memory.agents import Agent, ids, open_store
 
 from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
-from stoker_worker.memory.agent_table import read_agent
-from stoker_worker.memory.checksum import agent_checksum, row_checksum
+from stoker_worker.memory.database import agent_checksum, row_checksum
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.memory.summary import AgentSummary
+from stoker_worker.memory.transcripts import read_agent
 
 
 @pytest.fixture

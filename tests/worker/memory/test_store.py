@@ -27,7 +27,7 @@ from tests.worker.memory.agents import (
 )
 
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.lookup import n_readers
 from stoker_worker.memory.store_parts import opened
@@ -150,9 +150,9 @@ def remove_beside(folder: Path, agent_id: str) -> None:
     with opened(folder) as parts:
 
         def change(connection: Connection) -> None:
-            row = agent_table.find_agent(connection, agent_id)
+            row = transcripts.find_agent(connection, agent_id)
             assert row is not None
-            agent_table.delete_agent(connection, row)
+            transcripts.delete_agent(connection, row)
 
         parts.database.commit(change)
 

@@ -34,12 +34,11 @@ from stoker_shared.message import Message
 from stoker_worker.memory.admin.export import export_agent
 from stoker_worker.memory.admin.importer import import_agent
 from stoker_worker.memory.admin.verify import verify_store
-from stoker_worker.memory.agent_table import find_agent
 from stoker_worker.memory.blocks import BlockChain, CachePiece
-from stoker_worker.memory.checksum import row_checksum
+from stoker_worker.memory.database import row_checksum
 from stoker_worker.memory.store_parts import StoreParts, open_parts
 from stoker_worker.memory.summary import VersionSummary, versions_of
-from stoker_worker.memory.turn_record import About
+from stoker_worker.memory.transcripts import About, find_agent
 from stoker_worker.ports import AgentVersion, Delivery, LoadedModel
 
 LONG = ids(1000)

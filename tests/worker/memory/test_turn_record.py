@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_shared.message import Message
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord, delta, replay
+from stoker_worker.memory.database import Damaged
+from stoker_worker.memory.transcripts import COLUMNS, About, TurnRecord, delta, replay
 from stoker_worker.ports import CachedPrefix, Transcript
 from stoker_worker.ports.memory import OwnMessage
 

@@ -15,10 +15,9 @@ from stoker_worker.memory.admin.cache_check import check_piece
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.checksum import agent_checksum, row_checksum
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, agent_checksum, row_checksum
 from stoker_worker.memory.store_parts import StoreParts, open_parts
-from stoker_worker.memory.turn_record import COLUMNS
+from stoker_worker.memory.transcripts import COLUMNS
 
 LONG = ids(1000)
 

@@ -16,10 +16,10 @@ from tests.worker.memory.agents import Agent, FastDisk, ids, make_model, make_tu
 
 from stoker_shared.errors import AgentTranscriptUnreadable
 from stoker_shared.message import Message
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.database import Connection
 from stoker_worker.memory.store import AgentCacheStore
-from stoker_worker.memory.turn_record import FULL_EVERY
+from stoker_worker.memory.transcripts import FULL_EVERY
 from stoker_worker.ports import Delivery, Transcript
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
@@ -75,11 +75,11 @@ class Conversation:
         if newest is None:
             return
         with store.parts.database.snapshot() as connection:
-            row = agent_table.find_agent(connection, self.agent.name)
+            row = transcripts.find_agent(connection, self.agent.name)
             assert row is not None
-            kept = [record.version for record, can_return in agent_table.read_history(connection, row) if can_return]
+            kept = [record.version for record, can_return in transcripts.read_history(connection, row) if can_return]
             for number in kept:
-                assert agent_table.read_version(connection, row, number)[0] == self.said[number - 1]
+                assert transcripts.read_version(connection, row, number)[0] == self.said[number - 1]
         oldest = max(1, len(self.said) - keep_versions + 1)
         assert set(range(oldest, len(self.said) + 1)) <= set(kept)
         assert len(kept) <= keep_versions + 2 * FULL_EVERY

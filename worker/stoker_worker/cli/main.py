@@ -178,9 +178,9 @@ def _with_shared_store(settings: "WorkerSettings", store: "AgentCacheStore") -> 
 
 def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | ReplicatedStore") -> "OwnStore":
     """As the queue knows it. Raises `OSError`, `Damaged`."""
-    from stoker_worker.memory.agent_table import has_agents
     from stoker_worker.memory.locks import store_name
     from stoker_worker.memory.store import AgentCacheStore
+    from stoker_worker.memory.transcripts import has_agents
     from stoker_worker.queue.own_store import OwnStore
 
     local, shared = (agents, "") if isinstance(agents, AgentCacheStore) else (agents.local, agents.identity())

@@ -63,9 +63,9 @@ def ls(
 @click.option("--text", is_flag=True, help="The conversation too.")
 def show(store: Path, as_json: bool, agent: str, text: bool) -> None:
     """Show AGENT and its versions; with --text, its conversation too."""
-    from stoker_worker.memory.agent_table import read_agent
     from stoker_worker.memory.store_parts import opened
     from stoker_worker.memory.summary import AgentSummary, versions_of
+    from stoker_worker.memory.transcripts import read_agent
 
     with opened(store) as parts, parts.database.snapshot() as connection:
         state = read_agent(connection, agent)

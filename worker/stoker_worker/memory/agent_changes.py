@@ -29,14 +29,12 @@ from stoker_shared.errors import (
     StokerError,
 )
 from stoker_shared.request import AgentId
-from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_table import AgentRow, AgentState
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.cache_index import Block
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.turn_record import MadeBy, TurnRecord
+from stoker_worker.memory.transcripts import AgentRow, AgentState, MadeBy, TurnRecord
 from stoker_worker.memory.turn_saver import cached_prefix, chain_of, make_record
 from stoker_worker.ports import AgentVersion, Delivery
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
@@ -72,13 +70,13 @@ class Asked:
 
     def key(self, agent_id: str) -> bytes | None:
         """The delivery's key; ``None`` for a command. `agent_id`: the changed agent."""
-        return deliveries.delivery_key(agent_id, self.delivery) if self.delivery else None
+        return transcripts.delivery_key(agent_id, self.delivery) if self.delivery else None
 
     def remember(self, connection: Connection, agent: int, agent_id: str, result: AgentResult, *, version: int) -> None:
         """`agent`: number of the changed agent, or `FORGETTER`."""
         if (key := self.key(agent_id)) is not None:
-            until = time.time() + deliveries.UNTIL_ENDED_S
-            deliveries.remember(connection, agent, key, result.model_dump(mode="json"), until, version=version)
+            until = time.time() + transcripts.UNTIL_ENDED_S
+            transcripts.remember_answer(connection, agent, key, result.model_dump(mode="json"), until, version=version)
 
 
 BY_COMMAND: Final = Asked()
@@ -96,7 +94,7 @@ def naming(agent_id: str) -> Iterator[None]:
 def exists(parts: StoreParts, agent_id: str) -> bool:
     """Whether there is such an agent, whole or damaged. Raises `AgentTranscriptUnreadable`, `OSError`."""
     with naming(agent_id), parts.database.snapshot() as connection:
-        return agent_table.find_agent(connection, agent_id) is not None
+        return transcripts.find_agent(connection, agent_id) is not None
 
 
 def readable(connection: Connection, agent_id: str) -> AgentState:
@@ -107,7 +105,7 @@ def readable(connection: Connection, agent_id: str) -> AgentState:
         AgentTranscriptUnreadable: its transcript is damaged, or lacks the last turn.
         Damaged: even whether there is such an agent is unknown.
     """
-    state = agent_table.read_agent(connection, agent_id)
+    state = transcripts.read_agent(connection, agent_id)
     if state.problem is not None:
         raise AgentTranscriptUnreadable(f"the transcript of agent {agent_id!r}: {state.problem}")
     if state.version.transcript is None:
@@ -127,7 +125,7 @@ def check_vacant(connection: Connection, agent_id: str) -> None:
         _AGENT_ID.validate_python(agent_id)
     except ValidationError as error:
         raise AgentMemoryError(f"{agent_id!r} cannot be an agent's id: {error.errors()[0]['msg']}") from None
-    if agent_table.find_agent(connection, agent_id) is not None:
+    if transcripts.find_agent(connection, agent_id) is not None:
         raise AgentExists(f"there is an agent {agent_id!r} already")
 
 
@@ -156,7 +154,7 @@ def write_with_cache(
         piece_bytes: allocated bytes of the tail and the snapshots.
         keep_versions: as in `Asked`.
     """
-    row = agent_table.write_version(connection, row, record, keep_versions=keep_versions or record.version)
+    row = transcripts.write_version(connection, row, record, keep_versions=keep_versions or record.version)
     cache_index.use_chain(connection, row.number, chain, now=record.about.saved_at)
     cache_index.set_piece_bytes(connection, row.number, piece_bytes)
     return row.number
@@ -227,7 +225,7 @@ def _open_version(
             with suppress(FileNotFoundError):
                 opened[ours] = files.enter_context(path.open("rb"))
         with naming(source), parts.database.snapshot() as connection:
-            row = agent_table.find_agent(connection, source)
+            row = transcripts.find_agent(connection, source)
         if row is not None and row.head == version.head:  # no turn has removed some of them before they were open
             return version, opened
 
@@ -257,7 +255,7 @@ def close_number(parts: StoreParts, agent_id: str) -> None:
     comes too late. An agent that cannot be read stays as it is. Raises `VersionTaken`, `SharedStoreAway`, `OSError`,
     `Damaged`."""
     with parts.database.snapshot() as connection:
-        row = agent_table.find_agent(connection, agent_id)
+        row = transcripts.find_agent(connection, agent_id)
         try:
             going = _prepare(connection, agent_id, row.version, BY_COMMAND, "closed") if row and row.version else None
         except AgentTranscriptUnreadable:
@@ -285,7 +283,7 @@ def _commit(parts: StoreParts, going: _Going) -> None:
     back, record, asked = going.back, going.record, going.asked
 
     def change(connection: Connection) -> None:
-        row = agent_table.find_agent(connection, back.agent_id)
+        row = transcripts.find_agent(connection, back.agent_id)
         if row is None or (row.version, row.head) != (back.from_version, going.head):
             raise AgentVersionConflict(f"agent {back.agent_id!r} is not at version {back.from_version} any more")
         write_with_cache(connection, row, record, going.chain, keep_versions=asked.keep_versions)
@@ -296,14 +294,14 @@ def _commit(parts: StoreParts, going: _Going) -> None:
 
 
 def _prepare(connection: Connection, agent_id: str, version: int | None, asked: Asked, made_by: MadeBy) -> _Going:
-    state = agent_table.read_agent(connection, agent_id)
+    state = transcripts.read_agent(connection, agent_id)
     row, base = state.row, state.version
     asked.check(agent_id, base.number)
     if row is None or not base.number:
         raise AgentNotFound(f"there is no agent {agent_id!r}")
     to = _goal(connection, row, version)
     try:
-        transcript, cache = agent_table.read_version(connection, row, to)
+        transcript, cache = transcripts.read_version(connection, row, to)
     except Damaged as damage:
         raise AgentTranscriptUnreadable(f"version {to} of agent {agent_id!r}: {damage}") from None
     chain = None
@@ -376,7 +374,7 @@ def forget_agent(
 def _empty_version(parts: StoreParts, agent_id: str, asked: Asked) -> NextVersion:
     """Raises `Damaged`, `AgentVersionConflict`."""
     with parts.database.snapshot() as connection:
-        row = agent_table.find_agent(connection, agent_id)
+        row = transcripts.find_agent(connection, agent_id)
     asked.check(agent_id, row.version if row else 0)
     newest = row.version if row and row.version else parts.replica.forgotten(agent_id).number
     # Without the blocks that go: those are this machine's.
@@ -418,18 +416,18 @@ class _Removed(NamedTuple):
 
 def _remove(connection: Connection, *, agent_id: str, asked: Asked, is_held: Callable[[str], bool]) -> _Removed:
     """Remove an agent's rows, and those of the blocks that only it used."""
-    row = agent_table.find_agent(connection, agent_id)
+    row = transcripts.find_agent(connection, agent_id)
     forgotten = AgentForgotten(job_id=asked.job_id, agent_id=agent_id, existed=row is not None)
     going: list[Block] = []
     asked.check(agent_id, row.version if row else 0)
     if row is not None:
         ends = _ends_of_chains(connection, row)
         cache_index.set_piece_bytes(connection, row.number, 0)
-        agent_table.delete_agent(connection, row)
+        transcripts.delete_agent(connection, row)
         going, shared = _take_blocks(connection, ends, is_held)
         counts = {"blocks": len(going), "block_bytes": sum(x.n_bytes for x in going), "shared_blocks": shared}
         forgotten = forgotten.model_copy(update={"version": row.version, **counts})
-    asked.remember(connection, deliveries.FORGETTER, agent_id, forgotten, version=0)
+    asked.remember(connection, transcripts.FORGETTER, agent_id, forgotten, version=0)
     return _Removed(forgotten, going)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from stoker_worker.memory.agent_table import AgentRow
 from stoker_worker.memory.blocks import BlockChain
 from stoker_worker.memory.database import Connection
+from stoker_worker.memory.transcripts import AgentRow
 
 
 @dataclass(frozen=True)

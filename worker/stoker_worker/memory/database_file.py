@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from stoker_shared.durable_file import sync
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import NAME, Connection, Database, Witness, connect, translated
+from stoker_worker.memory.database import NAME, Connection, Damaged, Database, Witness, connect, translated
 from stoker_worker.memory.files import Disk
 
 HOW_TO_GO_ON: Final = (

@@ -22,13 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_table import AgentRow
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.cache_index import HAS_CACHE, Block
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection, DatabaseFailed
+from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.transcripts import AgentRow
 from stoker_worker.ports import PlaceOf
 
 _log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Notes:
         return len(self._notes)
 
     def used(self, agent_id: str) -> None:
-        self._keep(("used", agent_id), partial(agent_table.note_use, agent_id=agent_id, used_at=time.time()))
+        self._keep(("used", agent_id), partial(transcripts.note_use, agent_id=agent_id, used_at=time.time()))
 
     def saved(self, agent_id: str) -> None:
         """Its row has the time of the save."""
@@ -78,7 +77,7 @@ class Notes:
 
     def ended(self, agent_id: str, delivery: bytes, until: float) -> None:
         """The answer to this delivery (its key) is needed until then (Unix time)."""
-        self._keep(delivery, partial(deliveries.keep_until, agent_id=agent_id, key=delivery, until=until))
+        self._keep(delivery, partial(transcripts.keep_answer, agent_id=agent_id, key=delivery, until=until))
         self._write_if_many()
 
     def block_changed(self, path: Path) -> None:
@@ -117,7 +116,7 @@ class Notes:
             self.write()
 
     def _measure_pieces(self, connection: Connection, agent_id: str) -> None:
-        row = agent_table.find_agent(connection, agent_id)
+        row = transcripts.find_agent(connection, agent_id)
         if row is not None and row.problem is None:
             with suppress(OSError):  # the walk measures them again
                 n_bytes = sum(map(allocated_bytes, self._pieces.paths(agent_id, row.version)))
@@ -262,7 +261,7 @@ def plan_unused(
 
 def idle_rows(connection: Connection, with_work: Collection[str]) -> Iterator[AgentRow]:
     """Agents with cache and without work, the least recently used first."""
-    rows = agent_table.agent_rows(connection, f"WHERE {HAS_CACHE} ORDER BY last_used")
+    rows = transcripts.agent_rows(connection, f"WHERE {HAS_CACHE} ORDER BY last_used")
     return (row for row in rows if row.agent_id not in with_work)
 
 
@@ -277,7 +276,7 @@ def take_rows(connection: Connection, agents: list[str], is_running: Callable[[s
     while agents:
         agent_id = agents.pop()
         if not is_running(agent_id):
-            yield from agent_table.agent_rows(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
+            yield from transcripts.agent_rows(connection, f"WHERE agent_id = ? AND {HAS_CACHE}", (agent_id,))
 
 
 def plan_agents(

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Self
 
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.lookup import AgentBlocks, BlockLookup, load_snapshot, n_readers
 from stoker_worker.memory.ram_cache import RamCache, RamCacheEntry
 from stoker_worker.memory.store_parts import StoreParts
@@ -47,7 +46,7 @@ class WholeCache:
             OSError, Damaged, ValueError: the rows cannot be read.
         """
         with parts.database.snapshot() as connection:
-            state = agent_table.read_agent(connection, agent_id)
+            state = transcripts.read_agent(connection, agent_id)
             agent, cache = state.version, state.version.cache
             if state.problem is not None or cache is None or not cache.tokens or agent.evicted:
                 return None
@@ -186,7 +185,7 @@ class ReadAhead:
         where = f"WHERE {cache_index.HAS_CACHE} ORDER BY last_used DESC LIMIT ?"
         try:
             with self._parts.database.snapshot() as connection:
-                return [row.agent_id for row in agent_table.agent_rows(connection, where, (_MOST_RECENT,))]
+                return [row.agent_id for row in transcripts.agent_rows(connection, where, (_MOST_RECENT,))]
         except (OSError, Damaged) as error:
             _log.debug("cannot read which agents were used last: %s", error)
             return []

@@ -19,11 +19,10 @@ from typing import Any, Final
 
 from stoker_shared.agents import AgentForgotten, AgentInfo, AgentRequest, AgentResult, read_agent_result
 from stoker_shared.errors import AgentExists, AgentTranscriptUnreadable, AgentVersionConflict
-from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import Asked, forget_agent, fork_agent, naming, roll_back
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection, DatabaseFailed, connect
+from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, connect
 from stoker_worker.memory.database_file import refused_if_unusable, with_way_on
 from stoker_worker.memory.eviction import KEEP_UNUSED_S, DiskBudget, Notes
 from stoker_worker.memory.files import Disk
@@ -121,7 +120,7 @@ class AgentCacheStore(CacheStorePort):
         self.in_flight.wait_for(agent_id)
         try:
             with self._database.snapshot() as connection:
-                state = agent_table.read_agent(connection, agent_id)
+                state = transcripts.read_agent(connection, agent_id)
         except (Damaged, OSError) as error:
             _log_way_on(agent_id, error)
             unknown = AgentVersion(agent_id, UNKNOWN_VERSION, None)
@@ -136,15 +135,15 @@ class AgentCacheStore(CacheStorePort):
 
     def answer(self, agent_id: str, delivery: Delivery) -> Mapping[str, Any] | None:
         self.in_flight.wait_for(agent_id)
-        key = deliveries.delivery_key(agent_id, delivery)
+        key = transcripts.delivery_key(agent_id, delivery)
         try:
             with self._database.snapshot() as connection:
-                row = agent_table.find_agent(connection, agent_id)
-                known = None if row is None else deliveries.read_answer(connection, row.number, key)
-                is_whole = row is not None and known is not None and agent_table.is_newest(connection, row, key)
+                row = transcripts.find_agent(connection, agent_id)
+                known = None if row is None else transcripts.read_answer(connection, row.number, key)
+                is_whole = row is not None and known is not None and transcripts.is_newest(connection, row, key)
             if row is None and (ended := self.parts.replica.forgotten(agent_id).ended.get(key)):
-                known = deliveries.AnswerIn(ended.version)
-            if isinstance(known, deliveries.AnswerIn):
+                known = transcripts.AnswerIn(ended.version)
+            if isinstance(known, transcripts.AnswerIn):
                 return self._answer_there(agent_id, known.version, key)
         except (Damaged, OSError) as error:
             _log_way_on(agent_id, error)
@@ -208,7 +207,7 @@ class AgentCacheStore(CacheStorePort):
         self.budget.saved(None, sum(sizes.values()) + LOG_BYTES)
 
     def ended(self, agent_id: str, delivery: Delivery, *, remember_s: float) -> None:
-        self._notes.ended(agent_id, deliveries.delivery_key(agent_id, delivery), time.time() + remember_s)
+        self._notes.ended(agent_id, transcripts.delivery_key(agent_id, delivery), time.time() + remember_s)
 
     def mark_unsaved(self, agent_id: str) -> None:
         self.ram_cache.drop(agent_id)
@@ -294,7 +293,7 @@ class AgentCacheStore(CacheStorePort):
     def _is_saved(self, agent_id: str) -> None:
         self.unsaved.discard(agent_id)
         try:
-            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=False, now=time.time())
+            change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=False, now=time.time())
             self._database.commit(change)
         except (OSError, Damaged) as error:
             _log.error("agent %r: could not note that its last turn is saved: %s", agent_id, error)
@@ -326,10 +325,10 @@ class AgentJobs(AgentJobsPort):
             return None
         known = None
         if request.action == "forget":  # no agent is left that could have the answer
-            key = deliveries.delivery_key(agent_id, delivery)
+            key = transcripts.delivery_key(agent_id, delivery)
             with naming(agent_id), self._parts.database.snapshot() as connection:
-                found = deliveries.read_answer(connection, deliveries.FORGETTER, key)
-            known = None if isinstance(found, deliveries.AnswerIn) else found
+                found = transcripts.read_answer(connection, transcripts.FORGETTER, key)
+            known = None if isinstance(found, transcripts.AnswerIn) else found
         if known is None:
             known = self._store.answer(agent_id, delivery)
         return None if known is None else read_agent_result(known)
@@ -358,7 +357,7 @@ class AgentJobs(AgentJobsPort):
 
     def _info(self, agent_id: str, delivery: Delivery) -> AgentInfo:
         with naming(agent_id), self._parts.database.snapshot() as connection:
-            state = agent_table.read_agent(connection, agent_id)
+            state = transcripts.read_agent(connection, agent_id)
             if state.row is None:
                 return AgentInfo(job_id=delivery.job_id, agent_id=agent_id, exists=False)
             seen, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)

@@ -22,9 +22,8 @@ from stoker_worker.memory.database_file import (
     refused_if_damaged,
     refused_if_unusable,
 )
-from stoker_worker.memory.deliveries import Ended
 from stoker_worker.memory.files import Disk, DurableWriter
-from stoker_worker.memory.turn_record import TurnRecord
+from stoker_worker.memory.transcripts import Ended, TurnRecord
 from stoker_worker.memory.unsaved import UnsavedTurns
 
 _log = logging.getLogger(__name__)

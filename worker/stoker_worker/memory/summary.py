@@ -5,10 +5,9 @@ from datetime import UTC, datetime
 from typing import Literal, Self
 
 from stoker_worker.memory import cache_index
-from stoker_worker.memory.agent_table import AgentRow, AgentState, read_history
 from stoker_worker.memory.blocks import common_length
 from stoker_worker.memory.database import Connection
-from stoker_worker.memory.turn_record import MadeBy
+from stoker_worker.memory.transcripts import AgentRow, AgentState, MadeBy, read_history
 
 _OTHER_USER = (
     "WITH RECURSIVE below (address) AS (SELECT address FROM blocks WHERE parent = ?1 AND address IS NOT ?2"

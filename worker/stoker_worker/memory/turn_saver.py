@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import AgentVersionConflict
-from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_table import AgentRow
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.blocks import (
     MOST_SNAPSHOTS,
     BlockChain,
@@ -29,11 +28,19 @@ from stoker_worker.memory.blocks import (
     state_fits,
 )
 from stoker_worker.memory.database import Connection
-from stoker_worker.memory.deliveries import UNTIL_ENDED_S, delivery_key
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import Chunk, allocated_bytes
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.turn_record import FULL_EVERY, About, MadeBy, TurnRecord, delta
+from stoker_worker.memory.transcripts import (
+    FULL_EVERY,
+    UNTIL_ENDED_S,
+    About,
+    AgentRow,
+    MadeBy,
+    TurnRecord,
+    delivery_key,
+    delta,
+)
 from stoker_worker.ports import AgentVersion, CachedPrefix, CacheSlice, Delivery, Transcript, Turn
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
@@ -217,7 +224,7 @@ class TurnSaver:
         """`chain`: of the tokens that are cached. Raises as `save`, and `CacheNotWritten`."""
         # Asked before the files are written, too: the newest version's have the names of the next one's.
         with self._database.snapshot() as connection:
-            check_base(turn.base, agent_table.find_agent(connection, turn.agent_id))
+            check_base(turn.base, transcripts.find_agent(connection, turn.agent_id))
         sizes: dict[int, int] = {}
         pieces = own_pieces(turn, turn.cache, self._pieces, chain) if turn.cache is not None and chain else {}
         try:
@@ -244,9 +251,9 @@ class TurnSaver:
     def _commit(self, connection: Connection, written: "_Written") -> None:
         turn, chain, record = written.turn, written.chain, written.record
         now = record.about.saved_at
-        row = agent_table.find_agent(connection, turn.agent_id)
+        row = transcripts.find_agent(connection, turn.agent_id)
         check_base(turn.base, row)
-        row = agent_table.write_version(connection, row, record, keep_versions=self._keep_versions)
+        row = transcripts.write_version(connection, row, record, keep_versions=self._keep_versions)
         if not turn.model.spec.full_layers:
             chain = None  # it has no blocks
         if chain is not None:
@@ -256,7 +263,7 @@ class TurnSaver:
         cache_index.set_piece_bytes(connection, row.number, written.piece_bytes, known=row.piece_bytes)
         assert record.delivery is not None  # a job made it
         until = record.about.answer_until
-        deliveries.remember(connection, row.number, record.delivery, turn.result, until, version=record.version)
+        transcripts.remember_answer(connection, row.number, record.delivery, turn.result, until, version=record.version)
         if turn.model.fingerprint not in self._known_models and turn.model.has_memory:
             cache_index.note_model(connection, turn.model.fingerprint, turn.model.spec.describe())
 

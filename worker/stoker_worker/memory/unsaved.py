@@ -17,9 +17,8 @@ from time import time
 from typing import Final
 
 from stoker_shared.errors import AgentBusy
-from stoker_worker.memory import agent_table
-from stoker_worker.memory.checksum import Damaged, checksum
-from stoker_worker.memory.database import Database
+from stoker_worker.memory import transcripts
+from stoker_worker.memory.database import Damaged, Database, checksum
 from stoker_worker.memory.files import Disk
 from stoker_worker.memory.locks import working_on
 
@@ -108,7 +107,7 @@ class UnsavedTurns:
         """Raises `DatabaseFailed`, `Damaged`: the note stays where it is."""
         # Only who works on an agent touches its note: it is still there, or another process has moved it before.
         if any(found == (self._places.get(agent_id), agent_id) for found in self._on_disk()):
-            change = partial(agent_table.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
+            change = partial(transcripts.set_unsaved, agent_id=agent_id, unsaved=True, now=time())
             self._database.commit(change)
             self.discard(agent_id)
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import AgentBusy, StokerError
-from stoker_worker.memory import agent_table, cache_index, deliveries
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.agent_changes import forget_unused
-from stoker_worker.memory.checksum import Damaged, key_of
-from stoker_worker.memory.database import Connection, DatabaseFailed
+from stoker_worker.memory.database import Connection, Damaged, DatabaseFailed, key_of
 from stoker_worker.memory.eviction import DiskBudget, Notes
 from stoker_worker.memory.locks import working_on
 from stoker_worker.memory.ram_cache import RamCache
@@ -139,7 +138,7 @@ class Upkeep:
         if self._monotonic() - self._ticked_at >= _TICK_S:
             self._tick()
         yield
-        while self._database.commit(partial(deliveries.forget_expired, now=time.time())):
+        while self._database.commit(partial(transcripts.forget_answers, now=time.time())):
             yield
         if self._agent_ttl_s is not None:
             yield from self._forget_unused_agents(self._agent_ttl_s)
@@ -185,7 +184,7 @@ class Upkeep:
         sleeps, and adds a tick at most, whatever the system's clock does. Raises `OSError`, `Damaged`."""
         now = self._monotonic()
         seconds, self._ticked_at = min(max(0.0, now - self._ticked_at), _TICK_S), now
-        self._database.commit(partial(agent_table.advance_clock, seconds=seconds))
+        self._database.commit(partial(transcripts.advance_clock, seconds=seconds))
 
     def _forget_unused_agents(self, ttl_s: float) -> Iterator[None]:
         """In steps, and not all of a great many at once: other work comes between. Each is looked at once."""
@@ -194,7 +193,7 @@ class Upkeep:
         at_once = 1 if self._parts.replica.is_shared else _AGENTS_AT_ONCE
         for _ in range(_MOST_PAGES):
             with self._database.snapshot() as connection:
-                page = agent_table.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
+                page = transcripts.unused_agents(connection, for_s=for_s, after=after, limit=_ROWS_AT_ONCE)
             if not page:
                 return
             after = page[-1][:2]
@@ -227,8 +226,8 @@ class Upkeep:
         try:
             taken.enter_context(working_on(self._parts.path, agent_id))
             with self._database.snapshot() as connection:
-                row = agent_table.find_agent(connection, agent_id)
-                unused_s = agent_table.unused_s(connection, agent_id)
+                row = transcripts.find_agent(connection, agent_id)
+                unused_s = transcripts.unused_s(connection, agent_id)
         except AgentBusy:
             return False
         except (OSError, Damaged) as error:
@@ -265,7 +264,7 @@ class Upkeep:
         while True:
             where = "INDEXED BY agents_by_key WHERE key > ? AND key <= ? ORDER BY key LIMIT ?"
             with self._database.snapshot() as connection:
-                rows = list(agent_table.agent_rows(connection, where, (last, first + b"\xff" * 31, _ROWS_AT_ONCE)))
+                rows = list(transcripts.agent_rows(connection, where, (last, first + b"\xff" * 31, _ROWS_AT_ONCE)))
             if not rows:
                 return
             last = key_of(rows[-1].agent_id)

@@ -27,7 +27,7 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 
 from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
-from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
 from stoker_worker.ports import Delivery, LastVersion
@@ -213,7 +213,7 @@ def test_deliveries_of_an_agent_that_goes_back_and_forth_are_not_kept_for_ever(m
     for m in machines:
         m.store.look("agent")
         with m.store.local.parts.database.snapshot() as connection:
-            ended = deliveries.ended_for(connection, 1)
+            ended = transcripts.ends_for(connection, 1)
         assert len(ended) == 19
         assert sum(one.until > time.time() + 3 * 86_400 for one in ended.values()) <= 1  # of the newest version
 
@@ -232,7 +232,7 @@ def test_a_delivery_is_answered_elsewhere_though_the_clock_where_it_was_made_was
         for n in range(n_turns):
             one.agent().say(LONG[: 20 + 10 * n])
     two.store.look("agent")
-    two.store.local.parts.database.commit(partial(deliveries.forget_expired, now=time.time()))
+    two.store.local.parts.database.commit(partial(transcripts.forget_answers, now=time.time()))
     assert two.store.answer("agent", turn.delivery) == turn.result
 
 
@@ -262,13 +262,13 @@ def test_a_turn_costs_no_more_for_what_was_delivered_before_a_forget(
         one.agent().say(LONG[: 10 * n])
     run(one, "forget")
     noted: list[bytes] = []
-    note_ended = deliveries.note_ended
+    note_ended = transcripts.note_ended
 
     def note(connection: Any, agent: int, key: bytes, end: Any) -> None:
         noted.append(key)
         note_ended(connection, agent, key, end)
 
-    monkeypatch.setattr(deliveries, "note_ended", note)
+    monkeypatch.setattr(transcripts, "note_ended", note)
     one.agent().say(LONG[:10])
     assert len(noted) == 4  # three turns and the forget
     one.agent().say(LONG[:20])
@@ -634,9 +634,9 @@ def test_an_agent_that_nobody_uses_is_forgotten_everywhere_and_a_copy_of_one_tha
     def is_here(name: str) -> bool:
         list(one.store.local._upkeep._forget_unused_agents(500))
         with one.store.local.parts.database.snapshot() as connection:
-            return agent_table.find_agent(connection, name) is not None
+            return transcripts.find_agent(connection, name) is not None
 
-    one.store.local.parts.database.commit(partial(agent_table.advance_clock, seconds=2000))
+    one.store.local.parts.database.commit(partial(transcripts.advance_clock, seconds=2000))
     assert [is_here(name) for name in ("unused", "moved", "young")] == [False, False, True]
     assert (two.agent("unused").open().number, two.agent("unused").open().transcript) == (2, None)
     assert one.agent("moved").tokens() == LONG[:400]

@@ -15,8 +15,8 @@ from typing import IO, Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.turn_record import COLUMNS, About, TurnRecord
+from stoker_worker.memory.database import Damaged
+from stoker_worker.memory.transcripts import COLUMNS, About, TurnRecord
 from stoker_worker.ports.memory import StoredMessage
 
 M = TypeVar("M", bound=BaseModel)

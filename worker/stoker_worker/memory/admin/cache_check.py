@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from stoker_worker.memory.blocks import MOST_SNAPSHOTS, block_address, is_intact, read_metadata
-from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript

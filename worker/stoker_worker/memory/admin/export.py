@@ -11,11 +11,11 @@ from typing import IO
 
 from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.errors import AgentMemoryError
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.archive import AGENT_NAME, ArchivedAgent, ArchivedTurn, add
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.agent_changes import naming, readable
-from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.store_parts import StoreParts
 
 
@@ -57,7 +57,7 @@ def export_agent(parts: StoreParts, agent_id: str, target: Path, *, with_blocks:
                     pieces[name] = opened.enter_context(path.open("rb"))
             texts = [
                 (f"turns/{record.version:08d}.json", ArchivedTurn.encode(record))
-                for record, can_return in agent_table.read_history(connection, row)
+                for record, can_return in transcripts.read_history(connection, row)
                 if can_return
             ]
             turns = connection.execute("SELECT turns FROM agents WHERE number = ?", (row.number,)).fetchone()[0]

@@ -14,17 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from stoker_shared.errors import AgentExists, AgentMemoryError
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.archive import AGENT_NAME, Archive, ArchivedAgent, ArchivedTurn
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
 from stoker_worker.memory.agent_changes import check_vacant, naming, version_of
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.locks import working_on
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.turn_record import TurnRecord, delta, replay
+from stoker_worker.memory.transcripts import TurnRecord, delta, replay
 from stoker_worker.memory.turn_saver import are_snapshots, chain_of
 from stoker_worker.ports import AgentVersion
 
@@ -197,7 +196,7 @@ class _Import:
         row, now = None, time.time()
         chain = chain_of(version.cache, version.transcript.token_ids) if version.cache and version.transcript else None
         for record in self._own_records(version):
-            row = agent_table.write_version(connection, row, record, keep_versions=record.version)
+            row = transcripts.write_version(connection, row, record, keep_versions=record.version)
         assert row is not None  # there is a version
         if chain is not None and self._with_blocks:
             enter_blocks(connection, chain, self._parts.blocks, now=now)

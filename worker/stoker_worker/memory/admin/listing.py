@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from stoker_worker.memory.checksum import agent_checksum, key_of
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, agent_checksum, key_of
 
 Sort = Literal["used", "size", "turns", "name"]
 Snapshot = Callable[[], AbstractContextManager[Connection]]
@@ -96,7 +95,7 @@ def _numbers(connection: Connection, page: Page) -> "array[int]":
 def _line(row: tuple[Any, ...]) -> str:
     number, agent_id, key, version, head, unsaved, checksum, rest = row
     state = _UNSAVED if unsaved else _OK
-    # As `agent_table.row_of` checks it.
+    # As `transcripts.row_of` checks it.
     if key != key_of(str(agent_id)) or checksum != agent_checksum(number, agent_id, version, head, unsaved):
         agent_id, version, state = str(agent_id), version if isinstance(version, int) else 0, _DAMAGED
     return f'{{"agent_id": {_quoted(agent_id)}, "version": {version}, {rest}, "state": {state}}}'

@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.cache_check import check_belongs, read_intact
 from stoker_worker.memory.blocks import BlockChain, BlockFolder, PieceFolder, read_metadata
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.files import allocated_bytes
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import CachedPrefix, Transcript
@@ -28,12 +27,12 @@ def recount(connection: Connection, blocks: BlockFolder, pieces: PieceFolder, *,
     connection.execute("DELETE FROM blocks")
     connection.execute("UPDATE agents SET last_block = NULL, piece_bytes = 0")
     connection.execute("UPDATE store SET cache_bytes = 0")
-    for row in list(agent_table.agent_rows(connection, "")):
+    for row in list(transcripts.agent_rows(connection, "")):
         own = pieces.paths(row.agent_id, row.version)
         sql = "SELECT coalesce(max(version), 0) FROM turns WHERE agent = ?"
         (version,) = connection.execute(sql, (row.number,)).fetchone()  # the newest of an agent that has lost some
         with suppress(Damaged):
-            transcript, cache = agent_table.read_version(connection, row, version)
+            transcript, cache = transcripts.read_version(connection, row, version)
             if version == row.version:
                 _remove_others(pieces, own, transcript, cache)
             if cache is not None:

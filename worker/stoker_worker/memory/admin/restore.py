@@ -17,8 +17,7 @@ from stoker_worker.memory import unsaved
 from stoker_worker.memory.admin.backup import connect_to_copy, copy_database
 from stoker_worker.memory.admin.recount import recount
 from stoker_worker.memory.blocks import BlockFolder, PieceFolder
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import NAME, Connection, Witness, translated
+from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, translated
 from stoker_worker.memory.database_file import (
     FORMAT,
     check_header,

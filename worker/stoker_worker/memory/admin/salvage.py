@@ -13,21 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory import agent_table
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.damaged_file import DamagedFile
 from stoker_worker.memory.admin.restore import Exchanged, exchange
-from stoker_worker.memory.agent_table import AgentRow
-from stoker_worker.memory.checksum import Damaged, agent_checksum, row_checksum
-from stoker_worker.memory.database import NAME, Connection, Witness
+from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, agent_checksum, row_checksum
 from stoker_worker.memory.database_file import (
     create_database,
     finish_replacement,
     has_database,
     refused_if_damaged,
 )
-from stoker_worker.memory.deliveries import FORGETTER
 from stoker_worker.memory.files import Disk
-from stoker_worker.memory.turn_record import TurnRecord
+from stoker_worker.memory.transcripts import FORGETTER, AgentRow, TurnRecord
 
 _BAD_FRAMES_OF_ONE_FAULT: Final = 2
 """A frame that names a wrong checksum makes the next one look wrong too."""
@@ -121,7 +118,7 @@ class _Salvage:
         connection.execute("DELETE FROM turns WHERE agent NOT IN (SELECT number FROM agents)")
         while connection.execute(f"DELETE FROM turns WHERE {_WITHOUT_PARENT} RETURNING 1").fetchall():
             pass
-        connection.execute(f"UPDATE agents SET transcript_bytes = ({agent_table.VERSION_BYTES} WHERE agent = number)")
+        connection.execute(f"UPDATE agents SET transcript_bytes = ({transcripts.VERSION_BYTES} WHERE agent = number)")
         for number, agent_id in connection.execute("SELECT number, agent_id FROM agents ORDER BY agent_id").fetchall():
             self._judge(agent_id, doubt, has_row=number in known)
         if not self.whole and not self.refused and not self.lost:
@@ -129,7 +126,7 @@ class _Salvage:
 
     def _take_agent(self, *row: Any) -> None:
         with suppress(Damaged):
-            agent_table.row_of((*row[:7], None, 0, False))
+            transcripts.row_of((*row[:7], None, 0, False))
             # No checksum covers the others, which count and order.
             counts = (x if isinstance(x, int | float) and abs(x) < 1e18 else 0 for x in row[7:-1])
             places = ", ".join(f"?{place}" for place in range(1, _AGENT_COLUMNS))
@@ -175,14 +172,14 @@ class _Salvage:
         if number is None:
             number = self._to.execute("SELECT coalesce(max(number), 0) + 1 FROM agents").fetchone()[0]
         row = AgentRow(number, agent_id, self._newest.get(number, 0) + 1, b"", False, None, 0, False)
-        agent_table.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
+        transcripts.put_row(self._to, row, last_used=time.time(), or_else="OR IGNORE")
 
     def _judge(self, agent_id: str, doubt: str | None, *, has_row: bool) -> None:
         """Whether the agent is whole, refuses or is lost."""
         if agent_id.startswith(_LOST):
             self.lost[agent_id] = "its id is lost; the name is the SHA-256 of the id"
             return
-        state = agent_table.read_agent(self._to, agent_id)
+        state = transcripts.read_agent(self._to, agent_id)
         row = state.row
         assert row is not None
         is_readable = state.version.transcript is not None or not row.version

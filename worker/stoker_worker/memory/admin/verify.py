@@ -13,13 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.admin.cache_check import check_block, check_piece, read_intact
 from stoker_worker.memory.cache_index import COUNTED_BYTES
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_record import COLUMNS, TurnRecord, replay
+from stoker_worker.memory.transcripts import COLUMNS, TurnRecord, replay
 
 Snapshot = Callable[[], AbstractContextManager[Connection]]
 
@@ -32,7 +31,7 @@ _LOST: Final = {
     "{0}": "PRAGMA integrity_check",
     "agent number {0} has versions and no row": f"SELECT DISTINCT agent FROM turns WHERE {_NO_AGENT}",
     "agent number {0} has answers and no row": "SELECT DISTINCT agent FROM deliveries"
-    f" WHERE agent != {deliveries.FORGETTER} AND {_NO_AGENT}",
+    f" WHERE agent != {transcripts.FORGETTER} AND {_NO_AGENT}",
     "agent {0!r} uses a block that the index of cache files lacks": "SELECT agent_id FROM agents"
     " WHERE last_block NOTNULL AND NOT EXISTS (SELECT 1 FROM blocks WHERE address = last_block)",
     "its cache files take {0} bytes one by one, and {1} bytes together": "SELECT counted, cache_bytes"
@@ -90,7 +89,7 @@ def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
     """Each version can be decoded and has the checksum of the one before it, and the agent's row that of the newest
     one, whose transcript can be put together."""
     try:
-        row = agent_table.find_agent(connection, str(agent_id))
+        row = transcripts.find_agent(connection, str(agent_id))
     except Damaged as damage:
         yield str(damage)
         return
@@ -122,7 +121,7 @@ def _agent(connection: Connection, number: int, agent_id: Any) -> Iterator[str]:
 
 def _answer(connection: Connection, agent: int, key: bytes) -> Iterator[str]:
     try:
-        deliveries.read_answer(connection, agent, key)
+        transcripts.read_answer(connection, agent, key)
     except Damaged as damage:
         yield str(damage)
 
@@ -164,8 +163,8 @@ def _check_piece(parts: StoreParts, path: Path, name: str) -> None:
         raise Damaged("has no name of a tail or snapshot")
     key = bytes.fromhex(match[2])
     with parts.database.snapshot() as connection:
-        row = next(agent_table.agent_rows(connection, "WHERE key BETWEEN ? AND ?", (key, key + b"\xff" * 16)), None)
-        state = None if row is None else agent_table.read_agent(connection, row.agent_id)
+        row = next(transcripts.agent_rows(connection, "WHERE key BETWEEN ? AND ?", (key, key + b"\xff" * 16)), None)
+        state = None if row is None else transcripts.read_agent(connection, row.agent_id)
     if state is None or state.version.number != int(match[3]) or state.version.transcript is None:
         read_intact(path)
     else:

@@ -17,8 +17,7 @@ from stoker_shared.errors import (
 )
 from stoker_worker.memory.agent_changes import close_number, naming
 from stoker_worker.memory.blocks import BlockChain
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import read_note
+from stoker_worker.memory.database import Damaged, read_note
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.memory.replica.caches import CachesBehind, SharedCaches
 from stoker_worker.memory.replica.shared_replica import SharedReplica

@@ -26,9 +26,9 @@ from stoker_shared.durable_file import sync
 from stoker_shared.errors import StoreUnusable
 from stoker_shared.text import MASK
 from stoker_worker.events import Outage
-from stoker_worker.memory.agent_table import has_agents
 from stoker_worker.memory.database import Database, SharedNote, read_note, write_note
 from stoker_worker.memory.replica.objects import FORMAT, MARKER
+from stoker_worker.memory.transcripts import has_agents
 
 T = TypeVar("T")
 

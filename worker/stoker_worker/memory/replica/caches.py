@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StokerError
-from stoker_worker.memory import agent_table, cache_index
+from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
 from stoker_worker.memory.admin.recount import enter_blocks
 from stoker_worker.memory.blocks import BlockChain, common_length
-from stoker_worker.memory.checksum import Damaged, key_of
-from stoker_worker.memory.database import Connection
+from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
 from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway
 from stoker_worker.memory.replica.objects import MARKER, files_in, manifest, manifest_name, pieces_prefix
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import StoreParts
-from stoker_worker.memory.turn_record import FULL_EVERY
+from stoker_worker.memory.transcripts import FULL_EVERY
 from stoker_worker.memory.turn_saver import chain_of
 from stoker_worker.ports import AgentVersion
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
@@ -124,7 +123,7 @@ class SharedCaches:
 
     def _version(self, agent_id: str) -> AgentVersion:
         with self._parts.database.snapshot() as connection:
-            return agent_table.read_agent(connection, agent_id).version
+            return transcripts.read_agent(connection, agent_id).version
 
     def _wanted(self, version: AgentVersion, prompt: BlockChain) -> _Checks:
         """The files that are of use for the prompt."""
@@ -211,7 +210,7 @@ class SharedCaches:
 
     def _enter(self, connection: Connection, version: AgentVersion) -> None:
         """The index has what is on disk, if the agent is still at that version."""
-        row = agent_table.find_agent(connection, version.agent_id)
+        row = transcripts.find_agent(connection, version.agent_id)
         if row is None or row.head != version.head or version.cache is None or version.transcript is None:
             return
         chain, now = chain_of(version.cache, version.transcript.token_ids), time.time()

@@ -9,12 +9,10 @@ import time
 from collections.abc import Sequence
 
 from stoker_shared.errors import AgentVersionConflict
-from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_table import AgentRow
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection
-from stoker_worker.memory.deliveries import Ended
+from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.replica.objects import SharedVersion
+from stoker_worker.memory.transcripts import AgentRow, Ended
 from stoker_worker.memory.turn_saver import chain_of
 
 
@@ -42,26 +40,26 @@ def adopt(
         Damaged: they give no transcript.
     """
     made, now = versions[-1].next, time.time()
-    row = agent_table.find_agent(connection, made.agent_id)
+    row = transcripts.find_agent(connection, made.agent_id)
     if _state(row) != _state(before):
         raise AgentVersionConflict(f"agent {made.agent_id!r} was changed while a newer version was brought in")
     if row is not None:
-        deliveries.job_has_ended(connection, row.number, row.version)
+        transcripts.job_has_ended(connection, row.number, row.version)
         first = versions[0].next.number if keeps_before else 0
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, first))
     for version in versions:
         assert version.record is not None  # it is not empty
-        row = agent_table.write_version(connection, row, version.record, keep_versions=version.next.number)
+        row = transcripts.write_version(connection, row, version.record, keep_versions=version.next.number)
         _note_deliveries(connection, row.number, version, may_run=version is versions[-1])
         if version.record.about.cache is not None and version.next.layout is not None:
             cache_index.note_model(connection, version.record.about.cache.model, version.next.layout)
     assert row is not None  # there is a version
-    transcript, cache = agent_table.read_version(connection, row, row.version)
+    transcript, cache = transcripts.read_version(connection, row, row.version)
     if cache is not None and chain_of(cache, transcript.token_ids).last != cache.last_block:
         raise Damaged("its cache is not that of its tokens")
     cache_index.use_chain(connection, row.number, chain_of(cache, transcript.token_ids) if cache else None, now=now)
     cache_index.set_piece_bytes(connection, row.number, 0)
-    n_bytes = f"{agent_table.VERSION_BYTES} WHERE agent = ?2"
+    n_bytes = f"{transcripts.VERSION_BYTES} WHERE agent = ?2"
     sql = f"UPDATE agents SET last_used = ?1, transcript_bytes = ({n_bytes}) WHERE number = ?2"
     connection.execute(sql, (now, row.number))
 
@@ -78,26 +76,26 @@ def _note_deliveries(connection: Connection, agent: int, version: SharedVersion,
         return
     late_s = now - record.about.saved_at
     for key, ended in version.ended.items():
-        until = min(ended.until + late_s, now + deliveries.KEEP_ENDED_S)
-        deliveries.note_ended(connection, agent, key, Ended(ended.version, until))
+        until = min(ended.until + late_s, now + transcripts.KEEP_ENDED_S)
+        transcripts.note_ended(connection, agent, key, Ended(ended.version, until))
     if made.delivery is None:
         return
     until = record.about.answer_until + late_s
     if not may_run:
-        until = min(until, now + deliveries.KEEP_ENDED_S)
+        until = min(until, now + transcripts.KEEP_ENDED_S)
     if made.result is None:
-        deliveries.note_ended(connection, agent, made.delivery, Ended(made.number, until))
+        transcripts.note_ended(connection, agent, made.delivery, Ended(made.number, until))
     else:
         result = json.loads(made.result)
-        deliveries.remember(connection, agent, made.delivery, result, until, version=made.number)
+        transcripts.remember_answer(connection, agent, made.delivery, result, until, version=made.number)
 
 
 def lose(connection: Connection, agent_id: str, version: int) -> None:
     """The agent's newest version is this one, and nobody can read it. Raises `Damaged`."""
-    row = agent_table.find_agent(connection, agent_id)
+    row = transcripts.find_agent(connection, agent_id)
     if row is not None:
         connection.execute("DELETE FROM turns WHERE agent = ? AND version >= ?", (row.number, version))
-    agent_table.set_missing(connection, agent_id, version, now=time.time())
+    transcripts.set_missing(connection, agent_id, version, now=time.time())
 
 
 def _state(row: AgentRow | None) -> tuple[int, bytes]:

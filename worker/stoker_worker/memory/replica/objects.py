@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from stoker_worker.memory.checksum import Damaged, checksum, key_of
-from stoker_worker.memory.deliveries import Ended
+from stoker_worker.memory.database import Damaged, checksum, key_of
 from stoker_worker.memory.store_parts import NextVersion
-from stoker_worker.memory.turn_record import COLUMNS, TurnRecord
+from stoker_worker.memory.transcripts import COLUMNS, Ended, TurnRecord
 
 MARKER: Final = "stoker.json"
 FORMAT: Final = "stoker-shared 1"

@@ -21,18 +21,16 @@ from stoker_shared.errors import (
     StoreUnusable,
     VersionTaken,
 )
-from stoker_worker.memory import agent_table, deliveries
+from stoker_worker.memory import transcripts
 from stoker_worker.memory.agent_changes import forget_agent, naming
-from stoker_worker.memory.agent_table import AgentRow
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection, read_note
-from stoker_worker.memory.deliveries import Ended
+from stoker_worker.memory.database import Connection, Damaged, read_note
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, meet
 from stoker_worker.memory.replica.caches import remove_caches
 from stoker_worker.memory.replica.local_copy import adopt, checksum_of, lose
 from stoker_worker.memory.replica.objects import Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import NEVER_MADE, Forgotten, NextVersion, Replica, StoreParts, opened
+from stoker_worker.memory.transcripts import AgentRow, Ended
 from stoker_worker.ports import AgentVersion, LastVersion
 
 _log = logging.getLogger(__name__)
@@ -132,14 +130,14 @@ class SharedReplica(Replica):
             self._note_forgotten(made)
 
     def committed(self, connection: Connection, version: NextVersion) -> None:
-        row = agent_table.find_agent(connection, version.agent_id)
+        row = transcripts.find_agent(connection, version.agent_id)
         if row is None:
             return
-        deliveries.job_has_ended(connection, row.number, version.number - 1)
+        transcripts.job_has_ended(connection, row.number, version.number - 1)
         before = self.forgotten(version.agent_id)
         if version.number == before.number + 1:  # it begins again, and keeps the deliveries of before
             for key, end in before.ended.items():
-                deliveries.note_ended(connection, row.number, key, end)
+                transcripts.note_ended(connection, row.number, key, end)
 
     def forgotten(self, agent_id: str) -> Forgotten:
         return self._forgotten.get(agent_id, NEVER_MADE)
@@ -242,7 +240,7 @@ class SharedReplica(Replica):
     def _note_forgotten(self, empty: SharedVersion) -> None:
         made, ended = empty.next, dict(empty.ended)
         if made.delivery is not None:
-            ended[made.delivery] = Ended(made.number, time.time() + deliveries.UNTIL_ENDED_S)
+            ended[made.delivery] = Ended(made.number, time.time() + transcripts.UNTIL_ENDED_S)
         with self._noting:
             self._forgotten[made.agent_id] = Forgotten(made.number, ended)
             self._forgotten.move_to_end(made.agent_id)
@@ -257,13 +255,13 @@ class SharedReplica(Replica):
         ended = dict(self.forgotten(version.agent_id).ended)
         if row is not None:
             with self._database.snapshot() as connection:
-                ended |= deliveries.ended_for(connection, row.number)
+                ended |= transcripts.ends_for(connection, row.number)
         now = time.time()
         return {key: end for key, end in ended.items() if end.until > now}
 
     def _row(self, agent_id: str) -> AgentRow | None:
         with self._database.snapshot() as connection:
-            return agent_table.find_agent(connection, agent_id)
+            return transcripts.find_agent(connection, agent_id)
 
     def _age_s(self, agent_id: str, version: int) -> float | None:
         """For how long the version has been there, by the clock there. Raises `BucketAway`."""

@@ -13,16 +13,14 @@ from functools import partial
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
-from stoker_worker.memory import agent_table, cache_index, deliveries
-from stoker_worker.memory.agent_table import AgentRow
-from stoker_worker.memory.checksum import Damaged
-from stoker_worker.memory.database import Connection, write_note
+from stoker_worker.memory import cache_index, transcripts
+from stoker_worker.memory.database import Connection, Damaged, write_note
 from stoker_worker.memory.replica.bucket import Bucket, identify
 from stoker_worker.memory.replica.local_copy import checksum_of
 from stoker_worker.memory.replica.objects import MARKER, Emptied, SharedVersion
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
-from stoker_worker.memory.turn_record import TurnRecord
+from stoker_worker.memory.transcripts import AgentRow, TurnRecord
 
 _PAGE: Final = 64
 _THREADS: Final = 8
@@ -92,7 +90,7 @@ def _share_agent(parts: StoreParts, versions: Versions, agent_id: str) -> int | 
         newest = versions.newest(agent_id, 0)
         there = versions.get(agent_id, newest) if newest else None
         with parts.database.snapshot() as connection:
-            row = agent_table.find_agent(connection, agent_id)
+            row = transcripts.find_agent(connection, agent_id)
             if row is None or not row.version:
                 return 0
             here = _chain(connection, row)
@@ -123,8 +121,8 @@ def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
     """The newest version and those that it needs, oldest first. Raises `Damaged`."""
     if row.problem is not None:
         raise Damaged(row.problem)
-    records = agent_table.read_chain(connection, row, row.version, row.head)
-    ended = deliveries.ended_for(connection, row.number)
+    records = transcripts.read_chain(connection, row, row.version, row.head)
+    ended = transcripts.ends_for(connection, row.number)
     return [
         SharedVersion(_next_version(connection, row, record), ended if record is records[0] else {})
         for record in records
@@ -134,7 +132,7 @@ def _chain(connection: Connection, row: AgentRow) -> list[SharedVersion]:
 def _next_version(connection: Connection, row: AgentRow, record: TurnRecord) -> NextVersion:
     result = layout = None
     if record.delivery is not None:
-        result = deliveries.read_text(connection, row.number, record.delivery)
+        result = transcripts.answer_text(connection, row.number, record.delivery)
     if record.about.cache is not None:
         layout = cache_index.read_model(connection, record.about.cache.model)
     return NextVersion(row.agent_id, record.version, record, record.delivery, result, layout)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from stoker_shared.errors import VersionTaken
-from stoker_worker.memory.checksum import Damaged
+from stoker_worker.memory.database import Damaged
 from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, Stored
 from stoker_worker.memory.replica.objects import (
     EMPTIED,
@@ -20,7 +20,7 @@ from stoker_worker.memory.replica.objects import (
     version_name,
     versions_folder,
 )
-from stoker_worker.memory.turn_record import FULL_EVERY
+from stoker_worker.memory.transcripts import FULL_EVERY
 
 _GRACE_S: Final = 86_400.0
 """Names of old versions stay so long after the next one was made: a listing may lag, and a reader may be slow."""

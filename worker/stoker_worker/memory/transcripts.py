@@ -1,19 +1,218 @@
-"""The agents of a store in its database, and their versions. Any thread.
+"""What agents have said, in the database of a store: agents, their versions, and the answers to their jobs. Any thread.
+
+A version is a record: how much of its parent's token ids, messages and text it keeps, and what follows. So its size
+does not grow with the conversation. Every `FULL_EVERY` versions it is the whole transcript, so that an agent of ten
+thousand turns is read like one of ten.
 
 An agent is found by its id and, over another index, by the hash of its id: a damaged page can hide a row from one of
-them, and an agent that one index knows is never taken for a new one. Runs inside `Database.snapshot` or a change of
-`Database.commit`; owns the tables `agents` and `turns`.
+them, and an agent that one index knows is never taken for a new one.
+
+A delivery that comes again is answered from here. An answer is kept while its job can live in Redis, and then
+forgotten. With a shared store, it may be in the version there that the delivery made; its row is then without it.
+
+Records are pure. The rest runs inside `Database.snapshot` or a change of `Database.commit`, and owns the tables
+`agents`, `turns` and `deliveries`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from itertools import takewhile
+from typing import Any, Final, Literal, NamedTuple, Self
 
-from stoker_worker.memory.checksum import Damaged, agent_checksum, key_of
-from stoker_worker.memory.database import Connection
-from stoker_worker.memory.turn_record import COLUMNS, TurnRecord, replay
-from stoker_worker.ports import AgentVersion, CachedPrefix, Transcript
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from stoker_shared.message import Message
+from stoker_worker.memory.blocks import common_length
+from stoker_worker.memory.database import Connection, Damaged, agent_checksum, key_of, row_checksum
+from stoker_worker.ports import AgentVersion, CachedPrefix, Delivery, EndedBy, Transcript
+from stoker_worker.ports.memory import StoredMessage, is_stored_alike
+
+FULL_EVERY: Final = 16
+
+COLUMNS: Final = (
+    "version, parent, delivery, about, keep_tokens, keep_messages, keep_text, new_tokens, new_messages, new_text, "
+    "checksum"
+)
+"""Of a row, in the order of `TurnRecord.to_row`."""
+
+MadeBy = Literal["turn", "fork", "rollback", "closed"]
+"""``closed``: the version before it again, so that no version that is on its way can take its number."""
+
+
+@dataclass(frozen=True)
+class About:
+    """The small facts of a version, one JSON object in the row.
+
+    Attributes:
+        carry_text: the end of the last answer, if no token covers it.
+        tokenizer: fingerprint of the tokenizer and template that the token ids belong to.
+        job_id: ``None``: a command made it.
+        answer_until: Unix time until which its delivery may come again, and its answer must be there.
+        saved_at: Unix time.
+        tokens: in the transcript.
+        since_full: versions since the last whole transcript; 0 for a whole one.
+    """
+
+    ended_by: EndedBy
+    carry_text: str
+    tokenizer: str
+    cache: CachedPrefix | None
+    made_by: MadeBy
+    job_id: str | None
+    finish_reason: str | None
+    answer_until: float
+    saved_at: float
+    tokens: int
+    since_full: int
+
+
+def answer_until(about: str) -> float:
+    """Of the column `about` of a row. Raises `Damaged`."""
+    try:
+        return _ABOUT.validate_json(about).answer_until
+    except ValidationError:
+        raise Damaged("its content is not a version") from None
+
+
+_MESSAGE: Final[TypeAdapter[StoredMessage]] = TypeAdapter(StoredMessage)
+_MESSAGES: Final[TypeAdapter[tuple[StoredMessage, ...]]] = TypeAdapter(tuple[StoredMessage, ...])
+_ABOUT: Final = TypeAdapter(About)
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One version of an agent: the fields are in the order of `COLUMNS`. `new_messages` and `new_text` are ``None``
+    when the transcript has none.
+
+    Attributes:
+        parent: checksum of the row before it; ``None`` when this one keeps nothing of that.
+        delivery: key of the delivery that made it (see `delivery_key`); ``None``: a command did.
+        keep_text: characters kept.
+    """
+
+    agent_id: str
+    version: int
+    parent: bytes | None
+    delivery: bytes | None
+    about: About
+    keep_tokens: int
+    keep_messages: int
+    keep_text: int
+    new_tokens: tuple[int, ...]
+    new_messages: tuple[Message, ...] | None
+    new_text: str | None
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return self.parent is None
+
+    def to_row(self) -> tuple[Any, ...]:
+        """The values of `COLUMNS`; the last one is the checksum."""
+        row = (
+            self.version,
+            self.parent,
+            self.delivery,
+            _ABOUT.dump_json(self.about).decode(),
+            self.keep_tokens,
+            self.keep_messages,
+            self.keep_text,
+            np.asarray(self.new_tokens, dtype="<u4").tobytes(),
+            None if self.new_messages is None else _messages_json(self.new_messages),
+            self.new_text,
+        )
+        return (*row, row_checksum((self.agent_id, *row)))
+
+    @classmethod
+    def of_row(cls, agent_id: str, version: int, row: Sequence[Any]) -> Self:
+        """The record in the row at the place of version `version` of `agent_id`.
+
+        Raises:
+            Damaged: it is not as it was written, or another agent's or version's.
+        """
+        *content, written = row
+        try:
+            is_whole = row_checksum((agent_id, *content)) == written and content[0] == version
+        except UnicodeError:
+            is_whole = False
+        if not is_whole:
+            raise Damaged("its checksum does not match")
+        try:
+            number, parent, delivery, about, keep_tokens, keep_messages, keep_text, tokens, messages, text = content
+            kept = keep_tokens, keep_messages, keep_text
+            new_tokens = tuple(np.frombuffer(tokens, dtype="<u4").tolist())
+            new_messages = None if messages is None else _messages_of(messages)
+            about = _ABOUT.validate_json(about)
+            return cls(agent_id, number, parent, delivery, about, *kept, new_tokens, new_messages, text)
+        except (ValueError, TypeError):
+            raise Damaged("its content is not a version") from None
+
+
+def delta(base: Transcript | None, new: Transcript, parent: bytes | None = None) -> dict[str, Any]:
+    """The fields of a `TurnRecord` that turn `base`, the transcript of row `parent`, into `new`. Without `base` the
+    record keeps nothing, and a record that keeps nothing has no parent."""
+    keep_tokens = common_length(base.token_ids, new.token_ids) if base else 0
+    keep_messages = _common_messages(base.messages or (), new.messages or ()) if base else 0
+    keep_text = common_length(base.text or "", new.text or "") if base else 0
+    return {
+        "parent": parent if keep_tokens or keep_messages or keep_text else None,
+        "keep_tokens": keep_tokens,
+        "new_tokens": new.token_ids[keep_tokens:],
+        "keep_messages": keep_messages,
+        "new_messages": None if new.messages is None else new.messages[keep_messages:],
+        "keep_text": keep_text,
+        "new_text": None if new.text is None else new.text[keep_text:],
+    }
+
+
+def replay(records: Iterable[TurnRecord]) -> Transcript:
+    """The transcript after `records`: at least one, oldest first; the first keeps nothing.
+
+    Raises:
+        Damaged: a record keeps more than its parent has.
+    """
+    tokens: list[int] = []
+    messages: list[Message] = []
+    text = ""
+    for record in records:
+        if record.keep_tokens > len(tokens) or record.keep_messages > len(messages) or record.keep_text > len(text):
+            raise Damaged(f"version {record.version} keeps more than its parent has")
+        del tokens[record.keep_tokens :], messages[record.keep_messages :]
+        tokens += record.new_tokens
+        messages += record.new_messages or ()
+        text = text[: record.keep_text] + (record.new_text or "")
+    about = record.about
+    return Transcript(
+        token_ids=tuple(tokens),
+        tokenizer_fingerprint=about.tokenizer,
+        messages=None if record.new_messages is None else tuple(messages),
+        text=None if record.new_text is None else text,
+        ended_by=about.ended_by,
+        carry_text=about.carry_text,
+    )
+
+
+def _messages_json(messages: tuple[Message, ...]) -> str:
+    # Python's own JSON: it keeps NaN, and no text that a tool call may hold is beyond ASCII escapes.
+    return json.dumps([message.model_dump(exclude_defaults=True) for message in messages], separators=(",", ":"))
+
+
+def _messages_of(text: str) -> tuple[Message, ...]:
+    """Raises `ValueError`, `TypeError`."""
+    try:
+        return _MESSAGES.validate_json(text)
+    except ValidationError:  # it knows no lone surrogates, which a tool call may hold
+        return tuple(_MESSAGE.validate_python(fields) for fields in json.loads(text))
+
+
+def _common_messages(left: tuple[Message, ...], right: tuple[Message, ...]) -> int:
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: is_stored_alike(*pair), pairs))
+
 
 _COLUMNS: Final = "number, agent_id, key, version, head, unsaved, checksum, last_block, piece_bytes, evicted"
 """In the order of `row_of`."""
@@ -351,3 +550,128 @@ def agent_rows(connection: Connection, sql: str, parameters: Iterable[Any] = ())
     for columns in connection.execute(f"SELECT {_COLUMNS} FROM agents {sql}", tuple(parameters)):
         with suppress(Damaged):
             yield row_of(columns)
+
+
+FORGETTER: Final = 0
+"""In place of an agent's number: the delivery forgot its agent, which has none any more."""
+
+UNTIL_ENDED_S: Final = 366 * 86_400.0
+"""How long an answer is kept whose job never ends: a worker may stay away for months, and find the job then."""
+
+KEEP_ENDED_S: Final = 2 * 86_400.0
+"""The same, for a job that has ended on another machine: its answer may be asked for as long as a result lives."""
+
+_MOST_FORGOTTEN: Final = 256
+"""In one transaction, so that no turn waits long for it."""
+
+
+class Ended(NamedTuple):
+    """The end of a delivery: the version that it made, and until when (Unix time) the delivery may come again."""
+
+    version: int
+    until: float
+
+
+def delivery_key(agent_id: str, delivery: Delivery) -> bytes:
+    """SHA-256 of a delivery to an agent."""
+    parts = [agent_id, delivery.job_id, delivery.created_at, delivery.repeats_left, delivery.request]
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+class AnswerIn(NamedTuple):
+    """The answer is in this version in the shared store."""
+
+    version: int
+
+
+def read_answer(connection: Connection, agent: int, key: bytes) -> Mapping[str, Any] | AnswerIn | None:
+    """The result (as JSON) that the delivery was given, or where it is.
+
+    Raises:
+        Damaged: it was given one, which is damaged or gone.
+    """
+    row = connection.execute(
+        "SELECT result, expires, checksum FROM deliveries WHERE agent = ? AND key = ?", (agent, key)
+    ).fetchone()
+    if row is not None:
+        result, _, written = row
+        with suppress(ValueError, TypeError):
+            if row_checksum((agent, key, result)) == written:
+                version, text = result.split(" ", 1)
+                answer: Mapping[str, Any] | AnswerIn = json.loads(text) if text else AnswerIn(int(version))
+                return answer
+        raise Damaged("the answer to this delivery is damaged")
+    made = connection.execute("SELECT about FROM turns WHERE agent = ? AND delivery = ?", (agent, key)).fetchone()
+    if made is not None and answer_until(made[0]) > time.time():
+        raise Damaged("this delivery has made a turn, and its answer is missing or forgotten")
+    return None
+
+
+def remember_answer(
+    connection: Connection, agent: int, key: bytes, result: Mapping[str, Any], until: float, *, version: int
+) -> None:
+    """Keep the answer of the delivery that made this version, until then (Unix time)."""
+    text = f"{version} {json.dumps(result)}"
+    connection.execute(
+        "INSERT OR REPLACE INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)",
+        (agent, key, text, until, row_checksum((agent, key, text))),
+    )
+
+
+def note_ended(connection: Connection, agent: int, key: bytes, ended: Ended) -> None:
+    """A delivery has ended in this version, on whatever machine. An answer that is here stays."""
+    text = f"{ended.version} "
+    connection.execute(
+        "INSERT INTO deliveries (agent, key, result, expires, checksum) VALUES (?, ?, ?, ?, ?)"
+        " ON CONFLICT (agent, key) DO UPDATE SET expires = min(expires, excluded.expires)",
+        (agent, key, text, ended.until, row_checksum((agent, key, text))),
+    )
+
+
+def job_has_ended(connection: Connection, agent: int, version: int) -> None:
+    """Of the job that made this version, on whatever machine, because a newer one is there: jobs of an agent run one
+    after the other. Its answer is kept for as long as a result lives."""
+    made_it = "SELECT delivery FROM turns WHERE agent = ?1 AND version = ?2"
+    sql = f"UPDATE deliveries SET expires = min(expires, ?3) WHERE agent = ?1 AND key = ({made_it})"
+    connection.execute(sql, (agent, version, time.time() + KEEP_ENDED_S))
+
+
+def ends_for(connection: Connection, agent: int) -> dict[bytes, Ended]:
+    """The ends of the deliveries to the agent that may come again, by their keys."""
+    sql = "SELECT key, result, expires FROM deliveries WHERE agent = ? AND expires > ?"
+    rows = (
+        (key, _answer_parts(result)[0], until) for key, result, until in connection.execute(sql, (agent, time.time()))
+    )
+    return {key: Ended(version, until) for key, version, until in rows}
+
+
+def answer_text(connection: Connection, agent: int, key: bytes) -> str | None:
+    """The answer as JSON; ``None``: it is not here."""
+    sql = "SELECT result FROM deliveries WHERE agent = ? AND key = ?"
+    found = connection.execute(sql, (agent, key)).fetchone()
+    return _answer_parts(found[0])[1] or None if found else None
+
+
+def _answer_parts(result: str) -> tuple[int, str]:
+    """The version, which is 0 in a damaged row, and the answer as JSON."""
+    version, _, text = result.partition(" ")
+    return int(version) if version.isdecimal() else 0, text
+
+
+def keep_answer(connection: Connection, agent_id: str, key: bytes, until: float) -> None:
+    """Keep the answer until then (Unix time). A job that is enqueued again after its end lives longer than it did."""
+    connection.execute(
+        "UPDATE deliveries SET expires = ?"
+        " WHERE agent IN (?, (SELECT number FROM agents WHERE agent_id = ?)) AND key = ?",
+        (until, FORGETTER, agent_id, key),
+    )
+
+
+def forget_answers(connection: Connection, now: float) -> bool:
+    """Delete some of the answers whose time is over, the oldest first; returns whether there may be more."""
+    found = connection.execute(
+        "DELETE FROM deliveries WHERE expires < ?1 AND expires <= coalesce("
+        "(SELECT expires FROM deliveries ORDER BY expires LIMIT 1 OFFSET ?2), ?1) RETURNING agent",
+        (now, _MOST_FORGOTTEN - 1),
+    ).fetchall()
+    return len(found) >= _MOST_FORGOTTEN
