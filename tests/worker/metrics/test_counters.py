@@ -5,10 +5,8 @@ import logging
 import pytest
 from tests.worker.test_events import RESULT
 
-from stoker_worker.metrics.counters import Costs, Metrics
-from stoker_worker.metrics.health import Looking
-from stoker_worker.metrics.rates import LiveFigures, RatesLine
-from stoker_worker.metrics.server import Watch
+from stoker_worker.metrics.counters import Costs, Metrics, Rates
+from stoker_worker.metrics.watch import Watch
 from stoker_worker.ports import CompletedGeneration, SequenceProgress, SharedUse, WorkerState
 
 
@@ -85,16 +83,14 @@ def test_the_tokens_of_steps_are_counted_once_however_a_sequence_ends():
 
 
 def test_rates_are_those_of_the_last_seconds_and_leave_out_idle_time():
-    metrics, looking = Metrics(), Looking()
-    clock = iter([0.0, 5.0, 10.0, 3600.0, 3605.0, 3610.0, 3630.0])
-    live = LiveFigures(metrics, looking, clock=lambda: next(clock))
+    metrics, clock = Metrics(), iter([-1.0, 0.0, 5.0, 10.0, 3600.0, 3605.0, 3610.0, 3630.0])
+    rates = Rates(metrics, clock=lambda: next(clock))
 
     def beat(n_jobs, tokens, in_flight):
-        looking.state = lambda: WorkerState(stages={"decode": in_flight})
         for _ in range(n_jobs):
             metrics.answered(result())
         metrics.stepped(0.01, {}, [CompletedGeneration(1, "finished", generated_ids=(1,) * tokens)])
-        now = live.now()
+        now = rates.now(WorkerState(stages={"decode": in_flight}))
         return now["jobs_per_min"], now["tokens_per_s"]
 
     assert beat(0, 0, 4) == (0, 0)
@@ -109,20 +105,20 @@ def test_rates_are_those_of_the_last_seconds_and_leave_out_idle_time():
 def test_the_heartbeat_shows_the_shared_store_if_there_is_one():
     watch = Watch()
     assert watch.figures()["shared_store"] is None
-    watch.looking.shared_store = lambda: SharedUse(away_s=1.26, written_bytes=1, read_bytes=2)
+    watch.shared_store = lambda: SharedUse(away_s=1.26, written_bytes=1, read_bytes=2)
     assert watch.figures()["shared_store"] == {"away_s": 1.3}
 
 
 def test_a_minute_with_work_is_one_line_and_one_without_is_none(caplog):
     caplog.set_level(logging.INFO)
     now, metrics = [0.0], Metrics()
-    rates = RatesLine(metrics, Looking(), clock=lambda: now[0])
+    rates = Rates(metrics, clock=lambda: now[0])
 
     def minute() -> list[str]:
         caplog.clear()
         for _ in range(4):
             now[0] += 15
-            rates.look()
+            rates.now(WorkerState())
         return list(caplog.messages)
 
     assert minute() == []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stoker_worker.engine.scripted import ScriptedProvider
     from stoker_worker.memory.replica.agent_store import ReplicatedStore
     from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.metrics.server import Watch
+    from stoker_worker.metrics.watch import Watch
     from stoker_worker.queue.own_store import OwnStore
     from stoker_worker.settings import WorkerSettings
 
@@ -82,7 +82,7 @@ def run(**options: Any) -> None:
 
 def _run(settings: "WorkerSettings") -> None:
     from stoker_worker.memory.store import AgentCacheStore
-    from stoker_worker.metrics.server import Watch
+    from stoker_worker.metrics.watch import Watch
     from stoker_worker.pipeline.worker import Worker
     from stoker_worker.queue.connect import open_queue
     from stoker_worker.settings import EMBEDDED
@@ -90,7 +90,7 @@ def _run(settings: "WorkerSettings") -> None:
     log.info("settings: %s", settings.describe())
     provider = _provider(settings)
     watch = Watch()
-    watch.looking.is_standby = settings.standby
+    watch.is_standby = settings.standby
     with ExitStack() as cleanup:
         _serve_metrics(settings, watch, cleanup)
         redis_url = settings.redis_url
@@ -98,15 +98,15 @@ def _run(settings: "WorkerSettings") -> None:
             redis_url = _embedded_redis(settings, cleanup)
         # Before the queue: a worker that sleeps loses its lease but not its store, and no worker runs without a store.
         agents = cleanup.enter_context(closing(_agents(settings)))
-        watch.looking.store = agents.use
+        watch.store = agents.use
         if not isinstance(agents, AgentCacheStore):
-            watch.looking.shared_store = agents.glance
+            watch.shared_store = agents.glance
         agents.start_upkeep()
         own = _own_store(settings, agents)
         queue = cleanup.enter_context(open_queue(settings, redis_url, store=own, model=provider.model))
-        watch.looking.queues, watch.looking.redis = queue.depths.read, queue.depths.server
+        watch.queues, watch.redis = queue.depths.read, queue.depths.server
         worker = Worker(settings, queue.rq_queue, agents, provider, watch.metrics)
-        watch.looking.state = worker.state
+        watch.state = worker.state
         queue.registration.figures = watch.figures
         if not settings.ignore_shutdown_command:
             queue.registration.on_shutdown = worker.request_stop

@@ -5,14 +5,21 @@ got. Steps are counted apart: a step waits for no other stage. Names follow Prom
 of the same meaning, the name after `stoker_` is vLLM's. docs/metrics.md has them all as a table.
 """
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
-from stoker_worker.ports import CompletedGeneration, SequenceProgress
+from stoker_worker.events import FIELDS
+from stoker_worker.ports import CompletedGeneration, SequenceProgress, SharedUse, WorkerState
 from stoker_worker.ports.metrics import End, MetricsPort
+
+_log = logging.getLogger(__name__)
 
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _LONG: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0)
@@ -22,6 +29,13 @@ _OUTCOMES: Final = ("finished", "replayed", "agent_job", "escalated", "failed", 
 
 _REMEMBERED_S: Final = 600.0
 """After so many seconds of steps, the costs seen before have half the weight."""
+
+_TOKENS_WINDOW_S: Final = 10.0
+_JOBS_WINDOW_S: Final = 300.0
+"""Long enough for jobs of a minute each to have a rate."""
+_DATA_LOSS_SHOWN_S: Final = 86_400.0
+"""An operator who comes in the next morning sees it too."""
+_LINE_EVERY_S: Final = 60.0
 
 # Else each counter has a second series with the time of its first sample.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -228,3 +242,95 @@ class Costs:
                 return {"prompt_token_s": None, "token_s": token_s}
             prefill_s = max(0.0, self._mixed_s - self._mixed_tokens * token_s)
             return {"prompt_token_s": prefill_s / self._prefilled, "token_s": token_s}
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float
+    tokens: float
+    ended: float
+
+
+class Rates:
+    """Rates from the counts, at each heartbeat: what `stoker status` shows, and a line in the log for each minute in
+    which there was work. One thread: the heartbeat's."""
+
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._samples: deque[_Sample] = deque()
+        self.tokens_per_s = 0.0
+        self._line_at = clock()
+        self._at_line: dict[str, float] = {}
+
+    def now(self, state: WorkerState, shared_store: SharedUse | None = None) -> dict[str, Any]:
+        """
+        Returns:
+            the value of `now` in `WORKER_KEY`, as wire.py describes it.
+        """
+        metrics, ended, at = self._metrics, self._metrics.ended_jobs(), self._clock()
+        n_ended = _done(ended) + ended["failed"] + ended["withdrawn"]
+        self._add(_Sample(at, total(metrics.step_tokens), n_ended), is_idle=state.in_flight == 0)
+        self.tokens_per_s = self._rate(_TOKENS_WINDOW_S, lambda sample: sample.tokens)
+        if at - self._line_at >= _LINE_EVERY_S:
+            self._write_line(at, state.in_flight)
+        prompt = total(metrics.prompt_tokens)
+        return {
+            "at": time.time(),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "jobs_per_min": round(60 * self._rate(_JOBS_WINDOW_S, lambda sample: sample.ended), 2),
+            "in_flight": state.in_flight,
+            "in_batch": state.in_batch,
+            "hit_share": round(total(metrics.cached_tokens) / prompt, 4) if prompt else None,
+            "done": _done(ended),
+            "failed": ended["failed"],
+            "moved_in": int(total(metrics.agents_moved_in)),
+            **metrics.costs.figures(),
+            "shared_store": {"away_s": round(shared_store.away_s, 1)} if shared_store else None,
+            "suspended": state.is_suspended,
+            "data_loss": asdict(state.data_loss) if state.data_loss.ago_s < _DATA_LOSS_SHOWN_S else None,
+        }
+
+    def _add(self, sample: _Sample, *, is_idle: bool) -> None:
+        """Time without work counts in no rate: the next backlog is not judged by it."""
+        if is_idle and self._samples and self._samples[-1].ended == sample.ended:
+            self._samples.clear()
+        self._samples.append(sample)
+        while sample.at - self._samples[0].at > _JOBS_WINDOW_S:
+            self._samples.popleft()
+
+    def _rate(self, window_s: float, of_sample: Callable[[_Sample], float]) -> float:
+        """Per second, over the last `window_s` at most."""
+        last = self._samples[-1]
+        first = next(sample for sample in self._samples if last.at - sample.at <= window_s)
+        seconds = last.at - first.at
+        return (of_sample(last) - of_sample(first)) / seconds if seconds > 0 else 0.0
+
+    def _write_line(self, at: float, in_flight: int) -> None:
+        metrics, ended = self._metrics, self._metrics.ended_jobs()
+        counts = {
+            "generated": total(metrics.step_tokens),
+            "prompt": total(metrics.prompt_tokens),
+            "cached": total(metrics.cached_tokens),
+            "finished": _done(ended),
+            "failed": ended["failed"],
+        }
+        new = {name: n - self._at_line.get(name, 0) for name, n in counts.items()}
+        seconds = at - self._line_at
+        self._line_at, self._at_line = at, counts
+        if not (in_flight or any(new.values())):
+            return
+        fields = {
+            "tokens_per_s": round(new["generated"] / seconds, 1),
+            "prompt_tokens_per_s": round(new["prompt"] / seconds, 1),
+            "cached_share": round(new["cached"] / new["prompt"], 2) if new["prompt"] else None,
+            "finished": int(new["finished"]),
+            "failed": int(new["failed"]),
+            "in_flight": in_flight,
+        }
+        text = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        _log.info("rates %s", text, extra={FIELDS: {"event": "rates", **fields}})
+
+
+def _done(ended: dict[str, int]) -> int:
+    return ended["finished"] + ended["replayed"] + ended["agent_job"]

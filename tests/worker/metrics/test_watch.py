@@ -14,9 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.metrics.exposition import REDIS_SERVER, exposition
-from stoker_worker.metrics.health import Look, Looking
-from stoker_worker.metrics.server import Watch
+from stoker_worker.metrics.watch import REDIS_SERVER, Look, Watch, exposition
 from stoker_worker.ports import DataLoss, QueueDepth, RedisUse, Serving, SharedUse, StoreUse, WorkerState
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,26 +116,26 @@ def test_a_worker_that_has_not_got_far_shows_only_what_is_known():
 
 
 def test_a_standby_is_shown_as_one_until_it_holds_its_queues():
-    looking = Looking()
-    assert not looking.now().is_standing_by
-    looking.is_standby = True
-    assert parsed(Watch(), looking.now())["stoker_standby",] == 1
-    looking.queues = lambda: [WAITING]
-    assert parsed(Watch(), looking.now())["stoker_standby",] == 0
+    watch = Watch()
+    assert not watch.look().is_standing_by
+    watch.is_standby = True
+    assert parsed(watch, watch.look())["stoker_standby",] == 1
+    watch.queues = lambda: [WAITING]
+    assert parsed(watch, watch.look())["stoker_standby",] == 0
 
 
 def test_the_start_is_that_of_the_worker():
     before = time.time()
-    started = parsed(Watch(), Looking().now())["process_start_time_seconds",]
+    started = parsed(Watch(), Watch().look())["process_start_time_seconds",]
     assert before <= started <= time.time()
 
 
 def test_free_bytes_are_at_most_5_s_old(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("stoker_worker.metrics.health.time.monotonic", lambda: now[0])
-    looking, free = Looking(), iter([5, 4, 3])
-    looking.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
-    seen = [looking.now().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
+    monkeypatch.setattr("stoker_worker.metrics.watch.time.monotonic", lambda: now[0])
+    watch, free = Watch(), iter([5, 4, 3])
+    watch.store = lambda: StoreUse(1, 2, next(free), 9, 0, 0)
+    seen = [watch.look().store.disk_free_bytes for now[0] in (100.0, 104.9, 105.0, 109.9, 110.0)]
     assert seen == [5, 5, 4, 4, 3]
 
 
@@ -145,13 +143,13 @@ def test_redis_is_asked_for_its_figures_only_while_it_answers():
     def refuse():
         raise RedisUnavailable("Redis is away")
 
-    looking = Looking()
-    looking.queues, looking.redis = list, lambda: REDIS
-    assert looking.now().redis is REDIS
-    looking.queues = refuse
-    assert looking.now().redis is None
-    looking.queues, looking.redis = list, refuse
-    assert looking.now().redis is None
+    watch = Watch()
+    watch.queues, watch.redis = list, lambda: REDIS
+    assert watch.look().redis is REDIS
+    watch.queues = refuse
+    assert watch.look().redis is None
+    watch.queues, watch.redis = list, refuse
+    assert watch.look().redis is None
 
 
 @pytest.mark.parametrize(
