@@ -1,25 +1,257 @@
-"""`stoker-worker memory`: inspect and tidy agents' memory from a shell. The group, and the commands that change agents.
+"""`stoker-worker memory`: the commands that look at, change, carry and rescue agents' memory. Options and output only.
 
-Options and output only; `memory_command` handles what all commands have in common.
+With ``--json``, stdout is exactly one JSON value, also for an error: ``{"error": {"type": …, "message": …}}``. (A list
+of agents is printed while it is read: an error in its midst cuts it off.) Exit codes: 0 done, 1 failed or `verify`
+found a problem, 2 wrong usage.
 """
 
+import functools
+import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stoker_shared.errors import AgentNotFound, SharedStoreAway
+from stoker_shared.environment import require_known_variables
+from stoker_shared.errors import AgentNotFound, SharedStoreAway, StokerError
 from stoker_shared.help_layout import LaidOutGroup
-from stoker_shared.text import seconds_of
-from stoker_worker.cli.memory_command import command, say
-from stoker_worker.cli.memory_reading import ls, show, verify
-from stoker_worker.cli.memory_transfer import export, import_
-from stoker_worker.cli.rescue_commands import backup, restore, salvage
+from stoker_shared.text import printable, seconds_of
 
+if TYPE_CHECKING:
+    from stoker_worker.memory.admin.listing import Sort
+
+_MISSING: Final = "the worker's packages are missing ({}); install them with: pip install 'stoker[worker]'"
+_PAGE: Final = 50
+_MOST_NAMED: Final = 50
 _TELL_S: Final = 2.0
 """Between two lines about how far a command has come."""
+
+
+def command(run: Callable[..., None]) -> click.Command:
+    """A command with the two common options and the handling of errors."""
+
+    @functools.wraps(run)
+    def reporting(as_json: bool, store: Path, **options: Any) -> None:
+        try:
+            require_known_variables()
+        except ValueError as error:  # with a misspelt STOKER_STORE it would open another store
+            raise click.UsageError(str(error)) from None
+        try:
+            run(store=store.expanduser(), as_json=as_json, **options)
+        except BrokenPipeError:  # as of `head`; click ends quietly
+            raise
+        except (StokerError, OSError, ModuleNotFoundError) as error:
+            message = _MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else str(error)
+            if not as_json:
+                raise click.ClickException(printable(f"{type(error).__name__}: {message}", lines=True)) from error
+            click.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+            sys.exit(1)
+
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON value and nothing else."),
+        click.option("--store", type=click.Path(path_type=Path), default="~/.stoker", envvar="STOKER_STORE",
+                     show_default=True, show_envvar=True, help="Folder of the agents' memory."),
+    ):  # fmt: skip
+        reporting = option(reporting)
+    name = run.__name__.rstrip("_")
+    return click.command(name=name)(reporting)
+
+
+def say(as_json: bool, values: dict[str, Any], words: str) -> None:
+    """Print the result of a command: `values` as JSON, or `words`."""
+    click.echo(json.dumps(values) if as_json else printable(words, lines=True))
+
+
+@command
+@click.option("--limit", type=click.IntRange(1), help=f"Most agents.  [{_PAGE}; with --json all]")
+@click.option("--offset", type=click.IntRange(0), default=0, help="Leave out so many first.")
+@click.option("--all", "is_all", is_flag=True, help="Every agent.")
+@click.option(
+    "--sort", type=click.Choice(["used", "size", "turns", "name"]), default="used", show_default=True,
+    help="Last used first; largest first; most turns first; by name.",
+)  # fmt: skip
+@click.option("--match", metavar="GLOB", help="Agents whose id matches, as in 'night-*'.")
+def ls(
+    *, store: Path, as_json: bool, limit: int | None, offset: int, is_all: bool, sort: "Sort", match: str | None
+) -> None:
+    """List the agents: newest version, size, last use, state."""
+    from stoker_worker.memory.admin.listing import Page, count_agents, list_agents
+    from stoker_worker.memory.database_file import open_database, refused_if_damaged
+
+    if is_all and limit is not None:
+        raise click.UsageError("--all has no --limit")
+    page = Page(sort, match, limit or (None if is_all or as_json else _PAGE), offset)
+    with closing(open_database(store)) as database, refused_if_damaged(store):
+        agents = list_agents(database.snapshot, page)
+        if as_json:
+            comma = "["
+            for some in filter(None, agents):
+                click.echo(comma + ", ".join(some), nl=False)
+                comma = ", "
+            click.echo("]" if comma != "[" else "[]")
+            return
+        from stoker_worker.cli.memory_tables import print_list
+
+        n_shown = print_list(agents)
+        with database.snapshot() as connection:
+            n_all = count_agents(connection, page)
+    if n_shown < n_all:
+        more = f"; --offset {offset + n_shown} for more" if offset + n_shown < n_all else ""
+        click.echo(f"{n_shown} of {n_all} agents{more}; --all for all", err=True)
+
+
+@command
+@click.argument("agent")
+@click.option("--text", is_flag=True, help="The conversation too.")
+def show(store: Path, as_json: bool, agent: str, text: bool) -> None:
+    """Show AGENT and its versions; with --text, its conversation too."""
+    from stoker_worker.memory.store_parts import opened
+    from stoker_worker.memory.summary import AgentSummary, versions_of
+    from stoker_worker.memory.transcripts import read_agent
+
+    with opened(store) as parts, parts.database.snapshot() as connection:
+        state = read_agent(connection, agent)
+        if state.row is None:
+            raise AgentNotFound(f"there is no agent {agent!r}")
+        summary, versions = AgentSummary.of(connection, state), versions_of(connection, state.row)
+    transcript = state.version.transcript
+    if as_json:
+        shown: dict[str, Any] = {"agent": asdict(summary), "versions": [asdict(version) for version in versions]}
+        if text:
+            messages = transcript.messages if transcript else None
+            said = None if messages is None else [message.as_template_input() for message in messages]
+            shown |= {"messages": said, "text": transcript.text if transcript else None}
+        click.echo(json.dumps(shown))
+        return
+    from stoker_worker.cli.memory_tables import print_agent, print_conversation, print_versions
+
+    print_agent(summary)
+    click.echo()
+    print_versions(versions)
+    if text:
+        print_conversation(transcript)
+
+
+@command
+def verify(store: Path, as_json: bool) -> None:
+    """Read the whole store and list every file that is damaged or out of place."""
+    from stoker_worker.memory.admin.verify import verify_store
+    from stoker_worker.memory.store_parts import opened
+
+    problems = []
+    with opened(store) as parts:
+        for problem in verify_store(parts):
+            problems.append(problem)
+            if not as_json:
+                click.echo(printable(problem))
+    if as_json:
+        click.echo(json.dumps({"problems": problems}))
+    elif not problems:
+        click.echo("everything is as it was written")
+    if problems:
+        sys.exit(1)
+
+
+@command
+@click.argument("agent")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--with-blocks", is_flag=True, help="Its blocks too, so that nothing is computed again.")
+def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool) -> None:
+    """Write AGENT to a new FILE: its versions, tail and snapshots, but not the answers to its jobs."""
+    from stoker_worker.memory.admin.export import export_agent
+    from stoker_worker.memory.store_parts import opened
+
+    with opened(store) as parts:
+        done = export_agent(parts, agent, file, with_blocks=with_blocks)
+    words = f"{file}: {agent!r} at version {done.version}, {done.blocks} blocks, {done.n_bytes} bytes"
+    say(as_json, {"agent_id": agent, "file": str(file), **asdict(done)}, words)
+
+
+@command
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--as", "new_id", metavar="NEWID", help="Import it under this id.")
+@click.option("--with-blocks", is_flag=True, help="Its blocks too. Agents share them: trust the source.")
+def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blocks: bool) -> None:
+    """Import the agent in FILE."""
+    from stoker_worker.memory.admin.importer import import_agent
+    from stoker_worker.memory.replica.shared_replica import opened_with_shared
+
+    with opened_with_shared(store) as (parts, look):
+        done = import_agent(parts, file, new_id=new_id, with_blocks=with_blocks, look=look)
+    left_out = f"; {done.blocks_left_out} in the file were not imported (--with-blocks)" if done.blocks_left_out else ""
+    say(as_json, asdict(done), f"{done.agent_id!r} at version {done.version}, {done.blocks} new blocks{left_out}")
+
+
+@command
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--list", "names", type=click.Path(path_type=Path), help="List the cache files in this new file.")
+def backup(store: Path, as_json: bool, file: Path, names: Path | None) -> None:
+    """Copy every agent to a new FILE, also while the worker runs.
+
+    The cache files are left out: they save time, and are made anew. A damaged conversation is named and copied as it
+    is; the exit code is then 1.
+    """
+    from stoker_worker.memory.admin.backup import back_up
+    from stoker_worker.memory.store_parts import opened
+
+    with opened(store) as parts:
+        done = back_up(parts, file, names=names)
+    left_out = " and ".join(f"{x.files} files of {x.folder}/ ({x.n_bytes} bytes)" for x in done.left_out)
+    words = f"{file}: {done.agents} agents, {done.n_bytes} bytes, without {left_out}"
+    say(as_json, {"file": str(file), **asdict(done)}, "\n".join([words, *done.problems]))
+    if done.problems:
+        sys.exit(1)
+
+
+@command
+@click.argument("backup", type=click.Path(path_type=Path))
+def restore(store: Path, as_json: bool, backup: Path) -> None:
+    """Put BACKUP in the place of the store's database. The worker must be stopped.
+
+    The database that was there is kept beside it.
+    """
+    from stoker_worker.memory.admin.restore import restore as put_back
+
+    done = put_back(store, backup)
+    newest = done.newest_use and datetime.fromtimestamp(done.newest_use, UTC).isoformat(" ", "seconds")
+    when = f", last used {newest}" if newest else ""
+    words = f"{done.agents} agents{when}, and {done.blocks} blocks of their cache{_kept(done.kept)}"
+    say(as_json, asdict(done), words)
+
+
+@command
+def salvage(store: Path, as_json: bool) -> None:
+    """Take over every agent that is whole from a damaged database, and name the others. The worker must be stopped.
+
+    The damaged database is kept beside the new one.
+    """
+    from stoker_worker.memory.admin.salvage import salvage as take_over
+
+    done = take_over(store)
+    whole = f"{done.whole} agents are whole; {done.blocks} blocks of their cache are there{_kept(done.kept)}"
+    to_do = "'append' is refused until 'memory rollback --to N' or a turn with context='full'"
+    refused = _named(f"whose newest version is not proved ({to_do})", done.refused)
+    lost = _named("of which no version can be read ('append' is refused until a turn with context='full')", done.lost)
+    say(as_json, asdict(done), "\n".join([whole, *refused, *lost]))
+
+
+def _named(what: str, agents: dict[str, str]) -> Iterator[str]:
+    if agents:
+        yield f"{len(agents)} {'agent' if len(agents) == 1 else 'agents'} {what}:"
+        yield from (f"  {agent_id!r}: {reason}" for agent_id, reason in islice(agents.items(), _MOST_NAMED))
+    if len(agents) > _MOST_NAMED:
+        yield f"  and {len(agents) - _MOST_NAMED} more; --json names all"
+
+
+def _kept(path: str | None) -> str:
+    return f"; the database that was there is kept as {path}" if path else ""
+
 
 _waiting = click.option("--wait", is_flag=True, help="Wait until no job of the agent runs, instead of refusing.")
 
