@@ -12,11 +12,10 @@ from tests.worker.pipeline.stages import MODEL, NotedFinisher, loaded_job
 
 from stoker_shared.errors import BlockPoolTooSmall, GenerationTimedOut
 from stoker_shared.result import CacheReport
-from stoker_worker.pipeline.answer import read_answer
+from stoker_worker.pipeline.answer import build_result, read_answer
 from stoker_worker.pipeline.engine_thread import Choices, EngineThread, works_of
 from stoker_worker.pipeline.job import Cancelled, Failed, Finished, GivenBack
 from stoker_worker.pipeline.prompt import Prompt
-from stoker_worker.pipeline.results import build_result
 from stoker_worker.ports import CompletedGeneration, GenerationTiming, Restored, RestoredPrefix, SequenceProgress
 
 SHARES = ("salt",)

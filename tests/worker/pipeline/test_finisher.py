@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from tests.in_memory.queue import InMemoryJob, InMemoryQueue
 from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
 
-from stoker_shared.agents import build_agent_request
+from stoker_shared.agents import AgentInfo, build_agent_request
 from stoker_shared.errors import (
     AgentTranscriptUnreadable,
+    AgentVersionConflict,
     AgentVersionNotSaved,
     JobLost,
     RedisUnavailable,
@@ -142,11 +144,10 @@ def test_a_result_waits_until_redis_is_back_and_is_then_posted(scene: Scene) -> 
 
 def test_a_stop_while_redis_is_away_saves_finished_turns_and_leaves_the_rest_to_recovery(scene: Scene) -> None:
     finished, cut_short = loaded_job(scene.queue, "a"), loaded_job(scene.queue, "b")
-    forget = build_agent_request({"agent_id": "c", "action": "forget"})
-    change = Job(claimed(scene.queue, job_id="job-c", request=forget))
+    change = Job(claimed(scene.queue, job_id="job-c", request=FORGET))
     scene.queue.away = True
     scene.finisher.put(finished, generated())
-    scene.finisher.put(change, AgentChange(forget))
+    scene.finisher.put(change, AgentChange(FORGET))
     scene.finisher.put(cut_short, TO_GIVE_BACK)
     scene.finisher.abandon()
     scene.finish()
@@ -250,17 +251,57 @@ def test_a_turn_whose_agent_was_changed_meanwhile_runs_again(scene: Scene, conte
     assert len(scene.store.memory.agents["a"]) == 1
 
 
-def test_a_change_of_an_agent_that_another_worker_changed_first_runs_again(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def overtaken(*args: object) -> None:
-        raise VersionTaken("another worker has written that version")
+FORGET = build_agent_request({"agent_id": "a", "action": "forget"})
+DONE = AgentInfo(job_id="forget", agent_id="a", exists=True)
 
-    monkeypatch.setattr(scene.store.agent_jobs, "run", overtaken)
-    request = build_agent_request({"agent_id": "a", "action": "forget"})
-    scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=request)), AgentChange(request))
+
+@dataclass
+class PlayedJobs:
+    """Changes of agents. `answered`: the result of an earlier one; `error`: of this one."""
+
+    answered: AgentInfo | None = None
+    error: Exception | None = None
+    overtaken: bool = False
+
+    def answer(self, request: object, delivery: object) -> AgentInfo | None:
+        return self.answered
+
+    def run(self, request: object, delivery: object) -> AgentInfo:
+        if self.overtaken:
+            self.answered = DONE
+        if self.error is not None:
+            raise self.error
+        return DONE
+
+
+@pytest.mark.parametrize(
+    ("losses_alone", "jobs", "state", "error"),
+    [
+        (2, PlayedJobs(), "finished", None),
+        (3, PlayedJobs(), "failed", WorkerLostTooOften),
+        # It has taken effect: nothing is done again, however many workers it lost.
+        (0, PlayedJobs(DONE, AssertionError()), "finished", None),
+        (3, PlayedJobs(DONE, AssertionError()), "finished", None),
+        (0, PlayedJobs(error=OSError("no space")), "failed", AgentVersionNotSaved),
+        # A worker that was taken for dead has carried it out meanwhile.
+        (0, PlayedJobs(error=AgentVersionConflict("taken"), overtaken=True), "finished", None),
+        (0, PlayedJobs(error=AgentVersionConflict("not that version")), "failed", AgentVersionConflict),
+        (0, PlayedJobs(error=VersionTaken("by another worker")), "queued", None),
+    ],
+)
+def test_a_change_of_an_agent_is_made_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, losses_alone: int, jobs: PlayedJobs, state: str, error: type | None
+) -> None:
+    monkeypatch.setattr(scene.store, "agent_jobs", jobs)
+    scene.queue.enqueue(job_id="forget", request=FORGET)
+    entry = scene.queue.entries["forget"]
+    entry.losses_alone = losses_alone
+    (job,) = scene.queue.claim(1, Busy())
+    scene.finisher.put(Job(job), AgentChange(FORGET))
     scene.wait_for_release()
-    assert (scene.queue.state("forget"), scene.queue.given_back) == ("queued", ["forget"])
+    assert (entry.state, type(entry.error) if entry.error else None) == (state, error)
+    assert scene.queue.given_back == (["forget"] if state == "queued" else [])
+    assert entry.result == (DONE.model_dump(mode="json") if state == "finished" else None)
 
 
 def away(scene: Scene, context: str = "append") -> Job:
@@ -353,7 +394,6 @@ def test_a_job_whose_finish_raises_is_failed_and_its_slot_is_freed(
 
 def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent is free only after every step of its job's end, also the store's."""
-    forget = build_agent_request({"agent_id": "a", "action": "forget"})
     in_flight: list[int] = []
     real = scene.store.ended
 
@@ -364,7 +404,7 @@ def test_a_job_is_released_only_after_all_steps_of_its_end(scene: Scene, monkeyp
     monkeypatch.setattr(scene.store, "ended", ended)
     scene.put_finished("a")
     scene.wait_for_release()
-    scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=forget)), AgentChange(forget))
+    scene.finisher.put(Job(claimed(scene.queue, job_id="forget", request=FORGET)), AgentChange(FORGET))
     scene.wait_for_release()
     assert scene.queue.state("forget") == "finished"
     assert in_flight == [1, 1]
@@ -526,10 +566,10 @@ def test_the_total_time_includes_the_save(scene: Scene) -> None:
 def test_a_transient_error_of_redis_is_no_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     real, errors = InMemoryJob.finish, [RedisUnavailable("busy"), RedisUnavailable("busy")]
 
-    def finish(job: InMemoryJob, result: dict[str, object]) -> None:
+    def finish(job: InMemoryJob, result: dict[str, object]) -> bool:
         if errors:
             raise errors.pop()
-        real(job, result)
+        return real(job, result)
 
     monkeypatch.setattr(InMemoryJob, "finish", finish)
     scene.put_finished("a")

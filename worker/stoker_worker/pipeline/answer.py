@@ -1,4 +1,4 @@
-"""Reads a generated text: answer, thinking, tool calls, JSON value. Pure; finisher threads.
+"""From a generated text to the job's result: answer, thinking, tool calls, JSON value. Pure; finisher threads.
 
 A call's parser is another library's, and the model may write anything: a text that does not become a call has a reason
 instead.
@@ -6,6 +6,7 @@ instead.
 
 import hashlib
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,9 +14,19 @@ from typing import Any, Final
 from stoker_shared.answer_parts import cut
 from stoker_shared.message import Message
 from stoker_shared.request import GenerationRequest
-from stoker_shared.result import CalledFunction, FinishReason, ToolCall
+from stoker_shared.result import (
+    CacheReport,
+    CalledFunction,
+    Choice,
+    FinishReason,
+    GenerationResult,
+    Timing,
+    ToolCall,
+    Usage,
+)
 from stoker_shared.text import one_line
-from stoker_worker.pipeline.prompt import Prompt
+from stoker_worker.pipeline.job import Job
+from stoker_worker.pipeline.prompt import Prompt, replaced_version
 from stoker_worker.ports import CompletedGeneration, LoadedModel
 from stoker_worker.ports.memory import OwnMessage
 from stoker_worker.ports.model import AnswerFormat
@@ -269,3 +280,90 @@ def parsed_answer(request: GenerationRequest, completion: CompletedGeneration, c
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def build_result(
+    job: Job, completion: CompletedGeneration, answers: Sequence[Answer], model: LoadedModel, cache: CacheReport
+) -> GenerationResult:
+    """The result as of now: `total_s` counts up to this call. There is an answer for each choice."""
+    completions = (completion, *job.further_choices)
+    choices = [
+        Choice(**answer.fields(), logprobs=one.logprobs) for answer, one in zip(answers, completions, strict=True)
+    ]
+    claimed, timing = job.claimed, completion.timing
+    first_token_at = job.submitted_at + timing.waited_s + timing.prefill_s
+    return GenerationResult(
+        job_id=claimed.job_id,
+        agent_id=job.request.agent_id,
+        **dict(choices[0]),
+        usage=Usage(
+            prompt_tokens=len(job.prompt.ids),
+            cached_tokens=completion.cached_tokens,
+            completion_tokens=sum(len(one.generated_ids) for one in completions),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in answers),
+        ),
+        cache=cache,
+        timing=Timing(
+            queued_s=_seconds(claimed.claimed_at - claimed.enqueued_at),
+            prefill_s=_seconds(timing.prefill_s),
+            first_token_s=_seconds(first_token_at - claimed.enqueued_at),
+            decode_s=_seconds(max(_ended_after_s(one) for one in completions) - timing.waited_s - timing.prefill_s),
+            total_s=_seconds(time.time() - claimed.enqueued_at),
+        ),
+        model=model.name,
+        attempt=claimed.attempt,
+        prompt_logprobs=completion.prompt_logprobs,
+        choices=choices if job.request.n > 1 else None,
+        metadata=job.request.metadata,
+    )
+
+
+def _ended_after_s(completion: CompletedGeneration) -> float:
+    """From its submission to the engine."""
+    timing = completion.timing
+    return timing.waited_s + timing.prefill_s + timing.decode_s
+
+
+def with_total_until_now(result: Mapping[str, Any], job: Job) -> Mapping[str, Any]:
+    """The same result (as JSON), with `total_s` extended to include the save; the stored copy was built before it."""
+    return {**result, "timing": {**result["timing"], "total_s": _seconds(time.time() - job.claimed.enqueued_at)}}
+
+
+def cache_report(
+    job: Job,
+    completion: CompletedGeneration,
+    *,
+    agent_version: int | None,
+    saved: bool,
+    save_error: str | None = None,
+) -> CacheReport:
+    """
+    Args:
+        saved: whether the turn is the agent's `agent_version`; then it may have replaced another conversation.
+    """
+    restored, agent = job.restored, job.agent
+    # A restored prefix is lost when a step breaks: the sequence then begins again from its tokens.
+    is_lost = restored.source != "none" and completion.cached_tokens == 0
+    from_the_batch = restored.source == "none" and completion.cached_tokens > 0
+    return CacheReport(
+        source="none" if is_lost else "memory" if from_the_batch else restored.source,
+        miss_reason=job.prompt.rendered_anew or ("step_broke" if is_lost else restored.miss_reason),
+        agent_version=agent_version,
+        saved=saved,
+        save_error=save_error,
+        replaced_version=replaced_version(job.prompt, agent) if saved and agent is not None else None,
+    )
+
+
+def _seconds(value: float) -> float:
+    # The producer's clock is another machine's: a job from the future has waited no time, not a negative one.
+    return round(max(0.0, value), 6)
+
+
+def read_answers(job: Job, completion: CompletedGeneration, model: LoadedModel) -> list[Answer]:
+    """One for each choice."""
+    seed = repr(job.claimed.delivery)
+    return [
+        read_answer(job.request, job.prompt, one, model, f"{seed} {number}" if number else seed)
+        for number, one in enumerate((completion, *job.further_choices))
+    ]

@@ -11,14 +11,16 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Final, assert_never
+from typing import Any, Final, TypeVar, assert_never
 
 from stoker_shared.agents import AgentRequest
 from stoker_shared.errors import (
+    AgentVersionConflict,
     AgentVersionNotSaved,
     JobLost,
     OwnershipLost,
@@ -27,8 +29,9 @@ from stoker_shared.errors import (
     VersionTaken,
     WorkerLostTooOften,
 )
+from stoker_shared.wire import MAX_ATTEMPTS
 from stoker_worker.events import Outage, log_answer, log_failure, log_job
-from stoker_worker.pipeline.agent_jobs import carry_out
+from stoker_worker.pipeline.answer import Answer, build_result, cache_report, read_answers, with_total_until_now
 from stoker_worker.pipeline.job import (
     AgentChange,
     Cancelled,
@@ -41,11 +44,22 @@ from stoker_worker.pipeline.job import (
     RunsAgain,
     cut_short,
 )
-from stoker_worker.pipeline.patience import Patience
-from stoker_worker.pipeline.results import read_answers, save_turn, with_total_until_now
-from stoker_worker.ports import NOT_COUNTED, CacheStorePort, CompletedGeneration, LoadedModel, MetricsPort
+from stoker_worker.pipeline.prompt import next_transcript
+from stoker_worker.ports import (
+    NOT_COUNTED,
+    AgentVersion,
+    CacheStorePort,
+    ClaimedJob,
+    CompletedGeneration,
+    LoadedModel,
+    MetricsPort,
+    Turn,
+)
+from stoker_worker.ports.cache_spec import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _THREADS: Final = 4
 _STORE_WAIT_S: Final = 30.0
@@ -80,7 +94,9 @@ class Finisher:
         self._store = store
         self._loaded = loaded
         self._metrics = metrics
-        self._redis = Patience(outage or Outage("Redis"), retry_s)
+        self._outage = outage or Outage("Redis")
+        self._retry_s = retry_s
+        self._abandoned = threading.Event()
         self._ended: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
         self._to_give_back: list[tuple[Job, GivenBack]] = []
         self._waiting: deque[tuple[Job, Outcome]] = deque()  # for the shared store
@@ -108,7 +124,7 @@ class Finisher:
 
     def abandon(self) -> None:
         """Wait no more for a Redis that is away: the next worker recovers what is left. Any thread."""
-        self._redis.abandon()
+        self._abandoned.set()
 
     def n_to_give_back(self) -> int:
         """Jobs in flight that only wait for `finish`, to go back to the queue. Any thread."""
@@ -173,7 +189,7 @@ class Finisher:
             case Finished(completion):
                 self._finish(job, completion)
             case Replayed(answer):
-                self._redis.wait(partial(job.claimed.finish, answer))
+                self._once_redis_answers(partial(job.claimed.finish, answer))
                 self._metrics.answered(answer, replayed=True)
                 log_answer("replayed", job.job_id, answer, agent=job.request.agent_id)
                 self._forget_delivery(job)
@@ -185,7 +201,7 @@ class Finisher:
                 self._run_again(job, why)
             case Cancelled():
                 self._close_number(job)
-                self._redis.wait(job.claimed.stop)
+                self._once_redis_answers(job.claimed.stop)
                 self._metrics.ended("withdrawn")
                 log_job("cancelled", job.job_id)
             case _:
@@ -197,7 +213,7 @@ class Finisher:
         if job.claimed.memory_use.access == "write":
             self._begin_save(job)
         try:
-            saved = save_turn(job, completion, answers, self._store, model)
+            saved = self._save_turn(job, completion, answers, model)
         except AgentVersionNotSaved as error:
             if job.waits_since is None:
                 self._fail(job, error)
@@ -205,7 +221,7 @@ class Finisher:
                 self._run_again(job, error)
             return
         result = with_total_until_now(saved, job)
-        if not self._redis.wait(partial(job.claimed.finish, result)):
+        if not self._once_redis_answers(partial(job.claimed.finish, result)):
             self._metrics.escalated(len(job.prompt.ids) - completion.cached_tokens)
             return
         self._metrics.answered(result, save_s=result["timing"]["total_s"] - saved["timing"]["total_s"])
@@ -213,41 +229,120 @@ class Finisher:
             self._forget_delivery(job)
         log_answer("finished", job.job_id, result, agent=job.request.agent_id)
 
+    def _save_turn(
+        self, job: Job, completion: CompletedGeneration, answers: Sequence[Answer], model: LoadedModel
+    ) -> Mapping[str, Any]:
+        """The result, as JSON, once the turn is saved. If the save fails, an `append` turn fails too, and any other is
+        answered all the same, once it is noted that its turn is missing.
+
+        Raises:
+            AgentVersionNotSaved: an `append` turn could not be saved, or one that waited for the shared store; or
+                another one, and not even that could be noted.
+            VersionTaken: another worker, or a command of the shell, has changed the agent meanwhile.
+            SharedStoreAway: it may be saved or not.
+        """
+        agent, request = job.agent, job.request
+
+        def result(version: int | None, saved: bool, save_error: str | None = None) -> Mapping[str, Any]:
+            report = cache_report(job, completion, agent_version=version, saved=saved, save_error=save_error)
+            return build_result(job, completion, answers, model, report).model_dump(mode="json")
+
+        if agent is None:
+            self._save_shared(job, completion, model)
+            return result(None, saved=False)
+        if request.cache != "readwrite":
+            return result(_number_of(agent), saved=False)
+        turn = Turn(
+            base=agent,
+            delivery=job.claimed.delivery,
+            transcript=next_transcript(job.prompt, completion, answers[0].message(), model),
+            model=model,
+            cache_salt=job.salt,
+            cache=completion.cache,
+            result=result(agent.number + 1, saved=True),
+        )
+        try:
+            return self._store.save(turn)
+        except AgentVersionConflict as error:
+            raise VersionTaken(str(error)) from error
+        except (VersionTaken, SharedStoreAway):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if request.context == "append" or job.waits_since is not None:
+                raise AgentVersionNotSaved(reason) from error
+            try:
+                self._store.mark_unsaved(agent.agent_id)
+            except OSError as not_noted:
+                raise AgentVersionNotSaved(f"{reason}; and it cannot be noted: {not_noted}") from error
+            return result(_number_of(agent), saved=False, save_error=reason)
+
+    def _save_shared(self, job: Job, completion: CompletedGeneration, model: LoadedModel) -> None:
+        """Save the beginning that other jobs without an agent have too. Its loss costs them time only."""
+        cache, n_shared = completion.cache, job.restored.shared_blocks * BLOCK_TOKENS
+        if cache is None or not cache.start < n_shared <= cache.stop:
+            return
+        try:
+            self._store.save_blocks(job.prompt.ids[:n_shared], cache, model=model, salt=job.salt)
+        except Exception as error:
+            log.info("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)
+
     def _begin_save(self, job: Job) -> None:
         """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
         all the same, and the next worker answers its delivery from the agent's history. No other worker can make the
         same version: this process has the store locked, and a shared store takes one of each number.
         (docs/adr/0058-a-stop-while-redis-is-away.md)."""
         with suppress(RedisUnavailable):
-            self._redis.wait(job.claimed.begin_save)
+            self._once_redis_answers(job.claimed.begin_save)
 
     def _change_agent(self, job: Job, request: AgentRequest) -> None:
-        claimed, store = job.claimed, self._store.agent_jobs
-        self._redis.wait(claimed.begin_save)
+        claimed = job.claimed
+        self._once_redis_answers(claimed.begin_save)
         try:
-            result = carry_out(request, claimed, store)
+            result = self._carry_out(request, claimed)
         except (SharedStoreAway, VersionTaken) as error:
             self._run_again(job, error)  # nothing is computed anew
             return
         except Exception as error:  # whatever a damaged file does, it does to one job
             self._fail(job, error)
             return
-        self._redis.wait(partial(claimed.finish, result))
+        self._once_redis_answers(partial(claimed.finish, result))
         self._metrics.ended("agent_job")
         self._forget_delivery(job)
         log_job("finished", job.job_id, agent=request.agent_id, action=request.action)
 
+    def _carry_out(self, request: AgentRequest, job: ClaimedJob) -> Mapping[str, Any]:
+        """The result of a change of an agent, which is never made twice.
+
+        Raises:
+            AgentMemoryError: it cannot be done; `AgentVersionNotSaved` where the disk failed.
+            WorkerLostTooOften: it was begun too often, and has not taken effect.
+        """
+        store = self._store.agent_jobs
+        try:
+            if (answer := store.answer(request, job.delivery)) is not None:
+                log.info("job %s had taken effect already", job.job_id)
+            elif job.losses_alone >= MAX_ATTEMPTS:
+                raise WorkerLostTooOften(f"alone in flight while {job.losses_alone} workers died")
+            else:
+                try:
+                    answer = store.run(request, job.delivery)
+                except AgentVersionConflict:  # a worker that slept and was taken for dead can have carried it out
+                    if (answer := store.answer(request, job.delivery)) is None:
+                        raise
+        except OSError as error:
+            raise AgentVersionNotSaved(f"{type(error).__name__}: {error}") from error
+        return answer.model_dump(mode="json")
+
     def _forget_delivery(self, job: Job) -> None:
-        """Its end is written: no worker gets it again, once Redis has forgotten it too."""
-        request, claimed = job.claimed.request, job.claimed
-        agent_id = request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
-        if agent_id is not None:
-            self._store.ended(agent_id, claimed.delivery, remember_s=claimed.lives_s)
+        """The end is recorded; the replay answer goes when the job expires."""
+        if (agent_id := job.changed_agent) is not None:
+            self._store.ended(agent_id, job.claimed.delivery, remember_s=job.claimed.lives_s)
 
     def _fail(self, job: Job, error: Exception, partial_text: str | None = None) -> None:
         self._close_number(job)
         may_retry = not isinstance(error, WorkerLostTooOften)  # a retry counts the lost workers from zero again
-        if not self._redis.wait(partial(job.claimed.fail, error, partial_text, may_retry=may_retry)):
+        if not self._once_redis_answers(partial(job.claimed.fail, error, partial_text, may_retry=may_retry)):
             self._metrics.escalated(0)
             return
         log_failure(job.job_id, error, agent=job.claimed.request.agent_id)
@@ -256,10 +351,23 @@ class Finisher:
     def _close_number(self, job: Job) -> None:
         """Before the job ends without a turn: one that an earlier run has sent must not arrive any more. Raises
         `SharedStoreAway`."""
-        request = job.claimed.request
-        agent_id = request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
-        if job.claimed.was_saving and agent_id is not None:
+        if job.claimed.was_saving and (agent_id := job.changed_agent) is not None:
             self._store.close_number(agent_id)
+
+    def _once_redis_answers(self, call: Callable[[], T]) -> T:
+        """What `call` returns; it is made again while Redis is away.
+
+        Raises:
+            RedisUnavailable: Redis is away, and is not waited for any more.
+        """
+        while True:
+            try:
+                return call()
+            except RedisUnavailable as error:
+                if self._abandoned.is_set():
+                    raise
+                self._outage.met(error)
+                self._abandoned.wait(self._retry_s)
 
     def _may_wait(self, job: Job) -> bool:
         """Whether a finished turn waits for the shared store: to generate it again costs more."""
@@ -269,7 +377,7 @@ class Finisher:
         return now - job.waits_since < _STORE_WAIT_S and not is_stopping
 
     def _run_again(self, job: Job, why: Exception) -> None:
-        if self._redis.wait(partial(job.claimed.give_back, counts_as_attempt=False)):
+        if self._once_redis_answers(partial(job.claimed.give_back, counts_as_attempt=False)):
             log_job("given back", job.job_id, agent=job.claimed.request.agent_id, reason=f"{type(why).__name__}: {why}")
             self._metrics.ended("given_back")
 
@@ -297,7 +405,7 @@ class Finisher:
         given_back = 0
         for job, how in jobs:  # each goes to the very front, so the first one goes last
             try:
-                if self._redis.wait(
+                if self._once_redis_answers(
                     partial(job.claimed.give_back, counts_as_attempt=how.counts_as_attempt, alone=alone)
                 ):
                     given_back += 1
@@ -314,3 +422,7 @@ class Finisher:
             self._metrics.ended("given_back", given_back)
         if missing := len(jobs) - given_back:
             log.warning("%d jobs not given back: ended meanwhile, or left to the next worker", missing)
+
+
+def _number_of(agent: AgentVersion) -> int | None:
+    return agent.known_number if agent.known_number > 0 else None

@@ -62,6 +62,12 @@ class Job:
         assert isinstance(self.claimed.request, GenerationRequest)
         return self.claimed.request
 
+    @property
+    def changed_agent(self) -> str | None:
+        """The agent that the job is about; of a fork, the new one."""
+        request = self.claimed.request
+        return request.changed_agent if isinstance(request, AgentRequest) else request.agent_id
+
     def drop_arrays(self) -> None:
         """The engine has taken over the restored cache."""
         self.restored = replace(self.restored, prefix=None)
