@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -34,6 +34,8 @@ class QueueStatus:
     Attributes:
         waiting, running, finished, failed, deferred, scheduled: how many jobs; ended jobs count until they expire.
         oldest_wait_s: how long the oldest job has waited, in seconds; ``None`` if none waits.
+        left_s: until its last job ends, at the rate at which its workers end jobs now, queues that they prefer
+            included; ``None`` without jobs or without a rate.
         workers: names of the workers that listen to it.
     """
 
@@ -45,6 +47,7 @@ class QueueStatus:
     deferred: int
     scheduled: int
     oldest_wait_s: float | None = field(kw_only=True)
+    left_s: float | None = field(default=None, kw_only=True)
     workers: tuple[str, ...] = field(kw_only=True)
 
 
@@ -63,7 +66,15 @@ def queues_now() -> Operation[list[QueueStatus]]:
         oldest_wait_s = _oldest_wait_s([next(stamps) for _ in head], now)
         listening = tuple(worker.name for worker in workers if name in worker.queues)
         queues.append(QueueStatus(name, *counts, oldest_wait_s=oldest_wait_s, workers=listening))
-    return queues
+    return [replace(queue, left_s=_left_s(queue, queues, workers)) for queue in queues]
+
+
+def _left_s(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> float | None:
+    serving = [worker for worker in workers if queue.name in worker.queues]
+    rate = sum(worker.now.jobs_per_min for worker in serving if worker.now) / 60
+    before = {name for worker in serving for name in worker.queues[: worker.queues.index(queue.name) + 1]}
+    n_jobs = sum(other.waiting + other.running for other in queues if other.name in before)
+    return n_jobs / rate if queue.waiting + queue.running and rate > 0 else None
 
 
 def _looks_at(queue: str, now: datetime) -> list[Command]:
@@ -96,24 +107,6 @@ def _oldest_wait_s(stamps: Sequence[Sequence[bytes | None]], now: datetime) -> f
 
 SLOWEST: Final = 10
 _MOST_IN_FLIGHT: Final = 1000
-
-
-@dataclass(frozen=True)
-class QueueOutlook:
-    """
-    Attributes:
-        oldest_wait_s: ``None`` if no job waits.
-        left_s: until its last job ends, at the rate at which its workers end jobs now, queues that they prefer
-            included; ``None`` without jobs or without a rate.
-        workers: the living workers that listen to it.
-    """
-
-    name: str
-    waiting: int
-    running: int
-    oldest_wait_s: float | None
-    left_s: float | None
-    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ class Overview:
         trouble: why the server may refuse to write; a living worker may then be shown as dead.
     """
 
-    queues: list[QueueOutlook]
+    queues: list[QueueStatus]
     workers: list[WorkerOutlook]
     slowest: list[JobInFlight]
     trouble: str | None = None
@@ -172,22 +165,9 @@ def overview() -> Operation[Overview]:
         WorkerOutlook(name, live is not None, live, leases.get(name, {}))
         for name, live in ((name, known.get(name)) for name in sorted(names))
     ]
-    living = [worker for worker in known.values() if worker is not None]
     slowest = sorted(jobs, key=lambda job: -job.running_s)[:SLOWEST]
     trouble = yield from _trouble()
-    outlooks = [_outlook(queue, queues, living) for queue in queues]
-    return Overview(outlooks, workers, slowest, trouble)
-
-
-def _outlook(queue: QueueStatus, queues: Sequence[QueueStatus], workers: Sequence[LiveWorker]) -> QueueOutlook:
-    serving = [worker for worker in workers if queue.name in worker.queues]
-    rate = sum(worker.now.jobs_per_min for worker in serving if worker.now) / 60
-    before = {name for worker in serving for name in worker.queues[: worker.queues.index(queue.name) + 1]}
-    n_jobs = sum(other.waiting + other.running for other in queues if other.name in before)
-    is_empty = queue.waiting + queue.running == 0
-    left_s = None if is_empty or rate <= 0 else n_jobs / rate
-    names = tuple(worker.name for worker in serving)
-    return QueueOutlook(queue.name, queue.waiting, queue.running, queue.oldest_wait_s, left_s, names)
+    return Overview(queues, workers, slowest, trouble)
 
 
 def _in_flight(queues: Sequence[str]) -> Operation[list[JobInFlight]]:

@@ -5,7 +5,6 @@ A job is as durable without a worker as with one, so a missing worker is no erro
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -136,20 +135,16 @@ def is_ours(name: str) -> bool:
     return name.startswith("stoker-")
 
 
-def unattended(queue: str) -> Operation[str | None]:
-    """A warning that no worker listens to `queue`; ``None`` if one does."""
-    if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
-        return None
-    workers = yield from live_workers()
-    queues = {name: None for worker in workers for name in worker.queues}
-    return None if queue in queues else _warning(queue, queues)
-
-
-def first_unattended(queues: Iterable[str]) -> Operation[str | None]:
-    """As `unattended`, for several queues: the first warning."""
+def unattended(*queues: str) -> Operation[str | None]:
+    """A warning that no worker listens to one of `queues`, which names the first of these; ``None`` if all have one."""
     for queue in queues:
-        if (warning := (yield from unattended(queue))) is not None:
-            return warning
+        if (yield from ask("EXISTS", SERVED_KEY.format(queue=queue))):
+            continue
+        workers = yield from live_workers()
+        served = list(dict.fromkeys(name for worker in workers for name in worker.queues))
+        if queue not in served:
+            others = f"; queues with workers: {', '.join(served)}" if served else ", nor to any queue"
+            return f"no worker listens to {queue!r}{others}"
     return None
 
 
@@ -170,11 +165,6 @@ class Attendance:
             if warning is not None:
                 self._next_look[queue] = float("inf")
                 log.warning("%s", warning)
-
-
-def _warning(queue: str, queues: Iterable[str]) -> str:
-    others = ", ".join(queues)
-    return f"no worker listens to {queue!r}" + (f"; queues with workers: {others}" if others else ", nor to any queue")
 
 
 def _worker(name: str, value: bytes | None) -> LiveWorker | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stoker.overview import JobInFlight, Overview, QueueOutlook, WorkerOutlook
+from stoker.overview import JobInFlight, Overview, QueueStatus, WorkerOutlook
 from stoker.presence import DataLoss
 from stoker_shared.text import printable
 
@@ -45,7 +45,7 @@ DEAD: Final = "DEAD"
 """The state of a worker without a heartbeat."""
 
 
-def queue_table(queues: Sequence[QueueOutlook]) -> Table:
+def queue_table(queues: Sequence[QueueStatus]) -> Table:
     rows = [
         [
             queue.name,

@@ -17,7 +17,7 @@ from tests.server_fixture import require_server_program
 import stoker.operations
 import stoker.producer
 import stoker.waiting
-from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
+from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
 from stoker.operations import Commands
 from stoker_worker.embedded_redis.server import EmbeddedServer
 
@@ -256,13 +256,6 @@ def test_a_wait_for_many_survives_the_servers_death_and_return(tmp_path, monkeyp
                     for ticket in tickets[1:]:
                         PlayedWorker(Redis(port=port)).finish(ticket.job_id)
                     assert set(waiting.result()) == set(tickets[1:])
-
-
-@pytest.mark.slow
-def test_a_server_that_was_never_there_is_no_server():
-    producer = Producer("redis://127.0.0.1:1")
-    with pytest.raises(RedisUnavailable):
-        producer.results([producer.ticket("j")], timeout_s=30)
 
 
 def test_a_look_for_many_jobs_is_a_few_commands(connection, each_step):

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from fakeredis import FakeAsyncRedis, FakeRedis, FakeServer
-from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 from tests.producer.played_worker import PlayedWorker, end
 from tests.worker_process import running_worker
 
@@ -176,22 +174,6 @@ def test_no_server_is_one_clear_error_without_the_password():
             assert "hunter2" not in repr(producer)
 
     asyncio.run(use())
-
-
-@pytest.mark.parametrize("url", ["http://:hunter2@h", "hunter2"])
-def test_an_invalid_redis_url_is_refused_without_quoting_it(url):
-    with pytest.raises(ValueError, match="not a Redis URL") as caught:
-        AsyncProducer(url)
-    assert "ter2" not in str(caught.value)
-
-
-def test_a_connection_of_the_other_kind_is_refused():
-    with pytest.raises(TypeError, match=r"redis\.asyncio\.Redis"):
-        AsyncProducer(Redis())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"redis\.Redis"):
-        Producer(AsyncRedis())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="decode_responses"):
-        AsyncProducer(AsyncRedis(decode_responses=True))
 
 
 # --- on a real server ---

@@ -135,18 +135,12 @@ def test_a_wrong_command_is_exit_code_2_on_stderr_or_as_one_object(stoker, argum
     assert "hunter2" not in out
 
 
-def test_no_server_is_exit_code_1_without_the_password(stoker):
-    code, out, err = stoker("--redis", "redis://:hunter2@127.0.0.1:1", "status", "x")
-    assert (code, out) == (1, "")
-    assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
-    assert "hunter2" not in err
-
-
-@pytest.mark.slow
-def test_a_submit_while_redis_is_away_is_one_line(stoker):
-    code, out, err = stoker("submit", "--message", "hi", "--redis", "redis://127.0.0.1:1")
+@pytest.mark.parametrize("command", ["status x", pytest.param("submit --message hi", marks=pytest.mark.slow)])
+def test_no_server_is_exit_code_1_and_one_line_without_the_password(stoker, command):
+    code, out, err = stoker("--redis", "redis://:hunter2@127.0.0.1:1", *command.split())
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("RedisUnavailable: no Redis server answers at 127.0.0.1:1")
+    assert "hunter2" not in err
 
 
 def test_a_misspelt_variable_is_refused_but_help_is_not(stoker, monkeypatch):

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
 import stoker.connection
 import stoker.submitting
-from stoker import GenerationRequest, InvalidRequest, Message, Producer, RedisUnavailable, RequestTooLarge
+from stoker import (
+    AsyncProducer,
+    GenerationRequest,
+    InvalidRequest,
+    Message,
+    Producer,
+    RedisUnavailable,
+    RequestTooLarge,
+)
 from stoker.cascade.routing import Routing
 from stoker.new_job import JobOptions
 from stoker.operations import Watched
@@ -219,7 +228,9 @@ def test_a_chunk_of_many_jobs_is_two_round_trips(redis_url, monkeypatch):
 def test_no_server_is_one_clear_error_without_the_password(monkeypatch):
     monkeypatch.setattr(stoker.connection, "_RETRIES", 1)  # each retry takes a while
     producer = Producer("redis://user:hunter2@127.0.0.1:1/3")
-    for call in (producer.ping, lambda: producer.submit(agent_id="a", prompt="x"), lambda: producer.result("j", 1)):
+    calls: list[Any] = [producer.ping, lambda: producer.submit(agent_id="a", prompt="x")]
+    calls += [lambda: producer.result("j", 1), lambda: producer.results([producer.ticket("j")], 30)]
+    for call in calls:
         with pytest.raises(RedisUnavailable, match=r"127\.0\.0\.1:1/3") as caught:
             call()
         assert "hunter2" not in str(caught.value)
@@ -242,16 +253,21 @@ def test_an_error_in_which_the_server_quotes_the_password_does_not_show_it(monke
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("made", [Producer, AsyncProducer])
 @pytest.mark.parametrize("url", ["http://:hunter2@h", "redis://:hun@ter2@h:1x", "hunter2", "redis://:hunter2@h:1?db=x"])
-def test_an_invalid_redis_url_is_refused_without_quoting_it(url):
+def test_an_invalid_redis_url_is_refused_without_quoting_it(url, made):
     with pytest.raises(ValueError, match="not a Redis URL") as caught:
-        Producer(url)
+        made(url)
     assert "ter2" not in str(caught.value)
 
 
-def test_a_connection_that_decodes_responses_is_refused_at_once():
-    with pytest.raises(ValueError, match="decode_responses"):
-        Producer(Redis(decode_responses=True))
+def test_a_connection_of_the_other_kind_or_that_decodes_responses_is_refused_at_once():
+    kinds: list[Any] = [(Producer, Redis, AsyncRedis), (AsyncProducer, AsyncRedis, Redis)]
+    for made, own, other in kinds:
+        with pytest.raises(TypeError, match="expected a Redis URL or a redis"):
+            made(other())
+        with pytest.raises(ValueError, match="decode_responses"):
+            made(own(decode_responses=True))
 
 
 @pytest.mark.parametrize("name", ["", "a,b", " a", "a\n"])

@@ -40,7 +40,7 @@ from stoker.batch.work import BatchWork
 from stoker.command_parts import json_option, or_usage_error, redis_option, show
 from stoker.connection import WrongKeyType, open_connection
 from stoker.operations import run as carry_out
-from stoker.presence import first_unattended
+from stoker.presence import unattended
 from stoker_shared.errors import StokerError
 from stoker_shared.help_layout import SETTINGS, LaidOutGroup, examples, options_under
 from stoker_shared.text import printable
@@ -143,7 +143,7 @@ def submit(url: str, /, source: Path, as_json: bool, **options: Any) -> None:
         if carry_out(connection, n_bad(record.batch)) == record.n_requests:
             fetch = f"`stoker batch fetch {record.batch} --out OUT.jsonl` writes why"
             raise StokerError(f"no line of {source} can be run; {fetch}")
-        if warning := carry_out(connection, first_unattended(record.queues)):
+        if warning := carry_out(connection, unattended(*record.queues)):
             report(warning)
         show(as_json, {"batch": record.batch, "sent": record.n_sent}, record.batch)
 
@@ -229,7 +229,7 @@ def status(url: str, name: str, as_json: bool) -> None:
     with or_usage_error(lambda: open_connection(url)) as connection:
         record = or_usage_error(lambda: carry_out(connection, find_record(name)))
         now = carry_out(connection, status_of(record))
-        warning = carry_out(connection, first_unattended(record.queues)) if now.waiting else None
+        warning = carry_out(connection, unattended(*record.queues)) if now.waiting else None
     line = _as_line(record, now) + (f"; {warning}" if warning else "")
     show(as_json, {**_as_object(record, now), "warning": warning}, line)
 

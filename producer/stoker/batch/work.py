@@ -30,7 +30,7 @@ from stoker.batch.record import (
 )
 from stoker.cascade.routing import NobodyServes
 from stoker.operations import run
-from stoker.presence import first_unattended
+from stoker.presence import unattended
 from stoker_shared.errors import RedisUnavailable
 
 GIVE_UP_S: Final = 600.0
@@ -159,7 +159,7 @@ class BatchWork:
     def _look_for_workers(self, queues: Sequence[str]) -> None:
         now = time.monotonic()
         if now > self._looked_for_workers_at + _LOOK_FOR_WORKERS_S:
-            self._looked_for_workers_at, self._unattended = now, run(self.connection, first_unattended(queues))
+            self._looked_for_workers_at, self._unattended = now, run(self.connection, unattended(*queues))
 
     def _record(self) -> BatchRecord:
         record = run(self.connection, read_record(self.batch))

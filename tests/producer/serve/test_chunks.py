@@ -1,13 +1,20 @@
-"""The events of a stream, as OpenAI's types read them."""
+"""The events of a streamed answer: their form, text that comes again, and which streams wait for their end."""
 
+import asyncio
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from tests.producer.played_worker import result_fields
 
+from stoker.openai.answers import Failure
 from stoker.serve.chunks import DONE, Chunks, Deltas
+from stoker.serve.generation import _events
+from stoker.streaming import Restarted, TextChunk
+from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.result import GenerationResult
 
 LOGPROBS = {"content": [{"token": "hello", "logprob": -0.5}]}
@@ -29,3 +36,100 @@ def test_every_event_is_of_openais_form(is_text, form, text):
         form.model_validate(found, strict=True)
         with_scores += any(choice["logprobs"] is not None for choice in found["choices"])
     assert with_scores == 1
+
+
+THINKING = Markers(first="reasoning", edges=(Edge("reasoning", "|", "normal"), Edge("normal", "#", "tool")))
+
+
+def sent(run, result, *, is_text=False, markers=THINKING):
+    """What was sent of a run, in which ``None`` is a restart, and of its result."""
+    deltas = Deltas(is_text=is_text)
+    found = [delta for part in run for delta in deltas.add(TextChunk(part, markers) if part else Restarted())]
+    return found, deltas.rest(GenerationResult.model_validate({**result_fields("j"), **result}))
+
+
+def joined(deltas, name):
+    return "".join(delta.get(name, "") for delta in deltas)
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize(
+    ("run", "begun", "text"),
+    [
+        (["a", "b"], "ab", "ab"),
+        (["ab", None, "a", "bc"], "abc", "abc"),
+        (["ab", None, "abc", "d"], "abcd", "abcd"),
+        (["ab", None, None, "a", "b", "c"], "abc", "abc"),
+        (["ab", None, "ab"], "ab", "ab"),
+        ([None, "ab"], "ab", "ab"),
+        (["ab", None], "ab", "abc"),
+    ],
+)
+def test_text_that_comes_again_is_sent_once(run, begun, text, is_text):
+    name = "text" if is_text else "content"
+    live, rest = sent(run, {"text": text}, is_text=is_text, markers=Markers())
+    assert (joined(live, name), joined([*live, *rest], name)) == (begun, text)
+    assert [delta for delta in (*live, *rest) if "role" in delta] == ([] if is_text else live[:1])
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("run", [["ab", None, "b"], ["ab", None, "ac"], ["ab", None, "a", "x"], ["ab", None, "a"]])
+def test_text_that_comes_again_otherwise_is_an_error(run, is_text):
+    with pytest.raises(Failure) as failure:
+        sent(run, {"text": "a"}, is_text=is_text, markers=Markers())
+    assert failure.value.body["error"]["code"] == "text_changed"
+
+
+RESULT = {"text": "Hm. So|Yes.#call", "reasoning": "Hm. So", "answer": "Yes."}
+
+
+def test_an_answer_whose_worker_is_lost_while_it_thinks_goes_on_where_it_was():
+    live, rest = sent(["Hm.", None, "H", "m. S", "o|Y"], RESULT)
+    assert [delta.get("reasoning_content") for delta in live] == [None, "Hm.", " S", "o", None]
+    assert joined(live, "content") == "Y"
+    assert (joined(rest, "content"), joined(rest, "reasoning_content")) == ("es.", "")
+
+
+@pytest.mark.parametrize("run", [["Hm.", None, "No."], ["Hm. So|Yes", None, "Hm. So|No"], ["Hm. So|Yes.", None]])
+def test_an_answer_whose_worker_is_lost_while_it_thinks_must_think_the_same_again(run):
+    with pytest.raises(Failure):
+        sent(run, {**RESULT, "text": "Hm. So|No", "answer": "No"})
+
+
+def test_what_was_held_back_may_come_out_otherwise_in_another_run():
+    live, rest = sent(["Hm. So|", "Yes.", "#one call", None, "Hm. So|Yes.", "#another"], RESULT)
+    assert joined([*live, *rest], "content") == "Yes."
+
+
+def test_an_answer_is_sent_at_its_end_if_the_worker_does_not_tell_its_markers():
+    live, rest = sent(["Hm. So|Yes"], RESULT, markers=None)
+    assert live == []
+    assert rest == [{"role": "assistant", "content": ""}, {"reasoning_content": "Hm. So"}, {"content": "Yes."}]
+
+
+def test_a_stream_that_finds_no_place_is_sent_at_its_end():
+    asyncio.run(two_streams_and_one_place())
+
+
+async def two_streams_and_one_place():
+    async def endless():
+        await asyncio.Event().wait()
+        yield
+
+    async def result():
+        return GenerationResult.model_validate(result_fields("j"))
+
+    settings = SimpleNamespace(timeout_s=60)
+    backend: Any = SimpleNamespace(live=asyncio.Semaphore(1), settings=settings)
+    call: Any = SimpleNamespace(result=result, ticket=SimpleNamespace(stream=lambda timeout_s: endless()))
+    chunks = Chunks("j", "m", 0, is_text=False, with_usage=False)
+
+    async def all_events():
+        return [event async for event in _events(backend, call, chunks, is_one=True)]
+
+    streams = [asyncio.ensure_future(all_events()) for _ in range(2)]
+    ended, waiting = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    for stream in waiting:
+        stream.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert [stream.result()[-1] for stream in ended] == [DONE]
