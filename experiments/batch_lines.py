@@ -18,7 +18,7 @@ from common import rss_mib
 from redis import Redis
 from worker_process import SCRIPTED, WorkerProcess
 
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 PROMPT = "Name the capital of the country in this line, and nothing else. " * 4
 COMMAND = "from stoker.cli import main; main()"

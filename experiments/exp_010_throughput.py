@@ -24,7 +24,7 @@ from worker_process import WorkerProcess
 from works import answers, work
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from redis import Redis
 from report import Report, columns, figure, say
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings

@@ -25,7 +25,7 @@ from worker_process import WorkerProcess
 from works import work
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import CacheSlice, Restored
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS

@@ -19,7 +19,7 @@ from store_bench import scripted_model, sizes, submit, take_turn, wait_for
 from worker_process import SCRIPTED, WorkerProcess
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.store import AgentCacheStore
 
 AT_REST_S = 3.0

@@ -22,7 +22,7 @@ from report import Report, columns, figure
 from stoker import Producer
 from stoker.openai.fields import TEXT_URL
 from stoker_shared.result import Attempt
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 MODELS = ["small", "large"]
 COST_MS = {"small": 1.0, "large": 10.0}

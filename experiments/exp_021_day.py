@@ -26,7 +26,7 @@ from report import Report, criteria, figure, listed, say, table
 from store_bench import sizes
 from worker_process import WorkerProcess, watched
 
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 LIFE_BEFORE_KILL = 0.25
 """Share of the jobs that end before the worker is killed."""

@@ -29,7 +29,7 @@ from report import Report, columns, figure, machine_line, say, yes
 from store_bench import sizes
 from worker_process import SCRIPTED, WorkerProcess, watched
 
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 NUMBER = "024"
 PARTS = {"scripted": "Scripted engine", "real": "Real model"}

@@ -24,7 +24,7 @@ from worker_process import ServerProcess, WorkerProcess
 
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.ports import Busy
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.queue.own_store import OwnStore

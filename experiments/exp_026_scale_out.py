@@ -16,7 +16,7 @@ from redis_costs import IN_FLIGHT, costs
 from report import Report, columns, criteria, figure
 from server_load import MOST_SHARE, computed, end_of_one_server, server_load
 
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 RESULTS = HERE / "results" / "exp_026_results.json"
 ONE_QUEUE = (1, 10, 25, 50, 100, 200, 500, 1000)

@@ -14,7 +14,7 @@ from peer_clients import MLX_LM, PLACES, STOKER, VLLM_MLX, HttpServer, Job, Serv
 from worker_process import ServerProcess, WorkerProcess
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 
 @dataclass(frozen=True)

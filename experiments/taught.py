@@ -28,7 +28,7 @@ from stoker.batch.input_file import answer_id_for, job_id_for
 from stoker.batch.output_file import line_bytes, success_line
 from stoker.openai.fields import CHAT_URL
 from stoker_shared.result import GenerationResult
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "training_set.py"
 ASKED = 'As JSON: "team" (billing, delivery, repairs or returns) and "urgent" (true or false).'

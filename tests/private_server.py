@@ -10,7 +10,7 @@ from pathlib import Path
 from redis import Redis
 from redis.exceptions import RedisError
 
-from stoker_worker.embedded_redis.server_files import find_program
+from stoker_worker.embedded_redis import find_program
 
 
 class ServerDidNotStart(RuntimeError):

@@ -9,8 +9,7 @@ from redis import Redis
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.embedded_redis.server import EmbeddedServer
-from stoker_worker.embedded_redis.server_files import find_program
+from stoker_worker.embedded_redis import EmbeddedServer, find_program
 
 
 @pytest.fixture(scope="session")

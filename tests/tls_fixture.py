@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 from tests.private_server import ServerDidNotStart, free_port, private_server
 
-from stoker_worker.embedded_redis.server_files import find_program
+from stoker_worker.embedded_redis import find_program
 
 PASSWORD = "swordfish/#?&@:%41"  # every character with a meaning in a URL
 

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 from tests.private_server import free_port
 
-from stoker_worker.embedded_redis.server_files import find_program
+from stoker_worker.embedded_redis import find_program
 
 
 class RestartingServer:

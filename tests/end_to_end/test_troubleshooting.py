@@ -46,7 +46,7 @@ from stoker.serve.settings import Tokens
 from stoker_shared.errors import StokerError
 from stoker_shared.task import generate
 from stoker_worker.cli.main import main
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.memory.database import Witness
 from stoker_worker.memory.replica.bucket import Bucket
 from stoker_worker.pipeline.wakefulness import Wakefulness

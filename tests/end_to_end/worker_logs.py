@@ -10,7 +10,7 @@ from tests.private_server import free_port, private_server
 from tests.worker_process import running_worker
 
 from stoker import Producer
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 ANY_STORE = {"STOKER_NEW_STORE": "1"}  # these workers serve one queue after the other
 WITHOUT_PATIENCE = {

@@ -19,7 +19,7 @@ import stoker.producer
 import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, ResultTimeout
 from stoker.operations import Commands
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 

@@ -17,7 +17,7 @@ import stoker.waiting
 from stoker import JobCanceled, JobFailed, JobNotFound, Producer, RedisUnavailable, ResultTimeout
 from stoker.connection import blocking_slice_s
 from stoker.operations import Commands
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 pytestmark = pytest.mark.server
 

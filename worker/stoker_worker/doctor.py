@@ -255,7 +255,7 @@ def _redis_answers(redis_url: str, closing: ExitStack, found: "list[Redis]") -> 
     Args:
         found: gets the connection once the server has answered.
     """
-    from stoker_worker.embedded_redis.server import EmbeddedServer
+    from stoker_worker.embedded_redis import EmbeddedServer
     from stoker_worker.queue.connect import connect
 
     where = mask_url(redis_url)

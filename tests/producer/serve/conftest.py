@@ -22,7 +22,7 @@ from stoker.serve.server import web_server
 from stoker.serve.settings import ServeSettings
 from stoker_shared.answer_parts import Markers
 from stoker_shared.wire import SERVED_KEY
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 
 PLAIN = Markers()
 

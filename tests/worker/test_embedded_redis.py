@@ -14,15 +14,15 @@ from redis.exceptions import AuthenticationError
 from tests.server_fixture import require_server_program
 
 from stoker_shared.errors import RedisUnavailable, StoreUnusable
-from stoker_worker.embedded_redis import server_files as server_program
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker import embedded_redis as server_program
+from stoker_worker.embedded_redis import EmbeddedServer
 
 pytestmark = pytest.mark.server
 
 START_AND_SAY = """
 import os, signal, sys
 from pathlib import Path
-from stoker_worker.embedded_redis.server import EmbeddedServer
+from stoker_worker.embedded_redis import EmbeddedServer
 print(EmbeddedServer(Path(sys.argv[1])).start(), flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
