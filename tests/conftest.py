@@ -29,7 +29,7 @@ from tests.small_disk import small_disk  # noqa: E402, F401
 settings.register_profile("stoker", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("stoker")
 
-OF_A_WORKER = ("callback", "commands", "engine", "fetcher", "finisher", "heartbeat", "loader", "recovery")
+OF_A_WORKER = ("commands", "engine", "fetcher", "finisher", "heartbeat", "loader", "recovery")
 
 
 def pytest_report_header() -> list[str]:

@@ -22,7 +22,6 @@ VARIABLES: Final = frozenset(
     {
         "STOKER_ADAPTER",
         "STOKER_AGENT_TTL",
-        "STOKER_ALLOW_CALLBACKS",
         "STOKER_BURST",
         "STOKER_CHAT_TEMPLATE",
         "STOKER_CONFIG",

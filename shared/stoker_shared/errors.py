@@ -1,6 +1,6 @@
 """The errors that a failed job has, or that cross from one package into another, as one tree.
 
-An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`::
+An error of one package alone (`BatchGone`, `BatchHeld`) is defined there, as a `StokerError`::
 
     StokerError
     ├── RequestError                    the job can never succeed as it is: failed at once, never retried
@@ -98,7 +98,7 @@ class TranscriptMismatch(RequestError):
 
 
 class PayloadRefused(RequestError):
-    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks or with callbacks not allowed."""
+    """Not a JSON job of stoker's: a pickle, another function, or one with webhooks or callbacks."""
 
 
 class AgentMemoryError(StokerError):

@@ -10,7 +10,6 @@ RQ = "stoker_worker.queue."
 FINISH = RQ + "job_finish:JobFinish."
 STORE = "stoker_worker.memory."
 FILE_OF_VICTIM = (hashlib.sha256(b"victim").hexdigest()[:32],)
-CALLED_BACK = "tests.worker.queue.called_back"
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Arrow:
         end: the job's last status; `attempt` belongs to a finished job.
         generations: how often the engine got the job, over both workers.
         turn_saved: whether the job's turn is in its agent's history right after the loss.
-        act: what else happens to the job: it falls ``due``, is told to ``stop``, has a ``callback``, or its worker is
-            told to ``terminate``.
+        act: what else happens to the job: it falls ``due``, is told to ``stop``, or its worker is told to
+            ``terminate``.
     """
 
     target: str
@@ -101,6 +100,4 @@ ARROWS = {
     "give back: after": Arrow(RQ + "requeue:Requeue.__call__", "after", QUEUED, 2, 1, act="terminate"),
     "scheduler: before": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "before", ["scheduled"], act="due"),
     "scheduler: after": Arrow(RQ + "scheduler:Scheduler._enqueue_plain", "after", QUEUED, act="due"),
-    "callback: before": Arrow(RQ + "callbacks:_run", "before", ["finished"], turn_saved=True, act="callback"),
-    "callback: after": Arrow(RQ + "callbacks:_run", "after", ["finished"], turn_saved=True, act="callback"),
 }

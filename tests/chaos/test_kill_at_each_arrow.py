@@ -9,11 +9,11 @@ import time
 
 import pytest
 from redis import Redis
-from rq import Callback, Queue
+from rq import Queue
 from rq.command import send_stop_job_command
 from rq.job import Job
 from rq.serializers import JSONSerializer
-from tests.chaos.arrows import ARROWS, CALLED_BACK, QUEUED, RQ, STARTED
+from tests.chaos.arrows import ARROWS, QUEUED, RQ, STARTED
 from tests.chaos.hooks import generations
 from tests.forked_worker import ForkServer
 from tests.store_reader import StoreReader, is_made
@@ -48,7 +48,7 @@ class Scene:
     def worker(self, name, *arguments, hooks=None):
         options = ["run", "--engine", "scripted", "--redis", self.redis_url, "--store", str(self.store)]
         options += ["--name", MEMBER]
-        short = {"STOKER_RECOVER_S": "0.2", "STOKER_POLL_S": "0.01", "STOKER_ALLOW_CALLBACKS": CALLED_BACK}
+        short = {"STOKER_RECOVER_S": "0.2", "STOKER_POLL_S": "0.01"}
         hooks = {"seen": str(self.seen), **(hooks or {})}
         return self.forks.run([*options, *arguments], self.folder / f"{name}.log", env=short, hooks=hooks)
 
@@ -110,8 +110,6 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     options = dict(arrow.options)
     if arrow.act == "due":
         options["at"] = in_the_past()
-    if arrow.act == "callback":
-        options["on_success"] = Callback(f"{CALLED_BACK}.succeeded")
     endless = arrow.act in {"stop", "terminate"}
     scene.enqueue("victim", "victim", arrow.prompt, 150 if endless else 20, **options)
     if arrow.act != "due":
@@ -144,8 +142,6 @@ def test_a_worker_that_is_killed_here_loses_nothing(scene, connection, arrow):
     for name in ("other-1", "other-2"):
         assert scene.job(name).return_value()["attempt"] == (2 if name in in_flight else 1)
         assert connection.xlen(f"rq:results:{name}") == 1
-    if arrow.act == "callback":
-        assert connection.llen("called") == (1 if arrow.when == "after" else 0)
     scene.assert_nothing_is_left()
 
 

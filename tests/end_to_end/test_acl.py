@@ -15,7 +15,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
-from rq import Callback, Queue, Repeat
+from rq import Queue, Repeat
 from rq import Retry as JobRetry
 from rq.command import send_shutdown_command, send_stop_execution_command
 from rq.exceptions import DuplicateJobError
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.server
 NAMES = ("stoker-producer", "stoker-worker", "stoker-operator")
 USERS = Path(__file__).resolve().parents[2] / "docker" / "users.acl"
 SECURITY = USERS.parents[1] / "docs" / "security.md"
-CALLED_BACK = "tests.worker.queue.called_back"
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 [RECOMMENDED] = re.findall(r"^stoker-worker run (.*) --model \.\.\.$", SECURITY.read_text(), re.MULTILINE)
 RECOMMENDED = RECOMMENDED.split()
@@ -167,35 +166,27 @@ def test_checked_jobs_go_on_and_count_without_one_refusal(admin, url, producer, 
     assert acl_refusals(admin) == []
 
 
-def test_scheduled_jobs_and_callbacks_work_without_one_refusal(admin, url, producer, store):
+def test_scheduled_jobs_work_without_one_refusal(admin, url, producer, store):
     def request(agent_id, prompt="x"):
         return {"request": {"agent_id": agent_id, "prompt": prompt, "max_tokens": 4}}
 
     with Redis.from_url(url("stoker-producer")) as connection:
         queue = Queue("generate", connection=connection, serializer=JSONSerializer)
-        callback = Callback(f"{CALLED_BACK}.marks")
         in_a_second, at_front = (
             queue.enqueue_in(timedelta(seconds=1), TASK_PATH, kwargs=request(name), at_front=name == "f")
             for name in "if"
         )
         canceled = queue.enqueue_in(timedelta(hours=1), TASK_PATH, kwargs=request("c"))
         retried = queue.enqueue(TASK_PATH, kwargs=request("r", "fail so"), retry=JobRetry(max=1, interval=1))
-        repeated = queue.enqueue(
-            TASK_PATH, kwargs=request("p"), repeat=Repeat(times=2, interval=1), on_success=callback
-        )
-        called = queue.enqueue(TASK_PATH, kwargs=request("b", "fail so"), on_failure=callback)
+        repeated = queue.enqueue(TASK_PATH, kwargs=request("p"), repeat=Repeat(times=2, interval=1))
         ended_early = queue.enqueue(TASK_PATH, kwargs=request("e"), ttl=1)
     admin.expire(ended_early.key, 0)
     assert producer.ticket(canceled.id).cancel()
-    with running_worker(
-        url("stoker-worker"), store, *SLOW, "--allow-callbacks", CALLED_BACK, env={**SHORT, "STOKER_GRACE_S": "5"}
-    ) as worker:
+    with running_worker(url("stoker-worker"), store, *SLOW, env={**SHORT, "STOKER_GRACE_S": "5"}) as worker:
         for job in (in_a_second, at_front):
             assert producer.ticket(job.id).result(timeout_s=30)
         worker.wait_for(lambda: admin.xlen(f"rq:results:{repeated.id}") == 3)
         worker.wait_for(lambda: admin.hget(retried.key, "status") == b"failed")
-        worker.wait_for(lambda: admin.hget(called.key, "called_back") == b"failed")
-        worker.wait_for(lambda: admin.hget(repeated.key, "called_back") == b"finished")
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0, worker.log
     assert acl_refusals(admin) == []

@@ -1,8 +1,7 @@
 """Replies between the worker and Redis are lost: those of each transaction and script in turn, and many at once under
-a running worker. Order, results, dependents and callbacks are as if none had been lost."""
+a running worker. Order, results, and dependents are as if none had been lost."""
 
 import itertools
-import json
 import signal
 import time
 from collections import defaultdict
@@ -10,12 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
-from rq import Callback, Queue, Retry
+from rq import Queue, Retry
 from rq.job import Dependency, Job
 from rq.rate_limit import RateLimit
 from rq.serializers import JSONSerializer
 from tests.lossy_proxy import LossyProxy
-from tests.worker.queue import called_back
 from tests.worker.queue.ends import drop, fail, finish, give_back, stop
 from tests.worker_process import running_worker
 
@@ -29,10 +27,8 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
-MODULE = called_back.__name__
 SHORT = {"STOKER_HEARTBEAT_S": "0.2", "STOKER_LEASE_TTL_S": "1", "STOKER_RECOVER_S": "0.5", "STOKER_GRACE_S": "1"}
 REGISTRIES = ("wip", "scheduled", "deferred", "ready")
-CALLBACKS = {"on_success": "succeeded", "on_failure": "failed", "on_stopped": "stopped"}
 ONE_AGENT = {
     "first": "finished", "second": "failed", "third": "finished", "after-first": "finished", "after-second": "finished",
 }  # fmt: skip
@@ -41,7 +37,6 @@ OTHER_ENDS = {
     "two": "finished",
 }  # fmt: skip
 IN_ORDER = ("first", "second", "third")
-CALLED = {"first": "succeeded", "second": "failed", "stopped": "stopped", "refused": "failed"}
 
 
 @pytest.fixture
@@ -69,17 +64,16 @@ class Round:
         self.plain.enqueue(options.pop("func", TASK_PATH), request=request, job_id=self.name(job_id), **options)
 
     def enqueue_all(self):
-        called = {when: Callback(f"{MODULE}.{name}") for when, name in CALLBACKS.items()}
         if self.outcomes is ONE_AGENT:
-            self.enqueue("first", "a", **called)
-            self.enqueue("second", "a", retry=Retry(max=1), **called)
+            self.enqueue("first", "a")
+            self.enqueue("second", "a", retry=Retry(max=1))
             self.enqueue("third", "a")
             self.enqueue("after-first", "b", depends_on=self.name("first"))
             self.enqueue("after-second", "c", depends_on=Dependency(jobs=[self.name("second")], allow_failure=True))
             return
-        self.enqueue("stopped", "d", **called)
+        self.enqueue("stopped", "d")
         self.enqueue("canceled", "e")
-        self.enqueue("refused", "f", func="os.getcwd", **called)
+        self.enqueue("refused", "f", func="os.getcwd")
         self.enqueue("given-back", "g")
         for job_id, agent in (("one", "h"), ("two", "i")):
             self.enqueue(job_id, agent, rate_limit=RateLimit(key="narrow", concurrency=1))
@@ -150,9 +144,6 @@ class Round:
         assert results == {job_id: int(job_id != "canceled") for job_id in ids}
         order = [job_id for agent, job_id in self.starts if agent == "a"]
         assert [job_id for job_id, _ in itertools.groupby(order)] == [job_id for job_id in ids if job_id in IN_ORDER]
-        # The retried job calls back for each try.
-        called = sorted((CALLED[job_id], name) for job_id, name in ids.items() if job_id in CALLED)
-        assert self.calls(len(called) + ("second" in ids)) == called
         entries = [entry for name in REGISTRIES for entry in self.connection.zrange(f"rq:{name}:generate", 0, -1)]
         entries += self.connection.lrange("rq:queue:generate", 0, -1)
         for pattern in (
@@ -165,22 +156,12 @@ class Round:
             entries += self.connection.scan_iter(pattern)
         assert entries == []
 
-    def calls(self, count):
-        """The callbacks that ran, once there are `count` of them."""
-        end = time.monotonic() + 10
-        while self.connection.llen("called") < count and time.monotonic() < end:
-            time.sleep(0.002)
-        calls = [tuple(json.loads(call)[:2]) for call in self.connection.lrange("called", 0, -1)]
-        self.connection.delete("called")
-        assert len(calls) == count
-        return sorted(set(calls))
-
 
 @pytest.mark.parametrize("in_a_row", [1, 2])
 @pytest.mark.parametrize("outcomes", [ONE_AGENT, OTHER_ENDS], ids=["one agent", "other ends"])
 def test_the_reply_of_each_transaction_and_script_may_be_lost(connection, proxy, outcomes, in_a_row):
     """Also the reply after it, which mostly is the check of the first one's effect."""
-    settings = read_settings({"redis_url": proxy.url, "allow_callbacks": MODULE})
+    settings = read_settings({"redis_url": proxy.url})
     with open_queue(settings, proxy.url) as opened:
         for number in itertools.count():
             round_ = Round(opened.rq_queue, connection, number, outcomes)

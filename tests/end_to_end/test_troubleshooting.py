@@ -172,7 +172,6 @@ def test_the_worker_does_not_start(said, store, redis_url, tmp_path, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         provoked.append(said(f"{run} --metrics-port {port} --redis {redis_url} --store {tmp_path / 'third'}"))
-    provoked.append(said(f"{run} --allow-callbacks no.module --redis {redis_url} --store {tmp_path / 'third'}"))
     expect_rows("The worker does not start", provoked)
 
 

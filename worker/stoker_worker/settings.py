@@ -58,7 +58,6 @@ class WorkerSettings(BaseSettings):
     poll_s: Annotated[float, Field(gt=0)] = 0.05
     recover_s: Annotated[float, Field(gt=0)] = 5.0
     patience_s: Annotated[float, Field(ge=0)] = 10.0
-    allow_callbacks: str = ""
     ignore_shutdown_command: bool = False
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
@@ -151,10 +150,6 @@ class WorkerSettings(BaseSettings):
     @property
     def agent_ttl_s(self) -> float | None:
         return None if self.agent_ttl is None else seconds_of(self.agent_ttl)
-
-    @property
-    def callback_modules(self) -> list[str]:
-        return [name.strip() for name in self.allow_callbacks.split(",") if name.strip()]
 
     @property
     def store_folder(self) -> Path:

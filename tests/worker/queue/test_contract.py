@@ -8,14 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from rq import Callback, RateLimit, Repeat, Retry
+from rq import RateLimit, Repeat, Retry
 from rq.command import send_stop_job_command
 from rq.exceptions import DuplicateJobError
 from rq.group import Group
 from rq.job import Dependency, Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
-from tests.worker.queue import called_back
 from tests.worker.queue.players import WAIT, OurPlayer, Player, StockPlayer
 from tests.worker.queue.rq_dump import differences
 
@@ -35,7 +34,6 @@ INTENDED = [
      "an id whose job expired in the queue is dropped when it is claimed; RQ leaves it to a later cleaning"),
 ]  # fmt: skip
 
-CALLBACKS = {"on_success": "succeeded", "on_failure": "failed", "on_stopped": "stopped"}
 STORIES: dict[str, Callable[[Player], None]] = {}
 
 
@@ -246,20 +244,6 @@ def a_failed_job_that_an_operator_requeues(player):
 
 
 @story
-def a_job_with_callbacks_that_succeeds(player):
-    callbacks = {when: Callback(f"{called_back.__name__}.{name}") for when, name in CALLBACKS.items()}
-    player.enqueue("say hello", result_ttl=600, **callbacks)
-    player.work()
-
-
-@story
-def a_job_with_callbacks_that_fails(player):
-    callbacks = {when: Callback(f"{called_back.__name__}.{name}") for when, name in CALLBACKS.items()}
-    player.enqueue("fail because", retry=Retry(max=1), **callbacks)
-    player.work()
-
-
-@story
 def jobs_that_share_a_rate_limit(player):
     for n in range(3):
         player.enqueue("say hello", f"job-{n}", result_ttl=600, rate_limit=RateLimit("key", 1))
@@ -287,11 +271,7 @@ def is_intended(path: str, ours: object, theirs: object) -> bool:
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 def test_our_worker_leaves_the_keys_that_rqs_own_worker_leaves(name, redis_url, tmp_path, monkeypatch):
     looks = []
-    folder, allowed = tmp_path / "store", called_back.__name__
-    for make in (
-        lambda: OurPlayer(redis_url, folder, allow_callbacks=allowed),
-        lambda: StockPlayer(redis_url, monkeypatch),
-    ):
+    for make in (lambda: OurPlayer(redis_url, tmp_path / "store"), lambda: StockPlayer(redis_url, monkeypatch)):
         player = make()
         STORIES[name](player)
         player.look()

@@ -7,11 +7,15 @@ import zlib
 import pytest
 from redis.client import Pipeline
 from redis.exceptions import NoPermissionError
+from rq.job import Job
+from rq.serializers import JSONSerializer
+from rq.webhook import Webhook
 from tests.worker.queue.ends import give_back
 from tests.worker.queue.looking import CLAIMED
 
 from stoker import JobFailed
 from stoker_shared.errors import OwnershipLost, RedisUnavailable
+from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
 
 pytestmark = pytest.mark.server
@@ -248,3 +252,13 @@ def test_a_count_of_lost_workers_that_is_none_does_not_make_a_job_wait_for_a_run
     assert {job.job_id for job in claimed} == {"bad", "good"}
     for job in claimed:
         job.release()
+
+
+def test_a_job_with_a_webhook_is_refused_and_nothing_is_sent(connection, plain, queue, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Webhook, "send", lambda *args, **options: sent.append(args))
+    webhooks = [Webhook("http://127.0.0.1:9/", "failed")]
+    job = plain.enqueue(TASK_PATH, request={"agent_id": "a", "prompt": "x"}, webhooks=webhooks)
+    assert queue.claim(1, Busy()) == []
+    assert "webhooks" in str(Job.fetch(job.id, connection, JSONSerializer).latest_result().exc_string)
+    assert sent == []

@@ -57,11 +57,6 @@ _OPTIONS: Final = (
     _serving("--queues", help="Comma-separated, highest priority first.  [generate]"),
     _serving("--dtype", type=click.Choice(["auto", "native", "float32"]), help="auto: float32 on a CPU.  [auto]"),
     _serving("--skip-proof", is_flag=True, default=None, help="Do not try the model in a batch before serving it."),
-    _serving(
-        "--allow-callbacks",
-        metavar="MODULE[,MODULE]",
-        help="Modules whose functions jobs may name as callbacks.  [none]",
-    ),
     _store("--store", type=_PATH, help="Folder of the agents' memory.  [~/.stoker]"),
     _store("--store-dtype", type=click.Choice(["native", "q8", "q4"]), help="Cache blocks on disk.  [native]"),
     _store(

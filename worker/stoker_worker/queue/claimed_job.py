@@ -15,7 +15,6 @@ from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.events import log_job
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.cascade import Cascade, Verdict, verdict_after, verdict_on
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
@@ -41,7 +40,6 @@ class QueueParts:
     requeue: Requeue
     streams: JobStreams
     progress: ProgressMeta
-    callbacks: Callbacks
     stop_requests: StopRequests
     in_flight: "JobsInFlight[RqClaimedJob]"
 
@@ -95,7 +93,6 @@ class RqClaimedJob(ClaimedJob):
         if self.memory_use.access == "write":
             self.parts.ownership.lease.has_agents = True
         self.parts.streams.close(self.claim_number, ended=True)
-        self.parts.callbacks.succeeded(self.run.job, result)
         return True
 
     @as_redis_unavailable()
@@ -107,19 +104,15 @@ class RqClaimedJob(ClaimedJob):
         with self._lost_is_told():
             self.parts.job_finish.fail(self.run, error, partial_text=partial_text, may_retry=may_retry)
         self.parts.streams.close(self.claim_number, ended=True)
-        self.parts.callbacks.failed(self.run.job, error)
         return True
 
     @as_redis_unavailable()
     def stop(self) -> None:
         self.ending.set()
-        was_stopped = self.parts.job_finish.stop(self.run)
-        if not was_stopped:
+        if not self.parts.job_finish.stop(self.run):
             self.parts.ownership.refuse_if_lost(self.run, self.claim_number)
             self._clear_progress()
         self.parts.streams.close(self.claim_number, ended=True)
-        if was_stopped:
-            self.parts.callbacks.stopped(self.run.job)
 
     @as_redis_unavailable()
     def give_back(self, *, counts_as_attempt: bool, alone: bool = False) -> bool:

@@ -17,7 +17,6 @@ from redis.retry import Retry
 from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.text import mask_text, mask_url, refusal_line
 from stoker_worker.queue.beat import HeartbeatWriter
-from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
@@ -68,13 +67,10 @@ def open_queue(
         RedisUnavailable: no server at the URL, it refuses us, or it is too old.
         QueueHeld: another live worker has this name, or serves a queue that the two may not share.
         StoreUnusable: the conversations of a queue are in another store, or another live worker has a copy of this one.
-        CallbacksNotLoadable: a module of `allow_callbacks` cannot be imported.
     """
     with ExitStack() as closing:
         connection = connect(redis_url, wait=settings.standby)
         closing.callback(connection.close)
-        callbacks = Callbacks(connection, settings.callback_modules)
-        closing.callback(callbacks.finish, settings.grace_s)
         in_flight = JobsInFlight[RqClaimedJob]()
         lease, registration = _new_member(settings, connection, in_flight, store, model)
         closing.callback(registration.unsubscribe)
@@ -87,7 +83,6 @@ def open_queue(
             connection,
             registration=registration,
             lease=lease,
-            callbacks=callbacks,
             heartbeat=HeartbeatWriter(beating, registration, lease),
             in_flight=in_flight,
             patience_s=settings.patience_s,

@@ -180,7 +180,7 @@ class JobStart:
             return None
         run = JobRun(rq_job, execution)
         try:
-            return self._claimed(run, rq_job.read_request(callbacks=self._parts.callbacks), granted)
+            return self._claimed(run, rq_job.read_request(), granted)
         except RequestError as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
@@ -217,14 +217,13 @@ class JobStart:
         for tries_left in (2, 1, 0):  # a refused job is in no table: nobody else tries again after a lost connection
             try:
                 self._parts.job_finish.fail(run, error)
-                break
+                return
             except OwnershipLost:  # it was withdrawn just now
                 self._parts.ownership.let_go(run)
                 return
             except RedisError:
                 if not tries_left:
                     raise
-        self._parts.callbacks.failed(run.job, error)
 
     def drop_id(self, queue_name: str, job_id: str) -> None:
         """Forget a claimed id that names no job to run."""

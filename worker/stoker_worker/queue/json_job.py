@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -229,14 +229,11 @@ class JsonJob(Job):
             )
             self._func_name, self._instance, self._args, self._kwargs = _UNREADABLE, None, [], {}
 
-    def read_request(self, *, callbacks: Container[str] = ()) -> GenerationRequest | AgentRequest:
+    def read_request(self) -> GenerationRequest | AgentRequest:
         """The request of this job.
 
-        Args:
-            callbacks: paths of the functions the job may name.
-
         Raises:
-            PayloadRefused: the job is no JSON job for this worker, or has webhooks, or callbacks that are not allowed.
+            PayloadRefused: the job is no JSON job for this worker, or has callbacks or webhooks.
             RequestError: the request is not valid.
         """
         func_name, args, kwargs = self.func_name, self.args, self.kwargs
@@ -250,9 +247,10 @@ class JsonJob(Job):
             ("on_failure", self._failure_callback_name),
             ("on_stopped", self._stopped_callback_name),
         ):
-            if path and path not in callbacks:
+            if path:
                 raise PayloadRefused(
-                    f"the job's {name}, {path[:200]!r}, is no function of a module in --allow-callbacks"
+                    f"this worker runs no callbacks, and the job has {name}, {path[:200]!r}: enqueue a job that "
+                    "depends on this one"
                 )
         if self.webhooks:
             raise PayloadRefused("this worker sends no webhooks, and the job has webhooks")

@@ -15,7 +15,6 @@ from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
-from stoker_worker.queue.callbacks import Callbacks
 from stoker_worker.queue.cascade import Cascade
 from stoker_worker.queue.claim_order import ClaimOrder
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
@@ -49,7 +48,6 @@ class RqQueue(QueuePort):
         *,
         registration: RqRegistration,
         lease: Lease,
-        callbacks: Callbacks,
         heartbeat: HeartbeatWriter,
         in_flight: JobsInFlight[RqClaimedJob],
         patience_s: float,
@@ -74,9 +72,8 @@ class RqQueue(QueuePort):
         self._streams = JobStreams(connection)
         job_finish, stops = self._job_finish, registration.stop_requests
         own, streams, progress = self._ownership, self._streams, self._progress
-        self._parts = parts = QueueParts(
-            own, job_finish, Cascade(connection, own), self._requeue, streams, progress, callbacks, stops, in_flight
-        )
+        onward = Cascade(connection, own)
+        self._parts = parts = QueueParts(own, job_finish, onward, self._requeue, streams, progress, stops, in_flight)
         self._job_start = JobStart(connection, registration, lease, parts)
         to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
         self._recoverer = Recoverer(connection, to_recover, worker_name=registration.name, ttl_s=lease.ttl_s)
