@@ -173,7 +173,6 @@ def test_the_agents_of_waiting_jobs_are_read_while_every_slot_is_taken(producer,
 
 def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue, connection, caplog):
     def look():
-        queue._look_if_suspended.make_due()
         queue.claim(0, Busy())
         return queue.is_suspended()
 
@@ -187,13 +186,23 @@ def test_a_suspension_is_logged_once_when_it_begins_and_once_when_it_ends(queue,
     assert ended.startswith("no longer suspended")
 
 
+def test_no_job_is_claimed_once_the_workers_are_suspended(queue, connection, submit, monkeypatch):
+    """`rq suspend` may come between the worker's own look and its claim."""
+    [waits] = submit("a")
+    with monkeypatch.context() as late:
+        late.setattr("stoker_worker.queue.rq_queue.is_suspended", suspend)
+        assert claim(queue) == []
+    assert connection.lrange("rq:queue:generate", 0, -1) == [waits.encode()]
+    resume(connection)
+    assert [job.job_id for job in claim(queue)] == [waits]
+
+
 @pytest.mark.parametrize("reason", ["suspended", "a lost job runs alone"])
 def test_a_claim_that_does_not_look_does_not_know_all_that_waits(connection, producer, queue, reason):
     if reason == "suspended":
         assert claim(queue) == []
         assert queue.knows_all()
         suspend(connection)
-        queue._look_if_suspended.make_due()
     else:
         submit(producer, "lost")
         give_back(claim(queue), counts_as_attempt=True)

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from redis import Redis
 from rq.queue import Queue
+from rq.suspension import WORKERS_SUSPENDED
 
 from stoker_shared.wire import CLAIMED_KEY, COUNTS_KEY, MEMBERS_KEY, TAKEN_KEY
 from stoker_worker.placement.placement import FRAGMENT, Placement, as_field
@@ -74,7 +75,7 @@ class Claimer:
         claimed = CLAIMED_KEY.format(queue=queue_name, member=lease.member)
         news = [TAKEN_KEY.format(queue=queue_name), COUNTS_KEY.format(queue=queue_name)]
         agents = [*placement.held.values(), *placement.last.values()]
-        self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, *agents]
+        self._claim_keys = [self._key, claimed, lease.keys[0], MEMBERS_KEY, *news, WORKERS_SUSPENDED, *agents]
         self._claim = connection.register_script(_CLAIM)
         self._view = QueueView(connection, queue_name)
         self.waiting = self._view.waiting
@@ -99,7 +100,7 @@ class Claimer:
     def claim(self, limit: int, busy: Busy) -> list[Granted]:
         """Take up to `limit` jobs out of the queue, which may run beside what is busy, none of them quarantined.
 
-        Nothing is claimed if the lease has another holder.
+        Nothing is claimed if the lease has another holder, or an operator has suspended the workers.
         """
         granted: list[Granted] = []
         for n in range(_TRIES):

@@ -11,7 +11,6 @@ from redis import Redis
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
-from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
 from stoker_worker.queue.beat import HeartbeatWriter
@@ -83,7 +82,6 @@ class RqQueue(QueuePort):
         claimers = {name: Claimer(connection, name, lease, placement, patience_s=patience_s) for name in queues}
         self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
         self._to_announce: Serving | None = None
-        self._look_if_suspended = Periodic(0.25)
         self._suspended = False
         self._in_doubt = False
 
@@ -91,8 +89,7 @@ class RqQueue(QueuePort):
     def claim(self, limit: int, busy: Busy) -> list[ClaimedJob]:
         self._claim_order.has_unread = self._claim_order.knows_all = False
         self._registration.settle_state(is_busy=len(self._in_flight) > 0)
-        if self._look_if_suspended.is_due():
-            self._note_suspension(bool(is_suspended(self._connection)))
+        self._note_suspension(bool(is_suspended(self._connection)))
         self._members.look_if_due()
         self._announce()
         if self._suspended or any(job.attempt > 1 for job in self._in_flight.snapshot()):
