@@ -102,7 +102,7 @@ class Bench:
 
     def with_room(self) -> Self:
         """The same model for stores that restore prefixes into the engine's own memory, as a worker's does."""
-        from stoker_worker.engine.prefix_room import MlxRoom
+        from stoker_worker.engine.transfer import MlxRoom
 
         return replace(self, model=replace(self.model, make_room=partial(MlxRoom, self.model.spec)))
 
@@ -137,7 +137,7 @@ class Bench:
         )
 
     def _assembled(self, **settings: Any) -> Any:
-        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.batch_engine import assemble
 
         return assemble(self.network, self.model, **settings)
 

@@ -20,7 +20,7 @@ from random_models import RandomModel, random_ids
 from report import Report, columns, figure, say
 from works import work
 
-from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.engine.kv_memory import BlockPool
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 SIZES = (100, 10_000)
@@ -48,9 +48,9 @@ def pool_cycle(total: int) -> Callable[[int], None]:
 
 def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
     """A scheduler with that many sequences in the batch, and a generator that only counts."""
-    from stoker_worker.engine.batch_width import BatchWidth
-    from stoker_worker.engine.kv_cost import KVCost
+    from stoker_worker.engine.kv_memory import KVCost
     from stoker_worker.engine.scheduler import ConcurrentScheduler
+    from stoker_worker.engine.step_limits import BatchWidth
 
     pool, kv_cost, width = BlockPool(total), KVCost(SPEC, 256, in_rows=True), BatchWidth(ROWS)
     scheduler = ConcurrentScheduler(pool=pool, kv_cost=kv_cost, width=width, max_prefilling=8, shares_beginnings=True)
@@ -67,9 +67,8 @@ def scheduler_with(total: int, rows: int) -> tuple[Any, Any]:
 
 
 def new_sequence(uid: int) -> Any:
-    from stoker_worker.engine.end_ids import EndIds
     from stoker_worker.engine.sampling import SequenceSampling
-    from stoker_worker.engine.sequence import Sequence
+    from stoker_worker.engine.sequence import EndIds, Sequence
 
     one = work(range(200 + 7 * (uid % ROWS)), 256)
     sampling = SequenceSampling(one.request, n_prompt=len(one.prompt_ids), end_ids=frozenset())

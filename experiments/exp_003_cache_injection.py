@@ -73,7 +73,7 @@ def exactness(bench: Bench, folder: Path, prompts: Sequence[NamedPrompt], max_to
 
 def loading_times(bench: Bench, folder: Path, lengths: Sequence[int], rounds: int) -> list[Json]:
     """Time to the first token of one prompt: cold, from the store, and from the store with its files not in memory."""
-    from stoker_worker.engine.cache_transfer import prefix_to_caches
+    from stoker_worker.engine.transfer import prefix_to_caches
 
     store, engine, rows = AgentCacheStore(folder), bench.engine(), []
     for n in lengths:

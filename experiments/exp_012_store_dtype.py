@@ -87,7 +87,7 @@ def disk_bytes(modes: Sequence[Mode], agents: int, tokens: int) -> Json:
 
 def restore_times(modes: Sequence[Mode], agent: str, text: str, rounds: int) -> Json:
     """`store.restore` alone, and until evaluated caches are there; the modes take turns."""
-    from stoker_worker.engine.cache_transfer import prefix_to_caches
+    from stoker_worker.engine.transfer import prefix_to_caches
 
     note("restore times")
     ids = modes[0].bench.encode(text)

@@ -125,7 +125,7 @@ def joining(bench: Bench, batching: Batching, *, rows: int, n_tokens: int, repea
 def _restored(bench: Bench, n_tokens: int) -> GenerationWork:
     """A row with `n_tokens` restored tokens, in the memory that the loader reads them into, and a prompt of one more.
     Its contents make no difference here."""
-    from stoker_worker.engine.prefix_room import MlxRoom
+    from stoker_worker.engine.transfer import MlxRoom
 
     rng = np.random.default_rng(17)
     room = MlxRoom(bench.model.spec, n_tokens + 1, 8)

@@ -98,7 +98,7 @@ def decoding(benches: Mapping[str, Bench], plan: Plan) -> Json:
 
 def capacity(benches: Mapping[str, Bench]) -> list[Json]:
     """KV memory of a sequence of 1,024 tokens as the engine prices it, for caches of 32 and of 16 bits."""
-    from stoker_worker.engine.kv_cost import KVCost
+    from stoker_worker.engine.kv_memory import KVCost
 
     rows = []
     for dtype in ("float32", "bfloat16"):

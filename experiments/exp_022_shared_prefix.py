@@ -45,15 +45,15 @@ class Run:
 @contextmanager
 def only(contestant: str) -> Iterator[None]:
     """Let every sequence have a copy of the beginning, or let them share it."""
-    from stoker_worker.engine import shared_beginning
+    from stoker_worker.engine import scheduler
 
-    least = shared_beginning.LEAST_SHARED
+    least = scheduler.LEAST_SHARED
     if contestant == NAMES[0]:
-        shared_beginning.LEAST_SHARED = 10**9  # type: ignore[misc]
+        scheduler.LEAST_SHARED = 10**9  # type: ignore[misc]
     try:
         yield
     finally:
-        shared_beginning.LEAST_SHARED = least  # type: ignore[misc]
+        scheduler.LEAST_SHARED = least  # type: ignore[misc]
 
 
 def run_once(bench: Bench, works: list[GenerationWork], contestant: str) -> Run:

@@ -45,7 +45,7 @@ def _timed(call: Callable[..., Any], part: str, watch: Stopwatch) -> Callable[..
 def _watched() -> list[tuple[Any, str, str]]:
     """Classes, methods, and their parts."""
     from stoker_worker.engine.batch_engine import BlockPoolBatchEngine
-    from stoker_worker.engine.prefix_room import MlxRoom
+    from stoker_worker.engine.transfer import MlxRoom
     from stoker_worker.memory.lookup import _Target
     from stoker_worker.memory.ram_cache import RamCache
     from stoker_worker.memory.store import AgentCacheStore

@@ -48,14 +48,14 @@ def _hand_over(
     bench: Bench, works: Sequence[GenerationWork], sample: dict[str, list[float]]
 ) -> list[CompletedGeneration]:
     """One batch until all have ended; the costs of each hand-over beside the step before it."""
-    from stoker_worker.engine import cache_transfer
+    from stoker_worker.engine import transfer
 
     engine, quiet = bench.engine(), 0.0
     times: list[tuple[float, float]] = []
     ended: list[CompletedGeneration] = []
     for one in works:
         engine.submit(one)
-    with patch.object(cache_transfer, "slice_caches", timing(times)):
+    with patch.object(transfer, "slice_caches", timing(times)):
         while engine.in_flight:
             begin = time.perf_counter()
             completions = engine.step()
@@ -78,7 +78,7 @@ def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
 
-    from stoker_worker.engine.cache_transfer import slice_caches  # before it is replaced
+    from stoker_worker.engine.transfer import slice_caches  # before it is replaced
 
     def timed(*piece_of: Any) -> CacheSlice:
         begin = time.perf_counter()
@@ -94,7 +94,7 @@ def timing(times: list[tuple[float, float]]) -> Callable[..., CacheSlice]:
 def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int) -> Json:
     """Second turns of agents with `history` tokens, eight in the batch for as long as there are more: the share of the
     hand-over in the time in which all sequences decode."""
-    from stoker_worker.engine import cache_transfer
+    from stoker_worker.engine import transfer
 
     note(f"a busy batch: {turns} turns")
     store, engine = AgentCacheStore(folder), bench.engine()
@@ -106,7 +106,7 @@ def busy_batch(bench: Bench, folder: Path, history: int, turns: int, answer: int
     ]
     times: list[tuple[float, float]] = []
     decoding, tokens, in_flight = 0.0, 0, 0
-    with patch.object(cache_transfer, "slice_caches", timing(times)):
+    with patch.object(transfer, "slice_caches", timing(times)):
         while waiting or engine.in_flight:
             while waiting and engine.in_flight < MAX_BATCH:
                 engine.submit(waiting.pop(0).work)

@@ -48,7 +48,7 @@ def log_likelihoods(bench: Bench, prefix: RestoredPrefix, ids: Sequence[int]) ->
     """Natural log-likelihood of each of `ids` except the first, after `prefix`, teacher-forced in one pass."""
     import mlx.core as mx
 
-    from stoker_worker.engine.cache_transfer import prefix_to_caches
+    from stoker_worker.engine.transfer import prefix_to_caches
 
     caches = prefix_to_caches(bench.network, prefix, bench.model.spec)
     rest = list(ids[prefix.n_tokens :])

@@ -99,8 +99,8 @@ class RandomModel:
         return cls(network, LoadedModel(name, fingerprint, "t", 10**6, spec, tokenizer))
 
     def engine(self, *, max_batch: int, blocks: int, prefill_tokens: int = 256) -> Any:
-        from stoker_worker.engine.assembly import assemble
-        from stoker_worker.engine.kv_cost import KVCost
+        from stoker_worker.engine.batch_engine import assemble
+        from stoker_worker.engine.kv_memory import KVCost
 
         return assemble(
             self.network,

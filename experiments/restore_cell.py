@@ -136,7 +136,7 @@ class BatchWays:
         return same(self.round_trip().layers, layers, n_tokens) and same(self.extract().layers, layers, n_tokens - 1)
 
     def _sliced(self, batch: Sequence[Any], n_tokens: int) -> CacheSlice:
-        from stoker_worker.engine.cache_transfer import slice_caches
+        from stoker_worker.engine.transfer import slice_caches
 
         return slice_caches([cache.extract(0) for cache in batch], 0, n_tokens, self._saved.model.spec)
 

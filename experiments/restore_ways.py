@@ -182,9 +182,9 @@ def _restored(saved: SavedAgent) -> Pairs:
 
 def _with_each_pause(saved: SavedAgent) -> Pairs:
     """As the product did until it was compared here."""
-    from stoker_worker.engine import prefix_room
+    from stoker_worker.engine import transfer
 
-    with patch.object(prefix_room, "_PAUSE_BYTES", 0):
+    with patch.object(transfer, "_PAUSE_BYTES", 0):
         return _restored(saved)
 
 

@@ -101,7 +101,7 @@ class Rows:
     name = "rows"
 
     def __init__(self, bench: Bench, load: Load, caches: list[Any], watch: Watch | None) -> None:
-        from stoker_worker.engine.batched_generator import MOST_PREFILLING
+        from stoker_worker.engine.mlx_generators import MOST_PREFILLING
 
         self._generator = self._made(bench, load, watch.model(bench.network) if watch else bench.network)
         self._most_prefilling = MOST_PREFILLING
@@ -149,7 +149,7 @@ class Rectangle(Rows):
     name = "rectangle"
 
     def _made(self, bench: Bench, load: Load, model: Any) -> Any:
-        from stoker_worker.engine.batched_generator import MOST_PREFILLING, BatchedGenerator
+        from stoker_worker.engine.mlx_generators import MOST_PREFILLING, BatchedGenerator
 
         return BatchedGenerator(
             model, max_batch=load.places, max_prefilling=MOST_PREFILLING, max_chunk_tokens=bench.worker_chunk

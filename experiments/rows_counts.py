@@ -56,8 +56,8 @@ class Counts:
         from mlx_lm.generate import PromptProcessingBatch
         from mlx_lm.models.cache import BatchKVCache
 
+        from stoker_worker.engine.rows.groups import RowGroup
         from stoker_worker.engine.rows.prefill_rows import PrefillRows
-        from stoker_worker.engine.rows.row_group import RowGroup
 
         def of_batch(cache: Any) -> list[Any]:
             return [cache.keys, cache.values]
@@ -142,7 +142,7 @@ class _CountedModel:
 
 
 def _keys_of_all_rows(n_rows: int, cache: Any) -> int:
-    from stoker_worker.engine.rows.layer_caches import StepCache
+    from stoker_worker.engine.rows.attention import StepCache
 
     if isinstance(cache, StepCache):
         return sum(len(group) * max(group.lengths) for group in cache._step.groups)

@@ -43,7 +43,7 @@ class Parts(Stopwatch):
         from mlx_lm.models.cache import BatchKVCache
 
         from stoker_worker.engine.rows import attention, decode_batch
-        from stoker_worker.engine.rows.layer_caches import StepCache
+        from stoker_worker.engine.rows.attention import StepCache
 
         with ExitStack() as stack:
 

@@ -18,8 +18,7 @@ from common import rss_mib
 from redis import Redis
 
 from stoker import Producer
-from stoker_worker.engine.scripted import ScriptedProvider
-from stoker_worker.engine.scripted_cache import cache_of
+from stoker_worker.engine.scripted import ScriptedProvider, cache_of
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.ports import AgentVersion, CacheSlice, Delivery, LoadedModel, Transcript, Turn
 

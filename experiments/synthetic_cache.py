@@ -43,7 +43,7 @@ def smollm2_layers(n_layers: int) -> ModelCacheSpec:
 
 def model_of(spec: ModelCacheSpec) -> LoadedModel:
     """As in a worker, prefixes are restored into the engine's own memory."""
-    from stoker_worker.engine.prefix_room import MlxRoom
+    from stoker_worker.engine.transfer import MlxRoom
 
     fingerprint = hashlib.sha256(spec.describe().encode()).hexdigest()
     tokenizer: Any = None
@@ -144,7 +144,7 @@ class SavedAgent:
         """The engine's part: the caches that a sequence goes on in, evaluated."""
         import mlx.core as mx
 
-        from stoker_worker.engine.cache_transfer import prefix_to_caches
+        from stoker_worker.engine.transfer import prefix_to_caches
 
         made = prefix_to_caches(self.network, prefix, self.model.spec)
         mx.eval([(cache.keys, cache.values) for cache in made])

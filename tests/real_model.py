@@ -28,7 +28,7 @@ class RealModel:
         return tuple(self.loaded.tokenizer.encode(text, special_start=True))
 
     def engine(self, *, blocks: int = 64, max_batch: int = 8, prefill_tokens: int = 64) -> Any:
-        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.batch_engine import assemble
 
         return assemble(
             self.network,

@@ -88,7 +88,7 @@ LAYERS = {
 """Each part of the worker, from the top, and the parts it may import besides itself and `stoker_shared`."""
 
 NEED_NO_MLX = {
-    *("stoker_worker.engine.block_pool", "stoker_worker.engine.scripted", "stoker_worker.engine.stop_scanner"),
+    *("stoker_worker.engine.kv_memory", "stoker_worker.engine.scripted", "stoker_worker.engine.text"),
     "stoker_worker.models.tokenizer",
 }
 """These are tested without MLX, though their docstrings do not call them pure."""

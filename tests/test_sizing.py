@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker_worker.engine import provider
-from stoker_worker.engine.kv_cost import KVCost
+from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.memory import ram_cache
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 

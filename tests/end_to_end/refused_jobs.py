@@ -45,7 +45,7 @@ def refused_guide():
 
 def refused_length():
     """The reason of an engine with two blocks of KV memory, in a process where MLX is."""
-    from stoker_worker.engine.assembly import assemble
+    from stoker_worker.engine.batch_engine import assemble
     from stoker_worker.engine.scripted import ScriptedProvider
 
     _, loaded = ScriptedProvider(max_batch=1, steps_per_s=1000).load()

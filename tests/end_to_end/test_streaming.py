@@ -7,7 +7,7 @@ import pytest
 from tests.worker_process import running_worker
 
 from stoker import AsyncProducer, JobCanceled, JobFailed, Restarted, ResultTimeout, TextChunk
-from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
+from stoker_worker.engine.scripted import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server
 

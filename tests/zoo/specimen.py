@@ -54,7 +54,7 @@ class Specimen:
         return self._alone[key]
 
     def engine(self, mode: ServingMode, *, max_batch: int, prefill_tokens: int, draft_ngram: bool = False) -> Any:
-        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.batch_engine import assemble
 
         return assemble(
             self.model,

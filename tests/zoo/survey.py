@@ -98,7 +98,7 @@ def _sees_padding(specimen: Specimen, mode: ServingMode) -> bool:
 def _masks_that_let_padding_through() -> Iterator[None]:
     from mlx_lm.models import cache
 
-    from stoker_worker.engine.rows.row_group import RowGroup
+    from stoker_worker.engine.rows.groups import RowGroup
 
     begin_step = RowGroup.begin_step
 

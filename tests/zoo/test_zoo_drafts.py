@@ -22,7 +22,7 @@ MOST_APART = 1e-3
 
 @pytest.mark.parametrize("name", NAMES)
 def test_right_and_wrong_drafts_leave_the_answers_of_each_sequence_alone(name, monkeypatch):
-    from stoker_worker.engine.rows.ngram_lookup import NgramLookup
+    from stoker_worker.engine.rows.row import NgramLookup
     from stoker_worker.engine.rows.rows_generator import why_not_in_rows
     from stoker_worker.ports.model import Batching, ServingMode
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from stoker_shared.durable_file import sync, write_new
 from stoker_shared.errors import ModelNotLoadable, RedisUnavailable, StoreUnusable
 from stoker_shared.text import mask_url, one_line
-from stoker_worker.engine.kv_cost import KVCost
+from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.memory.database_file import FORMAT, check_database, has_database, refused_if_damaged
 from stoker_worker.memory.locks import holder_of
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway, check_creates_once

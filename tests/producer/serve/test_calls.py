@@ -13,7 +13,7 @@ from rq.job import JobStatus
 from tests.producer.played_worker import result_fields
 
 from stoker.serve.settings import Tokens
-from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS
+from stoker_worker.engine.scripted import SCRIPTED_ANSWERS
 
 pytestmark = pytest.mark.server
 

@@ -56,7 +56,7 @@ class Layout:
         self.loaded = LoadedModel(name, "f", "t", 8192, self.spec, tokenizer)
 
     def engine(self, *, max_batch=4, prefill_tokens=64, blocks=1000, batching=None, draft_ngram=False):
-        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.batch_engine import assemble
 
         max_bytes = blocks * self.kv_cost(prefill_tokens).block_bytes
         return assemble(
@@ -70,7 +70,7 @@ class Layout:
         )
 
     def kv_cost(self, prefill_tokens=64):
-        from stoker_worker.engine.kv_cost import KVCost
+        from stoker_worker.engine.kv_memory import KVCost
 
         return KVCost(self.spec, prefill_tokens, in_rows=self.batching == Batching.ROWS)
 

@@ -13,7 +13,7 @@ from tests.worker.engine.reading import STAGES, read_along
 from stoker_shared import build_request
 from stoker_shared.errors import EngineFailed
 from stoker_worker.engine import batch_engine, sampling
-from stoker_worker.engine.cache_transfer import cache_to_save
+from stoker_worker.engine.transfer import cache_to_save
 
 pytestmark = [pytest.mark.mlx, pytest.mark.slow]
 
@@ -283,11 +283,11 @@ def test_a_sequence_restarted_after_a_failed_step_reports_no_cached_tokens():
 
 
 def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llama, monkeypatch):
-    from stoker_worker.engine import cache_transfer
+    from stoker_worker.engine import transfer
 
     works = works_of(random.Random(7), (20, 6), (30, 6), (25, 9))
     plain = run(llama.engine(), works)
-    real, calls = cache_transfer.slice_caches, []
+    real, calls = transfer.slice_caches, []
 
     def fail_once(*args):
         calls.append(1)
@@ -295,7 +295,7 @@ def test_an_error_while_a_finished_sequence_is_copied_out_loses_no_sequence(llam
             raise RuntimeError("[malloc] unable to allocate")
         return real(*args)
 
-    monkeypatch.setattr(cache_transfer, "slice_caches", fail_once)
+    monkeypatch.setattr(transfer, "slice_caches", fail_once)
     done = run(llama.engine(), works)
     assert [one.generated_ids for one in done] == [one.generated_ids for one in plain]
     assert [one.cache.stop for one in done] == [one.cache.stop for one in plain]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker_worker.engine.batch_width import BatchWidth
+from stoker_worker.engine.step_limits import BatchWidth
 
 
 def go_well(width, steps=64):

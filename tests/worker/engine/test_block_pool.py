@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.engine.block_pool import BlockPool
+from stoker_worker.engine.kv_memory import BlockPool
 
 
 def test_a_full_pool_admits_and_grows_no_sequence_until_one_leaves():

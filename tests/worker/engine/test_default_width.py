@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.worker.engine.test_provider_contract import mlx_provider
 
-from stoker_worker.engine.default_width import default_max_batch
+from stoker_worker.engine.provider import default_max_batch
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import MaxBatch
 

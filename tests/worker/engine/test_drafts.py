@@ -9,7 +9,7 @@ from tests.worker.engine.layouts import Layout, Numbers, cache_bytes, random_ids
 
 from stoker_shared.errors import EngineFailed
 from stoker_worker.engine import sampling
-from stoker_worker.engine.rows.drafts import MOST_ROWS
+from stoker_worker.engine.rows.row import MOST_ROWS
 
 pytestmark = pytest.mark.mlx
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker_worker.engine.kv_cost import KVCost
-from stoker_worker.engine.prefill_budget import PrefillBudget
+from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.engine.scheduler import MOST_OVERTAKEN, WaitingSequences
+from stoker_worker.engine.step_limits import PrefillBudget
 from stoker_worker.ports.cache_spec import ArraySpec, LayerKind, LayerSpec, ModelCacheSpec
 
 FULL = LayerSpec(LayerKind.FULL, 2, 8, 8)

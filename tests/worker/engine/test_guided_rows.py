@@ -155,7 +155,7 @@ def test_where_all_that_a_guide_allows_is_forbidden_elsewhere_its_tokens_come_al
     """A vocabulary that is larger than the model's, and a token that a processor has made impossible."""
     import mlx.core as mx
 
-    from stoker_worker.engine.guiding import guided
+    from stoker_worker.engine.sampling import guided
 
     logits = mx.array([[0.0, -np.inf, 1.0], [3.0, -np.inf, 1.0]])
     only: Any = Chain(0)

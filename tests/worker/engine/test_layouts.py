@@ -108,7 +108,7 @@ def test_layer_kinds_are_read_from_the_caches():
 def test_bfloat16_states_come_back_bit_for_bit():
     import mlx.core as mx
 
-    from stoker_worker.engine.cache_transfer import prefix_to_caches, take_snapshot
+    from stoker_worker.engine.transfer import prefix_to_caches, take_snapshot
     from stoker_worker.models.cache_probe import read_cache_spec
 
     layout = Layout("falcon_h1")

@@ -13,7 +13,7 @@ from tests.worker.engine.test_drafts import repeating
 from tests.worker.engine.tiny_models import VOCABULARY
 
 from stoker_shared import build_request
-from stoker_worker.engine.logits import make_processors
+from stoker_worker.engine.sampling import make_processors
 from stoker_worker.ports.model import Batching
 
 pytestmark = pytest.mark.mlx

@@ -51,7 +51,7 @@ def test_a_model_asks_a_cache_for_its_mask_with_the_arguments_that_row_caches_ta
     import mlx.core as mx
     from mlx_lm.models.base import create_attention_mask
 
-    from stoker_worker.engine.rows.layer_caches import Step, StepCache
+    from stoker_worker.engine.rows.attention import Step, StepCache
 
     assert create_attention_mask(mx.zeros((2, 1, 4)), StepCache(Step([]), 0), return_array=is_array) is None
 

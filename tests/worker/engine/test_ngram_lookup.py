@@ -2,7 +2,7 @@
 
 import random
 
-from stoker_worker.engine.rows.ngram_lookup import NgramLookup
+from stoker_worker.engine.rows.row import NgramLookup
 
 WORDS = list(range(10, 30))
 

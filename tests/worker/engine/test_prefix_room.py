@@ -29,7 +29,7 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 def restored(layout: Layout, layers: Any, n_tokens: int, n_prompt: int, max_tokens: int) -> RestoredPrefix:
     """What the loader thread hands over."""
-    from stoker_worker.engine.prefix_room import MlxRoom
+    from stoker_worker.engine.transfer import MlxRoom
 
     made: list[RestoredPrefix] = []
 
@@ -84,7 +84,7 @@ def test_other_threads_get_the_interpreter_while_memory_is_made(
     monkeypatch: pytest.MonkeyPatch, n_tokens: int, n_pauses: int
 ) -> None:
     """Not for each small array: the pauses took longer than all else of a short restore."""
-    from stoker_worker.engine.prefix_room import MlxRoom
+    from stoker_worker.engine.transfer import MlxRoom
 
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
@@ -114,7 +114,7 @@ def test_memory_that_is_in_use_elsewhere_fails_one_sequence_and_no_other(layout:
 
 PROCESS = """
 import threading
-from stoker_worker.engine.prefix_room import MlxRoom
+from stoker_worker.engine.transfer import MlxRoom
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 
 made = []

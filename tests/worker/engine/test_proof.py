@@ -50,7 +50,7 @@ def test_a_fault_in_8_bits_is_not_taken_for_rounding(monkeypatch):
 
 
 def test_a_model_that_is_wrong_in_rows_is_batched_by_mlx_lm(monkeypatch):
-    from stoker_worker.engine.rows.layer_caches import StepCache
+    from stoker_worker.engine.rows.attention import StepCache
 
     monkeypatch.setattr(StepCache, "offset", property(lambda cache: cache._step.offset + 1))
     verdict = proof_of(Layout("llama"))
@@ -72,7 +72,7 @@ def test_a_second_group_of_rows_that_gets_the_first_ones_queries_is_noticed(monk
 
 
 def test_a_second_group_of_rows_without_its_mask_is_noticed(monkeypatch):
-    from stoker_worker.engine.rows.layer_caches import Step
+    from stoker_worker.engine.rows.attention import Step
 
     def unmasked(step, sizes):
         begin(step, sizes)
@@ -158,7 +158,7 @@ def test_sequences_that_raise_together_run_one_at_a_time(monkeypatch):
 
 
 def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(monkeypatch):
-    from stoker_worker.engine import cache_transfer, sequence_maker
+    from stoker_worker.engine import batch_engine, transfer
 
     def mirrored(*args):
         caches = prefix_to_caches(*args)
@@ -166,8 +166,8 @@ def test_a_model_whose_caches_come_back_wrong_keeps_its_batch_and_has_no_memory(
             cache.keys = cache.keys[..., ::-1]
         return caches
 
-    prefix_to_caches = cache_transfer.prefix_to_caches
-    monkeypatch.setattr(sequence_maker, "prefix_to_caches", mirrored)
+    prefix_to_caches = transfer.prefix_to_caches
+    monkeypatch.setattr(batch_engine, "prefix_to_caches", mirrored)
     verdict = proof_of(Layout("llama"))
     assert verdict.mode == ServingMode(Batching.ROWS, memory=False)
     assert "restored" in verdict.why[0]
@@ -269,9 +269,9 @@ def test_the_time_for_a_window_follows_from_a_prefill_as_long_and_not_from_many_
 
 
 def test_attention_after_a_common_beginning_is_tried(monkeypatch):
-    from stoker_worker.engine.rows import attention, shared_prefix
+    from stoker_worker.engine.rows import attention
 
-    after = shared_prefix.attention_after
+    after = attention.attention_after
     monkeypatch.setattr(attention, "attention_after", lambda *args, **options: 1.1 * after(*args, **options))
     verdict = proof_of(Layout("llama"))
     assert verdict.mode == ServingMode(Batching.BATCHED)
@@ -279,7 +279,7 @@ def test_attention_after_a_common_beginning_is_tried(monkeypatch):
 
 @pytest.mark.parametrize("draft_ngram", [False, True])
 def test_drafts_are_tried_when_they_are_on(draft_ngram, monkeypatch):
-    from stoker_worker.engine.rows.row_groups import RowGroups
+    from stoker_worker.engine.rows.groups import RowGroups
 
     monkeypatch.setattr(RowGroups, "trim", lambda groups, row, n_tokens: None)  # wrong drafts stay in the cache
     verdict = proof_of(Layout("llama"), draft_ngram=draft_ngram)
@@ -291,7 +291,7 @@ def test_drafts_are_tried_when_they_are_on(draft_ngram, monkeypatch):
 
 @pytest.fixture
 def verdicts(tmp_path):
-    from stoker_worker.engine.verdicts import Verdict, remembered_or_proved
+    from stoker_worker.engine.proof import Verdict, remembered_or_proved
 
     class Counted:
         proofs = 0
@@ -351,10 +351,10 @@ def test_another_model_batch_or_device_and_drafts_get_their_own_proof(verdicts, 
 
 
 def test_another_version_gets_its_own_proof(verdicts, monkeypatch):
-    from stoker_worker.engine import verdicts as module
+    from stoker_worker.engine import proof
 
     verdicts.of()
-    monkeypatch.setattr(module, "version", lambda name: "99")
+    monkeypatch.setattr(proof, "version", lambda name: "99")
     verdicts.of()
     assert verdicts.proofs == 2
 
@@ -372,7 +372,7 @@ def test_a_damaged_memory_of_verdicts_costs_a_proof_and_nothing_else(verdicts, d
 
 @pytest.mark.parametrize(("error", "is_remembered"), [(RuntimeError("[malloc]"), False), (ValueError("shapes"), True)])
 def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is_remembered):
-    from stoker_worker.engine.verdicts import remembered_or_proved
+    from stoker_worker.engine.proof import remembered_or_proved
 
     def is_wrong(sequences, tokens):
         if sequences > 1:
@@ -393,7 +393,7 @@ def test_only_a_permanent_failure_is_remembered(tmp_path, monkeypatch, error, is
 def test_a_model_that_cannot_run_alone_is_remembered_if_the_failure_is_permanent(
     tmp_path, monkeypatch, error, is_remembered
 ):
-    from stoker_worker.engine.verdicts import remembered_or_proved
+    from stoker_worker.engine.proof import remembered_or_proved
 
     def is_wrong(sequences, tokens):
         raise error

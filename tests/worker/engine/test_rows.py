@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from stoker_worker.engine.rows.room import MOST_SHARED_TOKENS, most_room, room_for
-from stoker_worker.engine.rows.row_group import RowGroup
+from stoker_worker.engine.kv_memory import MOST_SHARED_TOKENS, most_room, room_for
+from stoker_worker.engine.rows.groups import RowGroup
 
 pytestmark = pytest.mark.mlx
 

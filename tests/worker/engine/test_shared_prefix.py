@@ -215,7 +215,7 @@ def test_attention_of_other_kinds_shares_too(name):
 def test_attention_after_a_prefix_is_attention_to_all_tokens(extra):
     import mlx.core as mx
 
-    from stoker_worker.engine.rows.shared_prefix import attention_after
+    from stoker_worker.engine.rows.attention import attention_after
 
     mx.random.seed(9)
     prefix, own = [(mx.random.normal((n, 2, t, 8)), mx.random.normal((n, 2, t, 4))) for n, t in ((1, 70), (3, 9))]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker_worker.engine.scripted import ScriptedTokenizer
-from stoker_worker.engine.stop_scanner import StopScanner
+from stoker_worker.engine.text import StopScanner
 
 
 class WordTokenizer(ScriptedTokenizer):

@@ -8,22 +8,71 @@ and new cache bytes.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, Final
 
+import mlx.core as mx
+
 from stoker_shared.errors import BlockPoolTooSmall, EngineFailed, RequestError
-from stoker_worker.engine.batch_width import BatchWidth
-from stoker_worker.engine.block_pool import BlockPool
-from stoker_worker.engine.cache_transfer import cache_to_save, take_snapshot
 from stoker_worker.engine.generator import Generator, Prefilled, TokenOutput
-from stoker_worker.engine.kv_cost import KVCost
-from stoker_worker.engine.prefill_budget import PrefillBudget
-from stoker_worker.engine.prompt_scores import MOST_TOKENS
-from stoker_worker.engine.sampling import token_logprob
+from stoker_worker.engine.kv_memory import BlockPool, KVCost
+from stoker_worker.engine.mlx_generators import (
+    MOST_PREFILLING,
+    REFERENCE_CHUNK_TOKENS,
+    BatchedGenerator,
+    SingleGenerator,
+)
+from stoker_worker.engine.prompt_scores import MOST_TOKENS, PromptScorer
+from stoker_worker.engine.rows.rows_generator import RowsGenerator
+from stoker_worker.engine.sampling import SequenceSampling, token_logprob
 from stoker_worker.engine.scheduler import ConcurrentScheduler
-from stoker_worker.engine.sequence import Sequence
-from stoker_worker.engine.sequence_maker import SequenceMaker
-from stoker_worker.ports import CompletedGeneration, GenerationEnginePort, GenerationWork, LoadedModel, SequenceProgress
+from stoker_worker.engine.sequence import EndIds, Sequence, check_token_ids, names_token_ids
+from stoker_worker.engine.step_limits import BatchWidth, PrefillBudget
+from stoker_worker.engine.text import StopScanner
+from stoker_worker.engine.transfer import cache_to_save, prefix_to_caches, take_snapshot
+from stoker_worker.ports import (
+    CompletedGeneration,
+    GenerationEnginePort,
+    GenerationWork,
+    LoadedModel,
+    SequenceProgress,
+    TokenizerPort,
+)
+from stoker_worker.ports.model import Batching
+
+
+class SequenceMaker:
+    def __init__(self, model: Any, loaded: LoadedModel, tokenizer: TokenizerPort) -> None:
+        self._model = model
+        self._loaded = loaded
+        self._tokenizer = tokenizer
+
+    def make(self, uid: int, work: GenerationWork) -> Sequence:
+        """
+        Raises:
+            InvalidRequest: the request names a token id that the model does not have.
+            ValueError: the restored prefix is not one of this model, or its memory is still in use.
+        """
+        request, prefix = work.request, work.prefix
+        if names_token_ids(request):
+            check_token_ids(request, self._vocabulary)
+        work = replace(work, prefix=None, save_from=work.save_from if self._loaded.has_memory else None)
+        stops = StopScanner(self._tokenizer, request.stop, min_tokens=request.min_tokens) if request.stop else None
+        end_ids = EndIds.of(request, self._tokenizer.eos_ids)
+        sampling = SequenceSampling(request, n_prompt=len(work.prompt_ids), end_ids=end_ids.all)
+        scorer = PromptScorer.of(work, self._tokenizer)
+        sequence = Sequence(uid, work, sampling, stops, end_ids, scorer=scorer)
+        if prefix is not None:
+            sequence.take_prefix(prefix, prefix_to_caches(self._model, prefix, self._loaded.spec))
+        return sequence
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        """Token ids that the model has logits for. Nothing is computed: only the shape is read."""
+        return int(self._model(mx.array([[0]])).shape[-1])
+
 
 _MOST_BREAKS: Final = 2
 """After so many steps that broke while a sequence ran alone, the sequence is failed."""
@@ -248,3 +297,54 @@ class BlockPoolBatchEngine(GenerationEnginePort):
                 yield self._failed(sequence, error)
             else:
                 self._scheduler.waiting.add(sequence)
+
+
+def assemble(
+    model: Any,
+    loaded: LoadedModel,
+    *,
+    max_bytes: int,
+    max_batch: int,
+    prefill_tokens: int,
+    max_step_s: float,
+    draft_ngram: bool = False,
+    watch: Callable[[Generator], Generator] | None = None,
+) -> BlockPoolBatchEngine:
+    """An engine over `model` with `max_bytes` of KV memory, in the mode of `loaded`.
+
+    Args:
+        draft_ngram: whether rows may get drafts, where the mode is in rows and all layers are full attention.
+        watch: wraps each generator that the engine makes; a trial observes it there.
+    """
+    batching = loaded.mode.batching
+    if batching in (Batching.ONE_AT_A_TIME, Batching.AS_MLX_LM):
+        max_batch = max_prefilling = 1
+        chunk_tokens = REFERENCE_CHUNK_TOKENS if batching == Batching.AS_MLX_LM else None
+        make: Callable[[], Generator] = partial(SingleGenerator, model, chunk_tokens=chunk_tokens)
+    elif batching == Batching.ROWS:
+        max_prefilling = MOST_PREFILLING
+        make = partial(RowsGenerator, model, loaded.spec, draft_ngram=draft_ngram)
+    else:
+        max_prefilling = 1 if batching == Batching.SINGLE_PREFILL else MOST_PREFILLING
+        make = partial(
+            BatchedGenerator,
+            model,
+            max_batch=max_batch,
+            max_prefilling=max_prefilling,
+            max_chunk_tokens=prefill_tokens,
+        )
+    kv_cost = KVCost(loaded.spec, prefill_tokens, in_rows=batching == Batching.ROWS)
+    pool = BlockPool(max_bytes // kv_cost.block_bytes)
+    if watch is None:
+        _log.info("KV memory: %d blocks of %d bytes (%d MB)", pool.total, kv_cost.block_bytes, max_bytes // 2**20)
+    return BlockPoolBatchEngine(
+        model,
+        loaded,
+        make_generator=make if watch is None else lambda: watch(make()),
+        pool=pool,
+        kv_cost=kv_cost,
+        budget=PrefillBudget(max_step_s, prefill_tokens),
+        max_batch=max_batch,
+        max_prefilling=max_prefilling,
+        shares_beginnings=batching == Batching.ROWS and loaded.has_memory and loaded.spec.has_only_full_layers,
+    )

@@ -1,37 +1,191 @@
 """Tries a model before it is served: finds the widest mode in which each sequence answers as alone. Engine thread.
 
-Owns the order in which modes are tried, and the time that the proof may take. `trial.py` runs one trial,
-`trial_sequences.py` plans its sequences. No architecture is known by name here: only the model's behaviour counts.
+Owns the order in which modes are tried, the time that the proof may take, and the memory of earlier verdicts.
+`trial.py` runs one trial. No architecture is known by name here: only the model's behaviour counts.
 """
 
+import hashlib
+import json
 import logging
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_shared.text import one_line
-from stoker_worker.engine.inner_rounding import rounds_inside
+from stoker_worker.engine.mlx_generators import REFERENCE_CHUNK_TOKENS
 from stoker_worker.engine.rows.rows_generator import why_not_in_rows
-from stoker_worker.engine.single_generator import REFERENCE_CHUNK_TOKENS
-from stoker_worker.engine.spans import spans
-from stoker_worker.engine.trial import IN_8_BITS, Found, Limit, Reference, all_found, may_pass, try_plan
-from stoker_worker.engine.trial_sequences import (
+from stoker_worker.engine.trial import (
+    IN_8_BITS,
     MOST_AFTER_SPAN,
     SHORTEST_SPAN,
+    Found,
+    Limit,
+    Reference,
     TrialPlan,
+    all_found,
+    may_pass,
     plan,
     plan_in_two_groups,
     plan_of_alike,
+    try_plan,
 )
-from stoker_worker.engine.verdicts import Verdict
 from stoker_worker.models.cache_probe import can_be_batched
+from stoker_worker.models.memo_file import read_memo, write_memo
 from stoker_worker.ports import LoadedModel, TokenizerPort
 from stoker_worker.ports.model import WIDEST_FIRST, Batching, ServingMode
+
+_NAMES: Final = re.compile(r"^(?!.*(dim|head)).*(window|top_?k|sparse|chunk|block)", re.ASCII)
+"""A dimension or a number of heads is no number of tokens."""
+
+
+def spans(config: Any, windows: Collection[int]) -> set[int]:
+    """
+    Args:
+        config: a dataclass or a mapping; configs and lists inside it count as well.
+        windows: those that the layers' caches have.
+
+    Returns:
+        `windows`, each number whose name is like that of a span, and the products of two of these: a sparse budget is
+        often configured as a number of blocks and their size.
+    """
+    numbers = {(name, n) for name, n in _numbers("", config) if _NAMES.search(name)}
+    products = (first * second for (_, first), (_, second) in combinations(numbers, 2))
+    return {*windows, *(n for _, n in numbers), *products}
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    if type(value) is int:
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(name, one)
+    else:
+        fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        for inner, one in fields.items():
+            yield from _numbers(str(inner), one)
+
+
+_NUDGE: Final = 1e-6
+_MOST_TIMES: Final = 1000
+"""Among all architectures, the answers of one that rounds inside moved by at least 5,600 times the nudge, those of
+others by at most 30 times."""
+
+_COMPARED: Final = 256
+"""Tokens at the end of each chunk whose logits are compared: those of all would take gigabytes."""
+
+
+def rounds_inside(model: Any, ids: Sequence[int]) -> bool:
+    """Whether the answers of a float32 model to `ids` jump when weights change in their last places.
+
+    Only vectors change, such as the weights of norms, because they are small; they are put back.
+    """
+    weights = [(name, array) for name, array in tree_flatten(model.parameters()) if _is_vector(array)]
+    right, nudged = tree_unflatten(weights), tree_unflatten([(name, w * (1 + _NUDGE)) for name, w in weights])
+    caches, caches_nudged, furthest = make_prompt_cache(model), make_prompt_cache(model), 0.0
+    try:
+        for start in range(0, len(ids), REFERENCE_CHUNK_TOKENS):
+            chunk = mx.array([ids[start : start + REFERENCE_CHUNK_TOKENS]])
+            logprobs = _last(model, chunk, caches)
+            model.update(nudged)
+            moved = mx.sqrt(mx.mean((_last(model, chunk, caches_nudged) - logprobs) ** 2, axis=-1))
+            model.update(right)
+            furthest = max(furthest, float((moved / mx.std(logprobs, axis=-1)).max()))
+    finally:
+        model.update(right)
+    return furthest > _MOST_TIMES * _NUDGE
+
+
+def _is_vector(array: mx.array) -> bool:
+    return array.ndim == 1 and mx.issubdtype(array.dtype, mx.floating)
+
+
+def _last(model: Any, chunk: mx.array, caches: list[Any]) -> mx.array:
+    """Log-probabilities (tokens, vocabulary) after the last tokens of a chunk, evaluated."""
+    logits = model(chunk, cache=caches)[0, -_COMPARED:]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = mx.where(mx.isfinite(logprobs), logprobs, 0.0)  # some models rule tokens out
+    mx.eval(logprobs, [cache.state for cache in caches])
+    return logprobs
+
+
+_VERSIONS: Final = ("mlx", "mlx-lm", "stoker")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Attributes:
+        mode: the widest mode that is right.
+        why: the faults of wider modes, and the trials that were left out; empty when there is nothing to report.
+        may_pass: whether a wider mode failed for a reason that may pass by itself.
+        reached: tokens of the longest sequence for which there was time.
+        is_whole: whether nothing was left out for lack of time.
+        budget_s: seconds that the proof could take.
+    """
+
+    mode: ServingMode
+    why: tuple[str, ...]
+    may_pass: bool = False
+    reached: int = 0
+    is_whole: bool = True
+    budget_s: float = 0.0
+
+
+def remembered_or_proved(
+    memo: Path | None,
+    fingerprint: str,
+    *,
+    max_batch: int,
+    draft_ngram: bool,
+    device: str,
+    prove: Callable[[Verdict | None], Verdict],
+) -> Verdict:
+    """The verdict on a model: the remembered one if it is whole, or that of `prove`, which gets the remembered one.
+
+    Args:
+        memo: JSON file of earlier verdicts; ``None``: every start proves anew.
+    """
+    versions = {name: version(name) for name in _VERSIONS}
+    parts = json.dumps([fingerprint, max_batch, draft_ngram, device, versions], sort_keys=True)
+    key = hashlib.sha256(parts.encode()).hexdigest()
+    known = read_memo(memo)
+    remembered = _verdict(known.get(key))
+    if remembered is not None and remembered.is_whole:
+        return remembered
+    verdict = prove(remembered)
+    if verdict.may_pass:  # memory was short, perhaps, and the next start tries again
+        return remembered or verdict
+    if remembered is not None and WIDEST_FIRST.index(verdict.mode) < WIDEST_FIRST.index(remembered.mode):
+        verdict = replace(verdict, mode=remembered.mode, why=remembered.why)  # more trials allow no more than fewer
+    mode = verdict.mode
+    entry = {"rows": mode.batching.name, "memory": mode.memory, "why": verdict.why, "versions": versions}
+    entry |= {"reached": verdict.reached, "whole": verdict.is_whole, "budget_s": verdict.budget_s}
+    write_memo(memo, {**known, key: entry})
+    return verdict
+
+
+def _verdict(entry: Any) -> Verdict | None:
+    try:
+        return Verdict(
+            ServingMode(Batching[entry["rows"]], memory=entry["memory"] is True),
+            tuple(str(reason) for reason in entry["why"]),
+            reached=int(entry["reached"]),
+            is_whole=entry["whole"] is True,
+            budget_s=float(entry["budget_s"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
 
 LEAST_BUDGET_S: Final = 5.0
 LOAD_SHARE: Final = 0.03

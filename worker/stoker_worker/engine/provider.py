@@ -11,13 +11,30 @@ from functools import partial
 from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.engine.default_width import default_max_batch
+from stoker_worker.engine.kv_memory import KVCost
 from stoker_worker.models.extras import ModelExtras
 from stoker_worker.models.fingerprint import in_mode
 from stoker_worker.ports import GenerationEnginePort, LoadedModel, ModelProviderPort
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.model import Batching, MaxBatch, ServingMode
+from stoker_worker.ports.model import USUAL_JOBS, Batching, MaxBatch, ServingMode
 from stoker_worker.settings import WorkerSettings
+
+_USUAL_TOKENS: Final = 1024
+"""As many sequences of this length must fit into the KV memory at once: jobs that wait for it hold memory beside it."""
+
+
+def default_max_batch(spec: ModelCacheSpec, *, kv_bytes: int, prefill_tokens: int) -> MaxBatch:
+    """
+    Args:
+        kv_bytes: KV memory of the batch.
+        prefill_tokens: most tokens of a sequence prefilled at once.
+    """
+    cost = KVCost(spec, prefill_tokens, in_rows=True)
+    fitting = kv_bytes // cost.block_bytes // max(1, cost.sequence_blocks(_USUAL_TOKENS))
+    if fitting < USUAL_JOBS:
+        return MaxBatch(max(1, fitting), f"KV memory for {fitting} sequences of {_USUAL_TOKENS} tokens")
+    return MaxBatch(USUAL_JOBS, "the default")
+
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +51,8 @@ class MlxProvider(ModelProviderPort):
     settings: WorkerSettings
 
     def load(self) -> tuple[GenerationEnginePort, LoadedModel]:
-        from stoker_worker.engine.prefix_room import MlxRoom
         from stoker_worker.engine.rows.rows_generator import why_not_in_rows
+        from stoker_worker.engine.transfer import MlxRoom
         from stoker_worker.models.loading import load_model
 
         settings = self.settings
@@ -98,8 +115,7 @@ class MlxProvider(ModelProviderPort):
         """The widest mode that is right for the model, from a proof or from the memory of one."""
         import mlx.core as mx
 
-        from stoker_worker.engine.proof import prove
-        from stoker_worker.engine.verdicts import remembered_or_proved
+        from stoker_worker.engine.proof import prove, remembered_or_proved
 
         if self.settings.skip_proof:
             _log.warning("NOT PROVED: it is not known whether this model answers correctly in a batch (--skip-proof)")
@@ -138,7 +154,7 @@ class MlxProvider(ModelProviderPort):
         return self.settings.prefill_step_tokens or (_GPU_PREFILL_TOKENS if _is_on_gpu() else _CPU_PREFILL_TOKENS)
 
     def _engine(self, model: Any, loaded: LoadedModel) -> GenerationEnginePort:
-        from stoker_worker.engine.assembly import assemble
+        from stoker_worker.engine.batch_engine import assemble
 
         return assemble(
             model,

@@ -1,22 +1,144 @@
-"""One sequence's sampling: from the model's logits to the sequence's next token. Engine thread.
+"""From the model's logits to a sequence's next token: what the request changes in them, what a guide forbids, and the
+draw. Engine thread.
 
-Nothing here raises into mlx-lm: an exception in the middle of a step leaves the cache of every sequence one token ahead
-of its output. A sequence whose sampling fails goes on greedily for a step, and its `error` tells the engine to fail it.
+Nothing here raises into a step: an exception in the middle of one leaves the cache of every sequence one token ahead of
+its output. A sequence whose sampling fails goes on greedily for a step, and its `error` tells the engine to fail it; a
+guide that fails does the same, and its row goes on freely.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_repetition_penalty
+from numpy.typing import NDArray
 
+from stoker_shared.errors import GuideRefused
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import TokenLogprob, TopLogprob
-from stoker_worker.engine.logits import LogitsProcessor, make_processors
-from stoker_worker.ports import TokenizerPort
+from stoker_worker.ports import AnswerGuide, TokenizerPort
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+"""From the sequence's tokens so far, prompt included, and its logits (1, vocabulary) to logits."""
+
+
+def make_processors(request: GenerationRequest, n_prompt: int, end_ids: frozenset[int]) -> list[LogitsProcessor]:
+    """
+    Args:
+        n_prompt: tokens of the prompt; the answer begins after them.
+        end_ids: token ids that end the sequence.
+    """
+    processors: list[LogitsProcessor] = []
+    if request.logit_bias:
+        processors.append(_bias({int(key): bias for key, bias in request.logit_bias.items()}))
+    if request.repetition_penalty not in (None, 1.0):
+        # mlx-lm's own, over its own default of the last 20 tokens, prompt included.
+        processors.append(make_repetition_penalty(request.repetition_penalty))
+    if request.presence_penalty or request.frequency_penalty:
+        processors.append(_penalties(request.presence_penalty, request.frequency_penalty, n_prompt))
+    if request.min_tokens and end_ids:
+        processors.append(_no_end(end_ids, n_prompt + request.min_tokens))
+    return processors
+
+
+def _bias(of_ids: dict[int, float]) -> LogitsProcessor:
+    ids, biases = mx.array(list(of_ids)), mx.array(list(of_ids.values()))
+
+    def add_bias(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, ids].add(biases.astype(logits.dtype))
+
+    return add_bias
+
+
+def _penalties(presence: float, frequency: float, n_prompt: int) -> LogitsProcessor:
+    """OpenAI's and vLLM's meaning: over all tokens of the answer, and none of the prompt."""
+
+    def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size == n_prompt:
+            return logits
+        # Counted in float32: 16 bits would round each subtraction.
+        counts = mx.zeros(logits.shape[-1]).at[tokens[n_prompt:]].add(1.0)
+        return logits - (presence * (counts > 0) + frequency * counts).astype(logits.dtype)
+
+    return penalise
+
+
+def _no_end(end_ids: frozenset[int], n_tokens: int) -> LogitsProcessor:
+    """No end before the sequence has `n_tokens` tokens.
+
+    The least finite logit instead of minus infinity: where a grammar allows nothing but the end, the end is drawn, and
+    not a token at random.
+    """
+
+    def forbid_end(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size >= n_tokens:
+            return logits
+        # A model may name an end that it has no logit for.
+        ids = mx.array([token_id for token_id in sorted(end_ids) if token_id < logits.shape[-1]], mx.uint32)
+        return mx.put_along_axis(logits, ids[None], mx.array(mx.finfo(logits.dtype).min, logits.dtype), axis=-1)
+
+    return forbid_end
+
+
+Place = tuple[int, AnswerGuide, int | None]
+"""The index of a row in the logits, its guide, and the token that is being fed; ``None`` if the guide has had it."""
+
+
+def guided(logits: mx.array, places: Iterable[Place]) -> mx.array:
+    """
+    Args:
+        logits: (rows, vocabulary).
+
+    Returns:
+        The same values but for the rows of `places`, which have minus infinity for tokens that may not come next.
+    """
+    allowed, floors = np.ones(logits.shape, np.bool_), [-np.inf] * logits.shape[0]
+    # What else has made an allowed token impossible, such as `min_tokens`, must not leave a row without any.
+    least = mx.finfo(logits.dtype).min
+    for index, guide, token in places:
+        if _write_allowed(guide, token, allowed[index]):
+            floors[index] = least
+    if least not in floors:
+        return logits
+    # Over all rows at once: on a CPU, MLX takes several times as long to gather some rows and scatter them back.
+    raised = mx.maximum(logits, mx.array(floors, logits.dtype)[:, None])
+    return mx.where(mx.array(allowed), raised, mx.array(-mx.inf, logits.dtype))
+
+
+class GuideProcessor:
+    """A guide as a logits processor of mlx-lm, which waits for the token that is being fed."""
+
+    def __init__(self, guide: AnswerGuide) -> None:
+        self._guide = guide
+        self._is_first = True
+
+    def __call__(self, tokens: Any, logits: mx.array) -> mx.array:
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        token = None if self._is_first else int(tokens[-1].item())
+        self._is_first = False
+        return guided(logits, [(0, self._guide, token)])
+
+
+def _write_allowed(guide: AnswerGuide, token: int | None, allowed: NDArray[np.bool_]) -> bool:
+    """Write into `allowed` (vocabulary,) which tokens may come next; False, and nothing is written, if all may."""
+    try:
+        mask = guide.after(token)
+    except Exception as error:  # a fault of the guide's, not of the batch
+        guide.error = GuideRefused(f"the answer cannot go on: {type(error).__name__}")
+        return False
+    if mask is None:
+        return False
+    bits = np.unpackbits(mask.view(np.uint8), count=min(len(allowed), 32 * len(mask)), bitorder="little")
+    if not bits.any():
+        guide.error = GuideRefused("the answer cannot go on: the model has no token that may follow here")
+        return False
+    allowed[: len(bits)] = bits
+    allowed[len(bits) :] = False
+    return True
+
 
 _LEAST: Final = 1e-30
 """Least temperature and `top_p`: they draw the likeliest token, and far below float32 would leave no token at all."""

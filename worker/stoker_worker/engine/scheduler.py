@@ -3,21 +3,91 @@
 Owns a sequence's way from waiting through prefilling to decoding. Its tokens and its end are the engine's.
 Sequences wait in order of age. One that does not fit now lets smaller ones pass, but only so many: then the batch
 drains until it fits, so neither a large sequence nor a small one waits forever.
+
+Prompts that begin alike are prefilled once: agents with one system prompt that arrive together would otherwise each
+prefill it, and each hold it.
 """
 
 import time
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
-from stoker_worker.engine.batch_width import BatchWidth
-from stoker_worker.engine.block_pool import BlockPool
 from stoker_worker.engine.generator import Generator
-from stoker_worker.engine.kv_cost import KVCost
+from stoker_worker.engine.kv_memory import BlockPool, KVCost
 from stoker_worker.engine.sequence import Sequence
-from stoker_worker.engine.shared_beginning import Beginning, shared_beginning
+from stoker_worker.engine.step_limits import BatchWidth
 from stoker_worker.ports import Stage
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS
+
+LEAST_TOKENS: Final = 64
+"""Fewer tokens are prefilled sooner than they are waited for."""
+
+LEAST_SHARED: Final = 256
+"""Fewer tokens are copied: rows with so little before them lie together in one array anyway."""
+
+_STEP: Final = 64
+"""A shared prefix is so many tokens or a multiple: after a system prompt, prompts go on alike by chance for a few."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first `n_tokens` tokens of `waiting`, which are those of `of` as well: a sequence in the batch."""
+
+    waiting: Sequence
+    of: Sequence
+    n_tokens: int
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.of.n_cached + self.of.n_prefilled >= self.n_tokens
+
+    @property
+    def n_shared(self) -> int:
+        """How many of them need not be in memory twice. All that the two have after them is copied once; so 0, if that
+        is more than they share."""
+        n, n_to_split = self.n_tokens // _STEP * _STEP, self.of.n_tokens
+        if self.of.prefix is not None:
+            n, n_to_split = min(n, self.of.prefix.n_tokens), 0
+        return n if n >= LEAST_SHARED and max(self.waiting.n_cached, n_to_split) <= 2 * n else 0
+
+
+def shared_beginning(waiting: Sequence, in_batch: Iterable[Sequence]) -> Beginning | None:
+    """The longest beginning that `waiting` has in common with a sequence in the batch, if it is worth it.
+
+    If its own caches hold as much already, the beginning is no longer than they are, and prefilled.
+    """
+    key, wanted = waiting.work.shares, waiting.n_cached + LEAST_TOKENS
+    least = min(wanted, LEAST_SHARED)
+    if key is None or waiting.n_prompt <= least:
+        return None
+    others = (other for other in in_batch if other.work.shares == key)
+    found = (Beginning(waiting, other, _n_common(waiting, other, least)) for other in others)
+    best = max(found, key=lambda beginning: (beginning.n_tokens, beginning.is_prefilled), default=None)
+    if best is None or best.n_tokens >= wanted:
+        return best
+    held = Beginning(waiting, best.of, min(best.n_tokens, waiting.n_cached))
+    return held if held.is_prefilled and held.n_shared else None
+
+
+def _n_common(waiting: Sequence, other: Sequence, least: int) -> int:
+    """Common tokens, without the last one of the other prompt, which is never prefilled, and without those that
+    `waiting` has to prefill itself; 0 if fewer than `least`.
+
+    By halves, because comparing slices is much faster than comparing tokens.
+    """
+    if (known := waiting.n_common.get(other.uid)) is None:
+        ours, theirs = waiting.work.prompt_ids, other.work.prompt_ids
+        same, most = 0, min(waiting.n_reusable, len(theirs) - 1)
+        if most >= least and ours[least - 1] == theirs[least - 1] and ours[:least] == theirs[:least]:
+            same = least
+            while same < most:
+                middle = (same + most + 1) // 2
+                same, most = (middle, most) if ours[same:middle] == theirs[same:middle] else (same, middle - 1)
+        known = waiting.n_common[other.uid] = same
+    return known
+
 
 MOST_OVERTAKEN: Final = 32
 """Most sequences that may pass one that does not fit."""

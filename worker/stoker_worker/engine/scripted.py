@@ -6,7 +6,7 @@ becomes a failed job.
 
 The answer depends on the last line of the prompt, or of the last message:
 
-* ``say TEXT``: TEXT, then end of sequence; it may hold thinking and calls (see `scripted_answers`);
+* ``say TEXT``: TEXT, then end of sequence; it may hold thinking and calls (see `SCRIPTED_ANSWERS`);
 * ``if NAME say TEXT else OTHER``: the same, if the model is called NAME, else with OTHER;
 * ``fail WHY``: the sequence fails in the engine;
 * ``break WHY``: the engine itself breaks, with every sequence in it;
@@ -17,34 +17,116 @@ In a prompt that is scored, every token is as likely as any other.
 """
 
 import hashlib
+import json
+import math
 import os
 import signal
 import time
 from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
+from stoker_shared.answer_parts import Edge
 from stoker_shared.errors import EngineFailed, TemplateError
 from stoker_shared.message import Message
-from stoker_worker.engine.end_ids import EndIds, check_token_ids
-from stoker_worker.engine.scripted_answers import SCRIPTED_ANSWERS, said_by
-from stoker_worker.engine.scripted_cache import cache_of, wrong_prefix
-from stoker_worker.engine.scripted_scores import VOCABULARY, even_scores
-from stoker_worker.engine.sequence import Sequence
-from stoker_worker.engine.stop_scanner import StopScanner
+from stoker_shared.result import PromptLogprobs, TokenLogprob, TopLogprob
+from stoker_worker.engine.sequence import EndIds, Sequence, check_token_ids
+from stoker_worker.engine.text import StopScanner
 from stoker_worker.ports import (
+    AnswerFormat,
+    CacheSlice,
     CompletedGeneration,
     GenerationEnginePort,
     GenerationWork,
     LoadedModel,
     ModelProviderPort,
+    RestoredPrefix,
     SequenceProgress,
     Stage,
 )
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 from stoker_worker.ports.model import Batching, MaxBatch, ServingMode
+
+VOCABULARY: Final = 258
+"""Token ids of the scripted tokenizer: bytes, the end, and the mark of a role."""
+
+_LOGPROB: Final = -math.log(VOCABULARY)
+_FIRST_TOP: Final = ord("!")
+
+
+def even_scores(work: GenerationWork, decode: Callable[[abc.Sequence[int]], str]) -> PromptLogprobs | None:
+    """``None`` if the work's prompt is not to be scored."""
+    n_top, start = work.request.prompt_logprobs, work.request.prompt_logprobs_start
+    if n_top is None:
+        return None
+    top = [TopLogprob(token=decode([_FIRST_TOP + n]), logprob=_LOGPROB) for n in range(n_top)]
+    scored = [
+        TokenLogprob(token=decode([token]), logprob=_LOGPROB, top_logprobs=top)
+        for token in work.prompt_ids[max(1, start) :]
+    ]
+    return PromptLogprobs(start=start, content=scored if start else [None, *scored])
+
+
+_THINK: Final = "<think>", "</think>"
+_CALL: Final = "<tool_call>", "</tool_call>"
+
+
+def _parse_call(text: str, _tools: abc.Sequence[Mapping[str, Any]] | None) -> Any:
+    return json.loads(text)
+
+
+SCRIPTED_ANSWERS: Final = AnswerFormat(
+    think_start=_THINK[0],
+    think_end=_THINK[1],
+    think_start_ids=tuple(_THINK[0].encode()),
+    think_end_ids=tuple(_THINK[1].encode()),
+    tool_start=_CALL[0],
+    tool_end=_CALL[1],
+    tool_start_ids=tuple(_CALL[0].encode()),
+    tool_parser="json_tools",
+    parse_call=_parse_call,
+    is_json_call=True,
+    edges=(
+        Edge("normal", _THINK[0], "reasoning"),
+        Edge("reasoning", _THINK[1], "normal"),
+        Edge("normal", _CALL[0], "tool"),
+        Edge("reasoning", _CALL[0], "tool"),
+        Edge("tool", _CALL[1], "normal"),
+    ),
+)
+
+
+def said_by(model: str, line: str) -> str | None:
+    """The text that the last line of a prompt asks the model of this name for; ``None`` if it asks for none."""
+    if line.startswith("if ") and " say " in line:
+        name, _, texts = line.removeprefix("if ").partition(" say ")
+        text, _, other = texts.partition(" else ")
+        return text if name == model else other
+    return line.removeprefix("say ") if line.startswith("say ") else None
+
+
+def cache_of(token_ids: tuple[int, ...], start: int | None) -> CacheSlice | None:
+    """One layer: keys (1, tokens, 1) in float32, and their negatives as values; ``None`` if nothing is saved."""
+    if start is None:
+        return None
+    keys = np.asarray(token_ids, dtype=np.float32).reshape(1, -1, 1)
+    return CacheSlice(start=start, stop=len(token_ids), layers=((keys, -keys),))
+
+
+def wrong_prefix(work: GenerationWork) -> EngineFailed | None:
+    """The error of a restored prefix that is not the cache of the prompt's first tokens, else ``None``."""
+    prefix: RestoredPrefix | None = work.prefix
+    if prefix is None:
+        return None
+    ((keys, values),) = prefix.layers
+    expected = np.asarray(work.prompt_ids[: prefix.n_tokens], dtype=np.float32).reshape(1, -1, 1)
+    if np.array_equal(keys, expected) and np.array_equal(values, -expected):
+        return None
+    return EngineFailed("the restored cache is not that of the prompt's tokens")
+
 
 END: Final = 256
 """The end-of-sequence token; tokens below it are bytes."""

@@ -1,14 +1,15 @@
-"""One sequence in the engine, from submission to its end. Owns its state; pure; engine thread."""
+"""One sequence in the engine, from submission to its end, and the token ids that end it. Owns its state; pure; engine
+thread."""
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from stoker_shared.errors import InvalidRequest
+from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Logprobs, TokenLogprob
-from stoker_worker.engine.end_ids import EndIds
 from stoker_worker.engine.generator import Generator, Sampling, Scorer, SequenceStart
-from stoker_worker.engine.growing_text import GrowingText
-from stoker_worker.engine.stop_scanner import StopScanner
+from stoker_worker.engine.text import GrowingText, StopScanner
 from stoker_worker.ports import (
     CacheSlice,
     CompletedGeneration,
@@ -21,6 +22,48 @@ from stoker_worker.ports import (
     Stage,
     TokenizerPort,
 )
+
+
+@dataclass(frozen=True)
+class EndIds:
+    """
+    Attributes:
+        eos: the model's end-of-sequence tokens, unless they are ignored. One that ends a sequence belongs to its
+            transcript, because a chat template writes it too.
+        stop: the request's own. One that ends a sequence does not belong to its transcript, as a stop string does not:
+            so the transcript's tokens are those of the text.
+    """
+
+    eos: frozenset[int] = frozenset()
+    stop: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, request: GenerationRequest, eos_ids: frozenset[int]) -> Self:
+        eos = frozenset() if request.ignore_eos else eos_ids
+        return cls(eos, frozenset(request.stop_token_ids) - eos)
+
+    @property
+    def all(self) -> frozenset[int]:
+        return self.eos | self.stop
+
+
+def check_token_ids(request: GenerationRequest, vocabulary: int) -> None:
+    """
+    Args:
+        vocabulary: how many token ids the model has logits for.
+
+    Raises:
+        InvalidRequest: the request names a token id that the model does not have.
+    """
+    named = {"stop_token_ids": request.stop_token_ids, "logit_bias": [int(key) for key in request.logit_bias or ()]}
+    for name, token_ids in named.items():
+        if (largest := max(token_ids, default=0)) >= vocabulary:
+            raise InvalidRequest(f"{name}: there is no token {largest}; this model's ids are 0 to {vocabulary - 1}")
+
+
+def names_token_ids(request: GenerationRequest) -> bool:
+    """Whether `check_token_ids` has anything to check."""
+    return bool(request.stop_token_ids or request.logit_bias)
 
 
 @dataclass

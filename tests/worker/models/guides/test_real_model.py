@@ -23,7 +23,7 @@ SCHEMA = {
 
 
 def test_answers_are_valid_beside_rows_that_are_free(smollm2):
-    from stoker_worker.engine.assembly import assemble
+    from stoker_worker.engine.batch_engine import assemble
     from stoker_worker.models.loading import load_model
 
     network, loaded = load_model(str(smollm2), "float32")

@@ -12,13 +12,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from stoker_worker.engine.generator import TakenOut, TokenOutput
-from stoker_worker.engine.guiding import Place, guided
-from stoker_worker.engine.rows.drafts import Drafts
-from stoker_worker.engine.rows.drawing import drawn, processed
-from stoker_worker.engine.rows.layer_caches import Step, StepCache
-from stoker_worker.engine.rows.row import Joiner, Row
-from stoker_worker.engine.rows.row_groups import RowGroups
+from stoker_worker.engine.rows.attention import Step, StepCache
+from stoker_worker.engine.rows.groups import RowGroups
+from stoker_worker.engine.rows.row import Drafts, Joiner, Row, drawn, processed
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split
+from stoker_worker.engine.sampling import Place, guided
 from stoker_worker.models.cache_probe import leaves, nested
 
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from stoker_worker.engine.generator import Prefilled, SequenceStart
-from stoker_worker.engine.prefix_room import mlx_dtype
-from stoker_worker.engine.rows.layer_caches import ChunkCache
-from stoker_worker.engine.rows.room import room_for
+from stoker_worker.engine.kv_memory import room_for
+from stoker_worker.engine.rows.attention import ChunkCache
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix, split
+from stoker_worker.engine.transfer import mlx_dtype
 from stoker_worker.models.cache_probe import leaves, nested
 from stoker_worker.ports.cache_spec import LayerKind, LayerSpec, ModelCacheSpec
 

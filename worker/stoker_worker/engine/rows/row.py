@@ -1,14 +1,75 @@
-"""A row that decodes: its tokens so far, and how its next ones are drawn. Engine thread. Owns no keys and values."""
+"""A row that decodes: its tokens so far, how its next ones are drawn, and the drafts of them. Engine thread.
+
+Owns no keys and values.
+
+A draft comes from the row itself: where its newest tokens have stood in it before, what followed them there may follow
+again. It is right as far as it equals what the row draws, token by token: so a row's tokens are the same with and
+without drafts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from stoker_worker.engine.rows.ngram_lookup import NgramLookup
 from stoker_worker.engine.rows.shared_prefix import SharedPrefix
 from stoker_worker.ports import AnswerGuide
+
+N: Final = 3
+"""Tokens of the n-grams that are looked up."""
+
+_LEAST_REPEATED: Final = 4
+_MOST_REPEATED: Final = 64
+"""A row gets a draft once so many of its newest tokens in a row have stood in it before; twice as many after each draft
+that was wrong from its first token, up to the most. So ordinary text pays for few drafts."""
+
+
+class NgramLookup:
+    """The n-grams of one row."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # of each n-gram: the place after its newest occurrence
+        self._at = 0  # the place after the earlier occurrence of the newest tokens
+        self._n_repeated = 0  # how many of the newest tokens stand before that place as well
+        self._needed = _LEAST_REPEATED
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the row gets a draft."""
+        return self._n_repeated >= self._needed
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Take in those of a row's tokens that are new."""
+        for token in tokens[len(self._tokens) :]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Take in the row's next token."""
+        if self._n_repeated and self._tokens[self._at] == token:
+            self._at += 1
+            self._n_repeated += 1
+        else:
+            self._n_repeated = 0
+        self._tokens.append(token)
+        ngram = tuple(self._tokens[-N:])
+        if not self._n_repeated and ngram in self._after:
+            self._at, self._n_repeated = self._after[ngram], N
+        self._after[ngram] = len(self._tokens)
+
+    def draft(self, most: int) -> list[int]:
+        """Up to `most` tokens that may come next, and no more than have been repeated. A cycle goes round."""
+        n, period = min(most, self._n_repeated), self._tokens[self._at : self._at + most]
+        return (period * (n // len(period) + 1))[:n]
+
+    def note(self, n_drafted: int, n_accepted: int) -> None:
+        """Learn how much of a draft was right."""
+        if n_accepted == n_drafted:
+            self._needed = _LEAST_REPEATED
+        elif not n_accepted:
+            self._needed = min(2 * self._needed, _MOST_REPEATED)
 
 
 @dataclass(eq=False)
@@ -65,3 +126,104 @@ class Joiner:
     row: Row
     caches: list[Any]
     last_token: int
+
+
+MOST_ROWS: Final = 4
+"""More rows get no drafts: so many fill a pass as they are, and few of them repeat themselves at the same time."""
+
+_MOST_DRAFTED: Final = 7
+"""Tokens of a draft."""
+
+_MOST_INPUTS: Final = 16
+"""Inputs of a pass: rows and drafted tokens. A wider pass takes longer for each input."""
+
+
+class Drafts:
+    """
+    Attributes:
+        n_drafted, n_accepted: tokens so far.
+    """
+
+    def __init__(self) -> None:
+        self.n_drafted = self.n_accepted = 0
+
+    def of_step(self, order: Sequence[Row], next_tokens: Any) -> dict[Row, list[int]]:
+        """The drafts of a step, for the rows that get one.
+
+        Waits for the pass before only if a row repeats itself: else it is dispatched first and read later.
+        """
+        if len(order) > MOST_ROWS:
+            return {}
+        for row in order:
+            row.lookup.follow(row.tokens)
+        if not any(row.lookup.is_repeating for row in order):
+            return {}
+        repeating = []
+        for row, token in zip(order, next_tokens.tolist(), strict=True):
+            row.lookup.add(token)
+            if row.guide is not None:
+                continue  # it tells what may follow a token only once that is drawn
+            # None in a row's first step: a row that has ended may be here for its last token only.
+            if row.lookup.is_repeating and row.has_generated and row.n_left > 1 and token not in row.end_ids:
+                repeating.append(row)
+        found = {}
+        for row in repeating:
+            most = min(_MOST_DRAFTED, (_MOST_INPUTS - len(order)) // len(repeating), row.n_left - 1)
+            draft = row.lookup.draft(most)
+            if row.end_ids.isdisjoint(draft):
+                found[row] = draft
+        return found
+
+    def accepted(self, row: Row, draft: Sequence[int], drawn: Sequence[int]) -> int:
+        """How many tokens of a draft are right.
+
+        Args:
+            drawn: what the row draws after each of its inputs.
+        """
+        n = next((i for i, (token, own) in enumerate(zip(draft, drawn, strict=False)) if token != own), len(draft))
+        row.lookup.note(len(draft), n)
+        self.n_drafted += len(draft)
+        self.n_accepted += n
+        return n
+
+
+def processed(of_inputs: Sequence[Row], inputs: mx.array, logits: mx.array, contexts: list[mx.array]) -> mx.array:
+    """
+    Args:
+        of_inputs: the row of each input; a row's inputs follow each other.
+        inputs: token ids, (inputs,).
+        logits: (inputs, vocabulary).
+        contexts: arrays to be computed with the result are added to it.
+    """
+    if not any(row.processors for row in of_inputs):
+        return logits
+    done = []
+    for index, row in enumerate(of_inputs):
+        row_logits = logits[index : index + 1]
+        if row.processors:
+            context = row.context.update_and_fetch(inputs[index : index + 1])
+            contexts.append(context)
+            for processor in row.processors:
+                row_logits = processor(context, row_logits)
+        done.append(row_logits)
+    return mx.concatenate(done)
+
+
+def drawn(of_inputs: Sequence[Row], logprobs: mx.array) -> mx.array:
+    """
+    Args:
+        of_inputs: the row of each input, in the order in which its tokens are drawn.
+        logprobs: (inputs, vocabulary), normalised.
+
+    Returns:
+        token ids, (inputs,).
+    """
+    likeliest = mx.argmax(logprobs, axis=-1)
+    if all(row.sampler is None for row in of_inputs):
+        return likeliest
+    return mx.concatenate(
+        [
+            (row.sampler(logprobs[i : i + 1]) if row.sampler else likeliest[i : i + 1]).astype(mx.uint32)
+            for i, row in enumerate(of_inputs)
+        ]
+    )

@@ -1,17 +1,50 @@
-"""The KV memory that a batch takes, in blocks. Pure; engine thread.
+"""KV memory as numbers: how much room rows take, what a batch costs in blocks, and a pool of blocks. Pure: no arrays;
+engine thread.
 
 In rows, a sequence costs its own length. mlx-lm keeps a batch as one rectangle: every sequence is as long as the
 longest one, so sequences of 4,096 and 7 x 64 tokens cost eight times 4,096. Windows and recurrent states come on top,
-as far as they grow.
+as far as they grow. Admission and preemption are the scheduler's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from stoker_worker.engine.rows.room import most_room
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, ITEM_BYTES, LayerKind, ModelCacheSpec
+
+MOST_SHARED_TOKENS: Final = 256
+"""A longer row joins no other: copying it, when it comes and when it goes, costs more than the wider updates save. A
+group that grows to twice as much is dissolved."""
+
+MOST_APART: Final = 64
+"""Most tokens by which the rows of a group differ in length when they join: the shorter ones waste as many."""
+
+_STEP_TOKENS: Final = 64
+_LONG_TOKENS: Final = 2 * MOST_SHARED_TOKENS
+_LONG_STEP_TOKENS: Final = 256
+"""A long row grows by more at a time: growing copies it."""
+
+GROW_STEPS: Final = 32
+"""A row alone grows in so many steps, a part of its layers in each."""
+
+SPARE_SHARE: Final = 8
+"""A group has at most one spare place for so many rows, so that a row that joins after another left is copied alone."""
+
+
+def room_for(n_tokens: int, n_left: int, *, is_shared: bool) -> int:
+    """Tokens of room for a row of `n_tokens` that may generate `n_left` more; it may have to grow later."""
+    step = _STEP_TOKENS if is_shared or n_tokens <= _LONG_TOKENS else _LONG_STEP_TOKENS
+    return -(-(n_tokens + min(n_left, step)) // step) * step
+
+
+def most_room(n_tokens: int) -> int:
+    """Most tokens of room that a row of `n_tokens` takes, its share of spare places included."""
+    if n_tokens > _LONG_TOKENS:
+        return n_tokens + 2 * _LONG_STEP_TOKENS
+    place = n_tokens + MOST_APART + 2 * _STEP_TOKENS
+    return place + -(-place // SPARE_SHARE)
+
 
 _SLACK_TOKENS: Final = BLOCK_TOKENS - 1
 """mlx-lm's batch allocates 256 tokens at a time, counted from its current length."""
@@ -90,3 +123,42 @@ class KVCost:
             else:
                 n_bytes += sum(array.nbytes for array in layer.arrays)
         return n_bytes
+
+
+class BlockPool:
+    """`total` blocks, given to holders. Every call takes the same time, however many blocks there are.
+
+    Attributes:
+        preemptions: how often a sequence had to give its blocks back before its end.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.preemptions = 0
+        self._held: dict[Hashable, int] = {}
+        self._used = 0
+
+    @property
+    def free(self) -> int:
+        return self.total - self._used
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    def held(self, holder: Hashable) -> int:
+        """Blocks that `holder` holds."""
+        return self._held.get(holder, 0)
+
+    def resize(self, holder: Hashable, blocks: int) -> bool:
+        """Let `holder` hold `blocks` blocks from now on; ``False``, and nothing changes, when too few are free."""
+        more = blocks - self._held.get(holder, 0)
+        if more > self.free:
+            return False
+        self._held[holder] = blocks
+        self._used += more
+        return True
+
+    def release(self, holder: Hashable) -> None:
+        """Free all blocks that `holder` holds, if any."""
+        self._used -= self._held.pop(holder, 0)

@@ -1,11 +1,66 @@
-"""How much prefill goes into one step, and which steps have none. Pure; engine thread.
-
-The budget is in seconds, because 512 tokens take 10 ms on one machine and 4 s on another, and every decoding sequence
-waits for them, as does a cancel. A pass over the weights has a cost of its own, however few tokens it takes along, so
-decoding sequences gain from steps without any prefill, not from small chunks.
+"""The limits of a step, learned from the steps before: how many sequences run together, and how much prefill there is.
+Pure; engine thread.
 """
 
+import logging
+from collections import defaultdict
+from collections.abc import Collection
 from typing import Final
+
+_QUIET_STEPS: Final = 64
+"""After so many steps without a break, twice as many sequences may run together."""
+
+_MOST_BREAKS: Final = 2
+"""A width that breaks so often, without a sequence to blame, is not tried again."""
+
+_log = logging.getLogger(__name__)
+
+
+class BatchWidth:
+    """
+    Attributes:
+        now: most sequences that may run together now.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._quiet_steps = 0
+        self._breaks: dict[int, list[frozenset[int]]] = defaultdict(list)
+        self.now = most
+
+    @property
+    def most(self) -> int:
+        """Most sequences that may ever run together again."""
+        bad = [width for width, breaks in self._breaks.items() if len(breaks) >= _MOST_BREAKS]
+        return min([self._most, *(width - 1 for width in bad)])
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the cause of a broken step is still searched."""
+        return self.now < self.most
+
+    def broke(self, uids: Collection[int]) -> None:
+        """A step of the sequences `uids` broke: half as many may run together from here on."""
+        n, before = len(uids), self.most
+        self.now, self._quiet_steps = max(1, min(self.now, n) // 2), 0
+        if n > 1:
+            self._breaks[n].append(frozenset(uids))
+        if self.most < before:
+            cannot = "cannot batch this model: " if self.most == 1 else ""
+            _log.error("%s%d sequences together broke twice; at most %d from now on", cannot, n, self.most)
+
+    def blame(self, uid: int) -> None:
+        """The sequence `uid` breaks alone too: the steps with it did not break because of their width."""
+        self._breaks = defaultdict(
+            list, {width: [uids for uids in breaks if uid not in uids] for width, breaks in self._breaks.items()}
+        )
+
+    def went_well(self) -> None:
+        """A step did not break: after enough of those, more sequences may run together."""
+        self._quiet_steps += 1
+        if self.is_searching and self._quiet_steps >= _QUIET_STEPS:
+            self.now, self._quiet_steps = min(self.most, 2 * self.now), 0
+
 
 _FIRST_TOKENS: Final = 64
 _LEAST_TOKENS: Final = 16
