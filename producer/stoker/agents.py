@@ -251,7 +251,7 @@ def _page(queue: str, registry: Any, n_kept: int) -> Operation[list[str]]:
 
 
 def _of_agent(agent_id: str, job_ids: list[str], statuses: tuple[str, ...]) -> Operation[list[str]]:
-    """Those of the agent in one of these states. A job in another state is in another place, too, or gone."""
+    """The agent's jobs in one of these states. A job in another state is in another place, too, or gone."""
     of_agent = []
     fields = ("status", "created_at", FIELD_AGENT, "description")
     commands = [("HMGET", Job.key_for(job_id), *fields) for job_id in job_ids]
@@ -291,7 +291,7 @@ def _requests(agent_id: str, data: bytes) -> bool:
 
 
 def _remove(job_id: str, queue: str) -> Operation[bool]:
-    """Whether it is gone; not if its turn is being saved."""
+    """Cancel and delete a job; returns ``False`` if it stays, because its turn is being saved."""
     key = Job.key_for(job_id)
     with suppress(JobNotFound):  # gone, or its id is one that no worker runs
         yield from cancel_job(job_id)

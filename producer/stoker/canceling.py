@@ -36,7 +36,7 @@ _FIELDS = ("status", "origin", "failure_ttl", "rate_limit_key", "created_at", FI
 
 
 def cancel_job(job_id: str) -> Operation[bool]:
-    """Whether the job was canceled; ``False`` when it had ended, or its agent's turn was being saved.
+    """Cancel a job. Returns ``False`` if it had ended, or if its agent's turn was being saved.
 
     Raises:
         JobNotFound: there is no such job, or RQ does not allow such an id (a worker then fails the job).

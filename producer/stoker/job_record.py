@@ -176,7 +176,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """A job's end; `record` is ``None`` if the job does not exist (any more)."""
 
     job_id: str

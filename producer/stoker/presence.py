@@ -34,8 +34,8 @@ class SharedStoreFigures:
 
 
 @dataclass(frozen=True)
-class DataLoss:
-    """What a worker has noticed of data that Redis lost.
+class DataLossFigures:
+    """Losses of data in Redis, as a worker has noticed them.
 
     Attributes:
         times, jobs: how often since its start, and how many jobs it had in flight then.
@@ -49,7 +49,7 @@ class DataLoss:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """What a worker did until its last heartbeat.
+    """A worker's figures at its last heartbeat.
 
     Attributes:
         at: Unix time of that heartbeat, by the worker's clock.
@@ -79,7 +79,7 @@ class WorkerFigures:
     prompt_token_s: float | None = None
     token_s: float | None = None
     suspended: bool = False
-    data_loss: DataLoss | None = None
+    data_loss: DataLossFigures | None = None
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def enqueue(queue: str, jobs: list[NewJob], *, at_front: bool, ids_are_new: bool
 
 
 def _enqueued(queue: str, jobs: list[NewJob], *, at_front: bool, look_first: bool) -> Operation[bool]:
-    """Whether the transaction was carried out; it is not if a job with one of these ids exists."""
+    """Try the transaction. Returns ``False`` if a job with one of these ids exists; nothing was written then."""
     keys = [job.key for job in jobs]
     dependency_ids = list(dict.fromkeys(job_id for job in jobs for job_id in job.dependency_ids))
     reads: list[Command] = [("EXISTS", *keys)] if look_first else []
@@ -340,7 +340,7 @@ def _without_existing(queue: str, jobs: list[NewJob]) -> Operation[list[NewJob]]
 
 
 def _is_the_same(queue: str, job: NewJob, data: bytes | None, origin: bytes | None) -> bool:
-    """Whether request and queue are the same; the job's times and its place in the queue do not matter."""
+    """Compares request and queue; the job's times and its place in the queue do not matter."""
     if data == job.data and origin == queue.encode():  # the same call again: nothing has to be unpacked
         return True
     try:

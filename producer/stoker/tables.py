@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stoker.overview import JobInFlight, Overview, QueueStatus, WorkerOutlook
-from stoker.presence import DataLoss
+from stoker.presence import DataLossFigures
 from stoker_shared.text import printable
 
 
@@ -108,8 +108,8 @@ def trouble_text(now: Overview) -> str:
     return "\n".join(filter(None, (refuses, lost, suspended)))
 
 
-def _data_loss_text(losses: Mapping[str, DataLoss]) -> str:
-    """What the workers, by name, have noticed."""
+def _data_loss_text(losses: Mapping[str, DataLossFigures]) -> str:
+    """The workers' losses, by the workers' names."""
     if not losses:
         return ""
     ago = duration(min(loss.ago_s for loss in losses.values()))

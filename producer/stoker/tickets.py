@@ -17,7 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 from stoker.canceling import cancel_job
 from stoker.cascade.trust import give_feedback
 from stoker.connection import blocking_slice_s
-from stoker.job_record import Ended, JobRecord, queue_key
+from stoker.job_record import JobEnd, JobRecord, queue_key
 from stoker.operations import Operation, T, ask, run, run_async
 from stoker.presence import unattended
 from stoker.streaming import StreamEvent, StreamReader
@@ -84,7 +84,7 @@ class AnyTicket:
             raise ValueError("a job id is a non-empty printable string")
         self._job_id = job_id
         self._queue_if_new = queue_if_new
-        self._ended: Ended | None = None
+        self._ended: JobEnd | None = None
 
     @property
     def job_id(self) -> str:
@@ -202,7 +202,7 @@ class SharedConnection:
         self.connection = connection
         self._few = asyncio.Semaphore(_AT_A_TIME)
         self._waiter = Waiter()
-        self._futures: dict[str, list[asyncio.Future[Ended]]] = defaultdict(list)
+        self._futures: dict[str, list[asyncio.Future[JobEnd]]] = defaultdict(list)
         self._wait: asyncio.Task[None] | None = None
 
     async def run(self, operation: Operation[T]) -> T:
@@ -210,7 +210,7 @@ class SharedConnection:
         async with self._few:
             return await run_async(self.connection, operation)
 
-    async def end_of(self, job_id: str, timeout_s: float | None, queue_if_new: str | None) -> Ended:
+    async def end_of(self, job_id: str, timeout_s: float | None, queue_if_new: str | None) -> JobEnd:
         """The job's end. One wait serves all jobs of this producer.
 
         Raises:
@@ -219,7 +219,7 @@ class SharedConnection:
             RedisUnavailable: no server answers, or the producer was closed meanwhile.
         """
         if timeout_s is None or timeout_s > 0:
-            future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[JobEnd] = asyncio.get_running_loop().create_future()
             self._futures[job_id].append(future)
             self._waiter.add(job_id, queue_if_new)
             if self._wait is None or self._wait.done():
@@ -230,7 +230,7 @@ class SharedConnection:
                         return await future
             finally:
                 self._leave(job_id, future)
-        return Ended(job_id, await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0)))
+        return JobEnd(job_id, await self.run(wait_for_end(job_id, 0, 0, waited_s=timeout_s or 0.0)))
 
     async def aclose(self) -> None:
         """End the wait."""
@@ -267,7 +267,7 @@ class SharedConnection:
         except Exception as error:
             self._fail_all(error)
 
-    def _leave(self, job_id: str, future: "asyncio.Future[Ended]") -> None:
+    def _leave(self, job_id: str, future: "asyncio.Future[JobEnd]") -> None:
         futures = self._futures.get(job_id, [])
         if future in futures:
             futures.remove(future)

@@ -22,7 +22,7 @@ from rq.registry import CanceledJobRegistry
 from rq.results import Result
 
 from stoker.connection import LOST, REFUSED
-from stoker.job_record import KEPT_RESULTS, NO_ENTRY, Ended, JobRecord, registry_key
+from stoker.job_record import KEPT_RESULTS, NO_ENTRY, JobEnd, JobRecord, registry_key
 from stoker.operations import Command, Commands, Entries, Operation, Pause, T, ask, stream_entries
 from stoker.presence import unattended
 from stoker_shared.errors import JobNotFound, ResultTimeout
@@ -34,7 +34,7 @@ _PAUSE_S: Final = 0.2
 
 
 class Patience:
-    """How long one wait lasts, from when this is made: its time limit, and the outages of the server that it endures.
+    """The limits of one wait, which begins when this is made: its time limit, and the outages that it endures.
 
     Attributes:
         timeout_s: how long to wait, in seconds; ``None`` for no limit.
@@ -218,7 +218,7 @@ class Waiter:
         self._unseen.pop(job_id, None)
         self._waiting.pop(job_id, None)
 
-    def wait(self, patience: Patience, slice_s: float) -> Operation[list[Ended]]:
+    def wait(self, patience: Patience, slice_s: float) -> Operation[list[JobEnd]]:
         """The next jobs to end, one or more, each once; empty if the patience has run out, or there are no jobs.
 
         Args:
@@ -234,7 +234,7 @@ class Waiter:
             if ended or (ended is not None and (not len(self) or (patience.left_s <= 0 and not self._unseen))):
                 return ended
 
-    def look(self, block_s: float) -> Operation[list[Ended]]:
+    def look(self, block_s: float) -> Operation[list[JobEnd]]:
         """Jobs that had ended already, else the next to end within `block_s` seconds; 0 does not wait."""
         if self._unseen:
             return (yield from self._first_look(list(islice(self._unseen.values(), _FIRST_LOOK))))
@@ -254,7 +254,7 @@ class Waiter:
             yield Pause(gather_s)
         return (yield from self._read(jobs, block_s - gather_s))
 
-    def _first_look(self, jobs: list[_Awaited]) -> Operation[list[Ended]]:
+    def _first_look(self, jobs: list[_Awaited]) -> Operation[list[JobEnd]]:
         asked = [job for job in jobs if not job.is_new]
         looks = ((*JobRecord.hash_command(job.job_id), "repeats_left") for job in asked)
         replies = yield Commands([results_after(_last_entry_ids(jobs), 0), *looks])
@@ -268,7 +268,7 @@ class Waiter:
                 self._waiting[job.job_id] = job
         return ended
 
-    def _read(self, jobs: Sequence[_Awaited], block_s: float) -> Operation[list[Ended]]:
+    def _read(self, jobs: Sequence[_Awaited], block_s: float) -> Operation[list[JobEnd]]:
         if not jobs:
             return []
         found = stream_entries((yield from ask(*results_after(_last_entry_ids(jobs), block_s))))
@@ -277,8 +277,8 @@ class Waiter:
 
     def _sorted_out(
         self, jobs: Sequence[_Awaited], found: dict[str, Entries], values: dict[str, list[bytes | None]]
-    ) -> Operation[list[Ended]]:
-        """Those of `jobs` that have ended. For the others, the wait moves on to their next entries.
+    ) -> Operation[list[JobEnd]]:
+        """The `jobs` that have ended. For the others, the wait moves on to their next entries.
 
         Args:
             values: hashes that were read already; hashes of other jobs with new entries are read here if necessary.
@@ -292,14 +292,14 @@ class Waiter:
                 if record is None:
                     unread.append(job.job_id)
                 else:
-                    ended.append(Ended(job.job_id, record))
+                    ended.append(JobEnd(job.job_id, record))
         values = {**values, **(yield from _hashes(unread))}
         for job in jobs:
             if job.job_id not in values:
                 continue
             record = yield from JobRecord.whole(job.job_id, values[job.job_id], entries[job.job_id])
             if record is None or record.has_ended:
-                ended.append(Ended(job.job_id, record))
+                ended.append(JobEnd(job.job_id, record))
         gone = {end.job_id for end in ended}
         for job in jobs:
             if job.job_id not in gone and entries[job.job_id]:
@@ -308,7 +308,7 @@ class Waiter:
                 job.queue = (values[job.job_id][1] or b"").decode(errors="replace")
         return ended
 
-    def _check(self) -> Operation[list[Ended]]:
+    def _check(self) -> Operation[list[JobEnd]]:
         """Ends without an entry. A random job is always checked, in case its entry was lost, or it was canceled in the
         queue of another model; if that finds an end, more of them the next time."""
         jobs = self._next_after(0, _CHECKED_AT_ONCE)
@@ -329,7 +329,7 @@ class Waiter:
         for job_id, values in (yield from _hashes(list(dict.fromkeys(candidates)))).items():
             record = yield from JobRecord.whole(job_id, values, [])
             if record is None or record.has_ended:
-                ended.append(Ended(job_id, record))
+                ended.append(JobEnd(job_id, record))
         has_missed_some = any(end.job_id in at_random for end in ended)
         self._n_at_random = min(_MOST_AT_RANDOM, 2 * self._n_at_random) if has_missed_some else 1
         self._checked_at = time.monotonic()

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 State = Literal["normal", "reasoning", "tool", "header"]
-"""Of a place in an answer: text, thinking, inside a tool call, or a message's header, which is no text."""
+"""The kind of text at a place in an answer; a `header` belongs to a message and is not shown."""
 
 
 class Edge(NamedTuple):
@@ -25,7 +25,7 @@ class Edge(NamedTuple):
 
 
 class Markers(BaseModel):
-    """Those of one answer. Unknown fields are ignored, because a reader may be older than the worker.
+    """The markers of one answer. Unknown fields are ignored, because a reader may be older than the worker.
 
     Attributes:
         first: the state in which the answer begins.
@@ -47,7 +47,7 @@ ReadCalls = Callable[[str, bool], str | None]
 none."""
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     kind: Kind
     text: str
 
@@ -60,12 +60,12 @@ class Parts:
         error: why the first text that looks like a call is none.
     """
 
-    found: list[Part] = field(default_factory=list)
+    found: list[AnswerPart] = field(default_factory=list)
     error: str | None = None
 
     def add(self, kind: Kind, text: str) -> None:
         if text:
-            self.found.append(Part(kind, text))
+            self.found.append(AnswerPart(kind, text))
 
     @property
     def said(self) -> str:

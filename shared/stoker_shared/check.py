@@ -60,7 +60,8 @@ _MOST_WRITTEN_OUT: Final = 10_000
 """Characters; a text of 100,000 characters then takes some ten seconds in the worst case."""
 
 _MOST_CHARACTERS: Final = 40_000
-"""Of the pattern as it is given: the parser takes up to seven kilobytes for four of them, before it refuses any."""
+"""The pattern's length as it is given: the parser takes up to seven kilobytes for four characters, before it refuses
+any."""
 
 _TOKEN: Final = re.compile(
     r"(?P<class>\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\])|\\[pPxuU]\{[^}]*\}|\\."

@@ -66,7 +66,7 @@ class _TooMuch(Exception):
 
 
 def _schema_fault(schema: dict[str, Any], text: str) -> str | None:
-    """What is wrong with an answer, with the keyword and the place; ``None`` if it is valid.
+    """The first fault of an answer, with the keyword and the place; ``None`` if it is valid.
 
     Raises:
         InvalidRequest: as `make_ready`.

@@ -1,4 +1,4 @@
-"""Where the commands find their settings: `STOKER_*` variables, the worker's TOML file, the user's embedded server.
+"""The sources of the commands' settings: `STOKER_*` variables, the worker's TOML file, the user's embedded server.
 
 `stoker` and `stoker-worker` run in the same shell, so each accepts the variables of both. Only the commands check: a
 library must not depend on the environment of its process. Nothing here knows what a setting means.

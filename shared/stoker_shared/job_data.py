@@ -18,7 +18,7 @@ MAX_RESULT_BYTES: Final = 2**29
 """As much as Redis takes in one value, so as much as a result could have without compression."""
 
 MAX_REASON_BYTES: Final = 2**20
-"""Of the text that a failure left, which can be a traceback."""
+"""The limit for the text that a failure left, which can be a traceback."""
 
 
 def unpacked(data: bytes, at_most: int = MAX_DATA_BYTES) -> bytes:
@@ -42,7 +42,7 @@ MOST_LEVELS: Final = 100
 """Objects and arrays inside one another."""
 
 MOST_DIGITS: Final = 400
-"""Of one integer: the time to read and to write it grows with the square of its length."""
+"""The longest integer: the time to read and to write one grows with the square of its length."""
 
 _BRACKETS: Final = b"[]{}"
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(_BRACKETS))

@@ -16,7 +16,7 @@ from stoker_shared.check import Check
 from stoker_shared.errors import InvalidRequest, RequestTooLarge, RequestVersionTooNew
 from stoker_shared.job_data import MAX_DATA_BYTES, require_bounds
 from stoker_shared.message import Message, as_tuple
-from stoker_shared.route import ModelName, Step
+from stoker_shared.route import ModelName, RouteStep
 from stoker_shared.text import printable
 from stoker_shared.wire import MAX_REQUEST_BYTES, REQUEST_VERSION
 
@@ -275,7 +275,7 @@ class GenerationRequest(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     model: ModelName | None = None
     check: Check | None = None
-    route: Annotated[tuple[Step, ...], Field(max_length=8, fail_fast=True), BeforeValidator(as_tuple)] = ()
+    route: Annotated[tuple[RouteStep, ...], Field(max_length=8, fail_fast=True), BeforeValidator(as_tuple)] = ()
     max_cost_s: Annotated[float, Field(gt=0.0)] | None = None
     task: Annotated[str, AfterValidator(_is_label)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)

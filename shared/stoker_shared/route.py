@@ -12,7 +12,7 @@ _Seconds = Annotated[float, Field(ge=0.0)]
 ModelName = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Step(BaseModel):
+class RouteStep(BaseModel):
     """One model of a job's route.
 
     Attributes:
@@ -33,7 +33,7 @@ class Step(BaseModel):
         return prompt_tokens * (self.prompt_token_s or 0.0) + tokens * (self.token_s or 0.0)
 
 
-def next_step(route: Sequence[Step], attempts: Sequence[Attempt], max_cost_s: float | None) -> Step | None:
+def next_step(route: Sequence[RouteStep], attempts: Sequence[Attempt], max_cost_s: float | None) -> RouteStep | None:
     """The step after these attempts, which were all rejected; ``None`` if there is none, or it would cost too much.
 
     Args:

@@ -31,7 +31,7 @@ _OF_CODE: Final = frozenset("{}[]()<>=;_#`\\|&*/")
 _LANGUAGES: Final = {"HIRAGANA": "japanese", "KATAKANA": "japanese", "CJK": "chinese", "HANGUL": "korean"}
 
 _Z: Final = 1.6448536269514722
-"""Of a bound that the true rate is above in 95 of 100 cases."""
+"""Quantile of the normal distribution: the true rate is above the bound in 95 of 100 cases."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stoker.cascade.routing import cheapest_first, first_to_ask
 from stoker_shared.request import build_request
 from stoker_shared.result import Attempt
-from stoker_shared.route import Step, next_step
+from stoker_shared.route import RouteStep, next_step
 from stoker_shared.trust import KEPT, Counts, field_of, model_and_task, task_of
 
 MOST = 1 / (1 - KEPT)
@@ -59,7 +59,7 @@ def test_a_field_has_model_and_class(model):
 
 
 def step(model, cost):
-    return Step(model=model, queue=model, prompt_token_s=cost / 1000, token_s=cost / 1000)
+    return RouteStep(model=model, queue=model, prompt_token_s=cost / 1000, token_s=cost / 1000)
 
 
 GOOD, BAD = Counts(95, 5), Counts(5, 95)
@@ -94,7 +94,7 @@ def test_the_cheapest_trusted_model_begins_and_others_are_tried_now_and_then(cou
 
 
 def test_models_without_a_measured_cost_come_last():
-    found = cheapest_first([Step(model="new", queue="q"), step("large", 10), step("small", 1)])
+    found = cheapest_first([RouteStep(model="new", queue="q"), step("large", 10), step("small", 1)])
     assert [one.model for one in found] == ["small", "large", "new"]
 
 

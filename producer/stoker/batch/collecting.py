@@ -94,7 +94,8 @@ def server_ms() -> Operation[int]:
 
 
 def _is_since(before_ms: int, entries: Entries) -> bool:
-    """Whether the end is that recent. An end far in the future is older: the server's clock was set back after it."""
+    """Returns true for an end at `before_ms` or later. An end far in the future is older: the server's clock was set
+    back after it."""
     return before_ms <= _ended_ms(entries) < before_ms + _CLOCK_JUMP_MS
 
 

@@ -233,7 +233,7 @@ class OutputFile:
             )
 
     def _is_whole(self, last: bytes) -> bool:
-        """Whether only its line end is missing. Some editors omit that, and the answer has left Redis already."""
+        """Returns true if only the line end is missing. Some editors omit it, and the answer has left Redis already."""
         try:
             json.loads(last)
         except (ValueError, RecursionError):

@@ -15,7 +15,7 @@ from stoker.operations import Operation
 from stoker.presence import LiveWorker, live_workers
 from stoker_shared.errors import InvalidRequest, StokerError
 from stoker_shared.request import READS_ONLY, GenerationRequest, build_request
-from stoker_shared.route import Step
+from stoker_shared.route import RouteStep
 from stoker_shared.trust import Counts, task_of
 
 Models = Sequence[str] | Literal["auto"]
@@ -45,7 +45,7 @@ class NobodyServes(StokerError):
 class Offer:
     """A model in a queue. `workers`: the names of those that serve it there."""
 
-    step: Step
+    step: RouteStep
     workers: tuple[str, ...]
 
 
@@ -83,7 +83,7 @@ class Routing:
         asked = steps[first:] if request.check is not None else [steps[first]]
         return build_request({**request.as_payload(), "task": task, "route": [step.model_dump() for step in asked]})
 
-    def steps(self, models: Models) -> Operation[list[Step]]:
+    def steps(self, models: Models) -> Operation[list[RouteStep]]:
         """A step for each model, the cheapest first.
 
         Raises:
@@ -98,7 +98,7 @@ class Routing:
             raise NobodyServes("no live worker serves any model")
         return cheapest_first(self._step(model) for model in sorted({offer.step.model for offer in self._offers}))
 
-    def _step(self, model: str) -> Step:
+    def _step(self, model: str) -> RouteStep:
         """In the usual queue if the model is served there, else in the queue with the most workers."""
         found = [offer for offer in self._offers if offer.step.model == model]
         if not found:
@@ -114,7 +114,9 @@ class Routing:
         self._counts = {(trusted.model, trusted.task): trusted.counts for trusted in known}
 
 
-def first_to_ask(steps: Sequence[Step], counts: Sequence[Counts], min_trust: float | None, *, has_check: bool) -> int:
+def first_to_ask(
+    steps: Sequence[RouteStep], counts: Sequence[Counts], min_trust: float | None, *, has_check: bool
+) -> int:
     """The index of the model with which a job begins: the cheapest one that is trusted or tried, else the last.
 
     Args:
@@ -134,10 +136,10 @@ def first_to_ask(steps: Sequence[Step], counts: Sequence[Counts], min_trust: flo
     return len(steps) - 1
 
 
-def cheapest_first(steps: Iterable[Step]) -> list[Step]:
+def cheapest_first(steps: Iterable[RouteStep]) -> list[RouteStep]:
     """By their measured costs; those without come last, by name."""
 
-    def key(step: Step) -> tuple[bool, float, str]:
+    def key(step: RouteStep) -> tuple[bool, float, str]:
         cost_s = _usual_cost_s(step)
         return cost_s is None, cost_s or 0.0, step.model
 
@@ -165,7 +167,7 @@ def _offer(model: str, queue: str, workers: Sequence[LiveWorker]) -> Offer:
     figures = [worker.now for worker in workers if worker.now is not None]
     prompt = [now.prompt_token_s for now in figures if now.prompt_token_s is not None]
     generated = [now.token_s for now in figures if now.token_s is not None]
-    step = Step(
+    step = RouteStep(
         model=model,
         queue=queue,
         prompt_token_s=mean(prompt) if prompt else None,
@@ -180,13 +182,13 @@ def _who_serves_what(offers: Sequence[Offer]) -> str:
     return "; ".join(f"{one.step.model!r} in queue {one.step.queue!r}: {', '.join(one.workers)}" for one in offers)
 
 
-def _usual_cost_s(step: Step) -> float | None:
+def _usual_cost_s(step: RouteStep) -> float | None:
     if step.prompt_token_s is None or step.token_s is None:
         return None
     return step.cost_s(_PROMPT_TOKENS, _TOKENS)
 
 
-def _break_even(step: Step, dearer: Step) -> float:
+def _break_even(step: RouteStep, dearer: RouteStep) -> float:
     """Costs are measured under the load of each worker, and a model that is rarely asked has no full batch, in which
     tokens are cheap. So it would stay dear: `USUAL_TRUST` is enough, whatever was measured."""
     cost_s, dearer_s = _usual_cost_s(step), _usual_cost_s(dearer)

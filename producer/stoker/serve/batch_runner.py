@@ -32,7 +32,7 @@ from stoker_shared.errors import RedisUnavailable
 _MIN_KEEP_S: Final = 86_400
 _OUTPUT: Final = "batch_output"
 MAX_LINES: Final = 1_000_000
-"""Of an input file. Each takes some hundred bytes of memory, if it has a `custom_id`."""
+"""The most lines of an input file. Each takes some hundred bytes of memory, if it has a `custom_id`."""
 
 
 class BatchRun:

@@ -15,11 +15,11 @@ from stoker_shared.answer_parts import Cutter
 from stoker_shared.result import Choice, GenerationResult
 
 Delta: TypeAlias = dict[str, Any]
-"""Of a chat: fields that are added to the message. Of a text: the next piece of `text`."""
+"""For a chat, fields that are added to the message; for a text completion, the next piece of `text`."""
 
 
 class Deltas:
-    """Those of one choice."""
+    """The deltas of one choice."""
 
     def __init__(self, *, is_text: bool) -> None:
         self._is_text = is_text
@@ -28,7 +28,7 @@ class Deltas:
         self._sent: dict[str, str] = {}
 
     def add(self, event: StreamEvent) -> list[Delta]:
-        """What to send after this event; nothing while a restarted job catches up.
+        """The deltas to send after this event; none while a restarted job catches up.
 
         Raises:
             Failure: the new text is another one.
@@ -40,7 +40,7 @@ class Deltas:
         return self._news(self._parts_so_far(event), is_whole=False)
 
     def rest(self, choice: Choice) -> list[Delta]:
-        """What is missing once the job has ended: thinking, text, and the calls, each whole.
+        """The deltas that are missing once the job has ended: thinking, text, and the calls, each whole.
 
         Raises:
             Failure: the answer does not begin with what was sent.

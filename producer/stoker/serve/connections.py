@@ -1,4 +1,4 @@
-"""How many clients may connect to `stoker serve`, and for how long; uvicorn limits only the time between two requests.
+"""Limits the number of connections to `stoker serve` and their time; uvicorn limits only the time between requests.
 
 A request's head has to come within ten seconds, and a mebibyte of its body in each 65; a client has as long to take
 what was sent to it. If there are too many connections, each new one closes another: the one that has sent no request
@@ -37,7 +37,7 @@ _NO_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 @dataclass
 class Connections:
-    """Those of one server that may be closed for another one, each in the order in which they came into their state.
+    """The connections of one server that may be closed to admit another, each in the order in which they came.
 
     Attributes:
         most: connections at a time, of all kinds.
@@ -139,7 +139,7 @@ class LimitedProtocol(H11Protocol, asyncio.BufferedProtocol):
 
 
 def possible_connections() -> int:
-    """How many the file descriptors of this process allow, which are raised as far as needed."""
+    """The number of connections that the file descriptors of this process allow; raises their limit if needed."""
     wanted = 2 * MOST_CONNECTIONS + _OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

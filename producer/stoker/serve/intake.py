@@ -67,7 +67,7 @@ class StreamWish:
 
 @dataclass(frozen=True)
 class CallHead:
-    """What a call has outside of its body.
+    """The parts of a call that are outside of its body.
 
     Attributes:
         fields: of the request, from headers; they win over the body's.

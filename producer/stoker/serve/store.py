@@ -176,7 +176,7 @@ _CANCEL: Final = "cancel"
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """What a client asked for.
+    """A batch as a client asked for it.
 
     Attributes:
         owner: the name of the token that made it; others do not see it.
@@ -200,7 +200,7 @@ class StoredBatch:
 
 @dataclass(frozen=True)
 class BatchState:
-    """How far a batch is; the names are OpenAI's.
+    """The progress of a batch; the names are OpenAI's.
 
     Attributes:
         times: Unix seconds by name, as ``in_progress_at``.
@@ -271,7 +271,7 @@ class BatchStore(OwnedFolders[StoredBatch]):
         return self.folder / batch_id / "answers.jsonl"
 
     def reads(self, file_id: str) -> bool:
-        """Whether a batch that has not ended reads this file."""
+        """Returns true if a batch that has not ended reads this file."""
         batches = [self.read(batch_id) for batch_id in self.ids()]
         return any(
             batch is not None and batch.input_file_id == file_id and not self.state(batch.id).has_ended

@@ -24,7 +24,7 @@ from stoker_shared.errors import BlockPoolTooSmall, ContextLimitExceeded, Owners
 from stoker_shared.job_data import read_json
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Attempt, Choice
-from stoker_shared.route import Step, next_step
+from stoker_shared.route import RouteStep, next_step
 from stoker_shared.trust import KEPT, MOST_PAIRS, class_of_verdicts, field_of, task_of
 from stoker_shared.wire import FIELD_TRIED, TRUST_KEY
 from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
@@ -89,7 +89,7 @@ class Verdict:
 
     task: str
     attempts: tuple[Attempt, ...]
-    next: Step | None
+    next: RouteStep | None
 
     def as_fields(self) -> dict[str, Any]:
         """The fields of the result."""
@@ -167,7 +167,7 @@ class Cascade:
         if verdict.attempts:
             self._count(keys=[TRUST_KEY], args=_as_counted(verdict), client=pipeline)
 
-    def go_on(self, run: JobRun, verdict: Verdict, to: Step) -> None:
+    def go_on(self, run: JobRun, verdict: Verdict, to: RouteStep) -> None:
         """End this run, count its verdict, and enqueue the job for the next model.
 
         Raises:
@@ -181,7 +181,7 @@ class Cascade:
                 break
         raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
 
-    def _has_moved(self, run: JobRun, verdict: Verdict, to: Step) -> bool:
+    def _has_moved(self, run: JobRun, verdict: Verdict, to: RouteStep) -> bool:
         job, execution, lease = run.job, run.execution, self._ownership.lease
         # In RQ's form, to which a retry or RQ's own requeue brings it: the attempts are this job's, and stay so.
         created_at = utcformat(job.created_at)
