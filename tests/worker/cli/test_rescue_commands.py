@@ -10,14 +10,9 @@ from tests.worker.memory.agents import using
 
 
 def test_backup_and_restore_tell_what_they_did(command: Command, two_agents: Path, tmp_path: Path) -> None:
-    words = command("backup", tmp_path / "one").stdout
-    assert words.startswith(f"{tmp_path / 'one'}: 2 agents, ")
-    assert "4 files of blocks/ (" in words
-    assert "2 files of pieces/ (" in words
-    done = json.loads(command("backup", tmp_path / "two", "--json", "--list", tmp_path / "names").stdout)
+    assert command("backup", tmp_path / "one").stdout.startswith(f"{tmp_path / 'one'}: 2 agents, ")
+    done = json.loads(command("backup", tmp_path / "two", "--json").stdout)
     assert (done["file"], done["agents"]) == (str(tmp_path / "two"), 2)
-    assert [(x["folder"], x["files"]) for x in done["left_out"]] == [("blocks", 4), ("pieces", 2)]
-    assert len((tmp_path / "names").read_text().splitlines()) == 6
     refused = command("backup", tmp_path / "one", "--json", ok=False)
     assert json.loads(refused.stdout)["error"]["type"] == "FileExistsError"
     words = command("restore", tmp_path / "one").stdout

@@ -31,8 +31,7 @@ from tests.worker.memory.in_flight_process import another_process_working_on
 
 from stoker_shared.errors import AgentBusy, AgentMemoryError, AgentTranscriptUnreadable
 from stoker_shared.message import Message
-from stoker_worker.memory.admin.export import export_agent
-from stoker_worker.memory.admin.importer import import_agent
+from stoker_worker.memory.admin.archive import export_agent, import_agent
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.blocks import BlockChain, CachePiece
 from stoker_worker.memory.database import row_checksum

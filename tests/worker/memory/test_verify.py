@@ -11,7 +11,7 @@ import pytest
 from tests.worker.memory.agents import MODEL, SNAPSHOT_SPECS, Agent, FastDisk, ids, make_model, open_store
 
 from stoker_worker.memory.admin import verify
-from stoker_worker.memory.admin.cache_check import check_piece
+from stoker_worker.memory.admin.cache_files import check_piece
 from stoker_worker.memory.admin.verify import verify_store
 from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.blocks import BlockChain

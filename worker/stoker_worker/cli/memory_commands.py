@@ -164,7 +164,7 @@ def verify(store: Path, as_json: bool) -> None:
 @click.option("--with-blocks", is_flag=True, help="Its blocks too, so that nothing is computed again.")
 def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool) -> None:
     """Write AGENT to a new FILE: its versions, tail and snapshots, but not the answers to its jobs."""
-    from stoker_worker.memory.admin.export import export_agent
+    from stoker_worker.memory.admin.archive import export_agent
     from stoker_worker.memory.store_parts import opened
 
     with opened(store) as parts:
@@ -179,7 +179,7 @@ def export(store: Path, as_json: bool, agent: str, file: Path, with_blocks: bool
 @click.option("--with-blocks", is_flag=True, help="Its blocks too. Agents share them: trust the source.")
 def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blocks: bool) -> None:
     """Import the agent in FILE."""
-    from stoker_worker.memory.admin.importer import import_agent
+    from stoker_worker.memory.admin.archive import import_agent
     from stoker_worker.memory.replica.shared_replica import opened_with_shared
 
     with opened_with_shared(store) as (parts, look):
@@ -190,8 +190,7 @@ def import_(store: Path, as_json: bool, file: Path, new_id: str | None, with_blo
 
 @command
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--list", "names", type=click.Path(path_type=Path), help="List the cache files in this new file.")
-def backup(store: Path, as_json: bool, file: Path, names: Path | None) -> None:
+def backup(store: Path, as_json: bool, file: Path) -> None:
     """Copy every agent to a new FILE, also while the worker runs.
 
     The cache files are left out: they save time, and are made anew. A damaged conversation is named and copied as it
@@ -201,9 +200,8 @@ def backup(store: Path, as_json: bool, file: Path, names: Path | None) -> None:
     from stoker_worker.memory.store_parts import opened
 
     with opened(store) as parts:
-        done = back_up(parts, file, names=names)
-    left_out = " and ".join(f"{x.files} files of {x.folder}/ ({x.n_bytes} bytes)" for x in done.left_out)
-    words = f"{file}: {done.agents} agents, {done.n_bytes} bytes, without {left_out}"
+        done = back_up(parts, file)
+    words = f"{file}: {done.agents} agents, {done.n_bytes} bytes"
     say(as_json, {"file": str(file), **asdict(done)}, "\n".join([words, *done.problems]))
     if done.problems:
         sys.exit(1)
@@ -216,7 +214,7 @@ def restore(store: Path, as_json: bool, backup: Path) -> None:
 
     The database that was there is kept beside it.
     """
-    from stoker_worker.memory.admin.restore import restore as put_back
+    from stoker_worker.memory.admin.backup import restore as put_back
 
     done = put_back(store, backup)
     newest = done.newest_use and datetime.fromtimestamp(done.newest_use, UTC).isoformat(" ", "seconds")

@@ -26,8 +26,7 @@ from tests.worker.memory.agents import (
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import cache_index
 from stoker_worker.memory.admin import backup as backup_module
-from stoker_worker.memory.admin.backup import Backup, back_up
-from stoker_worker.memory.admin.restore import restore
+from stoker_worker.memory.admin.backup import Backup, back_up, restore
 from stoker_worker.memory.agent_changes import forget_agent
 from stoker_worker.memory.store_parts import opened
 from stoker_worker.ports import LoadedModel
@@ -41,26 +40,20 @@ def store(tmp_path: Path) -> Iterator[AgentCacheStore]:
         yield store
 
 
-def copied(store: AgentCacheStore, file: Path, names: Path | None = None) -> Backup:
+def copied(store: AgentCacheStore, file: Path) -> Backup:
     with opened(store.parts.path) as parts:  # as the shell does, beside the worker
-        return back_up(parts, file, names=names)
+        return back_up(parts, file)
 
 
 def allocated(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in files_below(folder))
 
 
-def test_a_backup_is_one_private_file_and_names_what_it_leaves_out(store: AgentCacheStore, tmp_path: Path) -> None:
-    done = copied(store, tmp_path / "backup", tmp_path / "names")
-    folder = store.parts.path
-    found = [(x.folder, x.files, x.n_bytes) for x in done.left_out]
-    assert found == [(name, 5, allocated(folder / name)) for name in ("blocks", "pieces")]
+def test_a_backup_is_one_private_file(store: AgentCacheStore, tmp_path: Path) -> None:
+    done = copied(store, tmp_path / "backup")
     assert (done.agents, done.n_bytes) == (5, (tmp_path / "backup").stat().st_size)
-    for name in ("backup", "names"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-    listed = (tmp_path / "names").read_text().splitlines()
-    assert sorted(listed) == [str(x.relative_to(folder)) for x in files_below(folder) if x.suffix == ".safetensors"]
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "backup", "names"}  # nothing beside it
+    assert stat.S_IMODE((tmp_path / "backup").stat().st_mode) == 0o600
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "backup"}  # nothing beside it
 
 
 @pytest.mark.parametrize("model", [MODEL, make_model(spec=SNAPSHOT_SPECS["hybrid"])], ids=["full", "hybrid"])
@@ -148,11 +141,9 @@ def test_the_copy_ends_and_is_one_state_while_a_worker_writes(
 
 def test_nothing_is_overwritten(store: AgentCacheStore, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
-    for files in ((tmp_path / "there", None), (tmp_path / "free", tmp_path / "there")):
-        with pytest.raises(FileExistsError, match="there"):
-            copied(store, *files)
+    with pytest.raises(FileExistsError, match="there"):
+        copied(store, tmp_path / "there")
     assert (tmp_path / "there").read_text() == "mine"
-    assert not (tmp_path / "free").exists()
 
 
 def test_a_damaged_database_is_not_copied(store: AgentCacheStore, tmp_path: Path) -> None:
@@ -194,11 +185,9 @@ def test_a_refused_backup_makes_no_store(store: AgentCacheStore, tmp_path: Path,
 
 
 def test_an_error_names_the_file_that_was_asked_for(store: AgentCacheStore, tmp_path: Path) -> None:
-    file = tmp_path / "missing" / "file"
-    for write in (lambda: copied(store, file), lambda: copied(store, tmp_path / "backup", file)):
-        with pytest.raises(FileNotFoundError, match="missing/file'") as caught:
-            write()
-        assert "draft" not in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="missing/file'") as caught:
+        copied(store, tmp_path / "missing" / "file")
+    assert "draft" not in str(caught.value)
 
 
 def damage(path: Path) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tests.worker.memory.agents import Agent, ids, open_store
 
-from stoker_worker.memory.admin.backup import back_up
-from stoker_worker.memory.admin.restore import restore
+from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.store_parts import opened
 
@@ -22,8 +21,7 @@ N_KILLS = 200 if "DEEP" in os.environ else 5
 KILLED_AT = """
 import os, sys
 from pathlib import Path
-from stoker_worker.memory.admin.backup import back_up
-from stoker_worker.memory.admin.restore import restore
+from stoker_worker.memory.admin.backup import back_up, restore
 from stoker_worker.memory.admin.salvage import salvage
 from stoker_worker.memory.store_parts import opened
 

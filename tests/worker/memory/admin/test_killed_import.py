@@ -12,8 +12,7 @@ import pytest
 from tests.worker.memory.agents import Agent, ids, open_store
 
 from stoker_shared.errors import AgentMemoryError
-from stoker_worker.memory.admin.export import export_agent
-from stoker_worker.memory.admin.importer import import_agent
+from stoker_worker.memory.admin.archive import export_agent, import_agent
 from stoker_worker.memory.admin.verify import verify_store
 
 LONG = ids(1000)

@@ -1,9 +1,16 @@
-"""Copies a store's database to one file, beside a running worker. Cache files stay out: they only save time."""
+"""Copies a store's database to one file, beside a running worker, and puts such a copy back, while no worker has the
+store open. Cache files stay out: they only save time.
+
+A database that replaces the store's, be it a backup or what `salvage` made, is made in the store's temp folder, and its
+index of the cache files is made anew; only then are the two exchanged.
+"""
 
 import os
+import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,22 +18,27 @@ from urllib.parse import quote
 
 from stoker_shared.durable_file import draft_of, write_new
 from stoker_shared.errors import StoreUnusable
+from stoker_worker.memory import unsaved
+from stoker_worker.memory.admin.cache_files import recount
 from stoker_worker.memory.admin.verify import damaged_agents, damaged_answers
-from stoker_worker.memory.database import Connection, translated
-from stoker_worker.memory.database_file import HOW_TO_GO_ON
-from stoker_worker.memory.store_parts import StoreParts
+from stoker_worker.memory.blocks import BlockFolder, PieceFolder
+from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, translated
+from stoker_worker.memory.database_file import (
+    FORMAT,
+    HOW_TO_GO_ON,
+    check_header,
+    check_tables,
+    finish_replacement,
+    open_database,
+    refused_if_damaged,
+    replace_database,
+)
+from stoker_worker.memory.files import Disk, DurableWriter
+from stoker_worker.memory.locks import StoreLock
+from stoker_worker.memory.store_parts import StoreParts, make_folders
 
 _PAGES: Final = 2048
 """Copied in one step; between two steps an interrupt ends the copy."""
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """The cache files in a folder of the store. `n_bytes`: allocated."""
-
-    folder: str
-    files: int
-    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -39,34 +51,20 @@ class Backup:
 
     agents: int
     n_bytes: int
-    left_out: tuple[LeftOut, ...]
     problems: tuple[str, ...]
 
 
-def back_up(store: StoreParts, file: Path, *, names: Path | None = None) -> Backup:
+def back_up(store: StoreParts, file: Path) -> Backup:
     """Write the newest state of every agent, as of now, to a new file (mode 0600): whole, or not there. A row that is
     damaged is copied as it is, and named.
 
-    Args:
-        names: also write the path of each cache file, relative to the store, on a line of this new file.
-
     Raises:
-        FileExistsError: one of the files exists.
+        FileExistsError: the file exists.
         OSError: it could not be written.
         StoreUnusable: a page of the database is damaged; the message explains how to go on.
     """
-    for path in (file, names):
-        if path is not None and path.exists():
-            raise FileExistsError(f"{path} exists")
-    folders = [store.blocks.path, store.pieces.path]
-    left_out = []
-    for folder in folders:
-        sizes = [n_bytes for _, n_bytes in _cache_files(folder)]
-        left_out.append(LeftOut(folder.name, len(sizes), sum(sizes)))
-    if names is not None:
-        with draft_of(names) as draft:
-            paths = (path.relative_to(store.path) for folder in folders for path, _ in _cache_files(folder))
-            write_new(draft, (f"{path}\n".encode() for path in paths))
+    if file.exists():
+        raise FileExistsError(f"{file} exists")
     with draft_of(file) as draft:
         write_new(draft, ())
         with store.database.snapshot() as source:
@@ -78,7 +76,7 @@ def back_up(store: StoreParts, file: Path, *, names: Path | None = None) -> Back
                 if problem != "ok":
                     raise StoreUnusable(f"{store.database.path} is damaged: {problem}; {HOW_TO_GO_ON}")
             problems = tuple(x for look in (damaged_agents, damaged_answers) for x in look(lambda: nullcontext(copy)))
-        return Backup(agents, draft.stat().st_size, tuple(left_out), problems)
+        return Backup(agents, draft.stat().st_size, problems)
 
 
 def copy_database(source: Connection, target: Path) -> None:
@@ -106,12 +104,94 @@ def connect_to_copy(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _cache_files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Every file below a folder of the store, and its allocated bytes, as far as it can be read."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            try:
-                yield path, path.stat().st_blocks * 512
-            except FileNotFoundError:  # evicted just now
-                continue
+@dataclass(frozen=True)
+class Exchanged:
+    """
+    Attributes:
+        blocks: on disk, and in the index now.
+        kept: where the database that was there before is; ``None``: there was none.
+    """
+
+    blocks: int
+    kept: str | None
+
+
+@dataclass(frozen=True)
+class RestoredBackup(Exchanged):
+    """`newest_use`: Unix time of the last use of an agent in the backup; ``None``: it has no agents."""
+
+    agents: int
+    newest_use: float | None
+
+
+def restore(folder: Path, backup: Path) -> RestoredBackup:
+    """Make a backup the store's database.
+
+    Raises:
+        StoreUnusable: the backup is damaged or of another format, or a worker has the store; nothing has changed.
+        OSError: it could not be read or written; nothing has changed, or the next start finishes it.
+    """
+    with _whole(backup) as source, refused_if_damaged(backup):
+        agents, newest_use = source.execute("SELECT count(*), max(last_used) FROM agents").fetchone()
+
+        def copy(draft: Path) -> None:
+            write_new(draft / NAME, ())
+            copy_database(source, draft / NAME)
+
+        done = exchange(folder, copy, lambda _: None)
+    (folder / unsaved.NAME).unlink(missing_ok=True)  # of turns after the backup
+    return RestoredBackup(done.blocks, done.kept, agents, newest_use)
+
+
+def exchange(folder: Path, make: Callable[[Path], None], fill: Callable[[Connection], None]) -> Exchanged:
+    """Make another database the store's. Meanwhile no worker can have the store.
+
+    Args:
+        make: puts a database into an empty folder.
+        fill: changes it.
+
+    Raises:
+        StoreUnusable: a worker has the store, or it or the new database has another format; nothing has changed.
+        OSError: it could not be written; nothing has changed, or the next start finishes it.
+        Exception: what `make` and `fill` raise; nothing has changed.
+    """
+    with closing(StoreLock(folder)):
+        finish_replacement(folder)
+        writer = DurableWriter(Disk(), folder / "tmp")
+        make_folders(folder, writer)
+        writer.clear()
+        draft = folder / "tmp" / f"{os.getpid()}-database"
+        blocks = BlockFolder(folder / "blocks", writer)
+        pieces = PieceFolder(folder / "pieces", writer)
+        testified = Witness(folder).read() or 0
+
+        def change(connection: Connection) -> int:
+            fill(connection)
+            # Above what the witness has seen: this one is accepted, and an older one in its place is still refused.
+            connection.execute("UPDATE store SET commits = max(commits, ?)", (testified,))
+            return recount(connection, blocks, pieces, now=time.time())
+
+        try:
+            draft.mkdir(mode=0o700)
+            make(draft)
+            with closing(open_database(draft)) as database:
+                n_blocks = database.commit(change)
+            kept = replace_database(folder, draft / NAME)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return Exchanged(n_blocks, str(kept) if kept.exists() else None)
+
+
+@contextmanager
+def _whole(backup: Path) -> Iterator[Connection]:
+    """A connection to a backup that is whole, within a transaction. Raises `StoreUnusable`, `OSError`."""
+    os.close(os.open(backup, os.O_RDONLY))  # SQLite's message for a missing file does not name it
+    with closing(connect_to_copy(backup)) as source:
+        try:
+            with translated():
+                source.execute("BEGIN")
+                check_header(source, **{"user_version": FORMAT, "integrity_check(1)": "ok"})
+                check_tables(source)
+        except Damaged as damage:
+            raise StoreUnusable(f"the backup {backup} cannot be used, and nothing has changed: {damage}") from damage
+        yield source

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from stoker_shared.errors import StoreUnusable
 from stoker_worker.memory import transcripts
+from stoker_worker.memory.admin.backup import Exchanged, exchange
 from stoker_worker.memory.admin.damaged_file import DamagedFile
-from stoker_worker.memory.admin.restore import Exchanged, exchange
 from stoker_worker.memory.database import NAME, Connection, Damaged, Witness, agent_checksum, row_checksum
 from stoker_worker.memory.database_file import (
     create_database,

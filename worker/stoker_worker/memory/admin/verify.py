@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stoker_worker.memory import transcripts
-from stoker_worker.memory.admin.cache_check import check_block, check_piece, read_intact
+from stoker_worker.memory.admin.cache_files import check_block, check_piece, read_intact
 from stoker_worker.memory.cache_index import COUNTED_BYTES
 from stoker_worker.memory.database import Connection, Damaged
 from stoker_worker.memory.store_parts import StoreParts

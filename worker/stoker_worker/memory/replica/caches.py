@@ -19,8 +19,7 @@ from typing import Final
 
 from stoker_shared.errors import StokerError
 from stoker_worker.memory import cache_index, transcripts
-from stoker_worker.memory.admin.cache_check import PIECE_NAMES, files_of
-from stoker_worker.memory.admin.recount import enter_blocks
+from stoker_worker.memory.admin.cache_files import PIECE_NAMES, enter_blocks, files_of
 from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
