@@ -24,9 +24,9 @@ _serving = options_under("Serving")
 @click.pass_obj
 def dashboard(redis_url: str, /, **options: Any) -> None:
     """Serve rq-dashboard: queues, jobs and results in a browser."""
-    from stoker.dashboard.server import serve_dashboard
-
     try:
+        from stoker.dashboard.server import serve_dashboard
+
         or_usage_error(lambda: serve_dashboard(redis_url, report=lambda line: click.echo(line, err=True), **options))
     except ModuleNotFoundError as error:
         raise click.ClickException(

@@ -1,16 +1,45 @@
-"""The dashboard's own templates, and the values that all of its own pages need.
+"""The dashboard's own pages: the jobs of a queue, one job, the workers, and Stoker. Reads only.
 
 The figures of such a page are in an element `#live`. `live.js` fetches the page again, as often as rq-dashboard's
 scripts fetch their data, and replaces that element.
 """
 
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from flask import Flask, Response, current_app, make_response, render_template, url_for
 from jinja2 import ChoiceLoader, FileSystemLoader, PrefixLoader
+from redis import Redis
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE
+from rq.job import Job
+from rq.utils import utcparse
+from rq.worker import BaseWorker
+from rq.worker_registration import REDIS_WORKER_KEYS
 from rq_dashboard import web
-from werkzeug.routing import BaseConverter
+
+from stoker.job_record import fields_of, progress_in
+from stoker.operations import Commands, Operation, ask, run
+from stoker.overview import Overview, QueueStatus, WorkerOutlook, overview, queues_now
+from stoker.presence import is_ours, live_workers
+from stoker.tables import (
+    DEAD,
+    duration,
+    job_table,
+    leases_text,
+    queue_table,
+    rate_text,
+    shared_store_table,
+    trouble_text,
+    worker_table,
+)
+from stoker.tickets import TicketStatus, status_of
+from stoker_shared.job_data import MAX_DATA_BYTES, read_json, unpacked
+from stoker_shared.wire import DEFAULT_QUEUE, REQUEST_KWARG
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 
@@ -22,21 +51,6 @@ def find_own_templates(app: Flask) -> None:
     """
     original = PrefixLoader({"original": web.blueprint.jinja_loader})
     app.jinja_loader = ChoiceLoader([FileSystemLoader(_TEMPLATES), original])
-
-
-def find_names_with_slashes(app: Flask) -> None:
-    """Let a queue's name or a job's id have slashes. Before the routes are added.
-
-    rq-dashboard, in all releases, has no page for the queue ``team/nightly``. The first name of a route gets all
-    slashes: those after it are a registry, a number or an order.
-    """
-    app.url_map.converters["default"] = _AnyName
-    app.url_map.merge_slashes = False
-
-
-class _AnyName(BaseConverter):
-    regex = "(?s:.+)"
-    part_isolating = False
 
 
 def page(template: str, tab: str, **values: Any) -> Response:
@@ -57,3 +71,235 @@ def page(template: str, tab: str, **values: Any) -> Response:
     response = make_response(render_template(template, **shared, **values))
     response.headers["Cache-Control"] = "no-store"
     return response
+
+
+_LEFT_BEHIND: Final = "no heartbeat: the job goes back to its queue when a worker starts; below are its last figures"
+
+
+def show_progress_of_jobs(app: Flask, connection: Redis) -> None:
+    """Show a job's agent, its place in the queue or its worker, stage, tokens and rate.
+
+    rq-dashboard shows of a running job that it is ``started``, and its raw ``meta``, as of 0.9.0.
+    """
+    app.view_functions["rq_dashboard.job_view"] = lambda instance_number, job_id: page(
+        "stoker_job.html", "jobs", id=job_id, facts=run(connection, facts_of(job_id))
+    )
+
+
+def facts_of(job_id: str) -> Operation[list[tuple[str, str]]]:
+    """Labels and texts.
+
+    Raises:
+        JobNotFound: no such job (any more).
+    """
+    status = yield from status_of(job_id)
+    data = yield from ask("HGET", Job.key_for(job_id), "data")
+    living = {worker.name for worker in (yield from live_workers())}
+    facts = [("State", _state(status)), ("Agent", _agent(data or b"") or "none")]
+    if status.worker:
+        facts.append(("Worker", status.worker))
+        if is_ours(status.worker) and status.worker not in living:
+            facts.append((DEAD, _LEFT_BEHIND))
+    if status.stage:
+        facts.append(("Stage", status.stage))
+        facts.append(("Tokens", str(status.tokens)))
+        facts.append(("Rate", f"{rate_text(status.tokens_per_s or 0.0)} tokens/s"))
+    return facts
+
+
+def _state(status: TicketStatus) -> str:
+    text = status.state
+    if status.position is not None:
+        text += f", {status.position} ahead of it" if status.position else ", next"
+    return f"{text}; {status.warning}" if status.warning else text
+
+
+def _agent(data: bytes) -> str | None:
+    try:
+        *_, kwargs = read_json(unpacked(data), MAX_DATA_BYTES)
+        agent = kwargs[REQUEST_KWARG]["agent_id"]
+    except (ValueError, TypeError, KeyError):  # not a job of stoker's
+        return None
+    return agent if isinstance(agent, str) else None
+
+
+_VIEW: Final = "rq_dashboard.jobs_overview"
+_COUNTED_IN: Final = {
+    "queued": "waiting",
+    "started": "running",
+    "scheduled": "scheduled",
+    "deferred": "deferred",
+    "failed": "failed",
+    "finished": "finished",
+}
+"""RQ's registries as rq-dashboard names them, in the order in which they are searched, and our counts of their jobs."""
+
+
+def open_a_queue_with_jobs(app: Flask, connection: Redis) -> None:
+    """Open the queue with the most jobs that wait, or else run.
+
+    rq-dashboard opens the queue ``default`` and says "No jobs", however many there are elsewhere, as of 0.9.0.
+    """
+    original = app.view_functions[_VIEW]
+
+    def view(queue_name: str | None, registry_name: str, **others: Any) -> Any:
+        if queue_name is None:
+            queue_name, registry_name = place_with_jobs(run(connection, queues_now()))
+        return original(queue_name=queue_name, registry_name=registry_name, **others)
+
+    app.view_functions[_VIEW] = view
+
+
+def place_with_jobs(queues: Sequence[QueueStatus]) -> tuple[str, str]:
+    """A queue and one of its registries, not empty if any is not."""
+    for registry, count in _COUNTED_IN.items():
+        fullest = max(queues, key=lambda queue: int(getattr(queue, count)), default=None)
+        if fullest is not None and getattr(fullest, count):
+            return fullest.name, registry
+    return DEFAULT_QUEUE, "queued"
+
+
+def add_stoker_page(app: Flask, connection: Redis) -> None:
+    """Show everything at one moment. rq-dashboard knows neither rates nor the time left, as of 0.9.0."""
+
+    def view(instance_number: int) -> Response:
+        now = run(connection, overview())
+        tables = [
+            ("Queues", queue_table(now.queues), "no queues"),
+            ("Workers", worker_table(now.workers), "no workers"),
+            ("Shared store", shared_store_table(now.workers), "none"),
+            ("Running the longest", job_table(now.slowest), "no jobs"),
+        ]
+        dead = {worker.name for worker in now.workers if not worker.is_alive}
+        at = time.strftime("%H:%M:%S")
+        return page("stoker.html", "stoker", trouble=trouble_text(now), tables=tables, dead=dead, at=at)
+
+    # By this name it is a page of rq-dashboard's blueprint, with all that surrounds them.
+    app.add_url_rule("/<int:instance_number>/view/stoker", "rq_dashboard.stoker", view)
+
+
+_SHOWN_JOBS: Final = 4
+_SHOWN_IF_MISSING: Final = {
+    **dict.fromkeys(("state", "hostname", "pid", "queues", "last_heartbeat"), "-"),
+    **dict.fromkeys(("successful_job_count", "failed_job_count"), "0"),
+}
+"""The fields of RQ's worker hash that are read, of which a new worker has not all."""
+
+
+@dataclass(frozen=True)
+class ShownJob:
+    """`text`: its description, and its progress."""
+
+    job_id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ShownWorker:
+    """
+    Attributes:
+        state: ``busy``, ``idle`` or ``suspended``; of stoker's also ``loading``, ``leaving`` and ``DEAD``.
+        heartbeat: how long ago the last one was, by the clocks of both machines; ``-`` if it has run out.
+        lease: the queues that it holds; ``over`` if it is dead.
+        tokens_per_s: ``-`` for RQ's own workers, like `lease` and `model`.
+        running: how many jobs it has; `jobs` has the first of them.
+    """
+
+    name: str
+    state: str
+    host: str
+    pid: str
+    model: str
+    queues: str
+    heartbeat: str
+    lease: str
+    tokens_per_s: str
+    running: int
+    done: str
+    failed: str
+    jobs: list[ShownJob]
+
+
+def show_workers(app: Flask, connection: Redis) -> None:
+    """Show each worker's host, model, heartbeat, lease, counts and jobs, these by their descriptions.
+
+    rq-dashboard, since 0.5.3, shows one job of each worker, as a call with its arguments: the prompt. As of 0.9.0, it
+    shows a dead worker as it was at its last heartbeat, until its registration runs out, and then not at all.
+    """
+
+    def view(instance_number: int) -> Response:
+        now = run(connection, overview())
+        workers = run(connection, shown_workers(now))
+        return page("stoker_workers.html", "workers", trouble=trouble_text(now), workers=workers, dead=DEAD)
+
+    def data(instance_number: int) -> dict[str, Any]:
+        return {"workers": run(connection, shown_workers(run(connection, overview())))}
+
+    app.view_functions["rq_dashboard.workers_overview"] = view
+    app.view_functions["rq_dashboard.list_workers"] = web.jsonify(data)
+
+
+def shown_workers(now: Overview) -> Operation[list[ShownWorker]]:
+    """Those of the overview and RQ's own, sorted by state and name."""
+    ours = {worker.name: worker for worker in now.workers}
+    keys = yield from ask("SMEMBERS", REDIS_WORKER_KEYS)
+    prefix = BaseWorker.redis_worker_namespace_prefix
+    names = [*{*ours, *(key.decode(errors="replace").removeprefix(prefix) for key in keys)}]
+    hashes = yield Commands([("HMGET", f"{prefix}{name}", *_SHOWN_IF_MISSING) for name in names])
+    running = yield Commands([("SMEMBERS", WORKER_EXECUTIONS_KEY_TEMPLATE.format(name)) for name in names])
+    shown = []
+    for name, values, members in zip(names, hashes, running, strict=True):
+        if name in ours or any(values):  # RQ's tools remove a name without a hash
+            job_ids = sorted(member.decode(errors="replace").partition(":")[0] for member in members)
+            jobs = yield from _first_of(job_ids)
+            shown.append(_worker(name, ours.get(name), values, len(job_ids), jobs))
+    return sorted(shown, key=lambda worker: (worker.state, worker.name))
+
+
+def _worker(
+    name: str, ours: WorkerOutlook | None, values: Sequence[bytes | None], running: int, jobs: list[ShownJob]
+) -> ShownWorker:
+    found = dict.fromkeys(_SHOWN_IF_MISSING, "-")
+    if any(values):
+        fields = zip(_SHOWN_IF_MISSING.items(), values, strict=True)
+        found = {name: value.decode(errors="replace") if value else missing for (name, missing), value in fields}
+    live = ours.live if ours else None
+    figures = live.now if live else None
+    state = "leaving" if live and live.leaving else "loading" if live and not live.model else found["state"]
+    is_dead = ours is not None and not ours.is_alive
+    lease = leases_text(ours) if ours else "-"
+    return ShownWorker(
+        name=name,
+        state=DEAD if is_dead else state,
+        host=found["hostname"],
+        pid=found["pid"],
+        model=(live and live.model) or "-",
+        queues=found["queues"].replace(",", ", "),
+        heartbeat=_ago(found["last_heartbeat"]),
+        lease="over" if is_dead and lease == "-" else lease,
+        tokens_per_s=rate_text(figures.tokens_per_s) if figures else "-",
+        running=running,
+        done=str(figures.done) if figures else found["successful_job_count"],
+        failed=str(figures.failed) if figures else found["failed_job_count"],
+        jobs=jobs,
+    )
+
+
+def _ago(stamp: str) -> str:
+    with suppress(ValueError):
+        return f"{duration(max(0.0, (datetime.now(UTC) - utcparse(stamp)).total_seconds()))} ago"
+    return "-"
+
+
+def _first_of(job_ids: Sequence[str]) -> Operation[list[ShownJob]]:
+    some = job_ids[:_SHOWN_JOBS]
+    found = yield Commands([("HMGET", Job.key_for(job_id), "description", "meta") for job_id in some])
+    return [ShownJob(job_id, _text(*values)) for job_id, values in zip(some, found, strict=True)]
+
+
+def _text(description: bytes | None, meta: bytes | None) -> str:
+    text = (description or b"").decode(errors="replace")
+    progress = progress_in(fields_of(meta or b""))
+    if progress is None:
+        return text
+    return f"{text} ({progress.stage}, {progress.tokens} tokens, {progress.tokens_per_s:g}/s)"

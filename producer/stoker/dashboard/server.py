@@ -1,13 +1,52 @@
-"""The dashboard's web server: runs until it is told to stop. Owns the socket and decides who may reach it."""
+"""The dashboard's application and its web server, which runs until it is told to stop. Decides who may reach it.
+
+The repairs replace parts of RQ and rq-dashboard in this process, so the dashboard should have a process of its own.
+"""
 
 import ipaddress
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Any
+
+from flask import Flask
+from redis import Redis
+from rq_dashboard import web
+from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from stoker.connection import address, open_connection, redis_errors
-from stoker_shared.http_guard import LOOPBACK_NAMES
+from stoker.dashboard.pages import (
+    add_stoker_page,
+    find_own_templates,
+    open_a_queue_with_jobs,
+    show_progress_of_jobs,
+    show_workers,
+)
+from stoker.dashboard.repairs import (
+    answer_errors_in_one_line,
+    confine_scripts,
+    encode_unreadable_meta,
+    escape_job_texts,
+    escape_names_in_scripts,
+    find_names_with_slashes,
+    never_unpickle,
+    read_jobs_of_any_client,
+    refuse_other_names,
+    refuse_other_sites,
+    share_connection,
+)
+from stoker_shared.http_guard import LOOPBACK_NAMES, LimitedHead, LimitedThreads
+
+
+class WebServer(LimitedThreads, ThreadedWSGIServer):
+    def __init__(self, bind: str, port: int, app: Flask) -> None:
+        super().__init__(bind, port, app, _Handler)
+
+
+class _Handler(LimitedHead, WSGIRequestHandler):
+    def log_error(self, *_: Any) -> None:
+        """Anybody can cause a line by a request that is none; errors of a page are logged elsewhere."""
 
 
 def serve_dashboard(
@@ -25,7 +64,6 @@ def serve_dashboard(
     Raises:
         ValueError: not a Redis URL, or `bind` is not loopback and `allow_remote` was not given.
         RedisUnavailable: no server answers, or it refused us.
-        ModuleNotFoundError: the packages of ``stoker[dashboard]`` are not installed.
     """
     if not is_loopback(bind):
         if not allow_remote:
@@ -34,9 +72,6 @@ def serve_dashboard(
                 "read every prompt and delete jobs; give --allow-remote to listen on it nevertheless"
             )
         report(f"warning: anybody who can reach {bind} can read every prompt and delete jobs; there is no password")
-    from stoker.dashboard.app import build_app
-    from stoker.dashboard.web_server import WebServer
-
     connection = open_connection(redis_url)
     with redis_errors(connection):
         connection.ping()
@@ -60,3 +95,32 @@ def is_loopback(bind: str) -> bool:
 
 def _in_url(bind: str) -> str:
     return f"[{bind}]" if ":" in bind else bind
+
+
+def build_app(connection: Redis, *, names: Collection[str]) -> Flask:
+    """The application on this connection.
+
+    Args:
+        names: hosts that a browser may use in its requests, in lower case, IPv6 without brackets.
+    """
+    app = Flask(web.__name__)
+    app.debug = False  # FLASK_DEBUG would offer a console
+    never_unpickle()
+    share_connection(app, connection)
+    read_jobs_of_any_client()
+    encode_unreadable_meta(app)
+    find_names_with_slashes(app)
+    app.register_blueprint(web.blueprint)
+    web.setup_rq_connection(app)
+    find_own_templates(app)
+    escape_names_in_scripts(app)
+    open_a_queue_with_jobs(app, connection)
+    show_progress_of_jobs(app, connection)
+    show_workers(app, connection)
+    add_stoker_page(app, connection)
+    refuse_other_names(app, names)
+    refuse_other_sites(app)
+    confine_scripts(app)
+    escape_job_texts(app)  # before `confine_scripts`: Flask calls the last one first
+    answer_errors_in_one_line(app, connection)
+    return app

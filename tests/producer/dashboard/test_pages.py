@@ -37,7 +37,7 @@ def build(monkeypatch):
     require_dashboard()
     from rq_dashboard import web
 
-    from stoker.dashboard.app import build_app
+    from stoker.dashboard.server import build_app
 
     for owner, name in ((rq.serializers, "PickleSerializer"), (web.config, "serializer")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
