@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -104,7 +103,7 @@ class Bench:
         """The same model for stores that restore prefixes into the engine's own memory, as a worker's does."""
         from stoker_worker.engine.transfer import MlxRoom
 
-        return replace(self, model=replace(self.model, make_room=partial(MlxRoom, self.model.spec)))
+        return replace(self, model=replace(self.model, room_type=MlxRoom))
 
     def endless(self) -> Self:
         """The same model without an end of sequence."""

@@ -71,7 +71,7 @@ def _by_one_thread(saved: SavedAgent, n_tokens: int) -> dict[str, float]:
         plain = time.perf_counter() - begin
         del made
         with _stopwatches(watch):
-            model = replace(saved.model, make_room=watch.timing(ROOM, saved.model.make_room))
+            model = replace(saved.model, room_type=watch.timing(ROOM, saved.model.room_type))
             timed = replace(saved, model=model)
             prefix = watch.timing("find the agent and its blocks", timed.restore)(n_tokens)
             watch.timing("hand over to the engine", timed.caches)(prefix)

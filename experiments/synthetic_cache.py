@@ -47,7 +47,7 @@ def model_of(spec: ModelCacheSpec) -> LoadedModel:
 
     fingerprint = hashlib.sha256(spec.describe().encode()).hexdigest()
     tokenizer: Any = None
-    return LoadedModel("synthetic", fingerprint, "tok", 1 << 20, spec, tokenizer, make_room=partial(MlxRoom, spec))
+    return LoadedModel("synthetic", fingerprint, "tok", 1 << 20, spec, tokenizer, room_type=MlxRoom)
 
 
 def random_tokens(n_tokens: int, seed: int = 1) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -71,7 +70,7 @@ class ArrayRoom(PrefixRoom):
 
 def with_rooms(model: LoadedModel) -> LoadedModel:
     """The model in an engine that restores into memory of its own."""
-    return replace(model, make_room=partial(ArrayRoom, model.spec))
+    return replace(model, room_type=ArrayRoom)
 
 
 def write_at(path: Path, offset: int, data: bytes) -> None:

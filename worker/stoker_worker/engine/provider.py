@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable
@@ -75,8 +74,8 @@ class MlxProvider(ModelProviderPort):
         if settings.kv_bits is not None and mode.batching != Batching.ROWS:
             reason = why_not_in_rows(model, loaded.spec) or f"with 8 bits it is right only {mode}"
             raise ModelNotLoadable(f"--kv-bits 8 needs a model that runs in rows: {reason}")
-        fingerprint, make_room = in_mode(loaded.fingerprint, mode), partial(MlxRoom, loaded.spec)
-        loaded = replace(loaded, mode=mode, fingerprint=fingerprint, make_room=make_room)
+        fingerprint = in_mode(loaded.fingerprint, mode)
+        loaded = replace(loaded, mode=mode, fingerprint=fingerprint, room_type=MlxRoom)
         return self._engine(model, loaded), loaded
 
     @property

@@ -131,7 +131,7 @@ class BlockLookup:
         own: of the prompt's model and salt; empty for a job without an agent.
         n_readers: threads that may read.
         before_each: called by them before each file; an exception ends the lookup.
-        make_room: makes the memory to fill, for a number of tokens; ``None``: NumPy does.
+        make_room: gives the memory to fill, for a number of tokens; without, NumPy does.
     """
 
     prompt: BlockChain
@@ -140,8 +140,8 @@ class BlockLookup:
     own: AgentBlocks
     path_of: PathOf
     n_readers: int
-    before_each: Callable[[], None] = lambda: None
-    make_room: Callable[[int], PrefixRoom] | None = None
+    before_each: Callable[[], None] | None = None
+    make_room: Callable[[int], PrefixRoom | None] | None = None
 
     @cached_property
     def own_tokens(self) -> int:
@@ -209,7 +209,7 @@ def load_snapshot(path: Path, chain: BlockChain, spec: ModelCacheSpec) -> tuple[
 class _Target:
     """K/V arrays that are being filled. A file's bytes go straight to their place, head by head."""
 
-    def __init__(self, layers: tuple[LayerKV, ...], before_each: Callable[[], None]) -> None:
+    def __init__(self, layers: tuple[LayerKV, ...], before_each: Callable[[], None] | None) -> None:
         self._layers = layers
         self._n_tokens = layers[0][0].shape[1]
         self._before_each = before_each
@@ -222,7 +222,8 @@ class _Target:
 
         Where there is a place for the rest, that is read too: it costs less than another copy of the used part.
         """
-        self._before_each()
+        if self._before_each is not None:
+            self._before_each()
         piece, stop = step.piece, start + len(step.piece.token_ids)
         if stop <= self._n_tokens and not piece.is_quantised:
             return piece.load(step.path, [head[start * size : stop * size] for head, size in self._heads])
@@ -291,17 +292,16 @@ class Lookup:
         """Most tokens that may come from a cache: the model has to see the last one."""
         return max(0, len(self.prompt.token_ids) - 1)
 
-    @property
-    def make_room(self) -> Callable[[int], PrefixRoom] | None:
-        """Makes the engine's memory for a prefix of so many tokens, if the engine has a way to.
+    def make_room(self, n_tokens: int) -> PrefixRoom | None:
+        """The engine's memory for a prefix of so many tokens, if it has its own.
 
         With room for the prompt and some of its answer, unless most of the prompt is new: the job may wait for its
         place in the batch, and until then nothing counts this memory.
         """
-        make, n_prompt = self.model.make_room, len(self.prompt.token_ids)
-        if make is None:
-            return None
-        return lambda n: make(n_prompt, self.max_tokens) if 2 * n >= n_prompt else make(n, 0)
+        n_prompt = len(self.prompt.token_ids)
+        if 2 * n_tokens >= n_prompt:
+            return self.model.make_room(n_prompt, self.max_tokens)
+        return self.model.make_room(n_tokens, 0)
 
 
 class PrefixLookup:
@@ -341,9 +341,12 @@ class PrefixLookup:
         disk_tokens = common_length(own.token_ids, lookup.prompt.token_ids[: lookup.limit])
         if not lookup.model.spec.snapshot_layers:
             disk_tokens = max(disk_tokens, min(lookup.limit, saved_blocks * BLOCK_TOKENS))
-        spec, make_room = lookup.model.spec, lookup.make_room
         prefix = self._ram_cache.restore(
-            lookup.prompt, agent=agent, spec=spec, disk_tokens=disk_tokens, make_room=make_room
+            lookup.prompt,
+            agent=agent,
+            spec=lookup.model.spec,
+            disk_tokens=disk_tokens,
+            make_room=lookup.make_room,
         )
         if prefix is None:
             return None

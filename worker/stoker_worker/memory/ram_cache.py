@@ -136,14 +136,14 @@ class RamCache:
         agent: AgentVersion,
         spec: ModelCacheSpec,
         disk_tokens: int,
-        make_room: Callable[[int], PrefixRoom] | None = None,
+        make_room: Callable[[int], PrefixRoom | None] | None = None,
     ) -> RestoredPrefix | None:
         """The cached prefix of `prompt`, at most all but its last token; ``None``: ask the disk.
 
         Args:
             disk_tokens: how many tokens the disk may have of it. A shorter prefix is only given when the disk has no
                 longer one.
-            make_room: makes memory for some tokens, to copy it to; ``None``: the entry's own arrays are lent.
+            make_room: gives memory for some tokens, to copy it to; without, the entry's own arrays are lent.
         """
         with self._lock:
             entry = self._entries.get(agent.agent_id)
@@ -160,9 +160,9 @@ class RamCache:
         if not n_tokens or (n_tokens < disk_tokens and not (entry.has_all and spec.snapshot_layers)):
             return None
         layers = tuple((keys[:, :n_tokens], values[:, :n_tokens]) for keys, values in entry.layers)
-        if make_room is None:
+        room = None if make_room is None else make_room(n_tokens)
+        if room is None:
             return RestoredPrefix(n_tokens, layers, states)
-        room = make_room(n_tokens)
         for (keys, values), (to_keys, to_values) in zip(layers, room.layers(), strict=True):
             to_keys[:, :n_tokens], to_values[:, :n_tokens] = keys, values
         return RestoredPrefix(n_tokens, (), states, room)

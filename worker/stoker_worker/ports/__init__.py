@@ -20,7 +20,7 @@ from stoker_worker.ports.engine import (
     LayerState,
     PrefixRoom,
     RestoredPrefix,
-    RoomMaker,
+    RoomType,
     SequenceProgress,
     Snapshot,
     Stage,

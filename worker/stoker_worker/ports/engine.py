@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from stoker_shared.errors import StokerError
 from stoker_shared.request import GenerationRequest
 from stoker_shared.result import Logprobs, PromptLogprobs
+from stoker_worker.ports.cache_spec import ModelCacheSpec
 
 TokenMask = NDArray[np.uint32]
 """Bit j of word i is set if token ``32 * i + j`` may come next. Tokens after the last word may not."""
@@ -87,7 +88,7 @@ class PrefixRoom(Protocol):
         ...
 
 
-RoomMaker = Callable[[int, int], PrefixRoom]
+RoomType = Callable[[ModelCacheSpec, int, int], PrefixRoom]
 """Makes room for a prompt of so many tokens and an answer of at most so many."""
 
 

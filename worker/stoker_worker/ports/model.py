@@ -14,7 +14,7 @@ from stoker_shared.errors import InvalidRequest
 from stoker_shared.message import Message
 from stoker_shared.request import WORKERS_DEFAULTS, GenerationRequest, build_request
 from stoker_worker.ports.cache_spec import ModelCacheSpec
-from stoker_worker.ports.engine import GenerationEnginePort, GuideMaker, RoomMaker
+from stoker_worker.ports.engine import GenerationEnginePort, GuideMaker, PrefixRoom, RoomType
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class LoadedModel:
         context_tokens: most tokens (prompt + generated) that the model can attend to.
         mode: how its sequences run, and whether its caches may be kept.
         max_batch: how many of its jobs are in flight at once.
-        make_room: makes the memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
+        room_type: the engine's memory that a prefix is restored into; ``None``: the engine takes NumPy arrays.
         answer_format: how its answers tell thinking, tool calls and text apart.
         guides: makes guides for its answers; ``None``: its answers follow no grammar.
     """
@@ -301,7 +301,7 @@ class LoadedModel:
     tokenizer: TokenizerPort
     mode: ServingMode = WIDEST
     max_batch: MaxBatch = ONE_JOB
-    make_room: RoomMaker | None = None
+    room_type: RoomType | None = None
     answer_format: AnswerFormat = PLAIN_TEXT
     guides: GuideMaker | None = None
 
@@ -309,6 +309,10 @@ class LoadedModel:
     def has_memory(self) -> bool:
         """Whether caches of this model are saved and restored."""
         return self.mode.memory and self.spec.can_be_stored
+
+    def make_room(self, n_tokens: int, n_left: int) -> PrefixRoom | None:
+        """The engine's memory for a prompt of `n_tokens` and an answer of at most `n_left`, if it has its own."""
+        return None if self.room_type is None else self.room_type(self.spec, n_tokens, n_left)
 
 
 class ModelProviderPort(Protocol):
