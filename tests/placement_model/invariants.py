@@ -69,7 +69,7 @@ class Invariants:
             later = version.kind != "fork" and self.behind(chain, place, epoch, put_epoch)
             require(not later, "turns are out of order")
         if version.kind == "expired":
-            made = self.world.bucket.objects[agent][newest.number][1]
+            made = self.world.bucket.made_at(agent, newest.number)
             require(made <= self.world.now - self.world.rule.TTL, "an agent that is used expires")
         chain.append(version)
 
@@ -142,7 +142,8 @@ class Invariants:
         if name == "end":
             was = redis.jobs[args[1]].status if args[1] in redis.jobs else None
             reply = redis.end(*args)
-            self.ended(was, *args)
+            _, job_id, execution, status, number = args
+            self.ended(was, job_id, execution, status, [number])
             return reply
         reply = getattr(redis, name)(*args)
         if name == "claim" and reply is not None:
@@ -178,7 +179,8 @@ class Invariants:
         if job.losses >= self.world.rule.LOSSES:
             self.reasons.add((job.id, job.place))
 
-    def ended(self, was, life, job_id, execution, status, number):
+    def ended(self, was, job_id, execution, status, numbers):
+        """`numbers`: one of them is of the version that it ended with."""
         require(was not in ENDED, "an end changed")
         job = self.world.redis.jobs[job_id]
         epoch, chain, source = self.claims[execution]
@@ -187,17 +189,28 @@ class Invariants:
             turns = [one for one in self.chains[job.chain] if one.kind != "closed" and one.by[0] == job_id]
             require(turns, "a finished turn is not in the chain")
         elif status == "finished":
-            require(number >= chain, "a read is stale")
-            later = self.behind(self.chains[job.agent][:number], job.place, epoch, self.world.epoch)
+            newer = [number for number in numbers if number >= chain]
+            require(newer, "a read is stale")
+            seen = self.chains[job.agent][: newer[0]]
+            later = self.behind(seen, job.place, epoch, self.world.epoch)
             require(not later, "a read knows what was said behind it")
         else:
             if (job_id, job.place) not in self.reasons:
-                self.check_refusal(job, number, chain, source)
+                newer = [number for number in numbers if number >= chain]
+                require(newer, "a refusal is stale")
+                self.check_refusals(job, newer, source)
             self.ended_without(job, was)
 
-    def check_refusal(self, job, number, chain, source):
+    def check_refusals(self, job, numbers, source):
         """That what was refused had to be, by a version that was the newest since the claim."""
-        require(number >= chain, "a refusal is stale")
+        for number in numbers:
+            try:
+                return self.check_refusal(job, number, source)
+            except Broken:
+                if number == numbers[-1]:
+                    raise
+
+    def check_refusal(self, job, number, source):
         now = self.chains[job.chain][number - 1] if number else self.world.rule.NOTHING
         if job.kind == "append":
             require(len(now.turns) >= self.world.rule.LIMIT, "a job failed without a reason")

@@ -1,11 +1,12 @@
 """The rule for several workers: what Redis' scripts and a member's threads do, one network operation at a time.
 
-The product does not follow it yet. Each method of `Redis` is one script. Each ``yield`` is one network
-operation: the member may crash, sleep or lose the reply there, and nowhere else. Redis' operations have the name of a
-script; ``list``, ``get``, ``put``, ``remove`` and ``empty`` are the bucket's, ``compute`` is the engine's. Pure: it
-knows neither the faults nor the invariants, and each member sees its own clock only.
+`real_world.py` plays the same histories with the product. Each method of `Redis` is one script. Each ``yield`` is one
+network operation: the member may crash, sleep or lose the reply there, and nowhere else. Redis' operations have the
+name of a script; ``list``, ``get``, ``put``, ``remove`` and ``empty`` are the bucket's, ``compute`` is the engine's.
+Pure: it knows neither the faults nor the invariants, and each member sees its own clock only.
 """
 
+import copy
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -85,6 +86,9 @@ class Redis:
         self.held = {}  # agent: the member that writes it
         self.reading = {}  # agent: how many jobs read it
         self.last = {}  # agent: the member that wrote its newest version, and the number; a hint
+
+    def copy(self):
+        return copy.deepcopy(self)
 
     # What producers call.
 

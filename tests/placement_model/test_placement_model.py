@@ -9,7 +9,7 @@ import pytest
 from tests.placement_model.explore import events, history_of, play, rule_with, search, shortest
 from tests.placement_model.mutations import MUTATIONS, SCENES
 
-pytestmark = pytest.mark.scheduled  # nothing of the product follows the rule yet
+pytestmark = pytest.mark.scheduled
 
 DEEP = int(os.environ.get("DEEP", "0"))
 HISTORIES = DEEP * 1000 or 300

@@ -3,7 +3,6 @@
 A history is a list of actions, each a name and up to four numbers, so that any part of a history is one too.
 """
 
-import copy
 import random
 from dataclasses import replace
 
@@ -29,6 +28,9 @@ class Bucket:
         self.world.invariants.created(agent, version)
         self.objects[agent][version.number] = [version, self.world.now, self.world.now]
         return True
+
+    def made_at(self, agent, number):
+        return self.objects[agent][number][1]
 
     def get(self, agent, number):
         return self.objects[agent].get(number, [None])[0]
@@ -87,12 +89,23 @@ class Process:
     def stopping(self):
         return self.member is not None and self.member.stopping
 
+    def stop(self):
+        if self.member:
+            self.member.stopping = True
+
     def crash(self):
         self.threads, self.slow, self.member = [], [], None
 
+    def lose_disk(self):
+        self.local.clear()
+
+    def wake(self):
+        self.asleep = False
+        self.threads, self.slow = self.threads + self.slow, []
+
     def background(self, action, *args):
         if self.member:
-            self.start(action(self.member, *args), self.member)
+            self.start(getattr(self.world.rule, action)(self.member, *args), self.member)
 
     def step(self, which, fault=None):
         thread = self.threads.pop(which % len(self.threads))
@@ -108,9 +121,17 @@ class Process:
         else:
             self.advance(thread, lambda: generator.send(reply))
 
-    def stop_thread(self, thread, after):
+    def at(self, wanted):
+        """The threads that wait for this operation."""
+        return [at for at, thread in enumerate(self.threads) if thread[1][0] == wanted]
+
+    def is_fetcher(self, at):
+        return self.threads[at][0].__name__ == "fetch"
+
+    def stop_thread(self, at, after):
+        thread = self.threads[at]
         if after:
-            self.step(self.threads.index(thread))
+            self.step(at)
         if thread in self.threads:
             self.threads.remove(thread)
             self.slow.append(thread)
@@ -137,10 +158,12 @@ class World:
         self.rule, self.random = rule, random.Random(seed)
         self.lags = self.random.random() < 0.6
         self.now, self.lives, self.places, self.epoch = 0, 0, 0, 0
-        self.invariants = Invariants(self)
-        self.redis, self.bucket, self.snapshots = rule.Redis(), Bucket(self), []
-        self.events = set()
-        self.processes = [Process(self) for _ in range(processes)]
+        self.events, self.snapshots = set(), []
+        self.processes = self.make(processes)
+
+    def make(self, processes):
+        self.invariants, self.redis, self.bucket = Invariants(self), self.rule.Redis(), Bucket(self)
+        return [Process(self) for _ in range(processes)]
 
     def count(self, event, happened):
         if happened:
@@ -167,6 +190,8 @@ class World:
         if name == "view":
             self.invariants.viewed(member, *reply)
         return reply
+
+    patience = 20  # steps until something comes
 
     def play(self, history):
         """Raises `Broken` where an invariant does not hold."""
@@ -201,19 +226,17 @@ class World:
         wanted = MOMENTS[operation % len(MOMENTS)]
         for _ in range(20):
             for one in self.processes[process % 3 :] + self.processes[: process % 3]:
-                for thread in [] if one.asleep else one.threads:
-                    if thread[1][0] == wanted and thread[0].__name__ != "fetch":
-                        one.stop_thread(thread, after % 2)
-                        return
+                if not one.asleep and (found := [at for at in one.at(wanted) if not one.is_fetcher(at)]):
+                    one.stop_thread(found[0], after % 2)
+                    return
             self.everybody()
 
     def until(self, process, operation, then, fault):
         """Steps to the moment before an operation. It fails, or the process sleeps or crashes there, or goes on."""
         wanted = MOMENTS[operation % len(MOMENTS)]
         for one in self.processes[process % 3 :] + self.processes[: process % 3]:
-            for _ in range(0 if one.asleep else 20):
-                found = [at for at, thread in enumerate(one.threads) if thread[1][0] == wanted]
-                if found:
+            for _ in range(0 if one.asleep else self.patience):
+                if found := one.at(wanted):
                     one.asleep = then % 4 == 0
                     if then % 4 == 1:
                         one.crash()
@@ -243,26 +266,26 @@ class World:
             self.everybody()
 
     def time(self, by, *_):
-        self.now += 1 + by % 4
-        self.redis.now = self.now
+        self.passes(1 + by % 4)
 
     def long_time(self, by, *_):
-        self.now += 5 + by % 30
+        self.passes(5 + by % 30)
+
+    def passes(self, seconds):
+        self.now += seconds
         self.redis.now = self.now
 
     def sleep(self, process, *_):
         self.processes[process % len(self.processes)].asleep = True
 
     def wake(self, process, *_):
-        one = self.processes[process % len(self.processes)]
-        one.asleep = False
-        one.threads, one.slow = one.threads + one.slow, []
+        self.processes[process % len(self.processes)].wake()
 
     def crash(self, process, lose_disk, *_):
         one = self.processes[process % len(self.processes)]
         one.crash()
         if lose_disk % 4 == 0:
-            one.local.clear()
+            one.lose_disk()
 
     def restart(self, process, *_):
         one = self.processes[process % len(self.processes)]
@@ -270,8 +293,7 @@ class World:
             one.begin()
 
     def stop(self, process, *_):
-        if member := self.processes[process % len(self.processes)].member:
-            member.stopping = True
+        self.processes[process % len(self.processes)].stop()
 
     def cancel(self, job, *_):
         if self.redis.jobs:
@@ -290,25 +312,29 @@ class World:
         self.bucket.arrive(which)
 
     def flush(self, *_):
-        self.redis, self.epoch = self.rule.Redis(), self.epoch + 1
-        self.redis.now = self.now
+        self.epoch += 1
+        self.become(self.rule.Redis())
 
     def replicate(self, *_):
-        self.snapshots.append(copy.deepcopy(self.redis))
+        self.snapshots.append(self.redis.copy())
 
     def go_back(self, which, *_):
         if self.snapshots:
-            self.redis, self.epoch = copy.deepcopy(self.snapshots[which % len(self.snapshots)]), self.epoch + 1
-            self.redis.now = self.now
+            self.epoch += 1
+            self.become(self.snapshots[which % len(self.snapshots)].copy())
+
+    def become(self, redis):
+        self.redis = redis
+        self.redis.now = self.now
 
     def prune(self, process, agent, *_):
-        self.processes[process % len(self.processes)].background(self.rule.prune, AGENTS[agent % 2])
+        self.processes[process % len(self.processes)].background("prune", AGENTS[agent % 2])
 
     def expire(self, process, agent, *_):
-        self.processes[process % len(self.processes)].background(self.rule.expire, AGENTS[agent % 2])
+        self.processes[process % len(self.processes)].background("expire", AGENTS[agent % 2])
 
     def bring(self, process, agent, name, _):
-        self.processes[process % len(self.processes)].background(self.rule.bring, AGENTS[agent % 2], f"i{name % 3}")
+        self.processes[process % len(self.processes)].background("bring", AGENTS[agent % 2], f"i{name % 3}")
 
     # The end of a history: nothing fails any more.
 
@@ -328,15 +354,18 @@ class World:
         self.invariants.everything_ended()
         while self.bucket.late:
             self.bucket.arrive(0)
+        self.look_back()
+
+    def look_back(self):
         self.long_time(29)
         self.long_time(29)
         for agent in AGENTS:
-            self.background(self.rule.expire, agent)
+            self.background("expire", agent)
         self.go_on(60)
         self.invariants.all_expired()
         self.long_time(29)
         for agent in AGENTS:
-            self.background(self.rule.prune, agent)
+            self.background("prune", agent)
         self.go_on(60)
         self.invariants.nothing_is_left()
 

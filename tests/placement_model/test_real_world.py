@@ -1,0 +1,32 @@
+"""The product keeps the invariants of the model in the same random histories: its workers, its store, a Redis server.
+
+`DEEP=N` plays 4 N more histories, where the scheduled lane plays 300.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEEP = int(os.environ.get("DEEP", "0"))
+
+
+def broken(redis_url, first, last):
+    """In a process of its own: what its threads are made of is replaced, and sets have one order each time."""
+    command = [sys.executable, "-m", "tests.placement_model.real_world", redis_url, str(first), str(last)]
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_no_history_breaks_an_invariant_of_the_product(redis_url):
+    assert broken(redis_url, 0, 8) == []
+
+
+@pytest.mark.scheduled
+@pytest.mark.timeout(0)
+def test_no_history_of_many_breaks_an_invariant_of_the_product(redis_url):
+    assert broken(redis_url, 8, 4 * DEEP + 8 if DEEP else 300) == []
