@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.wait import wait_for
 
 STOKER = [sys.executable, "-c", "from stoker.cli import main; main()"]
 
@@ -23,11 +23,8 @@ def running_dashboard(redis_url: str, log: Path, *arguments: str) -> Iterator[st
     with log.open("w") as output:
         process = subprocess.Popen(command, stderr=output)
     try:
-        end = time.monotonic() + 60
-        while not (found := re.search(r"http://\S+(?=/\n)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.02)
+        found = wait_for(lambda: re.search(r"http://\S+(?=/\n)", log.read_text()) or process.poll() is not None)
+        assert isinstance(found, re.Match), log.read_text()
         yield found[0]
     finally:
         process.send_signal(signal.SIGTERM)

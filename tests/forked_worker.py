@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.support.wait import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -115,10 +116,3 @@ class ForkedWorker:
             return condition()
 
         wait_for(happened, timeout_s, lambda: f"its log:\n{self.log}")
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, why: Callable[[], str] = str) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"gave up waiting; {why()}"
-        time.sleep(0.01)

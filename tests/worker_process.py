@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from tests.forked_worker import ForkedWorker, ForkServer
+from tests.support.wait import wait_for
 
 
 class WorkerProcess:
@@ -55,11 +55,11 @@ class WorkerProcess:
         return self
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        end = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end, f"gave up waiting; the worker's log:\n{self.log}"
-            assert self.returncode is None, f"the worker left with {self.returncode}:\n{self.log}"
-            time.sleep(0.02)
+        def happened() -> bool:
+            assert self.returncode is None or condition(), f"the worker left with {self.returncode}:\n{self.log}"
+            return condition()
+
+        wait_for(happened, timeout_s, lambda: f"the worker's log:\n{self.log}")
 
     def signal(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)

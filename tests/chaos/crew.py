@@ -13,7 +13,7 @@ from typing import Any
 from tests.chaos.plan import QUEUES
 from tests.chaos.redis_view import RedisView
 from tests.chaos.traffic import AWAY
-from tests.forked_worker import wait_for
+from tests.support.wait import wait_for
 from tests.worker_process import AnyWorker
 
 from stoker_shared.wire import MAX_ATTEMPTS

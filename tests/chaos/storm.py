@@ -12,7 +12,7 @@ from tests.chaos.losses import Losses
 from tests.chaos.redis_view import RedisView
 from tests.chaos.restarting_server import RestartingServer
 from tests.chaos.traffic import Traffic
-from tests.forked_worker import wait_for
+from tests.support.wait import wait_for
 
 _SAYS_EVERY_S = 5.0
 _LOSES, _HOLDS_BACK = 0.8, 0.15  # the chance per episode

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 from tests.end_to_end.macs import LEASE_S, Macs
-from tests.forked_worker import wait_for
 from tests.lossy_proxy import LossyProxy
+from tests.support.wait import wait_for
 
 from stoker import Producer
 from stoker_shared.errors import RedisUnavailable

@@ -21,6 +21,7 @@ from rq.serializers import JSONSerializer
 from tests.private_server import free_port, private_server
 from tests.server_fixture import require_server_program
 from tests.store_reader import StoreReader
+from tests.support.wait import wait_for
 from tests.worker_process import running_worker
 
 from stoker import Producer
@@ -91,13 +92,6 @@ def n_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_until(condition, timeout_s=120):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "gave up waiting"
-        time.sleep(0.01)
-
-
 @pytest.mark.timeout(600)
 def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(tmp_path):
     require_server_program()
@@ -111,7 +105,7 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
 
         def producer_killed_at(part):
             process = batch.start(*run)
-            wait_until(lambda: n_lines(out) >= part * LINES or process.poll() is not None)
+            wait_for(lambda: n_lines(out) >= part * LINES or process.poll() is not None)
             process.kill()
             process.communicate()
 
@@ -125,11 +119,11 @@ def test_every_line_is_answered_once_and_in_its_agents_order_whatever_is_killed(
         with running_worker(*worker, log_name="2.log") as second:
             producer_killed_at(0.4)
             process = batch.start(*run)
-            wait_until(lambda: n_lines(out) >= 0.5 * LINES)
+            wait_for(lambda: n_lines(out) >= 0.5 * LINES)
             server.close()
             time.sleep(0.5)
             admin = server.enter_context(private_server(tmp_path / "redis", port=port))
-            wait_until(lambda: n_lines(out) >= 0.6 * LINES)
+            wait_for(lambda: n_lines(out) >= 0.6 * LINES)
             second.kill()
             process.kill()
             process.communicate()

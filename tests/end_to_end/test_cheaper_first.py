@@ -2,10 +2,10 @@
 
 import json
 import signal
-import time
 
 import pytest
 from tests.producer.batch.taught_lines import training_set
+from tests.support.wait import wait_for
 from tests.worker_process import fork_server
 
 from stoker import InvalidRequest, NobodyServes, Producer, first_accepted
@@ -35,13 +35,6 @@ def workers(redis_url, tmp_path, producer):
     for worker in started:
         worker.signal(signal.SIGTERM)
     assert [worker.wait() for worker in started] == [0, 0]
-
-
-def wait_for(condition, within_s=60.0):
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def attempts(result):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.wait import wait_for
 from tests.worker_process import running_worker
 
 from stoker import Producer
@@ -80,11 +81,8 @@ def memory(store: Path, command: str, *arguments: str) -> Any:
 
 
 def wait_for_lines(store: Path, name: str, n: int, shell: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 60
-    while len(lines_of(store, name)) < n:
-        assert shell.poll() is None, (store.parent / f"{name}.log").read_text()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: len(lines_of(store, name)) >= n or shell.poll() is not None)
+    assert shell.poll() is None, (store.parent / f"{name}.log").read_text()
 
 
 @pytest.mark.timeout(600)

@@ -8,8 +8,8 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from tests.forked_worker import wait_for
 from tests.producer.batch.taught_lines import answered, asked, training_set, user, write
+from tests.support.wait import wait_for
 from tests.worker_process import running_worker
 
 from stoker import Producer

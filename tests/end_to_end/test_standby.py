@@ -8,6 +8,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.chaos.restarting_server import RestartingServer
 from tests.lossy_proxy import LossyProxy
 from tests.private_server import free_port
+from tests.support.wait import wait_for
 from tests.worker.queue.looking import LEASE
 from tests.worker_process import running_worker
 
@@ -98,10 +99,8 @@ def test_a_half_finished_registration_starts_over_and_leaves_one_entry(server, m
     with open_queue(settings, server.url) as opened, server.connection() as connection:
         assert connection.smembers("rq:workers:generate") == {opened.registration.key.encode()}
         assert connection.hget(opened.registration.key, "state") == b"idle"
-        channel, end = opened.registration.pubsub_channel_name, time.monotonic() + 20
-        while connection.pubsub_numsub(channel)[0][1] != 1:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        channel = opened.registration.pubsub_channel_name
+        wait_for(lambda: connection.pubsub_numsub(channel)[0][1] == 1)
         assert opened.rq_queue.beat()
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 from rq import Queue
 from rq.serializers import JSONSerializer
-from tests.forked_worker import wait_for
+from tests.support.wait import wait_for
 from tests.worker_process import fork_server
 
 from stoker_shared.wire import REQUEST_VERSION, TASK_PATH

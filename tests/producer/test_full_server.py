@@ -5,11 +5,11 @@ import threading
 import pytest
 from redis.client import Pipeline
 from redis.exceptions import OutOfMemoryError
-from tests.forked_worker import wait_for
 from tests.private_server import private_server
 from tests.producer.batch.test_commands import texts, write
 from tests.producer.played_worker import PlayedWorker
 from tests.server_fixture import require_server_program
+from tests.support.wait import wait_for
 
 from stoker import Producer
 from stoker.batch.record import BatchHeld, forget, hold

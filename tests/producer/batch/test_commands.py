@@ -8,8 +8,8 @@ import time
 
 import pytest
 from rq.exceptions import NoSuchJobError
-from tests.forked_worker import wait_for
 from tests.producer.played_worker import PlayedWorker
+from tests.support.wait import wait_for
 
 from stoker.batch import record as batch_record
 from stoker.batch import work

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import uvicorn
-from tests.forked_worker import wait_for
+from tests.support.wait import wait_for
 from uvicorn.server import ServerState
 
 from stoker.serve import connections, responses

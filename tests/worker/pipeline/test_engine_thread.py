@@ -1,7 +1,6 @@
 """The engine thread: the jobs that enter the engine together, and its outcomes."""
 
 import threading
-import time
 import weakref
 from concurrent.futures import Future
 from queue import Empty, Queue
@@ -9,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from tests.in_memory.queue import InMemoryQueue
-from tests.worker.pipeline.stages import TIMEOUT_S, NotedFinisher, loaded_job
+from tests.support.wait import wait_for
+from tests.worker.pipeline.stages import NotedFinisher, loaded_job
 
 from stoker_shared.answer_parts import Markers
 from stoker_worker.pipeline import engine_thread
@@ -165,7 +165,4 @@ def test_an_idle_engine_thread_holds_no_arrays_of_the_last_sequence(running):
     job, outcome = finisher.next()
     held = weakref.ref(outcome.completion)
     del job, outcome
-    end = time.monotonic() + TIMEOUT_S
-    while held() is not None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: held() is None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
+from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import MODEL, TIMEOUT_S, NotedLoader
 
 from stoker_shared.answer_parts import Markers
@@ -80,10 +81,7 @@ def test_the_store_is_told_that_these_are_all_while_every_place_is_taken() -> No
     fetcher = fetcher_of(queue, loader, Store(), poll_s=0.001)
     job = loader.jobs.get(timeout=TIMEOUT_S)
     queue.enqueue(agent_id="b")
-    until = time.monotonic() + TIMEOUT_S
-    while (frozenset("a"), frozenset("b"), True) not in pins:
-        assert time.monotonic() < until, pins
-        time.sleep(0.001)
+    wait_for(lambda: (frozenset("a"), frozenset("b"), True) in pins, why=lambda: str(pins))
     fetcher.leave()
     job.claimed.release()
     fetcher.join(TIMEOUT_S)
@@ -162,8 +160,7 @@ def test_the_fetcher_claims_again_at_once_while_a_slot_is_free_and_jobs_are_unre
 def test_with_every_slot_taken_the_fetcher_keeps_its_interval() -> None:
     queue, loader = LongQueue("behind"), NotedLoader()
     fetcher = fetcher_of(queue, loader, max_in_flight=0)
-    while not queue.looks:
-        time.sleep(0.001)
+    wait_for(lambda: queue.looks)
     time.sleep(0.05)
     assert queue.looks == 1
     end(fetcher, queue)
@@ -179,10 +176,7 @@ def test_a_withdrawn_or_late_job_is_cancelled_and_streamed_texts_are_published()
     loader.engine._texts = {jobs["fine"].claimed.claim_number: TextSoFar("so far", Markers())}
     queue.cancel("canceled")
     queue.ask_to_stop("stopped")
-    end_at = time.monotonic() + TIMEOUT_S
-    while any(jobs[name].cancel.reason is None for name in ("canceled", "stopped", "late")):
-        assert time.monotonic() < end_at
-        time.sleep(0.01)
+    wait_for(lambda: all(jobs[name].cancel.reason for name in ("canceled", "stopped", "late")))
     assert [jobs[name].cancel.reason for name in jobs] == ["withdrawn", "withdrawn", "timed out", None]
     assert queue.entries["fine"].text == "so far"
     fetcher.leave()
@@ -212,11 +206,7 @@ def test_a_late_job_is_cancelled_while_redis_is_away() -> None:
     fetcher = fetcher_of(queue, loader, poll_s=0.01)
     job = loader.jobs.get(timeout=TIMEOUT_S)
     queue.away = True
-    end_at = time.monotonic() + TIMEOUT_S
-    while job.cancel.reason is None:
-        assert time.monotonic() < end_at
-        time.sleep(0.01)
-    assert job.cancel.reason == "timed out"
+    assert wait_for(lambda: job.cancel.reason) == "timed out"
     fetcher.leave()
     job.claimed.release()
     fetcher.join(TIMEOUT_S)

@@ -13,6 +13,7 @@ import pytest
 from tests.answers import without_total
 from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryJob, InMemoryQueue
+from tests.support.wait import wait_for
 from tests.worker.memory.agents import FastDisk
 from tests.worker.pipeline.stages import TIMEOUT_S, claimed, generated, loaded_job, loaded_model
 
@@ -62,10 +63,7 @@ class Scene:
         return [self.queue.state(f"job-{agent}") for agent in agents]
 
     def wait_for_release(self, n_left: int = 0) -> None:
-        end = time.monotonic() + TIMEOUT_S
-        while len(self.queue.in_flight()) > n_left:
-            assert time.monotonic() < end
-            self.queue.wait_for_release(0.05)
+        wait_for(lambda: len(self.queue.in_flight()) <= n_left)
 
     def finish(self) -> None:
         self.finisher.finish()
@@ -308,10 +306,7 @@ def away(scene: Scene, context: str = "append") -> Job:
     """A finished turn that waits for the shared store."""
     scene.store.memory.is_away = True
     job = scene.put_finished("a", context=context)
-    end = time.monotonic() + TIMEOUT_S
-    while job.waits_since is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: job.waits_since is not None)
     return job
 
 
@@ -591,7 +586,4 @@ def test_nothing_of_an_ended_job_stays_in_memory_while_no_other_ends(scene: Scen
     scene.finisher.put(job, outcome)
     del job, outcome
     scene.wait_for_release()
-    end = time.monotonic() + TIMEOUT_S
-    while held() is not None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: held() is None)

@@ -1,17 +1,9 @@
 """The heartbeat knows for how long Redis is away, and for how long it was, over all outages."""
 
-import time
-
 from tests.in_memory.queue import InMemoryQueue
+from tests.support.wait import wait_for
 
 from stoker_worker.pipeline.heartbeat import Heartbeat
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def test_outages_add_up_and_end():
@@ -21,10 +13,10 @@ def test_outages_add_up_and_end():
     seen = 0.0
     for _ in range(2):
         queue.away = True
-        wait_until(lambda: heartbeat.redis_away_s() > 0.02)
+        wait_for(lambda: heartbeat.redis_away_s() > 0.02)
         assert heartbeat.redis_away_total_s() >= seen + 0.02
         queue.away = False
-        wait_until(lambda: heartbeat.redis_away_s() == 0)
+        wait_for(lambda: heartbeat.redis_away_s() == 0)
         seen = heartbeat.redis_away_total_s()
         assert seen == heartbeat.redis_away_total_s()
     assert seen > 0.04

@@ -2,10 +2,10 @@
 
 import os
 import platform
-import time
 
 import pytest
 from tests.in_memory.queue import InMemoryQueue
+from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S, NotedLoader
 from tests.worker.pipeline.test_fetcher import fetcher_of
 
@@ -89,10 +89,7 @@ def test_the_fetcher_holds_it_while_a_job_runs_and_lets_go_when_it_leaves(monkey
     queue.enqueue(agent_id="a")
     fetcher = fetcher_of(queue, loader, leaving=Leaving(burst=True), poll_s=0.001)
     job = loader.jobs.get(timeout=TIMEOUT_S)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not held.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(held.exists)
     pid = int(held.read_text())
     os.kill(pid, 0)
     job.claimed.finish({})

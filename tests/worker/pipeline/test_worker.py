@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.in_memory.agent_store import InMemoryAgentStore
 from tests.in_memory.queue import InMemoryQueue
+from tests.support.wait import wait_for
 from tests.worker.pipeline.stages import TIMEOUT_S
 
 from stoker_shared import build_request
@@ -126,10 +127,7 @@ def test_a_stop_does_not_wait_for_a_redis_that_hangs_in_the_first_recovery() -> 
     finally:
         queue.release.set()
         thread.join()
-    end = time.monotonic() + TIMEOUT_S
-    while worker.is_still_loading():  # the engine thread had nothing to wait for any more
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: not worker.is_still_loading())  # the engine thread had nothing to wait for any more
 
 
 class EndlessQueue(InMemoryQueue):
@@ -207,10 +205,7 @@ def stopped_after(worker: Worker, queue: InMemoryQueue, act: Callable[[], None])
     """Run the worker, call `act` once a job is in the engine, and stop it; return how long the stop took."""
     running = threading.Thread(target=worker.run, daemon=True)
     running.start()
-    end = time.monotonic() + TIMEOUT_S
-    while not any(entry.progress and entry.progress.tokens for entry in queue.entries.values()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: any(entry.progress and entry.progress.tokens for entry in queue.entries.values()))
     act()
     began = time.monotonic()
     worker.request_stop()
