@@ -35,7 +35,7 @@ def plain_job(connection, function=TASK_PATH, serializer=JSONSerializer, **optio
 
 
 def refused_guide():
-    from stoker_worker.models.guides.grammar_text import grammar_text
+    from stoker_worker.models.guides import grammar_text
 
     asked = build_request(
         {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}], "tool_choice": "required"}

@@ -9,8 +9,7 @@ from tests.worker.models.tool_formats import ARGUMENTS, CALLS, TOOL, call_text, 
 from tests.worker.pipeline.answers import answer_to
 
 from stoker_shared.answer_parts import cut
-from stoker_worker.models.answer_formats import answer_format
-from stoker_worker.models.tool_parsers import with_time_limit
+from stoker_worker.models.answer_formats import answer_format, with_time_limit
 from stoker_worker.ports import AnswerFormat
 
 pytestmark = pytest.mark.mlx

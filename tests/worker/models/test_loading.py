@@ -137,7 +137,6 @@ def test_modules_that_need_no_mlx_do_not_import_it() -> None:
     names = (
         "loading",
         "tokenizer",
-        "control_tokens",
         "fingerprint",
         "gguf.importer",
         "gguf.header",

@@ -5,7 +5,7 @@ from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stoker_shared.message import Message
-from stoker_worker.models.template_forms import TemplateForms
+from stoker_worker.models.tokenizer import TemplateForms
 
 
 def each(body):

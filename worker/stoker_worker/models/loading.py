@@ -14,7 +14,7 @@ from stoker_shared.text import one_line
 from stoker_worker.models.answer_formats import answer_format
 from stoker_worker.models.extras import NO_EXTRAS, ModelExtras, reason_of
 from stoker_worker.models.fingerprint import ModelFolder
-from stoker_worker.models.guides.maker import GrammarGuides
+from stoker_worker.models.guides import GrammarGuides
 from stoker_worker.models.tokenizer import ModelTokenizer, chat_template_text
 from stoker_worker.ports import LoadedModel
 from stoker_worker.ports.cache_spec import ModelCacheSpec, StoreDtype

@@ -5,14 +5,269 @@ import copy
 import inspect
 import json
 import re
+import secrets
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from stoker_shared.errors import ModelNotLoadable, TemplateError
 from stoker_shared.message import Message
-from stoker_worker.models.control_tokens import ControlTokens
-from stoker_worker.models.template_forms import TemplateForms
+
+_NAMES_DEVELOPER: Final = re.compile(r"""(['"])developer\1""")
+_THINKING: Final = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field with the thinking before an answer, the most specific first."""
+
+_TRIED: Final = ("stoker_try", "stoker_name", "stoker_value")
+_MISQUOTED: Final = (r"\"stoker_name", "'stoker_name")
+"""Arguments that were text already and are JSON-encoded once more; an object in Python's notation."""
+
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "stoker_tool",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"stoker_field": {"type": "string", "description": ""}},
+            "required": [],
+        },
+    },
+}
+"""Shares no word with the call that is tried, so that words of the call cannot come from the list of tools."""
+
+Apply = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+"""Renders messages, perhaps with tools, through the template; raises any exception of the template."""
+
+
+@dataclass(frozen=True)
+class _CallForm:
+    """One way to write a message with tool calls.
+
+    Attributes:
+        no_content: the fields of a message that has no content.
+        parsed: whether a call's arguments are an object; else they are JSON text.
+    """
+
+    no_content: Mapping[str, Any]
+    parsed: bool
+
+    def of(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        calls = [self._call(call) for call in message["tool_calls"]]
+        return {**({} if "content" in message else self.no_content), **message, "tool_calls": calls}
+
+    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        arguments = function["arguments"]
+        arguments = _parsed(arguments) if self.parsed else _as_text(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+
+_FORMS: Final = tuple(
+    _CallForm(no_content, parsed) for parsed in (True, False) for no_content in ({"content": ""}, {"content": None}, {})
+)
+
+
+class TemplateForms:
+    def __init__(self, apply: Apply, template: str) -> None:
+        """
+        Args:
+            template: the text of the chat template; of all of them if the model has several.
+        """
+        self._apply = apply
+        self._developer = "developer" if _NAMES_DEVELOPER.search(template) else "system"
+        self._thinking = next((name for name in _THINKING if re.search(rf"\b{name}\b", template)), _THINKING[0])
+        self._form_of = cache(self._find_form)
+
+    def fit(self, message: Mapping[str, Any], *, with_tools: bool) -> Mapping[str, Any]:
+        """The message in the form that this template renders correctly."""
+        if message.get("role") == "developer":
+            message = {**message, "role": self._developer}
+        if "reasoning_content" in message:
+            message = {self._thinking if name == "reasoning_content" else name: x for name, x in message.items()}
+        return self._form_of(with_tools).of(message) if message.get("tool_calls") else message
+
+    def _find_form(self, with_tools: bool) -> _CallForm:
+        """The first form in which a call is rendered whole; if there is none, the form of mlx-lm's own server."""
+        return next((form for form in _FORMS if self._is_whole(form, with_tools)), _FORMS[0])
+
+    def _is_whole(self, form: _CallForm, with_tools: bool) -> bool:
+        silent = self._tried(form, with_tools)
+        if not all(word in silent for word in _TRIED) or any(bad in silent for bad in _MISQUOTED):
+            return False
+        return silent.count("None") <= self._tried(form, with_tools, content="!").count("None")
+
+    def _tried(self, form: _CallForm, with_tools: bool, **content: str) -> str:
+        """A call in this form, rendered; empty when the template refuses it."""
+        name, key, value = _TRIED
+        call = {"name": name, "arguments": {key: value}}
+        call_id = "stoker000"  # Mistral's templates want nine letters or digits
+        calling = {"role": "assistant", "tool_calls": [{"type": "function", "id": call_id, "function": call}]}
+        messages = [
+            {"role": "user", "content": "?"},
+            form.of({**calling, **content}),
+            {"role": "tool", "content": "!", "name": name, "tool_call_id": call_id},
+        ]
+        try:
+            return self._apply(messages, [_TOOL] if with_tools else None)
+        except Exception:  # a template is a program and may raise anything
+            return ""
+
+
+def _parsed(arguments: Any) -> Any:
+    """The object in a JSON text; anything else unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+_ESCAPE: Final = "\U0010fffd"
+_FIRST: Final = 0x100000
+"""Code point of the first control token's stand-in; the plane has room for 65,000."""
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer.
+
+    Control tokens are the special ones, and those added tokens that the chat template mentions (``<tool_response>``
+    is not special in Qwen's vocabulary, yet only the template should write it).
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str) -> None:
+        """
+        Args:
+            tokenizer: a `transformers` tokenizer with a `tokenizers` backend.
+            chat_template: all templates of the model, as one text.
+        """
+        self._tokenizer = tokenizer
+        self._contents: Sequence[str] = tuple(
+            token.content
+            for _, token in sorted(tokenizer.added_tokens_decoder.items())
+            if token.special or (token.content in chat_template and not token.content.isspace())
+        )
+        self._stand_ins = {content: chr(_FIRST + index) for index, content in enumerate(self._contents)}
+        longest_first = sorted(self._contents, key=len, reverse=True)  # as tokenizers match them
+        tokens = "|".join(re.escape(content) for content in longest_first)
+        self._in_text = re.compile(f"{_ESCAPE}|{tokens}" if tokens else _ESCAPE)
+        self._in_rendered = re.compile(f"{_ESCAPE}(.)|{tokens}" if tokens else f"{_ESCAPE}(.)", re.DOTALL)
+        self._marked: _MarkedTokenizer | None = None
+
+    def escape(self, value: Any, *, own_words: bool = False) -> Any:
+        """`value` with every string in it, at any depth, escaped; dict keys too.
+
+        Args:
+            own_words: the text is the model's own, so its control tokens stay control tokens.
+        """
+        if isinstance(value, str):
+            if own_words:
+                return value.replace(_ESCAPE, _ESCAPE * 2)
+            return self._in_text.sub(lambda found: _ESCAPE + self._stand_ins.get(found[0], _ESCAPE), value)
+        if isinstance(value, Mapping):
+            return {
+                self.escape(key, own_words=own_words): self.escape(item, own_words=own_words)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.escape(item, own_words=own_words) for item in value]
+        return value
+
+    def unescape(self, rendered: str) -> str:
+        """The text without its escapes."""
+        return self._in_rendered.sub(lambda found: self._literal(found) or found[0], rendered)
+
+    def rest_of(self, rendered: str, after: str) -> str | None:
+        """The part of the escaped text after the plain text `after`.
+
+        ``None`` when the text does not begin with `after`, or when `after` ends inside a control token, quoted or real:
+        its two halves cannot be encoded apart.
+        """
+        start = done = 0
+        for found in self._in_rendered.finditer(rendered):
+            literal = self._literal(found) or found[0]
+            chunk = rendered[start : found.start()]
+            if done + len(chunk) >= len(after):
+                break
+            if not after.startswith(chunk + literal, done):
+                return None
+            done += len(chunk) + len(literal)
+            start = found.end()
+        tail = after[done:]
+        return rendered[start + len(tail) :] if rendered.startswith(tail, start) else None
+
+    def encode(self, rendered: str) -> list[int]:
+        """Token ids of an escaped text, nothing added: the tokenizer's own where nothing had to be escaped.
+
+        Raises:
+            TemplateError: the tokenizer makes a control token of plain text, or an escape was torn apart.
+        """
+        if not any(found[1] and found[1] != _ESCAPE for found in self._in_rendered.finditer(rendered)):
+            ids: list[int] = self._tokenizer.encode(self.unescape(rendered), add_special_tokens=False)
+            return ids
+        if self._marked is None:
+            self._marked = _MarkedTokenizer(self._tokenizer, self._contents)
+        mark = self._marked.mark
+        return self._marked.encode(
+            self._in_rendered.sub(lambda found: self._literal(found) or mark + found[0], rendered)
+        )
+
+    def _literal(self, found: re.Match[str]) -> str | None:
+        """The text of an escape; ``None`` for a control token of the template's own."""
+        stand_in = found[1]
+        if stand_in is None:
+            return None
+        if stand_in == _ESCAPE:
+            return _ESCAPE
+        index = ord(stand_in) - _FIRST
+        if not 0 <= index < len(self._contents):
+            raise TemplateError("the chat template took an escaped control token apart")
+        return self._contents[index]
+
+
+class _MarkedTokenizer:
+    """The same tokenizer, but it finds control tokens only after a secret mark: without it they are plain text.
+
+    One pass over the whole text keeps everything else as it is, such as spaces swallowed around tokens and prefixes at
+    the start of a text; encoding piece by piece would not. The mark is random, so no text can contain it.
+    """
+
+    def __init__(self, tokenizer: Any, contents: Sequence[str]) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        self.mark = "".join(chr(0xF100 + byte) for byte in secrets.token_bytes(8))
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["added_tokens"] = []
+        self._backend = Tokenizer.from_str(json.dumps(state))
+        control = set(contents)
+        self._true_ids: dict[int, int] = {}
+        for true_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+            content = self.mark + token.content if token.content in control else token.content
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            self._backend.add_tokens([AddedToken(content, special=False, **flags)])
+            marked_id: Any = self._backend.token_to_id(content)
+            self._true_ids[marked_id] = true_id
+        self._control_ids = {tokenizer.convert_tokens_to_ids(content) for content in contents} - set(self._true_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if not self._control_ids.isdisjoint(ids):
+            raise TemplateError("a message quotes a control token that this tokenizer cannot write as plain text")
+        return [self._true_ids.get(token_id, token_id) for token_id in ids]
+
 
 _RAISED: Final = re.compile(r"""raise_exception\(\s*(?:'([^'\\]*)'|"([^"\\]*)")""")
 """A message that a template raises, as far as it is written in the template itself."""

@@ -8,11 +8,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tests.worker.models.guides.small_tokenizers import byte_fallback, byte_level
+from tests.worker.models.small_tokenizers import byte_fallback, byte_level
 
 from stoker_shared import build_request
 from stoker_shared.errors import GuideRefused
-from stoker_worker.models.guides.maker import MOST_GRAMMAR_BYTES, GrammarGuides
+from stoker_worker.models.guides import MOST_GRAMMAR_BYTES, GrammarGuides
 from stoker_worker.ports.model import PLAIN_TEXT, AnswerFormat
 
 SCHEMA = {

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tests.worker.models.guides.small_tokenizers import byte_level
+from tests.worker.models.small_tokenizers import byte_level
 
 from stoker_shared import build_request
-from stoker_worker.models.guides.maker import GrammarGuides
+from stoker_worker.models.guides import GrammarGuides
 from stoker_worker.ports.model import AnswerFormat
 
 

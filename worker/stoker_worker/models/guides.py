@@ -1,0 +1,447 @@
+"""Guides of answers: the length of their thinking, then a grammar compiled by llguidance, then their end. No MLX.
+
+One thread at a time: the loader makes a guide, then it is the engine thread's. llguidance compiles a grammar's text and
+refuses what it does not support; its matcher does not raise: after an error, it stays in a state of error.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from stoker_shared.errors import GuideRefused, StokerError
+from stoker_shared.request import GenerationRequest, Guide, NamedTool
+from stoker_shared.text import message_line
+from stoker_worker.ports.engine import TokenMask
+from stoker_worker.ports.model import AnswerFormat
+
+_JSON: Final[dict[str, Any]] = {"whitespace_pattern": r"[ \n]{1,20}", "lenient": False}
+"""White space has a limit, because a model that is not sure may repeat it until its tokens are used up. `lenient` would
+drop the parts of a schema that are not supported."""
+
+CallMarkers = tuple[str, str]
+"""What a tool call begins and ends with, each as an item of a Lark rule."""
+
+
+def grammar_text(request: GenerationRequest, markers: CallMarkers | None) -> str | None:
+    """
+    Args:
+        markers: those of a model that writes its calls as JSON, else ``None``.
+
+    Returns:
+        ``None`` for an answer of any form.
+
+    Raises:
+        GuideRefused: no grammar can be written.
+    """
+    if request.guide is not None:
+        return _of_guide(request.guide)
+    if request.is_formed and request.response_format is not None:
+        wanted = request.response_format.json_schema
+        schema = {"type": "object"} if wanted is None else wanted.schema_
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON))  # type: ignore[arg-type]
+    if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
+        return _of_call(request.tool_choice, request.tools or (), markers)
+    return None
+
+
+def _of_guide(guide: Guide) -> str:
+    if guide.regex is not None:
+        return str(LLMatcher.grammar_from_regex(guide.regex))
+    if guide.lark is not None:
+        return str(LLMatcher.grammar_from_lark(guide.lark))
+    choices = " | ".join(_literal(choice) for choice in guide.choice or ())
+    return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
+
+
+def _of_call(choice: NamedTool | str, tools: Sequence[Mapping[str, Any]], markers: CallMarkers | None) -> str:
+    """One call of one of the tools, and nothing else.
+
+    Each tool's parameters are a schema of their own, so that references inside it keep their meaning.
+    """
+    if markers is None:
+        raise GuideRefused("this model has no JSON form of tool calls: 'tool_choice' must be 'auto' or 'none'")
+    wanted = choice.function.name if isinstance(choice, NamedTool) else None
+    functions = [found for tool in tools if (found := _function(tool))["name"] == wanted or wanted is None]
+    if not functions:
+        raise GuideRefused(f"'tool_choice' names {wanted!r}, which is not in 'tools'")
+    before, after = markers
+    names = [f"call_{index}" for index in range(len(functions))]
+    rules = [f"start: {before} LINE ({' | '.join(names)}) LINE {after}", r"LINE: /\n?/"]
+    for name, function in zip(names, functions, strict=True):
+        opening = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": _JSON}
+        rules.append(f'{name}: {_literal(opening)} {name}_arguments "}}"\n{name}_arguments: %json {json.dumps(schema)}')
+    return str(LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise GuideRefused("a tool that must be called needs a 'function' with a 'name'")
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise GuideRefused(f"the 'parameters' of tool {function['name']!r} are no JSON schema")
+    kinds = parameters.get("type", "object")  # many leave it out
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise GuideRefused(f"the 'parameters' of tool {function['name']!r} are not those of an object")
+    return function
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class Grammar:
+    """llguidance's matcher, with the model's own end-of-sequence tokens."""
+
+    def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
+        """
+        Args:
+            matcher: an `llguidance.LLMatcher` at its beginning.
+            eos_ids: they end an answer that is complete, whether the matcher knows them or not.
+        """
+        self._matcher = matcher
+        self._eos_ids = np.array(sorted(eos_ids))
+
+    def fork(self) -> "Grammar":
+        """A copy at the same place."""
+        return Grammar(self._matcher.deep_copy(), frozenset(self._eos_ids.tolist()))
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot go on, in one line."""
+        if not self._matcher.is_error():
+            return None
+        return self._matcher.get_error().split("\n", 1)[0].strip() or "no reason given"
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self._matcher.reset()
+        self._matcher.consume_tokens(list(tokens))
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    def mask(self) -> TokenMask:
+        """The tokens that may come next; an answer that is complete may also end."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        n_words = max(len(words), int(self._eos_ids.max(initial=0)) // 32 + 1)
+        mask = np.zeros(n_words, np.uint32)
+        if not self._matcher.is_stopped():
+            mask[: len(words)] = words
+        if self._matcher.is_accepting():
+            allow(mask, self._eos_ids)
+        return mask
+
+
+def allows(mask: TokenMask, token: int) -> bool:
+    return token < 32 * len(mask) and bool(mask[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+
+def allow(mask: TokenMask, ids: "np.ndarray[Any, Any]") -> None:
+    """Set the bits of `ids`, which `mask` has room for."""
+    np.bitwise_or.at(mask, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+
+
+def forbid(mask: TokenMask, ids: "np.ndarray[Any, Any]") -> None:
+    """Clear the bits of `ids`, as far as `mask` has them."""
+    inside = ids[ids < 32 * len(mask)]
+    np.bitwise_and.at(mask, inside // 32, ~(np.uint32(1) << (inside % 32).astype(np.uint32)))
+
+
+@dataclass
+class Thinking:
+    """
+    Attributes:
+        start_ids, end_ids: the markers around it.
+        opened: whether the prompt ends inside it.
+        most: most tokens that it may have, without its markers; ``None``: any number.
+        is_inside: whether the answer is in it now. Elsewhere its start marker may come.
+        n_tokens: its tokens so far, with the part of an end marker that has begun.
+    """
+
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    opened: bool
+    most: int | None
+    is_inside: bool = field(init=False)
+    n_tokens: int = field(init=False)
+    _newest: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the beginning of the answer."""
+        self.is_inside, self.n_tokens, self._newest = self.opened, 0, ()
+
+    def take(self, token: int) -> None:
+        """The answer's next token."""
+        marker = self._marker
+        self.n_tokens += self.is_inside
+        self._newest = (*self._newest, token)[-len(marker) :]
+        if self._newest == marker:
+            self.n_tokens -= len(marker) * self.is_inside
+            self.is_inside, self._newest = not self.is_inside, ()
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, when there was enough thinking: it leads to its end."""
+        if not self.is_inside or self.most is None or self.n_tokens < self.most:
+            return None
+        return self.next_of_marker
+
+    @property
+    def next_of_marker(self) -> int:
+        """The next token of the marker that may come next, or that has begun."""
+        return self._marker[self.n_begun]
+
+    @property
+    def n_begun(self) -> int:
+        """How many tokens of that marker the answer ends with."""
+        longest = min(len(self._newest), len(self._marker) - 1)
+        return next((n for n in range(longest, 0, -1) if _ends_with(self._newest, self._marker[:n])), 0)
+
+    @property
+    def _marker(self) -> tuple[int, ...]:
+        return self.end_ids if self.is_inside else self.start_ids
+
+
+def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
+    return tuple(tokens[-len(end) :]) == end
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """
+    Attributes:
+        n_tokens: how many token ids the tokenizer has; the model may have logits for more.
+        eos_ids: the ids that end an answer.
+        no_thought: ids that must not come in thinking which a grammar follows: they would end it, or begin a call.
+    """
+
+    n_tokens: int
+    eos_ids: frozenset[int]
+    no_thought: frozenset[int] = frozenset()
+
+    def none(self) -> TokenMask:
+        """A mask that allows nothing."""
+        most = max(self.n_tokens - 1, *self.eos_ids, 0)
+        return np.zeros(most // 32 + 1, np.uint32)
+
+    def only(self, ids: Sequence[int]) -> TokenMask:
+        mask = self.none()
+        allow(mask, np.array(ids))
+        return mask
+
+    def thoughts(self) -> TokenMask:
+        mask = ~self.none()
+        forbid(mask, np.array(sorted(self.eos_ids | self.no_thought)))
+        return mask
+
+
+@dataclass
+class GrammarGuide:
+    """Implements `AnswerGuide`.
+
+    Attributes:
+        grammar: of what follows the thinking; ``None``: it is free.
+        thinking: ``None`` for a model that does not think, or whose thinking needs no watching.
+    """
+
+    vocabulary: Vocabulary
+    grammar: Grammar | None
+    thinking: Thinking | None
+    error: StokerError | None = field(default=None, init=False)
+    _has_ended: bool = field(default=False, init=False)
+    _in_grammar: bool = field(init=False)
+    _may_open: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """At the beginning of the answer."""
+        self._in_grammar = self.thinking is None
+        if self.thinking is not None and self.grammar is not None:
+            # A grammar that wants the marker itself gets it.
+            marker = self.thinking.start_ids[0]
+            self._may_open = not allows(self.grammar.mask(), marker)
+
+    def fork(self) -> "GrammarGuide":
+        grammar = self.grammar.fork() if self.grammar else None
+        other = GrammarGuide(self.vocabulary, grammar, copy(self.thinking))
+        other.start(())
+        return other
+
+    def start(self, generated: Sequence[int]) -> None:
+        self._has_ended, self._in_grammar = False, self.thinking is None
+        if self.thinking is not None:
+            self.thinking.restart()
+        if self.grammar is not None:
+            self.grammar.start(())
+        for token in generated:
+            self._take(token)
+
+    def after(self, token: int | None) -> TokenMask | None:
+        if self.error is not None:
+            return None
+        if token is not None:
+            self._take(token)
+        mask = self._mask()
+        problem = self.grammar.problem if self.grammar else None
+        if problem is None and mask is not None and not mask.any():
+            problem = "nothing may follow here"
+        if problem is not None:
+            self.error = GuideRefused(f"the answer cannot go on: {problem}")
+        return None if problem else mask
+
+    def _take(self, token: int) -> None:
+        if token in self.vocabulary.eos_ids:
+            self._has_ended = True
+        elif self._in_grammar:
+            if self.grammar is not None:
+                self.grammar.take(token)
+        elif self.thinking is not None:
+            self._take_before_grammar(self.thinking, token)
+
+    def _take_before_grammar(self, thinking: Thinking, token: int) -> None:
+        if self.grammar is None:
+            thinking.take(token)
+        elif thinking.is_inside:
+            thinking.take(token)
+            self._in_grammar = not thinking.is_inside
+        elif thinking.n_begun or (self._may_open and token == thinking.next_of_marker):
+            thinking.take(token)
+        else:
+            self._in_grammar = True
+            self.grammar.take(token)
+
+    def _mask(self) -> TokenMask | None:
+        thinking, grammar = self.thinking, self.grammar
+        if thinking is not None and not self._in_grammar:
+            if (forced := thinking.forced) is not None:
+                return self.vocabulary.only([forced])
+            if thinking.is_inside or grammar is None:
+                return None if grammar is None else self.vocabulary.thoughts()
+            if thinking.n_begun:
+                return self.vocabulary.only([thinking.next_of_marker])
+        if grammar is None:
+            return None
+        if self._has_ended:
+            return self.vocabulary.only(sorted(self.vocabulary.eos_ids))
+        mask = grammar.mask()
+        if thinking is not None and not self._in_grammar and self._may_open:
+            allow(mask, np.array([thinking.next_of_marker]))
+        return mask
+
+
+MOST_GRAMMAR_BYTES: Final = 256 * 1024
+_MOST_KEPT: Final = 64
+_MOST_REASON: Final = 200
+
+_LIMITS: Final = LLParserLimits(
+    max_grammar_size=8_000,  # a row's time grows with the square of this
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=10_000,
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    verbose_errors=False,
+)
+"""Lower than llguidance's own limits, because a mask that takes long delays every sequence of the batch."""
+
+
+class GrammarGuides:
+    """Implements `GuideMaker`."""
+
+    def __init__(self, wrapper: Any, form: AnswerFormat) -> None:
+        """
+        Args:
+            wrapper: `mlx_lm.tokenizer_utils.TokenizerWrapper` around a tokenizer with a `tokenizers` backend.
+        """
+        self._wrapper = wrapper
+        self._form = form
+        self._eos_ids = frozenset(wrapper.eos_token_ids)
+        self._made: LLTokenizer | GuideRefused | None = None
+        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+
+    def guide_for(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> GrammarGuide | None:
+        """As `GuideMaker.guide_for`."""
+        text = grammar_text(request, self._call_markers())
+        thinking = self._thinking(request, prompt_ids)
+        if text is None and (thinking is None or request.max_reasoning_tokens is None):
+            return None
+        grammar = None if text is None else self._grammar(text)
+        return GrammarGuide(self._vocabulary(), grammar, thinking)
+
+    def _thinking(self, request: GenerationRequest, prompt_ids: Sequence[int]) -> Thinking | None:
+        form = self._form
+        if not form.think_start_ids or not form.think_end_ids:
+            return None
+        opened = form.state_after(prompt_ids) == "reasoning"
+        return Thinking(form.think_start_ids, form.think_end_ids, opened, request.max_reasoning_tokens)
+
+    def _vocabulary(self) -> Vocabulary:
+        calls = self._form.tool_start_ids
+        return Vocabulary(len(self._wrapper._tokenizer), self._eos_ids, frozenset(calls if len(calls) == 1 else ()))
+
+    def _grammar(self, text: str) -> Grammar:
+        """A copy of the compiled grammar, at its beginning."""
+        if len(text.encode()) > MOST_GRAMMAR_BYTES:
+            raise GuideRefused(f"the grammar has {len(text.encode())} bytes, the limit is {MOST_GRAMMAR_BYTES}")
+        found = self._compiled.pop(text, None)
+        if found is None:
+            found = self._compile(text)
+        self._compiled[text] = found
+        while len(self._compiled) > _MOST_KEPT:
+            self._compiled.popitem(last=False)
+        return found.fork()
+
+    def _compile(self, text: str) -> Grammar:
+        """
+        Raises:
+            GuideRefused: the matcher is in error, at once or at its first mask, or no answer at all fits.
+        """
+        if self._form.first_state not in {"normal", "reasoning"}:
+            raise GuideRefused("this model writes headers in its answers, which no grammar can begin after")
+        if not self._eos_ids:
+            raise GuideRefused("this model has no end-of-sequence token, so no answer could end where its grammar does")
+        grammar = Grammar(LLMatcher(self._tokenizer(), text, log_level=0, limits=_LIMITS), self._eos_ids)
+        first = grammar.mask()
+        problem = grammar.problem or (None if first.any() else "no answer fits it")
+        if problem is not None:
+            raise GuideRefused(f"this grammar or schema cannot be compiled: {problem[:_MOST_REASON]}")
+        return grammar
+
+    def _tokenizer(self) -> LLTokenizer:
+        """Made for the first grammar: it takes up to a second, and most workers need none."""
+        if self._made is None:
+            self._made = self._make_tokenizer()
+        if isinstance(self._made, GuideRefused):
+            raise self._made
+        return self._made
+
+    def _make_tokenizer(self) -> LLTokenizer | GuideRefused:
+        backend = deepcopy(self._wrapper._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        known = [token for token in sorted(self._eos_ids) if token < backend.get_vocab_size()]
+        try:
+            return LLTokenizer(backend.to_str(), eos_token=known or None)
+        except Exception as error:  # it raises ValueError for what it does not know, and what its parser raises
+            reason = message_line(error)[:_MOST_REASON]
+            return GuideRefused(f"no grammar can guide this model's tokenizer: {reason}")
+
+    def _call_markers(self) -> CallMarkers | None:
+        """As token ids: the model has learned these tokens as its markers, not other tokens with the same text."""
+        form = self._form
+        if not form.is_json_call:
+            return None
+        after = self._wrapper._tokenizer.encode(form.tool_end or "", add_special_tokens=False)
+        return _items(form.tool_start_ids), _items(after)
+
+
+def _items(ids: Sequence[int]) -> str:
+    return " ".join(f"<[{token}]>" for token in ids) or '""'

@@ -1,1 +1,0 @@
-"""Guides of answers: grammars through llguidance, and the length of thinking."""
