@@ -1,46 +1,6 @@
-"""The errors that a failed job has, or that cross from one package into another, as one tree.
+"""The errors that a failed job has, or that cross from one package into another, as one tree under `StokerError`.
 
-An error of one package alone (`BatchGone`, `BatchHeld`) is defined there, as a `StokerError`::
-
-    StokerError
-    ├── RequestError                    the job can never succeed as it is: failed at once, never retried
-    │   ├── InvalidRequest              a field is missing, unknown, of the wrong type or out of range
-    │   ├── RequestVersionTooNew        written by a newer producer than this worker
-    │   ├── RequestTooLarge             over MAX_REQUEST_BYTES, or longer than the context could ever hold
-    │   ├── ContextLimitExceeded        prompt + max_tokens over the model's context
-    │   ├── BlockPoolTooSmall           prompt + max_tokens over the worker's whole KV memory
-    │   ├── ModelMismatch               the job names another model than the loaded one
-    │   ├── TemplateError               the model has no chat template, or it refused the messages
-    │   ├── DuplicateJob                the id a producer chose names a job with another request already
-    │   ├── GuideRefused                a grammar or schema that answers cannot follow
-    │   ├── TranscriptMismatch          `append` of a prompt to messages, or the other way round
-    │   └── PayloadRefused              not a job of stoker's: a pickle, an unknown function, callbacks
-    ├── AgentMemoryError
-    │   ├── AgentTranscriptUnreadable   `append` cannot be sure of the conversation it continues
-    │   ├── SharedStoreAway             the shared store does not answer: the job waits
-    │   ├── VersionTaken                another worker has made the agent's next version: the job runs again
-    │   ├── AgentVersionNotSaved        an `append` turn, or a change of an agent, could not be made durable
-    │   ├── AgentVersionConflict        the agent is not at the version that the job counts on
-    │   ├── AgentNotFound               there is no such agent, or it has no such version
-    │   ├── AgentExists                 the agent that was to be made exists already
-    │   ├── AgentBusy                   another process is working on the agent: a worker, or a command of the shell
-    │   └── StoreUnusable               the store folder cannot be accessed, is locked or has an unknown format
-    ├── EngineError
-    │   ├── ModelNotLoadable            no such folder, unknown architecture, unsupported cache layout
-    │   ├── GenerationTimedOut          the job's own timeout passed while it ran
-    │   ├── WorkerLostTooOften          too many workers were lost while they ran this job alone
-    │   └── EngineFailed                the engine broke while the job was in it
-    ├── QueueError
-    │   ├── RedisUnavailable            no server at the URL, or it refused this client
-    │   ├── QueueHeld                   a live worker has this worker's name, or its queue and not its shared store
-    │   └── OwnershipLost               another process has the execution: the result is dropped
-    │       └── JobLost                 Redis has lost the execution, with other data
-    ├── JobError                        raised in a producer that waits for the job
-    │   ├── JobFailed                   the worker failed it; `.reason` is the worker's one line
-    │   ├── JobCanceled                 canceled, or stopped by RQ's command
-    │   ├── JobNotFound                 no such id, or its result has expired
-    │   └── ResultTimeout               not finished within `timeout_s`; the job continues
-    └── WrongWorker                     a stock RQ worker tried to run a job of stoker's
+An error of one package alone (`BatchGone`, `CallbacksNotLoadable`, `BatchHeld`) is defined there, as a `StokerError`.
 """
 
 from typing import Any
