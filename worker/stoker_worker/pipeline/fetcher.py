@@ -140,7 +140,7 @@ class Fetcher(threading.Thread):
                 if isinstance(error, RedisUnavailable):  # running jobs go on
                     self._outage.met(error)
                 else:  # one odd entry in Redis must not end the loop that watches all the others
-                    log.exception("the fetcher met something it cannot handle")
+                    log.exception("unexpected error in the fetch loop; retrying")
                 self._recover.make_due()  # a claim may be in doubt: look before the next one, or order is lost
                 self._look_again = False
                 self.left.wait(max(self._poll_s, 0.5))

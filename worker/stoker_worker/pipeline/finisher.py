@@ -288,9 +288,9 @@ class Finisher:
             log.info("job %s: its blocks are not saved: %s: %s", job.job_id, type(error).__name__, error)
 
     def _begin_save(self, job: Job) -> None:
-        """From here on the job is not canceled. Once abandoned, a Redis that is away is not asked: the turn is saved
-        all the same, and the next worker answers its delivery from the agent's history. No other worker can make the
-        same version: this process has the store locked, and a shared store takes one of each number.
+        """Refuse to cancel the job from here on. If Redis is away and is not waited for any more, the turn is saved all
+        the same, and the next worker answers its delivery from the agent's history. No other worker can make the same
+        version: this process has the store locked, and a shared store takes one of each number
         (docs/adr/0058-a-stop-while-redis-is-away.md)."""
         with suppress(RedisUnavailable):
             self._once_redis_answers(job.claimed.begin_save)

@@ -212,7 +212,7 @@ class Loader(threading.Thread):
 
 
 def _is_to_be_saved(request: GenerationRequest, restored: Restored) -> bool:
-    """Of a job without an agent, only a beginning that it shares with another job and that is not saved yet."""
+    """A job without an agent saves only a beginning that it shares with another job and that is not saved yet."""
     if request.cache != "readwrite":
         return False
     return request.agent_id is not None or restored.shared_blocks > restored.saved_blocks

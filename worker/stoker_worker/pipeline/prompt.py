@@ -24,7 +24,8 @@ from stoker_worker.ports.memory import OwnMessage, continues
 
 
 class Rendering:
-    """For one job: with its tools and its template's arguments. Texts are in the tokenizer's escaped form."""
+    """Renders one job's conversation with its tools and its template's arguments. Texts are in the tokenizer's escaped
+    form."""
 
     def __init__(self, request: GenerationRequest, tokenizer: TokenizerPort) -> None:
         self._tools = request.offered_tools or None
@@ -127,8 +128,8 @@ def build_prompt(
 
 
 def reusable_ids(request: GenerationRequest, prompt: Prompt) -> tuple[int, ...]:
-    """The beginning of the prompt of which all but the last token may come from a cache: the whole prompt, or the part
-    before the first token that is to be scored."""
+    """The part of the prompt that may come from a cache, except for its last token: the whole prompt, or what is before
+    the first token that is to be scored."""
     return prompt.ids if request.prompt_logprobs is None else prompt.ids[: request.prompt_logprobs_start]
 
 

@@ -50,7 +50,7 @@ class Wakefulness:
         if has_jobs:
             self._last_job = now
             is_held = self._child is not None and self._child.poll() is None
-            if not is_held and now - self._last_start > _LINGER_S:  # one that ends at once is not started all the time
+            if not is_held and now - self._last_start > _LINGER_S:  # one that ends at once is not restarted repeatedly
                 self._last_start = now
                 self._start(self._command)
         elif now - self._last_job > _LINGER_S:

@@ -225,8 +225,8 @@ class Worker:
         )
 
     def _prepare(self) -> None:
-        """While the model loads, which may take minutes: a dead worker's jobs need not look started, and the caches of
-        the first jobs can be read. Recovery thread: a stop does not wait for a Redis that hangs."""
+        """Recover the jobs of dead workers and read the caches of the first jobs while the model loads, which may take
+        minutes. It has a thread of its own, so that a stop does not wait for a Redis that hangs."""
         recover, look = Periodic(self._recover_s), Periodic(_READ_AHEAD_S)
         while not self._draining.is_requested:
             if recover.is_due():

@@ -78,8 +78,8 @@ return 1
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a check says of a job's answer.
+class CheckOutcome:
+    """The result of a job's check of its answer.
 
     Attributes:
         task: the class under which it counts.
@@ -104,15 +104,18 @@ def model_of(job: JsonJob, request: GenerationRequest | AgentRequest) -> str | N
     return route[min(len(_tried(job)), len(route) - 1)].model if route else request.model
 
 
-def verdict_on(job: JsonJob, request: GenerationRequest | AgentRequest, result: Mapping[str, Any]) -> Verdict | None:
-    """
+def verdict_on(
+    job: JsonJob, request: GenerationRequest | AgentRequest, result: Mapping[str, Any]
+) -> CheckOutcome | None:
+    """The verdict on an answer; ``None`` for a job whose answers nobody judges.
+
     Args:
         result: as JSON.
     """
     if isinstance(request, AgentRequest) or (task := class_of_verdicts(request)) is None:
         return None
     if request.check is None:
-        return Verdict(task, (), None)
+        return CheckOutcome(task, (), None)
     reason = rejection(request.check, Choice.model_validate(result))
     usage, timing = result["usage"], result["timing"]
     attempt = Attempt(
@@ -126,8 +129,8 @@ def verdict_on(job: JsonJob, request: GenerationRequest | AgentRequest, result: 
     return _verdict(job, request, task, attempt)
 
 
-def verdict_after(job: JsonJob, request: GenerationRequest | AgentRequest, error: Exception) -> Verdict | None:
-    """That of a job which is too long for this model; ``None`` after any other error, and at the last model."""
+def verdict_after(job: JsonJob, request: GenerationRequest | AgentRequest, error: Exception) -> CheckOutcome | None:
+    """The verdict on a job that is too long for this model; ``None`` after any other error, and at the last model."""
     model = model_of(job, request)
     if isinstance(request, AgentRequest) or model is None or not isinstance(error, _TOO_LONG):
         return None
@@ -136,10 +139,10 @@ def verdict_after(job: JsonJob, request: GenerationRequest | AgentRequest, error
     return verdict if verdict.next else None
 
 
-def _verdict(job: JsonJob, request: GenerationRequest, task: str, attempt: Attempt) -> Verdict:
+def _verdict(job: JsonJob, request: GenerationRequest, task: str, attempt: Attempt) -> CheckOutcome:
     attempts = (*_tried(job), attempt)
     to = None if attempt.accepted else next_step(request.route, attempts, request.max_cost_s)
-    return Verdict(task, attempts, to)
+    return CheckOutcome(task, attempts, to)
 
 
 def _tried(job: JsonJob) -> tuple[Attempt, ...]:
@@ -162,12 +165,12 @@ class Cascade:
         self._count = connection.register_script(_COUNT_ONE)
         self._go_on = connection.register_script(_GO_ON)
 
-    def count(self, pipeline: Pipeline, verdict: Verdict) -> None:
+    def count(self, pipeline: Pipeline, verdict: CheckOutcome) -> None:
         """Count it with the transaction that ends the job; the earlier attempts are counted already."""
         if verdict.attempts:
             self._count(keys=[TRUST_KEY], args=_as_counted(verdict), client=pipeline)
 
-    def go_on(self, run: JobRun, verdict: Verdict, to: RouteStep) -> None:
+    def go_on(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> None:
         """End this run, count its verdict, and enqueue the job for the next model.
 
         Raises:
@@ -181,7 +184,7 @@ class Cascade:
                 break
         raise OwnershipLost(f"job {run.job.id} is no longer this worker's, or has ended already")
 
-    def _has_moved(self, run: JobRun, verdict: Verdict, to: RouteStep) -> bool:
+    def _has_moved(self, run: JobRun, verdict: CheckOutcome, to: RouteStep) -> bool:
         job, execution, lease = run.job, run.execution, self._ownership.lease
         # In RQ's form, to which a retry or RQ's own requeue brings it: the attempts are this job's, and stay so.
         created_at = utcformat(job.created_at)
@@ -204,6 +207,6 @@ class Cascade:
         return bool(self._go_on(keys=keys, args=args))
 
 
-def _as_counted(verdict: Verdict) -> list[str | int | float]:
+def _as_counted(verdict: CheckOutcome) -> list[str | int | float]:
     attempt = verdict.attempts[-1]
     return [field_of(attempt.model, verdict.task), int(attempt.accepted), KEPT, MOST_PAIRS]

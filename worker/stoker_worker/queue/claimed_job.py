@@ -15,7 +15,7 @@ from stoker_shared.errors import OwnershipLost
 from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.events import log_job
 from stoker_worker.ports import ClaimedJob
-from stoker_worker.queue.cascade import Cascade, Verdict, verdict_after, verdict_on
+from stoker_worker.queue.cascade import Cascade, CheckOutcome, verdict_after, verdict_on
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
 from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
@@ -144,7 +144,7 @@ class RqClaimedJob(ClaimedJob):
         self.parts.in_flight.remove(self)
         self.parts.streams.close(self.claim_number, ended=False)  # last: `withdrawn` opens streams of jobs in flight
 
-    def _goes_on(self, verdict: Verdict) -> bool:
+    def _goes_on(self, verdict: CheckOutcome) -> bool:
         """Send the job on to the next model, unless there is none, or its stop was asked for."""
         if verdict.next is None or self.parts.stop_requests.is_asked(self.job_id):
             return False
