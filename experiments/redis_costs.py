@@ -11,10 +11,9 @@ from redis import Redis
 from stoker import Producer
 from stoker_shared.wire import LAST_KEY
 from stoker_worker.ports import Busy, SequenceProgress
-from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.claim import Claimer
 from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.own_store import OwnStore
+from stoker_worker.queue.lease import Lease, OwnStore
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.settings import read_settings
 

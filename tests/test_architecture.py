@@ -166,6 +166,6 @@ def test_tests_lie_where_the_product_does() -> None:
 
 
 def _worker_part(name: str) -> str:
-    """``queue`` for ``stoker_worker.queue.claimer``; empty for the package itself and for anything else."""
+    """``queue`` for ``stoker_worker.queue.claim``; empty for the package itself and for anything else."""
     package, _, rest = name.partition(".")
     return rest.partition(".")[0] if package == "stoker_worker" else ""

@@ -13,7 +13,7 @@ from tests.traced_process import ROOT
 from tests.worker_process import WorkerProcess
 
 MOST_IN_PRODUCER = 14
-MOST_IN_WORKER = 58
+MOST_IN_WORKER = 49
 
 IDLE_S = 3
 """Long enough for each thing that an idle worker does, by the settings below."""

@@ -7,7 +7,7 @@ from typing import Any
 from rq import Retry
 
 RQ = "stoker_worker.queue."
-FINISH = RQ + "job_finish:JobFinish."
+FINISH = RQ + "end:JobFinish."
 STORE = "stoker_worker.memory."
 FILE_OF_VICTIM = (hashlib.sha256(b"victim").hexdigest()[:32],)
 
@@ -43,10 +43,10 @@ QUEUED, CLAIMED, STARTED = ["generate"], ["claimed"], ["wip"]
 FAILS: dict[str, Any] = {"prompt": "fail so", "end": "failed", "attempt": None}
 
 ARROWS = {
-    "claim: the next jobs are chosen": Arrow(RQ + "fair_queue:FairQueue.choose", "after", QUEUED),
-    "claim: the id is moved": Arrow(RQ + "claimer:Claimer.claim", "after", CLAIMED),
-    "start: before": Arrow(RQ + "job_start:StartTransaction.run", "before", CLAIMED),
-    "start: after": Arrow(RQ + "job_start:StartTransaction.run", "after", STARTED, attempt=2),
+    "claim: the next jobs are chosen": Arrow(RQ + "waiting:FairQueue.choose", "after", QUEUED),
+    "claim: the id is moved": Arrow(RQ + "claim:Claimer.claim", "after", CLAIMED),
+    "start: before": Arrow(RQ + "start:StartTransaction.run", "before", CLAIMED),
+    "start: after": Arrow(RQ + "start:StartTransaction.run", "after", STARTED, attempt=2),
     "start: a job that is refused": Arrow(
         FINISH + "fail",
         "before",
@@ -76,13 +76,11 @@ ARROWS = {
     "save: after the commit": Arrow(STORE + "database:Database.commit", "after", STARTED, turn_saved=True),
     "finish: before": Arrow(FINISH + "finish", "before", STARTED, turn_saved=True),
     "finish: RQ's transaction is composed": Arrow(RQ + "ownership:Ownership.watch", "after", STARTED, turn_saved=True),
-    "finish: before its later steps": Arrow(
-        RQ + "follow_up:FollowUp.carry_out", "before", ["finished"], turn_saved=True
-    ),
+    "finish: before its later steps": Arrow(RQ + "end:FollowUp.carry_out", "before", ["finished"], turn_saved=True),
     "finish: after": Arrow(FINISH + "finish", "after", ["finished"], turn_saved=True),
     "fail: before": Arrow(FINISH + "fail", "before", STARTED, 2, **FAILS),
     "fail: after": Arrow(FINISH + "fail", "after", ["failed"], 1, **FAILS),
-    "fail: before its later steps": Arrow(RQ + "follow_up:FollowUp.carry_out", "before", ["failed"], 1, **FAILS),
+    "fail: before its later steps": Arrow(RQ + "end:FollowUp.carry_out", "before", ["failed"], 1, **FAILS),
     "fail: it is retried at once": Arrow(
         FINISH + "fail", "after", QUEUED, 2, **FAILS, options=(("retry", Retry(max=1)),)
     ),

@@ -184,8 +184,8 @@ PLACES = {
     "before it is looked at": ("stoker_worker.memory.store:AgentJobs.answer", "before", STARTED, False),
     "before it takes effect": ("stoker_worker.memory.store:AgentJobs.run", "before", STARTED, False),
     "after it took effect": ("stoker_worker.memory.store:AgentJobs.run", "after", STARTED, True),
-    "before its end": (RQ + "job_finish:JobFinish.finish", "before", STARTED, True),
-    "after its end": (RQ + "job_finish:JobFinish.finish", "after", ["finished"], True),
+    "before its end": (RQ + "end:JobFinish.finish", "before", STARTED, True),
+    "after its end": (RQ + "end:JobFinish.finish", "after", ["finished"], True),
 }
 
 

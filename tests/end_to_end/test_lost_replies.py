@@ -21,8 +21,8 @@ from stoker import Producer
 from stoker_shared.errors import GenerationTimedOut, OwnershipLost, RedisUnavailable
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.ports import Busy
+from stoker_worker.queue.client import may_pass
 from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.transient_errors import may_pass
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

@@ -28,7 +28,7 @@ from stoker_worker.ports import (
     TextSoFar,
 )
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.passed_over import PassedOver
+from stoker_worker.queue.waiting import PassedOver
 
 
 class InMemoryQueue(QueuePort):

@@ -33,6 +33,7 @@ from rq import Queue
 from rq.job import Job as RqJob
 from rq.registry import CanceledJobRegistry, FailedJobRegistry
 from rq.serializers import JSONSerializer
+from stoker_worker.queue.own_store import OwnStore
 from tests.placement_model import rule
 from tests.placement_model.explore import history_of
 from tests.placement_model.invariants import ENDED, Broken, Invariants, require
@@ -57,7 +58,6 @@ from stoker_worker.pipeline.worker import Worker
 from stoker_worker.process_identity import ProcessIdentity
 from stoker_worker.queue.claimed_job import RqClaimedJob
 from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.own_store import OwnStore
 from stoker_worker.queue.registration import RqRegistration
 from stoker_worker.queue.rq_queue import RqQueue
 from stoker_worker.settings import read_settings

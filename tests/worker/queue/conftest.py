@@ -10,7 +10,7 @@ from tests.worker.queue.members import claim
 
 from stoker_worker.ports import Serving
 from stoker_worker.queue.connect import open_queue
-from stoker_worker.queue.own_store import OwnStore
+from stoker_worker.queue.lease import OwnStore
 from stoker_worker.settings import read_settings
 
 

@@ -4,7 +4,7 @@ import pytest
 from tests.worker.queue.ends import finish
 
 from stoker_worker.ports import Busy
-from stoker_worker.queue.canceled import CanceledJobs
+from stoker_worker.queue.housekeeping import CanceledJobs
 
 pytestmark = pytest.mark.server
 

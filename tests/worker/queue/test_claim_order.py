@@ -18,7 +18,7 @@ from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server
 
-WAIT = "stoker_worker.queue.claim_order._QUARANTINED_WAITS_S"
+WAIT = "stoker_worker.queue.claim._QUARANTINED_WAITS_S"
 
 
 @pytest.fixture

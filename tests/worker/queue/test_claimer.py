@@ -10,7 +10,7 @@ from rq.serializers import JSONSerializer
 from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, LEASE_KEY, TASK_PATH
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
-from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.claim import Claimer
 from stoker_worker.queue.lease import Lease
 
 pytestmark = pytest.mark.server
@@ -201,7 +201,7 @@ def test_a_job_that_moved_to_the_end_is_claimed_last(connection, claimer, submit
 @pytest.mark.parametrize("count", [1, 3, 5, 9])
 @pytest.mark.parametrize("side", ["LPOP", "RPOP"])
 def test_jobs_that_were_removed_meanwhile_are_not_claimed(connection, claimer, submit, monkeypatch, side, count, page):
-    monkeypatch.setattr("stoker_worker.queue.queue_view._PAGE", page)
+    monkeypatch.setattr("stoker_worker.queue.waiting._PAGE", page)
     ids = submit(*(f"a{n}" for n in range(10)))
     for _ in range(4):
         assert claim(claimer, busy=[f"a{n}" for n in range(10)]) == []
@@ -304,7 +304,7 @@ def test_requests_are_not_read_if_the_producer_stored_the_agent_in_the_hash(conn
 
 
 def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.queue_view._AT_ONCE_BYTES", 1000)
+    monkeypatch.setattr("stoker_worker.queue.waiting._AT_ONCE_BYTES", 1000)
     names = [f"large {n}" for n in range(6)] + [f"small {n}" for n in range(40)]
     for name in names:
         request = {"agent_id": name, "prompt": "x" * (900 if "large" in name else 9)}
@@ -325,7 +325,7 @@ def test_no_more_than_one_large_request_is_read_at_once(connection, claimer, mon
 
 
 def test_the_claimer_reports_whether_every_waiting_job_was_read(producer, claimer, submit, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.queue_view._READ_S", 0)
+    monkeypatch.setattr("stoker_worker.queue.waiting._READ_S", 0)
     assert not claimer.has_unread
     producer.submit_many([{"agent_id": "heavy", "prompt": "x"}] * 600)
     claim(claimer, limit=0)

@@ -6,8 +6,8 @@ from rq.job import Dependency
 from tests.worker.queue.looking import places
 
 from stoker_shared.wire import TASK_PATH
-from stoker_worker.queue.deferred import DeferredJobs
-from stoker_worker.queue.follow_up import FollowUp
+from stoker_worker.queue.end import FollowUp
+from stoker_worker.queue.housekeeping import DeferredJobs
 
 pytestmark = pytest.mark.server
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stoker_worker.ports import UNUSED, Busy, MemoryUse
-from stoker_worker.queue.fair_queue import FairQueue
-from stoker_worker.queue.passed_over import MOST_PASSED, MOST_PASSED_S, PassedOver
+from stoker_worker.queue.waiting import MOST_PASSED, MOST_PASSED_S, FairQueue, PassedOver
 
 AGENTS = ("a", "b", "c", None)
 JOBS = [f"job-{n}" for n in range(30)]

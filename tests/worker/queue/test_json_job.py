@@ -12,7 +12,7 @@ from stoker_shared.errors import InvalidRequest, PayloadRefused, RequestError, R
 from stoker_shared.wire import AGENT_TASK_PATH, MAX_REQUEST_BYTES, TASK_PATH
 from stoker_worker.ports import UNUSED, MemoryUse
 from stoker_worker.queue.json_job import JsonJob
-from stoker_worker.queue.queue_view import use_in, use_noted
+from stoker_worker.queue.waiting import use_in, use_noted
 
 REQUEST = {"agent_id": "a", "prompt": "x"}
 

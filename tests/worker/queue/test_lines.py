@@ -1,7 +1,7 @@
 """Lines that are aside stay in order, are never chosen, and come back where they belong."""
 
 from stoker_worker.ports import Busy, MemoryUse
-from stoker_worker.queue.fair_queue import Aside, FairQueue
+from stoker_worker.queue.waiting import Aside, FairQueue
 
 WHY = Aside("job", "stoker-mac2-00000000", 1.0)
 

@@ -8,7 +8,7 @@ from tests.worker.queue import members
 from stoker_shared.wire import TASK_PATH
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy
-from stoker_worker.queue.claimer import Claimer
+from stoker_worker.queue.claim import Claimer
 from stoker_worker.queue.lease import Lease
 
 pytestmark = pytest.mark.server

@@ -14,9 +14,8 @@ from tests.worker.queue.processes import a_dead_process
 from stoker_shared.errors import QueueHeld, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, SERVED_KEY, STORE_KEY
 from stoker_worker.queue.connect import _take_over, open_queue
-from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease import Lease, OwnStore
 from stoker_worker.queue.lease_scripts import HOLDS
-from stoker_worker.queue.own_store import OwnStore
 from stoker_worker.settings import read_settings
 
 pytestmark = pytest.mark.server

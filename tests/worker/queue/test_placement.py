@@ -356,7 +356,7 @@ def test_lines_that_are_left_to_others_cost_no_command(timed, submit, monkeypatc
 
 
 def test_many_agents_of_another_worker_do_not_hold_up_a_job_behind_them(timed, submit, monkeypatch):
-    monkeypatch.setattr("stoker_worker.queue.claimer._TRIES", 2)
+    monkeypatch.setattr("stoker_worker.queue.claim._CLAIM_TRIES", 2)
     a, b = timed("a"), timed("b")
     agents = [f"agent {n}" for n in range(100)]
     submit(*agents)

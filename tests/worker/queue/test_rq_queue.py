@@ -498,10 +498,10 @@ def test_the_jobs_of_an_interrupted_claim_go_back_before_the_next_claim(connecti
     first, second, third = submit(producer, "a", "b", "b")
     real = queue._job_start.start
 
-    def start(name, granted):
-        if granted.job_id == second:
+    def start(name, job_id, last):
+        if job_id == second:
             raise RedisConnectionError("gone")
-        return real(name, granted)
+        return real(name, job_id, last)
 
     monkeypatch.setattr(queue._job_start, "start", start)
     assert [job.job_id for job in claim(queue)] == [first]

@@ -8,7 +8,7 @@ from tests.worker.queue.looking import taken_over
 from stoker_shared.answer_parts import Edge, Markers
 from stoker_shared.errors import RedisUnavailable
 from stoker_worker.ports import Busy, TextSoFar
-from stoker_worker.queue import streams
+from stoker_worker.queue import progress as streams
 from stoker_worker.queue.connect import open_queue
 from stoker_worker.settings import read_settings
 

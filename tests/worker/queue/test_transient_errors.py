@@ -4,7 +4,7 @@ import pytest
 from redis.exceptions import AuthenticationError, ConnectionError, OutOfMemoryError, ResponseError, TimeoutError
 
 from stoker_shared.errors import RedisUnavailable
-from stoker_worker.queue.transient_errors import as_redis_unavailable
+from stoker_worker.queue.client import as_redis_unavailable
 
 SECRET = "PatientZero"
 FULL = "MISCONF Errors writing to the AOF file: No space left on device"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stoker_worker.memory.replica.agent_store import ReplicatedStore
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.metrics.watch import Watch
-    from stoker_worker.queue.own_store import OwnStore
+    from stoker_worker.queue.lease import OwnStore
     from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger("stoker_worker")
@@ -181,7 +181,7 @@ def _own_store(settings: "WorkerSettings", agents: "AgentCacheStore | Replicated
     from stoker_worker.memory.locks import store_name
     from stoker_worker.memory.store import AgentCacheStore
     from stoker_worker.memory.transcripts import has_agents
-    from stoker_worker.queue.own_store import OwnStore
+    from stoker_worker.queue.lease import OwnStore
 
     local, shared = (agents, "") if isinstance(agents, AgentCacheStore) else (agents.local, agents.identity())
     with local.parts.database.snapshot() as connection:

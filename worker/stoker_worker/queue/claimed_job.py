@@ -16,14 +16,13 @@ from stoker_shared.wire import DEFAULT_RESULT_TTL_S
 from stoker_worker.events import log_job
 from stoker_worker.ports import ClaimedJob
 from stoker_worker.queue.cascade import Cascade, CheckOutcome, verdict_after, verdict_on
+from stoker_worker.queue.client import as_redis_unavailable
+from stoker_worker.queue.end import JobFinish
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
-from stoker_worker.queue.job_finish import JobFinish
 from stoker_worker.queue.json_job import JobRun
 from stoker_worker.queue.ownership import Ownership
-from stoker_worker.queue.progress_meta import ProgressMeta
+from stoker_worker.queue.progress import JobStreams, ProgressMeta
 from stoker_worker.queue.requeue import Claim, Requeue
-from stoker_worker.queue.streams import JobStreams
-from stoker_worker.queue.transient_errors import as_redis_unavailable
 
 _FOR_EVER_S: Final = 366 * 86_400.0
 _MARGIN_S: Final = 3600.0

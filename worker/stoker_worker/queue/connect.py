@@ -16,16 +16,13 @@ from redis.retry import Retry
 
 from stoker_shared.errors import QueueHeld, RedisUnavailable
 from stoker_shared.text import mask_text, mask_url, refusal_line
-from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.claimed_job import RqClaimedJob
+from stoker_worker.queue.client import may_pass, reason_of
 from stoker_worker.queue.depths import QueueDepths
 from stoker_worker.queue.in_flight import JobsInFlight, StopRequests
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.lost_data import LostData
-from stoker_worker.queue.own_store import NO_STORE, OwnStore
-from stoker_worker.queue.registration import RqRegistration, new_worker_name
+from stoker_worker.queue.lease import NO_STORE, Lease, LostData, OwnStore
+from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration, new_worker_name
 from stoker_worker.queue.rq_queue import RqQueue
-from stoker_worker.queue.transient_errors import may_pass, reason_of
 from stoker_worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from rq.utils import utcparse
 from rq.worker_registration import REDIS_WORKER_KEYS
 
 from stoker_worker.ports import QueueDepth, RedisUse
-from stoker_worker.queue.foreign_ids import raw, text
-from stoker_worker.queue.transient_errors import as_redis_unavailable
+from stoker_worker.queue.client import as_redis_unavailable
+from stoker_worker.queue.json_job import raw, text
 
 _LOOKED_AT: Final = 100
 """Of so many jobs at the front, the oldest is looked for: newer ones may have been put before it."""

@@ -5,34 +5,178 @@ a queue one does it (`Members.duties`), and RQ's own locks choose the one that s
 """
 
 import logging
-from collections.abc import Callable, Container
+import time
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from redis import Redis
 from rq.group import Group
+from rq.job import Job, JobStatus
 from rq.rate_limit import RateLimitRegistry
-from rq.registry import FailedJobRegistry, FinishedJobRegistry, ReadyJobRegistry
+from rq.registry import (
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    FailedJobRegistry,
+    FinishedJobRegistry,
+    ReadyJobRegistry,
+)
 from rq.serializers import JSONSerializer
 
+from stoker_shared.job_data import read_json
 from stoker_worker.periodic import Periodic
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.canceled import CanceledJobs
-from stoker_worker.queue.deferred import DeferredJobs
-from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.json_job import JsonJob
+from stoker_worker.queue.client import may_pass
+from stoker_worker.queue.end import FollowUp
+from stoker_worker.queue.json_job import JsonJob, ask_fields, is_rqs
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lost_jobs import LostJobs
 from stoker_worker.queue.members import Members
 from stoker_worker.queue.scheduler import Scheduler
-from stoker_worker.queue.transient_errors import may_pass
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+_CANCELED_PAGE: Final = 500
+_CANCELED_EVERY_S: Final = 60.0
+
+# In one step: the id may be used again, and canceled again. Any producer can write a key of another type.
+_REMOVE: Final = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then return {0, 0} end
+local found, n_gone = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), 0
+for _, job_id in ipairs(found) do
+  if redis.call('EXISTS', ARGV[3] .. job_id) == 0 then n_gone = n_gone + redis.call('ZREM', KEYS[1], job_id) end
+end
+return {#found, n_gone}
+"""
 
 _GROUPS_EVERY_S: Final = 600  # as RQ's own workers
 _SAYS_FAILED_S: Final = 600.0
+
+_DEFERRED_EVERY_S: Final = 300.0
+"""From the beginning of one round to the next."""
+_DEFERRED_PAGE: Final = 100
+_DEFERRED_FIELDS: Final = ("status", "allow_dependency_failures", "dependency_ids")
+_MOST_BYTES: Final = 2**20  # of one job
+_DEFERRED: Final = JobStatus.DEFERRED.value.encode()
+_FINISHED: Final = JobStatus.FINISHED.value.encode()
+_FAILED: Final = JobStatus.FAILED.value.encode()
+
+
+class DeferredJobs:
+    """Finds deferred jobs whose dependencies have all ended, and sets them free, in small steps.
+
+    A worker that ends a job sets free the jobs that wait for it. If one of RQ's own workers dies in between, or loses a
+    reply, the jobs that wait for a failed job stay deferred: RQ's cleaning knows only of jobs that a success has made
+    ready. They are looked for when the worker starts, and then rarely.
+    """
+
+    def __init__(self, connection: Redis, queues: Callable[[], list[str]], follow_up: FollowUp) -> None:
+        """
+        Args:
+            queues: those to look through now; asked when a round begins.
+        """
+        self._connection = connection
+        self._queues = queues
+        self._follow_up = follow_up
+        self._next_round_at = float("-inf")
+        self._left: list[bytes] = []
+        self._in_vain: set[str] = set()
+
+    def step(self) -> None:
+        """Look at the next page, if a round is under way or due.
+
+        Raises:
+            RedisError: the server is away; the next step looks at the same page.
+        """
+        if not self._left and time.monotonic() >= self._next_round_at:
+            keys = [DeferredJobRegistry(name, connection=self._connection).key for name in self._queues()]
+            self._left = [job_id for key in keys for job_id in cast(list[bytes], self._connection.zrange(key, 0, -1))]
+            self._in_vain &= {job_id.decode(errors="replace") for job_id in self._left}
+            self._next_round_at = time.monotonic() + _DEFERRED_EVERY_S
+        if self._left:
+            self._look_at(self._left[:_DEFERRED_PAGE])
+            del self._left[:_DEFERRED_PAGE]
+
+    def _look_at(self, page: Sequence[bytes]) -> None:
+        waiting = self._read(page)
+        parents = sorted({parent for _, wanted, _ in waiting for parent in wanted})
+        status_of = dict(zip(parents, self._statuses(parents), strict=True))
+        for job_id, wanted, allows_failure in waiting:
+            over = (_FINISHED, _FAILED) if allows_failure else (_FINISHED,)
+            # RQ also leaves a job whose dependency was deleted: nobody knows how that would have ended.
+            if wanted and job_id not in self._in_vain and all(status_of[parent] in over for parent in wanted):
+                self._set_free(job_id, wanted)
+
+    def _set_free(self, job_id: str, parents: list[str]) -> None:
+        log.warning("job %s waits for jobs that have ended; it is enqueued", job_id)
+        for parent in parents:
+            try:
+                self._follow_up.set_free(parent, [job_id])
+            except Exception as error:  # RQ reads all jobs that wait for the parent, and cannot read one of them
+                if may_pass(error):
+                    raise
+                self._in_vain.add(job_id)
+                log.exception("not all jobs that wait for job %s could be enqueued", parent)
+
+    def _read(self, page: Sequence[bytes]) -> list[tuple[str, list[str], bool]]:
+        """For each job its id, the ids of its dependencies, and whether these may fail."""
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in page:
+                ask_fields(pipeline, Job.key_for(job_id.decode(errors="replace")), _DEFERRED_FIELDS, _MOST_BYTES)
+            replies = pipeline.execute(raise_on_error=False)
+        found = []
+        for job_id, reply in zip(page, replies, strict=True):
+            if isinstance(reply, list) and reply[0] != _DEFERRED:  # the id was used again, and RQ left the old entry
+                continue
+            try:
+                parents = read_json(reply[2])
+                if all(map(is_rqs, parents)):
+                    found.append((job_id.decode(), parents, reply[1] == b"1"))
+            except (TypeError, ValueError, RecursionError):  # gone, no hash, or written by somebody else
+                continue
+        return found
+
+    def _statuses(self, job_ids: Sequence[str]) -> list[bytes | None]:
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hget(Job.key_for(job_id), "status")
+            return [None if isinstance(reply, Exception) else reply for reply in pipeline.execute(raise_on_error=False)]
+
+
+class CanceledJobs:
+    """Removes the ids of canceled jobs whose hashes are gone from their registry, a page of one queue at a time.
+
+    RQ keeps canceled jobs for ever. A job that `stoker` cancels expires, and its id would stay.
+    """
+
+    def __init__(self, connection: Redis, queues: Callable[[], list[str]]) -> None:
+        """
+        Args:
+            queues: those to look through now; asked when a round begins.
+        """
+        self._connection = connection
+        self._queues = queues
+        self._round = Periodic(_CANCELED_EVERY_S)
+        self._left: list[str] = []
+        self._position = 0
+        self._remove = connection.register_script(_REMOVE)
+
+    def step(self) -> None:
+        """Look at the next page, if a round is under way or due."""
+        if not self._left and self._round.is_due():
+            self._left = self._queues()
+        if not self._left:
+            return
+        key = CanceledJobRegistry(self._left[0], connection=self._connection).key
+        last = self._position + _CANCELED_PAGE - 1
+        n_found, n_gone = self._remove(keys=[key], args=[self._position, last, Job.key_for("")])
+        self._position += n_found - n_gone
+        if n_found < _CANCELED_PAGE:
+            self._left, self._position = self._left[1:], 0
+
+
+T = TypeVar("T")
 
 
 class Housekeeping:
@@ -43,21 +187,14 @@ class Housekeeping:
         connection: Redis,
         lease: Lease,
         members: Members,
-        follow_up: FollowUp,
-        *,
         placement: Placement,
-        name: str,
     ) -> None:
-        """
-        Args:
-            name: the worker's name, under which the scheduler's locks are held.
-        """
         self._connection = connection
         self._members = members
         self._placement = placement
-        self.scheduler = Scheduler(connection, lease, members, name=name)
+        self.scheduler = Scheduler(connection, lease, members)
         self._lost = LostJobs(connection, members.duties, lease)
-        self._deferred = DeferredJobs(connection, members.duties, follow_up)
+        self._deferred = DeferredJobs(connection, members.duties, FollowUp(connection))
         self._canceled = CanceledJobs(connection, members.duties)
         self._search = Periodic(1.0)
         self._says_failed = Periodic(_SAYS_FAILED_S)

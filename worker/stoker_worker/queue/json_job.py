@@ -36,6 +36,17 @@ from stoker_shared.wire import (
 )
 from stoker_worker.placement.placement import Writes
 
+
+def text(job_id: bytes) -> str:
+    """The id as text. Bytes that are no UTF-8 come back unchanged from `raw`."""
+    return job_id.decode(errors="surrogateescape")
+
+
+def raw(job_id: str) -> bytes:
+    """The bytes of an id, or of a whole key that contains one."""
+    return job_id.encode(errors="surrogateescape")
+
+
 _UNREADABLE = "<unreadable>"
 _OF_RQ: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MOST: Final = 10**15

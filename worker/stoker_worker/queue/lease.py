@@ -7,31 +7,326 @@ holder that is certainly dead (same host and boot, process gone). Each holder ha
 before: a holder that slept until its lease ran out sees from the last number handed out whether another worker has held
 it since.
 
-Another member takes the lease of a dead one to put its jobs back (`recoverer.py`), by the same rules.
+Another member takes the lease of a dead one to put its jobs back (`recover.py`), by the same rules.
 """
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
 
+from stoker_shared.errors import QueueHeld, StokerError, StoreUnusable
 from stoker_shared.wire import FENCE_KEY, LEASE_KEY, MEMBERS_KEY, RENEWALS_KEY, SERVED_KEY, STORE_KEY
+from stoker_worker.ports import ClaimedJob, DataLoss
 from stoker_worker.process_identity import ProcessIdentity, pid_namespace
 from stoker_worker.queue.lease_scripts import DESCRIBE, LEAVE, RELEASE, RENEW, TAKE
-from stoker_worker.queue.lost_data import LostData
-from stoker_worker.queue.member import Member
-from stoker_worker.queue.obstacle import Obstacle
 
 log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.05
 _N_KEYS: Final = 4  # without those of queues
+_UNKNOWN: Final[Mapping[str, Any]] = {
+    "worker": "unknown",
+    "queues": [],
+    "store": "",
+    "shared": "",
+    "model": "",
+    "loading": False,
+    "leaving": False,
+    "recovers": "",
+    "pids": "",
+    "host": "unknown",
+    "boot": "",
+    "pid": 0,
+    "started": "",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker of some queues, as its lease and its record in Redis describe it.
+
+    Attributes:
+        name: it stays when the worker is started again.
+        worker: its name as an RQ worker: of this life of its process.
+        queues: those that it serves.
+        store: the name of its store.
+        shared: the id of the shared store behind that one; empty: none.
+        model: the name of the one that it has loaded or loads.
+        is_ready: its model is loaded.
+        is_leaving: it drains: it claims nothing more.
+        recovers: the dead member whose jobs it puts back in that one's name; empty: none.
+        pids: whose pids its own is among: that of a process in another container tells nothing here. Empty: of all.
+    """
+
+    name: str
+    worker: str
+    queues: tuple[str, ...]
+    store: str
+    process: ProcessIdentity
+    shared: str = ""
+    model: str = ""
+    is_ready: bool = False
+    is_leaving: bool = False
+    recovers: str = ""
+    pids: str = ""
+
+    @property
+    def share(self) -> str:
+        """The value of `SERVED_KEY` while it serves its queues: members of the same value may serve them together."""
+        return f"shared {self.shared} {self.model}" if self.shared else f"only {self.name}"
+
+    @property
+    def kept_in(self) -> str:
+        """The value of `STORE_KEY` from then on."""
+        return f"shared {self.shared}" if self.shared else self.kept_alone
+
+    @property
+    def kept_alone(self) -> str:
+        """The same, before its store was shared."""
+        return f"store {self.store}"
+
+    def described(self) -> str:
+        """The JSON that `of` reads."""
+        about: dict[str, Any] = {"worker": self.worker, "queues": self.queues, "store": self.store}
+        about |= {"shared": self.shared, "model": self.model, "loading": not self.is_ready, "leaving": self.is_leaving}
+        about |= {"pids": self.pids, **asdict(self.process)}
+        return json.dumps(about | ({"recovers": self.recovers} if self.recovers else {}), sort_keys=True)
+
+    @classmethod
+    def of(cls, name: str, value: bytes) -> "Member":
+        """From a lease or a record, with placeholders for what is missing or of another type."""
+        try:
+            parsed = json.loads(value.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            parsed = None
+        given = parsed if isinstance(parsed, dict) else {}
+        found = {**_UNKNOWN, **{key: given[key] for key in _UNKNOWN if type(given.get(key)) is type(_UNKNOWN[key])}}
+        return cls(
+            name,
+            found["worker"],
+            tuple(queue for queue in found["queues"] if isinstance(queue, str)),
+            found["store"],
+            ProcessIdentity(found["host"], found["boot"], found["pid"], found["started"]),
+            shared=found["shared"],
+            model=found["model"],
+            is_ready=not found["loading"],
+            is_leaving=found["leaving"],
+            recovers=found["recovers"],
+            pids=found["pids"],
+        )
+
+    def is_certainly_dead(self) -> bool:
+        return self.pids in ("", pid_namespace()) and self.process.is_certainly_dead()
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} on host {self.process.host}, pid {self.process.pid}"
+
+
+class Obstacle(NamedTuple):
+    """The reason why a worker may not serve its queues: a script's reply, from which the operator's error is made.
+
+    Attributes:
+        kind: `held`: the name has another holder; `served`: a queue is served by others, which this worker may not
+            join; `kept`: a queue's conversations are in another store; `copied`: another worker has a copy of this
+            one's.
+        found: the value in Redis that is in the way.
+        left_s: until it expires.
+        queue: which queue; of `held` and `copied` any.
+        holders: the workers behind it, as far as they are known.
+    """
+
+    kind: Literal["held", "served", "kept", "copied"]
+    found: str
+    left_s: float
+    queue: str
+    holders: tuple[Member, ...] = ()
+
+    @classmethod
+    def of(cls, connection: Redis, reply: Sequence[Any], me: Member) -> "Obstacle":
+        """From a reply of `TAKE` that is not `taken`; two round trips for those that need to know who is behind it."""
+        kind, found, left_ms, index = reply
+        found = found.decode(errors="replace")
+        obstacle = cls(kind.decode(), found, left_ms / 1000, me.queues[index])
+        if obstacle.kind == "held":
+            return obstacle._replace(holders=(Member.of(me.name, found.encode()),))
+        if obstacle.kind == "kept":
+            return obstacle
+        members = _members(connection)
+        if obstacle.kind == "served":
+            here = [one for one, _ in members if obstacle.queue in one.queues]
+            holders = [one for one in here if one.share == found or found.startswith("shared ")]
+        else:
+            alike = [(one, has_lease) for one, has_lease in members if one.store == me.store and one.name != me.name]
+            holders = [one for one, has_lease in alike if has_lease]
+        return obstacle._replace(holders=tuple(holders))
+
+    def is_gone(self, me: Member) -> bool:
+        """Returns whether all workers behind it are certainly gone, or are this very one, whose earlier try had no
+        reply."""
+        if not self.holders:
+            return self.kind == "copied"  # the other one's lease ran out
+        return all(one.worker == me.worker or one.is_certainly_dead() for one in self.holders)
+
+    def error(self, me: Member) -> StokerError:
+        if self.kind == "kept":
+            return StoreUnusable(_kept(self.queue, self.found, me))
+        if self.kind == "copied":
+            other = self.holders[0]
+            return StoreUnusable(
+                f"{_who(other)}, has a store of the same name, {other.store!r}: one is a copy of the other. Remove the "
+                "file worker-name in the folder of the copy, and it gets another name"
+            )
+        left = f"if that worker is gone, its lease runs out in {self.left_s:.1f} s"
+        if self.kind == "held":
+            return QueueHeld(f"the name {me.name!r} is held by {_rq_worker(self)}; {left}")
+        who = _who(next((one for one in self.holders if not one.is_certainly_dead()), None))
+        reason, ways = _served(self.found, me.share)
+        ways += ", or give it another queue (--queues)"
+        return QueueHeld(f"queue {self.queue!r} is served by {who}, {reason}: {ways}; {left}")
+
+
+def _members(connection: Redis) -> list[tuple[Member, bool]]:
+    """All members, each as its lease describes it, or if it has none as its record does; and whether it has one."""
+    records = cast(dict[bytes, bytes], connection.hgetall(MEMBERS_KEY))
+    names = [name.decode(errors="replace") for name in records]
+    keys = [LEASE_KEY.format(member=name) for name in names]
+    leases = cast(list[bytes | None], connection.mget(keys)) if keys else []
+    both = zip(names, records.values(), leases, strict=True)
+    return [(Member.of(name, lease or record), lease is not None) for name, record, lease in both]
+
+
+def _who(member: Member | None) -> str:
+    if member is None:
+        return "another worker"
+    return f"worker {member.name!r} on host {member.process.host}, pid {member.process.pid}"
+
+
+def _rq_worker(obstacle: Obstacle) -> str:
+    [holder] = obstacle.holders
+    return f"worker {holder.worker} on host {holder.process.host}, pid {holder.process.pid}"
+
+
+def _served(found: str, share: str) -> tuple[str, str]:
+    """The reason why two such workers may not serve one queue, and what to do."""
+    theirs, ours = _shared_parts(found), _shared_parts(share)
+    if theirs is None and ours is None:
+        reason = "and a queue has only one worker, unless all of its workers have the same shared store"
+        return reason, "give both the same --shared-store, or start this one with --standby"
+    if theirs is None:
+        reason = "which has no shared store, so it serves the queue alone"
+        return reason, "run `stoker-worker memory share` on its store and start it with this one's --shared-store"
+    if ours is None:
+        return f"which has the shared store {theirs[0]}, and this one has none", "start it with the same --shared-store"
+    if theirs[0] != ours[0]:
+        reason = f"which has the shared store {theirs[0]}, and this one has {ours[0]}"
+        return reason, "start it with the same --shared-store"
+    reason = f"which has the model {theirs[1]!r}, and this one has {ours[1]!r}; a queue has one model"
+    return reason, "start it with the other one's model, or stop all workers of the queue first"
+
+
+def _kept(queue: str, found: str, me: Member) -> str:
+    kind, _, name = found.partition(" ")
+    ours = f"the shared store {me.shared}" if me.shared else f"the store {me.store!r}"
+    if kind == "shared":
+        theirs, way = f"the shared store {name}", "start it with that --shared-store"
+    elif me.shared:
+        theirs = f"the store {name!r}, whose worker has not served it with a shared store yet"
+        way = "run `stoker-worker memory share` on that store and start its worker with the same --shared-store first"
+    else:
+        theirs, way = f"the store {name!r}", "start the worker of that store instead"
+    return (
+        f"the agents of queue {queue!r} have their conversations in {theirs}, and this worker has {ours}: {way}, or "
+        "give it another queue (--queues), or start it with --new-store, and these agents begin anew"
+    )
+
+
+def _shared_parts(share: str) -> tuple[str, str] | None:
+    """The shared store and the model; ``None``: there is no shared store."""
+    kind, shared, model = [*share.split(" ", 2), "", ""][:3]
+    return (shared, model) if kind == "shared" else None
+
+
+class OwnStore(NamedTuple):
+    """The worker's store, as far as the queue has to know of it.
+
+    Attributes:
+        name: it stays, and the worker is called like it if the settings have no name; ``None``: called like the worker.
+        shared, has_agents: as in `Lease`.
+    """
+
+    name: str | None = None
+    shared: str = ""
+    has_agents: bool = True
+
+
+NO_STORE: Final = OwnStore()
+
+
+class BeforeRenewal(NamedTuple):
+    """What was known when a renewal was sent: how often data was lost, and the highest number."""
+
+    times: int
+    highest: int
+
+
+class LostData:
+    """Notices that Redis has lost data: it was restarted without an append-only file, or flushed, or an old replica was
+    promoted. Redis numbers the renewals of a member's lease, and these numbers only grow. Any thread."""
+
+    def __init__(
+        self,
+        in_flight: Callable[[], Sequence[ClaimedJob]] = tuple,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._in_flight = in_flight
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._times = self._jobs = self._highest = 0
+        self._last_claim = -1
+        self._noticed_at = float("-inf")
+
+    def before_renewal(self) -> BeforeRenewal:
+        with self._lock:
+            return BeforeRenewal(self._times, self._highest)
+
+    def renewed(self, number: int, before: BeforeRenewal) -> None:
+        """
+        Args:
+            before: from before the renewal was sent. Renewals of several threads may be answered in another order.
+        """
+        with self._lock:
+            if before.times != self._times:  # another thread has noticed the loss, before or after this renewal
+                return
+            if number > before.highest:
+                self._highest = max(self._highest, number)
+                return
+            claims = [job.claim_number for job in self._in_flight()]
+            self._times, self._jobs, self._highest = self._times + 1, self._jobs + len(claims), number
+            self._last_claim, self._noticed_at = max(claims, default=-1), self._clock()
+        log.error(
+            "Redis has lost data (restarted without an append-only file, flushed, or an old replica was promoted): "
+            "its count of this worker's renewals went back from %d to %d; %d jobs were in flight",
+            before.highest,
+            number - 1,
+            len(claims),
+        )
+
+    def had_in_flight(self, claim_number: int) -> bool:
+        """Whether a job that is in flight was so when the last loss was noticed."""
+        return claim_number <= self._last_claim
+
+    def so_far(self) -> DataLoss:
+        with self._lock:
+            return DataLoss(self._times, self._jobs, self._clock() - self._noticed_at)
 
 
 class Lease:

@@ -12,8 +12,7 @@ from typing import Final, cast
 from redis import Redis
 
 from stoker_shared.wire import LEASE_KEY, MEMBERS_KEY
-from stoker_worker.queue.lease import Lease
-from stoker_worker.queue.member import Member
+from stoker_worker.queue.lease import Lease, Member
 
 _LOOK_S: Final = 1.0
 

@@ -113,11 +113,10 @@ State = Literal["ours", "lost"] | EndedNote
 class Ownership:
     """Tells whose a run is, and clears up after a run that is not ours any more. `member`: in whose name it runs."""
 
-    def __init__(self, connection: Redis, lease: Lease, *, worker_name: str) -> None:
+    def __init__(self, connection: Redis, lease: Lease) -> None:
         self.member = lease.member
         self._connection = connection
         self.lease = lease
-        self._worker_name = worker_name
         self._look = connection.register_script(_LOOK)
         self._put_right = connection.register_script(_PUT_RIGHT)
         self._let_go = connection.register_script(_LET_GO)
@@ -189,7 +188,7 @@ class Ownership:
         queues = {rq_job.origin, origin.decode(errors="replace") or rq_job.origin}
         keys = [*self._keys(run), *(Queue(name, connection=self._connection).key for name in sorted(queues))]
         started_at = utcformat(rq_job.started_at) if rq_job.started_at else ""
-        written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self._worker_name, started_at]
+        written = [delivery_stamp(created_at, repeats_left, data), rq_job.origin, self.lease.worker_name, started_at]
         self._put_right(keys=keys, args=[*self.lease.args, "", rq_job.id, *written])
         return True
 

@@ -18,11 +18,11 @@ from redis import Redis
 from redis.client import Pipeline
 from rq import worker_registration
 from rq.command import parse_payload
-from rq.executions import Execution
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
-from rq.utils import now
+from rq.utils import now, utcformat
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
@@ -30,9 +30,10 @@ from stoker_shared.wire import DEFAULT_RESULT_TTL_S, WORKER_KEY
 from stoker_worker.periodic import Periodic
 from stoker_worker.ports import Serving
 from stoker_worker.process_identity import ProcessIdentity
-from stoker_worker.queue.hang_up import shut_down
+from stoker_worker.queue.client import shut_down
 from stoker_worker.queue.in_flight import StopRequests
-from stoker_worker.queue.json_job import OF_THE_RUN, JsonJob
+from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob
+from stoker_worker.queue.lease import Lease
 
 log = logging.getLogger(__name__)
 
@@ -238,3 +239,59 @@ class RqRegistration(BaseWorker):
         wanted = "busy" if is_busy else "idle"
         if self.get_state() != wanted:
             self.set_state(wanted)
+
+
+# A run that is gone is not brought back: an execution's id is never used again. The job's own keys may have any type;
+# an error would keep the runs behind this one without a heartbeat.
+_BEAT = """
+local execution, wip, of_job, job, of_worker = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local id, member, ttl, now = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if redis.call('EXISTS', execution) == 0 then return 0 end
+redis.call('HSET', execution, 'last_heartbeat', ARGV[4])
+redis.call('EXPIRE', execution, ttl)
+redis.call('ZADD', wip, 'XX', math.floor(now) + ttl, member)
+redis.pcall('ZADD', of_job, 'XX', math.floor(now) + ttl + 60, id)
+redis.call('EXPIRE', of_job, ttl + 60)
+redis.call('SADD', of_worker, member)
+redis.call('EXPIRE', of_worker, ttl + 60)
+if redis.call('EXISTS', job) == 1 then redis.pcall('HSET', job, 'last_heartbeat', ARGV[5]) end
+return 1
+"""
+
+
+class HeartbeatWriter:
+    """Writes one beat at a time."""
+
+    def __init__(self, connection: Redis, registration: RqRegistration, lease: Lease) -> None:
+        """
+        Args:
+            connection: used by nothing else, with a time limit far below the lease's.
+        """
+        self._connection = connection
+        self._registration = registration
+        self._lease = lease
+        self._beat_script = connection.register_script(_BEAT)
+
+    def beat(self) -> bool:
+        """Renew the lease and the worker's own keys; ``False`` when the lease is another worker's."""
+        if not self._lease.renew(self._connection):
+            return False
+        self._registration.beat(self._connection)
+        return True
+
+    def beat_execution(self, run: JobRun) -> None:
+        """RQ's `Execution.heartbeat`, for an execution that still exists."""
+        rq_job, execution, ttl_s = run.job, run.execution, self._registration.get_heartbeat_ttl(run.job)
+        execution.last_heartbeat = rq_job.last_heartbeat = moment = now()
+        keys = [
+            execution.key,
+            rq_job.started_job_registry.key,
+            ExecutionRegistry(rq_job.id, connection=self._connection).key,
+            rq_job.key,
+            execution.worker_executions_key,
+        ]
+        args: list[str | int | float] = [execution.id, execution.composite_key, ttl_s]
+        self._beat_script(keys=keys, args=[*args, moment.timestamp(), utcformat(moment)])
+
+    def close(self) -> None:
+        self._connection.close()

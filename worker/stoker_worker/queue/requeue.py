@@ -11,8 +11,7 @@ from rq.queue import Queue
 from rq.registry import StartedJobRegistry
 
 from stoker_shared.wire import CLAIMED_KEY, FIELD_ATTEMPTS, FIELD_DELIVERY, FIELD_LOST_ALONE
-from stoker_worker.queue.foreign_ids import raw
-from stoker_worker.queue.json_job import DELIVERY
+from stoker_worker.queue.json_job import DELIVERY, raw
 from stoker_worker.queue.lease import Lease
 
 Outcome = Literal["requeued", "waits", "ended"]

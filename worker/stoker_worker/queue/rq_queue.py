@@ -6,36 +6,35 @@ Does not decide how many jobs are claimed (the fetcher does), nor which ones (cl
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from redis import Redis
+from rq.job import JobStatus
 from rq.queue import Queue
 from rq.suspension import is_suspended
 
 from stoker_worker.placement.placement import Placement
 from stoker_worker.ports import Busy, ClaimedJob, DataLoss, QueuePort, SequenceProgress, Serving, TextSoFar
-from stoker_worker.queue.beat import HeartbeatWriter
 from stoker_worker.queue.cascade import Cascade
-from stoker_worker.queue.claim_order import ClaimOrder
+from stoker_worker.queue.claim import Claimer, ClaimOrder
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
-from stoker_worker.queue.claimer import Claimer
-from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.hang_up import hang_up, shorten
+from stoker_worker.queue.client import as_redis_unavailable, hang_up, shorten
+from stoker_worker.queue.end import JobFinish
 from stoker_worker.queue.housekeeping import Housekeeping
 from stoker_worker.queue.in_flight import JobsInFlight
-from stoker_worker.queue.job_finish import JobFinish
-from stoker_worker.queue.job_start import JobStart
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.members import Members
 from stoker_worker.queue.ownership import Ownership
-from stoker_worker.queue.progress_meta import ProgressMeta
-from stoker_worker.queue.recoverer import Recoverer, RecoveryParts
-from stoker_worker.queue.registration import RqRegistration
+from stoker_worker.queue.progress import JobStreams, ProgressMeta
+from stoker_worker.queue.recover import Recoverer
+from stoker_worker.queue.registration import HeartbeatWriter, RqRegistration
 from stoker_worker.queue.requeue import Requeue
-from stoker_worker.queue.streams import JobStreams
-from stoker_worker.queue.transient_errors import as_redis_unavailable
-from stoker_worker.queue.watching import look
+from stoker_worker.queue.start import JobStart
 
 log = logging.getLogger(__name__)
+
+_STARTED: Final = JobStatus.STARTED.value.encode()
+_LOADING: Final = SequenceProgress("loading")
 
 
 class RqQueue(QueuePort):
@@ -61,11 +60,10 @@ class RqQueue(QueuePort):
         self._lease = lease
         self._queues = queues = registration.queue_names()
         self._in_flight = in_flight
-        self._ownership = Ownership(connection, lease, worker_name=registration.name)
-        follow_up = FollowUp(connection)
+        self._ownership = Ownership(connection, lease)
         placement = Placement(connection, queues if lease.shared else (), worker_name=registration.name)
         self._members = members = Members(connection, lease, ttl_s=lease.ttl_s)
-        self._job_finish = JobFinish(connection, registration, self._ownership, placement, follow_up)
+        self._job_finish = JobFinish(connection, registration, self._ownership, placement)
         self._requeue = Requeue(connection, lease)
         self._progress = ProgressMeta(connection)
         self._streams = JobStreams(connection)
@@ -74,11 +72,8 @@ class RqQueue(QueuePort):
         onward = Cascade(connection, own)
         self._parts = parts = QueueParts(own, job_finish, onward, self._requeue, streams, progress, stops, in_flight)
         self._job_start = JobStart(connection, registration, lease, parts)
-        to_recover = RecoveryParts(lease, members, self._requeue, self._progress, follow_up)
-        self._recoverer = Recoverer(connection, to_recover, worker_name=registration.name, ttl_s=lease.ttl_s)
-        self._housekeeping = Housekeeping(
-            connection, lease, members, follow_up, placement=placement, name=registration.name
-        )
+        self._recoverer = Recoverer(connection, lease, members)
+        self._housekeeping = Housekeeping(connection, lease, members, placement)
         claimers = {name: Claimer(connection, name, lease, placement, patience_s=patience_s) for name in queues}
         self._claim_order = ClaimOrder(claimers, members, self._job_start, self._requeue, in_flight)
         self._to_announce: Serving | None = None
@@ -143,7 +138,26 @@ class RqQueue(QueuePort):
 
     @as_redis_unavailable()
     def withdrawn(self, progress: Mapping[str, SequenceProgress]) -> list[ClaimedJob]:
-        return list(look(self._connection, self._parts, progress))
+        jobs, runs = self._in_flight.snapshot(), []
+        with self._connection.pipeline(
+            transaction=False
+        ) as pipeline:  # as few round trips, however many jobs there are
+            for job in jobs:
+                self._progress.look(pipeline, job.run)
+            found = pipeline.execute(raise_on_error=False)
+            for job, fields in zip(jobs, found, strict=True):
+                # A job whose key is no hash any more was withdrawn as well.
+                status, listened_to, meta = (None,) * 3 if isinstance(fields, Exception) else fields
+                runs.append(status == _STARTED)
+                if status == _STARTED and listened_to is not None:
+                    self._streams.open(job.claim_number, job.run)
+                if status == _STARTED and meta is not None:
+                    self._progress.note(pipeline, job.run, meta, progress.get(job.job_id, _LOADING))
+            pipeline.execute()
+        for job in jobs:
+            if self._in_flight.get(job.job_id) is not job:  # released meanwhile, perhaps before its stream was opened
+                self._streams.close(job.claim_number, ended=False)
+        return [job for job, still_runs in zip(jobs, runs, strict=True) if self._is_withdrawn(job, still_runs)]
 
     def listened_to(self) -> frozenset[int]:
         return self._streams.claim_numbers
@@ -212,6 +226,11 @@ class RqQueue(QueuePort):
             self._lease.release()  # whoever has the name next, or another member, puts these jobs back
         else:
             self._lease.leave()
+
+    def _is_withdrawn(self, job: RqClaimedJob, still_runs: bool) -> bool:
+        if self._registration.stop_requests.is_asked(job.job_id):
+            return True
+        return not still_runs and self._ownership.of(job.run) != "ours"
 
     def _note_suspension(self, suspended: bool) -> None:
         if suspended and not self._suspended:

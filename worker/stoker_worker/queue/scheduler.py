@@ -55,17 +55,13 @@ return taken
 class Scheduler:
     """Does what `rq worker --with-scheduler` does in a forked process, for the queues of one worker."""
 
-    def __init__(self, connection: Redis, lease: Lease, members: Members, *, name: str) -> None:
-        """
-        Args:
-            name: the worker's name, under which the locks are held.
-        """
+    def __init__(self, connection: Redis, lease: Lease, members: Members) -> None:
         self._connection = connection
         self._queues = queues = list(lease.queues)
         self._lease = lease
         self._members = members
-        self._name = name
-        self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=name)
+        self._name = lease.worker_name  # under which the locks are held
+        self._shown = RQScheduler(queues, connection, serializer=JSONSerializer, name=self._name)
         self._show = Periodic(_LOCK_S / 3)
         self._enqueue = connection.register_script(_ENQUEUE)
 

@@ -5,37 +5,255 @@ RQ's transactions begin with a check that the run is ours, and end with a note. 
 the end before, and goes on with the follow-ups. RQ calls `OwnedQueue.move_dependents_to_ready` in the transaction of a
 success, and `JsonJob.before_end` in that of a failure; both check. It calls `RqRegistration.cleanup_execution` last,
 and that calls `JsonJob.at_end`, which writes the note.
+
+`FollowUp` enqueues the jobs that waited for an end, passes on its place under a rate limit, and removes the note. Every
+step may be done twice, so a thread that cannot tell whether a step was done does it again: the thread that ended the
+job, or the fetcher thread after a crash.
 """
 
 import logging
+import re
 import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
+from typing import Any, Final, cast
 
 from redis import Redis
 from redis.client import Pipeline
+from redis.exceptions import DataError, RedisError, ResponseError, WatchError
+from rq.exceptions import InvalidJobOperation
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.queue import Queue
+from rq.rate_limit import RateLimitRegistry
+from rq.registry import FailedJobRegistry, ReadyJobRegistry, StartedJobRegistry
+from rq.results import Result
 from rq.serializers import JSONSerializer
-from rq.utils import now
+from rq.utils import now, utcformat
 
-from stoker_shared.errors import OwnershipLost, RedisUnavailable, RequestError, StokerError
+from stoker_shared.errors import InvalidRequest, OwnershipLost, RedisUnavailable, RequestError, StokerError
 from stoker_shared.text import message_line
-from stoker_shared.wire import DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
+from stoker_shared.wire import CLAIMED_KEY, DEFAULT_FAILURE_TTL_S, DEFAULT_RESULT_TTL_S, ENDED_KEY, META_PARTIAL
 from stoker_worker.placement.placement import Placement
-from stoker_worker.queue.follow_up import FollowUp
-from stoker_worker.queue.json_job import JobRun, JsonJob
-from stoker_worker.queue.last_resort import LastResort, is_the_jobs
+from stoker_worker.queue.client import may_pass
+from stoker_worker.queue.json_job import OF_THE_RUN, JobRun, JsonJob, raw
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.ownership import End, EndedNote, Ownership
-from stoker_worker.queue.progress_meta import read_meta, without_progress
+from stoker_worker.queue.progress import read_meta, without_progress
 from stoker_worker.queue.registration import RqRegistration
-from stoker_worker.queue.transient_errors import may_pass
 
 log = logging.getLogger(__name__)
 
 _CHECKS: Final = 30
 _TRIES: Final = 3  # a heartbeat may have been on its way to the execution when the end was written
+_ENQUEUE_TRIES: Final = 50  # each fails when any thread makes another job of the queue ready, or enqueues it, just then
+_READY: Final = JobStatus.READY_TO_ENQUEUE.value.encode()
+_OVER: Final = (JobStatus.FAILED.value.encode(), JobStatus.FINISHED.value.encode())
+
+
+class FollowUp:
+    """Carries out the follow-ups of ends that were written."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._connection = connection
+
+    def carry_out(self, queue_name: str, member: str, note: EndedNote) -> None:
+        """
+        Args:
+            member: ``<job id>:<execution id>``.
+
+        Raises:
+            RedisError: Redis is away, and not all is done; the note is still there.
+        """
+        job_id = member.rpartition(":")[0]
+        steps: tuple[tuple[str, Callable[[], None]], ...] = (
+            ("not all that wait for job %s could be enqueued", lambda: self._set_dependents_free(job_id, note)),
+            ("the place of job %s under its rate limit was not passed on", lambda: self._pass_place_on(job_id, note)),
+        )
+        for failed, step in steps:
+            try:
+                step()
+            except Exception as error:
+                if may_pass(error):
+                    raise
+                log.exception(failed, job_id)  # it would be refused for ever, and nothing would be claimed any more
+        with suppress(RedisError):  # if the note stays, all is done once more, to no effect
+            self._connection.hdel(ENDED_KEY.format(queue=queue_name), member)
+
+    def _set_dependents_free(self, job_id: str, note: EndedNote) -> None:
+        if note.end == "failed" and note.dependents:
+            self.set_free(job_id, note.dependents)
+        else:
+            self._enqueue(note.dependents)
+
+    def _pass_place_on(self, job_id: str, note: EndedNote) -> None:
+        """Unless the id holds a place again, because it was enqueued anew."""
+        if note.rate_limit:
+            RateLimitRegistry(note.rate_limit, self._connection).release_stale_and_enqueue(job_id)
+
+    def catch_up(self, queues: Iterable[str], leave: Set[str], others: Set[str]) -> None:
+        """Carry out what a dead worker left, or this one.
+
+        Args:
+            leave: ids of executions in flight: the threads that end them do what follows.
+            others: living members, which carry out what follows their own ends.
+        """
+        for queue_name in queues:
+            key = ENDED_KEY.format(queue=queue_name)
+            for member, text in cast(dict[bytes, bytes], self._connection.hgetall(key)).items():
+                job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
+                if execution_id in leave:
+                    continue
+                try:
+                    note = EndedNote.from_json(text.decode())
+                except (ValueError, TypeError):
+                    log.error("the note of the end of job %s cannot be read", job_id)
+                    self._connection.hdel(key, member)
+                    continue
+                if note.member in others:
+                    continue
+                log.warning("job %s has ended; carrying out what follows", job_id)
+                self.carry_out(queue_name, member.decode(), note)
+
+    def set_free(self, job_id: str, dependents: list[str]) -> None:
+        """Enqueue those of a job's dependents that may run now that it is over."""
+        # For RQ, a job with any status but failed, stopped or canceled has succeeded.
+        if self._connection.hget(Job.key_for(job_id), "status") in _OVER:
+            queue = Queue(connection=self._connection, job_class=JsonJob, serializer=JSONSerializer)
+            with suppress(InvalidJobOperation):  # it was deleted just now
+                queue.move_dependents_to_ready(JsonJob(job_id, connection=self._connection))
+        self._enqueue(dependents)
+
+    def _enqueue(self, job_ids: list[str]) -> None:
+        """RQ's own step skips a job after a conflict or a lost reply, and leaves it to a later cleaning."""
+        for _ in range(_ENQUEUE_TRIES):
+            ready = self._ready(job_ids)
+            if not ready:
+                return
+            for origin, ids in ready.items():
+                ReadyJobRegistry(
+                    origin, connection=self._connection, job_class=JsonJob, serializer=JSONSerializer
+                ).enqueue_jobs(ids)
+
+    def _ready(self, job_ids: list[str]) -> dict[str, list[str]]:
+        """Which of the jobs may be enqueued, by queue."""
+        if not job_ids:
+            return {}
+        with self._connection.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.hmget(Job.key_for(job_id), "status", "origin")
+            replies = pipeline.execute(raise_on_error=False)
+        ready = defaultdict(list)
+        for job_id, reply in zip(job_ids, replies, strict=True):
+            if not isinstance(reply, Exception) and reply[0] == _READY and reply[1]:
+                ready[reply[1].decode()].append(job_id)
+        return ready
+
+
+FOREIGN_ID: Final = InvalidRequest(
+    "job_id: RQ reads only ids of letters, digits, '-' and '_'; enqueue the job under such an id"
+)
+
+# Takes effect once, and for the holder of the lease only: the id is among the claimed ones until then, or its execution
+# among the started ones. No key of the job has a type that one can rely on.
+_FAIL: Final = (
+    HOLDS
+    + """
+if not holds(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]) then return -1 end
+local job, results, failed, job_id, member = KEYS[4], KEYS[5], KEYS[6], ARGV[4], ARGV[11]
+local n_found = redis.call('LREM', KEYS[3], 1, job_id)
+if member ~= '' then
+  n_found = n_found + redis.call('ZREM', KEYS[7], member)
+  redis.call('DEL', KEYS[8])
+  redis.pcall('ZREM', KEYS[9], ARGV[12])
+  redis.pcall('SREM', KEYS[10], member)
+end
+if n_found == 0 then return -1 end
+local status = redis.pcall('HGET', job, 'status') -- false, or an error, if there is no job
+local is_over = status == 'finished' or status == 'failed' or status == 'stopped' or status == 'canceled'
+if type(status) == 'table' or is_over or redis.call('EXISTS', job) == 0 then return 0 end
+if member ~= '' and status ~= 'started' then return 0 end
+local ttl_s = math.floor(tonumber(redis.call('HGET', job, 'failure_ttl')) or -2)
+if not (ttl_s >= -1 and ttl_s < 1e9) then ttl_s = tonumber(ARGV[9]) end
+redis.call('HSET', job, 'status', 'failed', 'ended_at', ARGV[5], 'exc_info', ARGV[6])
+redis.call('HDEL', job, unpack(ARGV, 13))
+local function tell()
+  return redis.pcall('XADD', results, 'MAXLEN', '10', '*', 'type', ARGV[7], 'worker_name', '', 'exc_string', ARGV[8])
+end
+if type(tell()) == 'table' then -- an error: it is no stream, or a stream that takes no more
+  redis.call('DEL', results)
+  tell()
+end
+if ttl_s < 0 then
+  redis.call('PERSIST', job)
+  redis.pcall('ZADD', failed, ttl_s, job_id)
+else
+  redis.call('EXPIRE', job, ttl_s)
+  redis.call('EXPIRE', results, ttl_s)
+  redis.pcall('ZADD', failed, tonumber(ARGV[10]) + ttl_s, job_id)
+end
+return 1
+"""
+)
+
+# A key of another type, a number that is none, a time that no clock reaches. Other replies are about the server, as a
+# right that is missing, and are no job's fault.
+_OF_THE_DATA: Final = re.compile(r"\bWRONGTYPE\b|\b(hash )?value is (not|out of)\b|\binvalid expire\b")
+
+
+def is_the_jobs(error: BaseException) -> bool:
+    """Whether an error comes from what is in Redis of one job, so that it comes again with each try."""
+    if isinstance(error, DataError | WatchError) or not isinstance(error, RedisError):
+        return True
+    return isinstance(error, ResponseError) and _OF_THE_DATA.search(str(error)) is not None
+
+
+class LastResort:
+    """Fails jobs of this worker."""
+
+    def __init__(self, connection: Redis, lease: Lease) -> None:
+        self._connection = connection
+        self._lease = lease
+        self._script = connection.register_script(_FAIL)
+
+    def fail(self, queue_name: str, job_id: str, line: str, execution: Execution | None = None) -> None:
+        """Fail a claimed or started job; only drop it if no job of this id waits or runs.
+
+        Args:
+            line: the reason.
+
+        Raises:
+            OwnershipLost: the job is not this worker's any more.
+            RedisError: the server went away; recovery finds the job.
+        """
+        member = execution.composite_key if execution else ""
+        keys: list[str | bytes] = [
+            *self._lease.keys,
+            CLAIMED_KEY.format(queue=queue_name, member=self._lease.member),
+            raw(Job.key_for(job_id)),
+            raw(Result.get_key(job_id)),
+            FailedJobRegistry(queue_name, connection=self._connection).key,
+            StartedJobRegistry(queue_name, connection=self._connection).key,
+            execution.key if execution else "",
+            raw(ExecutionRegistry(job_id, connection=self._connection).key),
+            WORKER_EXECUTIONS_KEY_TEMPLATE.format(execution.worker_name if execution else ""),
+        ]
+        compressed = zlib.compress(line.encode(errors="replace"))
+        args: list[str | bytes | int] = [*self._lease.args, raw(job_id), utcformat(now()), compressed]
+        args += [Result.Type.FAILED.value, b64encode(compressed), DEFAULT_FAILURE_TTL_S, int(time.time())]
+        args += [member, execution.id if execution else "", *OF_THE_RUN]
+        found = self._script(keys=keys, args=args)
+        if found < 0:
+            raise OwnershipLost(f"job {job_id!r} is no longer this worker's")
+        if found:
+            log.warning("job %r refused: %s", job_id, line)
+        else:
+            log.error("no job of the id %r waits; the id is dropped", job_id)
 
 
 class AlreadyWritten(Exception):
@@ -184,7 +402,6 @@ class JobFinish:
         registration: RqRegistration,
         ownership: Ownership,
         placement: Placement,
-        follow_up: FollowUp,
     ) -> None:
         self._connection = connection
         self._registration = registration
@@ -192,7 +409,7 @@ class JobFinish:
         self.last_resort = LastResort(connection, ownership.lease)
         self._ownership = ownership
         self._placement = placement
-        self._follow_up = follow_up
+        self._follow_up = FollowUp(connection)
 
     def finish(self, run: JobRun, result: Mapping[str, Any], also: Callable[[Pipeline], None] | None = None) -> None:
         """

@@ -1,10 +1,13 @@
-"""Finds the jobs that a member's earlier holders left behind: executions, and ids that were claimed. Owns no state.
+"""Puts back what this worker's name left behind, and what dead members left. Owns no state; fetcher thread.
 
-Called only by the holder of that member's lease: the member's own worker, or the one that puts a dead member's jobs
-back. So an execution in that name which the holder does not know is an orphan: its owner is dead, or has lost the lease
-and cannot end the job any more. `lost_jobs.py` finds the jobs that left no execution behind. Fetcher thread.
+A dead member's jobs are put back in its own name: whoever takes its lease has deposed it, even if it only slept, and
+is the only one that puts its jobs back. So an execution in a member's name which the holder of its lease does not know
+is an orphan: its owner is dead, or has lost the lease and cannot end the job any more. The member is removed when that
+is done, so nobody takes one of its agents before that agent's jobs are in the queue again. `lost_jobs.py` finds the
+jobs that left no execution behind.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -12,16 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from redis import Redis
-from rq.executions import Execution
+from rq.executions import WORKER_EXECUTIONS_KEY_TEMPLATE, Execution
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.queue import Queue
 from rq.registry import StartedJobRegistry
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
 
+from stoker_shared.errors import QueueHeld
 from stoker_shared.wire import CLAIMED_KEY
-from stoker_worker.queue.foreign_ids import raw, text
+from stoker_worker.queue.end import FollowUp
+from stoker_worker.queue.json_job import raw, text
+from stoker_worker.queue.lease import Lease
+from stoker_worker.queue.members import Members
+from stoker_worker.queue.progress import ProgressMeta
 from stoker_worker.queue.registration import NAME_PREFIX, member_of
-from stoker_worker.queue.requeue import Claim
+from stoker_worker.queue.requeue import Claim, Requeue
+
+log = logging.getLogger(__name__)
 
 _ENTRY: Final = re.compile(rb"[A-Za-z0-9_-]+:[A-Za-z0-9_-]+")
 
@@ -44,22 +55,81 @@ class Started:
                 yield queue, execution
 
 
-class Recovery:
-    """Looks for the orphans of one member after the other."""
+class Recoverer:
+    """Recovers the queues of one worker."""
 
-    def __init__(self, connection: Redis, *, worker_name: str) -> None:
-        """
-        Args:
-            worker_name: of this RQ worker, whose own executions count no loss.
-        """
+    def __init__(self, connection: Redis, lease: Lease, members: Members) -> None:
         self._connection = connection
-        self._worker_name = worker_name
+        self._lease = lease
+        self._members = members
+        self._requeue = Requeue(connection, lease)
+        self._progress = ProgressMeta(connection)
+        self._follow_up = FollowUp(connection)
 
-    def started(self, queues: Iterable[str]) -> Started:
+    def recover(self, own_ids: frozenset[str]) -> int:
+        """Put back jobs; returns how many.
+
+        Args:
+            own_ids: the executions that this worker has in flight.
+        """
+        lease, members = self._lease, self._members
+        queues = list(dict.fromkeys([*lease.queues, *lease.former_queues]))
+        started = self._started(queues)
+        members.look(asks_processes=True)  # after that: whoever has an execution was a member before
+        found = self._orphans(lease.member, queues, started, own_ids)
+        recovered = self._put_back(self._requeue, [*found, *self._nobodys(queues, started)])
+        self._follow_up.catch_up(queues, own_ids, members.everybody - {lease.member})
+        lease.settle()
+        unknown = started.members() - members.everybody - {lease.member}
+        dead, members.dead = members.dead, ()  # the next look finds whoever could not be buried now
+        recovered += sum(self._bury(name, lease.queues) for name in unknown)
+        recovered += sum(self._bury(member.name, member.queues) for member in dead)
+        self._forget_workers(queues)
+        return recovered
+
+    def _bury(self, name: str, queues: Sequence[str]) -> int:
+        """Put a dead member's jobs back, and remove it; nothing if another member does so just now, or it is back."""
+        lease = Lease(self._connection, name, queues, worker_name=self._lease.worker_name, ttl_s=self._lease.ttl_s)
+        try:
+            lease.acquire(recovers=True)
+        except QueueHeld:
+            return 0
+        started = self._started(queues)  # as it is now: the dead one starts and ends nothing any more
+        found = self._orphans(name, queues, started)
+        recovered = self._put_back(Requeue(self._connection, lease), found)
+        living = (self._members.everybody | {self._lease.member}) - {name}
+        self._follow_up.catch_up(queues, frozenset(), living)
+        lease.leave()
+        log.warning("worker %s is dead and a member no more; %d of its jobs are back in the queue", name, recovered)
+        return recovered
+
+    def _put_back(self, requeue: Requeue, found: Sequence[Claim]) -> int:
+        orphans = self._latest_first(found)
+        recovered = requeue.all(orphans)
+        for lost in orphans:
+            if lost.execution is not None:
+                self._progress.clear(Job.key_for(lost.job_id))
+        return recovered
+
+    def _forget_workers(self, queues: Iterable[str]) -> None:
+        """Remove dead stoker workers' registrations for our queues, which dashboards would show for minutes."""
+        members = self._members
+        for queue_name in queues:
+            for key in get_keys(Queue(queue_name, connection=self._connection)):
+                name = key.rpartition(":")[2]
+                if name.startswith(NAME_PREFIX) and not members.is_alive(name):
+                    log.info("removing the registration of dead worker %s", name)
+                    with self._connection.pipeline() as pipeline:
+                        pipeline.srem(REDIS_WORKER_KEYS, key)
+                        pipeline.srem(WORKERS_BY_QUEUE_KEY % queue_name, key)
+                        pipeline.delete(key, WORKER_EXECUTIONS_KEY_TEMPLATE.format(name))
+                        pipeline.execute()
+
+    def _started(self, queues: Iterable[str]) -> Started:
         """Two round trips for each queue."""
         return Started(tuple((queue, execution) for queue in queues for execution in self._executions(queue)))
 
-    def orphans(
+    def _orphans(
         self, member: str, queues: Iterable[str], started: Started, own_ids: frozenset[str] = frozenset()
     ) -> list[Claim]:
         """A member's jobs in flight that no worker runs.
@@ -69,7 +139,7 @@ class Recovery:
         """
         found: list[Claim] = []
         for queue, execution in started.of(member):
-            if execution.worker_name != self._worker_name:
+            if execution.worker_name != self._lease.worker_name:
                 found.append(Claim(execution.job_id, queue, execution, worker_lost=True))
             elif execution.id not in own_ids:
                 found.append(Claim(execution.job_id, queue, execution))
@@ -81,7 +151,7 @@ class Recovery:
             found += self._claimed(queue, CLAIMED_KEY.format(queue=queue, member=member), running)
         return found
 
-    def nobodys(self, queues: Iterable[str], started: Started) -> list[Claim]:
+    def _nobodys(self, queues: Iterable[str], started: Started) -> list[Claim]:
         """Jobs in flight of which it is not known whose they are, and ids that RQ's own dequeue has left."""
         found = [
             Claim(execution.job_id, queue, execution, worker_lost=True)
@@ -94,7 +164,7 @@ class Recovery:
             found += self._claimed(queue, IntermediateQueue.get_intermediate_queue_key(key), running)
         return found
 
-    def latest_first(self, found: Sequence[Claim]) -> list[Claim]:
+    def _latest_first(self, found: Sequence[Claim]) -> list[Claim]:
         """By the time when they were enqueued: put back one by one, they are in queue order."""
         with self._connection.pipeline(transaction=False) as pipeline:
             for orphan in found:

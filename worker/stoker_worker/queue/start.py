@@ -43,13 +43,11 @@ from stoker_shared.wire import (
 )
 from stoker_worker.events import log_failure
 from stoker_worker.placement.placement import Writes
-from stoker_worker.ports import Delivery
+from stoker_worker.ports import Delivery, LastVersion
 from stoker_worker.queue.cascade import model_of
 from stoker_worker.queue.claimed_job import QueueParts, RqClaimedJob
-from stoker_worker.queue.claimer import Granted
-from stoker_worker.queue.foreign_ids import raw
-from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, is_rqs
-from stoker_worker.queue.last_resort import FOREIGN_ID, is_the_jobs
+from stoker_worker.queue.end import FOREIGN_ID, is_the_jobs
+from stoker_worker.queue.json_job import DELIVERY, JobRun, JsonJob, is_rqs, raw
 from stoker_worker.queue.lease import Lease
 from stoker_worker.queue.lease_scripts import HOLDS
 from stoker_worker.queue.registration import RqRegistration
@@ -124,20 +122,19 @@ class JobStart:
         self._last_resort = parts.job_finish.last_resort
         self._claim_numbers = itertools.count()
 
-    def start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
+    def start(self, queue_name: str, job_id: str, last: LastVersion | None) -> RqClaimedJob | None:
         """``None`` if there is no job of this id that can run, or if it was refused.
 
         Raises:
             RunsElsewhere: its id has to wait; it is still among the claimed ones.
             RedisError: the server went away meanwhile; recovery finds a job that was begun.
         """
-        job_id = granted.job_id
         if not is_rqs(job_id):
             self._give_up(queue_name, job_id, FOREIGN_ID)
             return None
         for _ in range(_READS):
             try:
-                return self._start(queue_name, granted)
+                return self._start(queue_name, job_id, last)
             except EnqueuedAnew:
                 continue
             except RunsElsewhere:
@@ -161,8 +158,7 @@ class JobStart:
         with suppress(OwnershipLost):  # nothing is ours to write
             self._last_resort.fail(queue_name, job_id, f"{type(error).__name__}: {error}", execution)
 
-    def _start(self, queue_name: str, granted: Granted) -> RqClaimedJob | None:
-        job_id = granted.job_id
+    def _start(self, queue_name: str, job_id: str, last: LastVersion | None) -> RqClaimedJob | None:
         rq_job = self._read(job_id)
         # A job that is over was canceled since the claim, or its id was in the queue twice.
         if rq_job is None or rq_job.get_status(refresh=False) in OVER:
@@ -180,7 +176,7 @@ class JobStart:
             return None
         run = JobRun(rq_job, execution)
         try:
-            return self._claimed(run, rq_job.read_request(), granted)
+            return self._claimed(run, rq_job.read_request(), last)
         except RequestError as error:
             log_failure(job_id, error, queue=queue_name)
             self._refuse(run, error)
@@ -188,12 +184,13 @@ class JobStart:
             self._give_up(queue_name, job_id, error, execution)
         return None
 
-    def _claimed(self, run: JobRun, request: GenerationRequest | AgentRequest, granted: Granted) -> RqClaimedJob:
+    def _claimed(
+        self, run: JobRun, request: GenerationRequest | AgentRequest, last: LastVersion | None
+    ) -> RqClaimedJob:
         if isinstance(request, GenerationRequest) and request.route and run.job.repeats_left:
             raise PayloadRefused("a job with a route ends in another queue than it began, so it cannot be repeated")
         rq_job, now = run.job, time.time()
         timeout_s = rq_job.timeout if rq_job.timeout is not None else DEFAULT_JOB_TIMEOUT_S
-        last = granted.last
         rq_job.drop_data()
         return RqClaimedJob(
             job_id=rq_job.id,

@@ -1,10 +1,14 @@
-"""Which errors of Redis pass by themselves, so that trying again helps. Pure policy; any thread."""
+"""Calls to Redis: which errors pass by themselves, so that trying again helps, and an end for calls that wait for a
+server which hangs. Owns nothing; any thread.
+"""
 
 import re
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
+from redis import Connection, ConnectionPool
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -19,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from stoker_shared.errors import RedisUnavailable
 from stoker_shared.text import message_line
 
+_HUNG_UP_S: Final = 0.5
 _AWAY: Final = (RedisConnectionError, RedisTimeoutError, RedisUnavailable, OutOfMemoryError, ReadOnlyError)
 
 # Replies of a server that cannot write just now: its disk is full, a long script runs, its replicas are gone. Some have
@@ -62,3 +67,31 @@ def as_redis_unavailable() -> Iterator[None]:
         if not may_pass(error):
             raise
         raise RedisUnavailable(reason_of(error)) from error
+
+
+def hang_up(pool: ConnectionPool) -> None:
+    """Each call under way fails now, as if the server had closed its connection; later ones after half a second."""
+    in_use = tuple(pool._in_use_connections)
+    shorten(pool, _HUNG_UP_S)
+    for connection in in_use:
+        shut_down(connection)
+
+
+def shut_down(connection: Connection) -> None:
+    """The call that waits for a reply on this connection fails now, and its next one after half a second.
+
+    The socket is shut down, not closed: `disconnect` closes it under the thread that reads from it, and the client then
+    raises errors that are not its own.
+    """
+    connection.socket_timeout = connection.socket_connect_timeout = _HUNG_UP_S
+    sock: socket.socket | None = connection._sock
+    if sock is not None:
+        with suppress(OSError):  # it is closed already
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def shorten(pool: ConnectionPool, timeout_s: float) -> None:
+    """Calls that begin from here on fail after `timeout_s`, or sooner."""
+    timeout_s = min(timeout_s, pool.connection_kwargs["socket_timeout"])
+    pool.connection_kwargs.update(socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    pool.reset()  # a connection that was made before keeps its long time limit
