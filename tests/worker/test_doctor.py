@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 from tests.server_fixture import connection  # noqa: F401
-from tests.worker.models.gguf.gguf_writer import write_gguf
-from tests.worker.models.gguf.tiny_gguf import metadata, random_weights
+from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_worker import doctor
@@ -215,10 +214,10 @@ def test_weights_larger_than_the_memory_are_not_loaded(tmp_path: Path, monkeypat
 @pytest.mark.mlx
 def test_a_tiny_model_is_loaded_and_proved(tmp_path: Path) -> None:
     from stoker_worker.engine.provider import MlxProvider
-    from stoker_worker.models.gguf.importer import import_gguf
+    from stoker_worker.models.gguf import import_gguf
 
-    weights, _ = random_weights(biases=True, tied=True)
-    write_gguf(tmp_path / "tiny.gguf", metadata("qwen2", pre="qwen2"), weights)
+    weights, _ = random_weights(tied=True)
+    write_gguf(tmp_path / "tiny.gguf", metadata(), weights)
     import_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
     settings = read_settings({"store": tmp_path / "store", "model": str(tmp_path / "tiny"), "max_batch": 8})
     found = made(doctor.model_checks(str(tmp_path / "tiny"), MlxProvider(settings)))

@@ -3,8 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.worker.models.gguf.gguf_writer import write_gguf
-from tests.worker.models.gguf.tiny_gguf import metadata, random_weights
+from tests.worker.models.tiny_gguf import metadata, random_weights, write_gguf
 
 from stoker_shared import build_request
 from stoker_shared.errors import ModelNotLoadable
@@ -16,11 +15,11 @@ from stoker_worker.settings import read_settings
 
 
 def mlx_provider(folder, **settings):
-    from stoker_worker.models.gguf.importer import import_gguf
+    from stoker_worker.models.gguf import import_gguf
 
     if not (folder / "tiny").exists():
-        weights, _ = random_weights(biases=True, tied=True)
-        write_gguf(folder / "tiny.gguf", metadata("qwen2", pre="qwen2"), weights)
+        weights, _ = random_weights(tied=True)
+        write_gguf(folder / "tiny.gguf", metadata(), weights)
         import_gguf(folder / "tiny.gguf", folder / "tiny")
     return MlxProvider(
         read_settings({"store": folder / "store", "model": str(folder / "tiny"), "max_batch": 2} | settings)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.models.gguf.gguf_writer import write_gguf
-from tests.worker.models.gguf.tiny_gguf import HEAD_DIM, HIDDEN, KV_HEADS, metadata, random_weights
+from tests.worker.models.tiny_gguf import HEAD_DIM, HIDDEN, KV_HEADS, metadata, random_weights, write_gguf
 
 from stoker_shared.errors import ModelNotLoadable
 from stoker_shared.message import Message
 from stoker_worker.models.extras import ModelExtras
-from stoker_worker.models.gguf.importer import import_gguf
+from stoker_worker.models.gguf import import_gguf
 from stoker_worker.models.loading import load_model
 from stoker_worker.ports import LoadedModel
 
@@ -23,9 +22,9 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tiny random model with a tokenizer and a chat template, in float32."""
-    ours, _ = random_weights(biases=False, tied=True)
+    ours, _ = random_weights(tied=True)
     template = {"tokenizer__chat_template": "{{ messages[0].content }}"}
-    import_gguf(write_gguf(tmp_path / "tiny.gguf", metadata("llama", pre="gpt-2", **template), ours), tmp_path / "tiny")
+    import_gguf(write_gguf(tmp_path / "tiny.gguf", metadata(**template), ours), tmp_path / "tiny")
     return tmp_path / "tiny"
 
 

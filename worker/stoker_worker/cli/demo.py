@@ -182,7 +182,7 @@ def _demo_model(folder: Path, console: Console) -> str:
         files = [root / _GGUF_NAME for root in roots if (root / _GGUF_NAME).exists()]
         if not files:
             return _HUB_MODEL
-        from stoker_worker.models.gguf.importer import import_gguf
+        from stoker_worker.models.gguf import import_gguf
 
         console.print("importing SmolLM2-135M-Instruct from its GGUF file (once)")
         import_gguf(files[0], target)

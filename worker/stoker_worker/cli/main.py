@@ -232,9 +232,9 @@ def model() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 def import_model(file: Path, folder: Path) -> None:
-    """Turn a GGUF FILE (F32, F16, Q4_0, Q4_1, Q8_0, Q6_K) into an mlx-lm FOLDER."""
+    """Turn a GGUF FILE of the SmolLM family (F32, F16, Q4_0, Q4_1, Q8_0) into an mlx-lm FOLDER."""
     with errors_in_one_line():
-        from stoker_worker.models.gguf.importer import import_gguf
+        from stoker_worker.models.gguf import import_gguf
 
         import_gguf(file, folder)
     click.echo(f"{folder}: ready for `stoker-worker run --model {folder}`")
