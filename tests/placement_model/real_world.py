@@ -51,8 +51,7 @@ from stoker_worker.memory.locks import _LockedFile, store_name
 from stoker_worker.memory.replica import versions
 from stoker_worker.memory.replica.agent_store import ReplicatedStore
 from stoker_worker.memory.replica.bucket import Bucket, BucketAway
-from stoker_worker.memory.replica.objects import SharedVersion, number_in, version_name, versions_folder
-from stoker_worker.memory.replica.versions import Versions
+from stoker_worker.memory.replica.versions import SharedVersion, Versions, number_in, version_name, versions_folder
 from stoker_worker.memory.store import AgentCacheStore
 from stoker_worker.pipeline.worker import Worker
 from stoker_worker.process_identity import ProcessIdentity

@@ -28,8 +28,8 @@ from tests.worker.memory.replica.sharing import BOTH, Machine, Share, SharedAgen
 from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, AgentVersionConflict, SharedStoreAway, VersionTaken
 from stoker_worker.memory import transcripts
-from stoker_worker.memory.replica.objects import EMPTIED, versions_folder
 from stoker_worker.memory.replica.shared_replica import opened_with_shared
+from stoker_worker.memory.replica.versions import EMPTIED, versions_folder
 from stoker_worker.ports import Delivery, LastVersion
 
 LONG = ids(2000)

@@ -16,7 +16,7 @@ from stoker_shared.agents import AgentResult, build_agent_request
 from stoker_shared.errors import AgentTranscriptUnreadable, VersionTaken
 from stoker_worker.cli.main import main
 from stoker_worker.memory.database import checksum
-from stoker_worker.memory.replica.objects import EMPTIED, version_name
+from stoker_worker.memory.replica.versions import EMPTIED, version_name
 from stoker_worker.ports import Delivery, LastVersion
 
 LONG = ids(2000)

@@ -27,12 +27,15 @@ from stoker_shared.errors import StoreUnusable
 from stoker_shared.text import MASK
 from stoker_worker.events import Outage
 from stoker_worker.memory.database import Database, SharedNote, read_note, write_note
-from stoker_worker.memory.replica.objects import FORMAT, MARKER
 from stoker_worker.memory.transcripts import has_agents
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+MARKER: Final = "stoker.json"
+"""The object by which a folder or bucket is known as a shared store."""
+FORMAT: Final = "stoker-shared 1"
 
 COMMIT_LIMIT_S: Final = 3.0
 """For a version: a finished turn waits for it, once in an outage. A long one has more, see `_SLOWEST_BPS`."""

@@ -5,11 +5,13 @@ each agent, made when all of its files are there: by it `collecting` knows what 
 here only saves time.
 """
 
+import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -24,8 +26,7 @@ from stoker_worker.memory.blocks import BlockChain, common_length
 from stoker_worker.memory.database import Connection, Damaged, key_of
 from stoker_worker.memory.eviction import DiskBudget
 from stoker_worker.memory.files import allocated_bytes, is_there
-from stoker_worker.memory.replica.bucket import READ_LIMIT_S, Bucket, BucketAway
-from stoker_worker.memory.replica.objects import MARKER, files_in, manifest, manifest_name, pieces_prefix
+from stoker_worker.memory.replica.bucket import MARKER, READ_LIMIT_S, Bucket, BucketAway
 from stoker_worker.memory.replica.versions import Versions
 from stoker_worker.memory.store_parts import StoreParts
 from stoker_worker.memory.transcripts import FULL_EVERY
@@ -34,6 +35,15 @@ from stoker_worker.ports import AgentVersion
 from stoker_worker.ports.cache_spec import BLOCK_TOKENS, LayerKind
 
 _log = logging.getLogger(__name__)
+
+CACHES: Final = "caches"
+BLOCKS: Final = "blocks"
+PIECES: Final = "pieces"
+
+_CACHE_FILE: Final = re.compile(
+    r"(?:blocks/[0-9a-f]{1,16}/([0-9a-f]{2})/\1[0-9a-f]{62}"
+    r"|pieces/([0-9a-f]{2})/\2[0-9a-f]{30}-[1-9][0-9]{0,15}-(?:tail|snapshot-[0-9]))\.safetensors"
+)
 
 _Check = Callable[[Path], object]
 _Checks = dict[Path, _Check]
@@ -49,6 +59,33 @@ _RETRY_S: Final = 1.0
 _STOP_S: Final = 5.0
 _MOST_WAITING: Final = 2**16
 """Agents that wait. Of those beyond, the one that has waited longest goes without."""
+
+
+def manifest_name(key: str) -> str:
+    """The object that lists an agent's cache files. `key`: hex."""
+    return f"{CACHES}/{key[:2]}/{key}.json"
+
+
+def pieces_prefix(key: str) -> str:
+    """How the names of an agent's own cache files begin. `key`: hex."""
+    return f"{PIECES}/{key[:2]}/{key[:32]}-"
+
+
+def is_cache_file(name: str) -> bool:
+    """Whether a worker gives such a name to a block or a piece."""
+    return _CACHE_FILE.fullmatch(name) is not None
+
+
+def manifest(version: int, files: Iterable[str]) -> bytes:
+    return json.dumps({"version": version, "files": list(files)}).encode()
+
+
+def files_in(manifest: bytes) -> list[str]:
+    """The names of cache files in it; none, if it is damaged."""
+    try:
+        return [name for name in json.loads(manifest)["files"] if isinstance(name, str) and is_cache_file(name)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 class SharedCaches:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from stoker_shared.errors import StoreUnusable
-from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, Bucket, Stored, identity_of
-from stoker_worker.memory.replica.objects import AGENTS, BLOCKS, CACHES, MARKER, PIECES, files_in, is_cache_file
+from stoker_worker.memory.replica.bucket import CACHE_LIMIT_S, MARKER, Bucket, Stored, identity_of
+from stoker_worker.memory.replica.caches import BLOCKS, CACHES, PIECES, files_in, is_cache_file
+from stoker_worker.memory.replica.versions import AGENTS
 
 _YOUNG_S: Final = 86_400.0
 """A worker may not have listed what is younger."""

@@ -15,10 +15,9 @@ from typing import Final
 from stoker_shared.errors import VersionTaken
 from stoker_worker.memory import cache_index, transcripts
 from stoker_worker.memory.database import Connection, Damaged, write_note
-from stoker_worker.memory.replica.bucket import Bucket, identify
-from stoker_worker.memory.replica.local_copy import checksum_of
-from stoker_worker.memory.replica.objects import MARKER, Emptied, SharedVersion
-from stoker_worker.memory.replica.versions import Versions
+from stoker_worker.memory.replica.bucket import MARKER, Bucket, identify
+from stoker_worker.memory.replica.shared_replica import checksum_of
+from stoker_worker.memory.replica.versions import Emptied, SharedVersion, Versions
 from stoker_worker.memory.store_parts import NextVersion, StoreParts
 from stoker_worker.memory.transcripts import AgentRow, TurnRecord
 
