@@ -66,7 +66,7 @@ def task_of(job_id):
 
 def rage(crew, proxy, chance, number):
     """Replies to verdicts are lost, connections are cut, one or two workers are killed: all at any moment."""
-    proxy.lose(lambda exchange: exchange.is_transaction and exchange.holds(TRUST_KEY), times=1 + chance.randrange(4))
+    proxy.lose(lambda exchange: exchange.is_write and exchange.holds(TRUST_KEY), times=1 + chance.randrange(4))
     time.sleep(chance.uniform(0, 0.4))
     if number % 2:
         proxy.cut_all()
